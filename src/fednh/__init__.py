@@ -1,0 +1,3 @@
+"""Personalised federated learning on class-imbalanced clients."""
+
+__version__ = "0.1.0"

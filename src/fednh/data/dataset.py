@@ -1,0 +1,66 @@
+"""What a data set is to the rest of the program: arrays, class names, and how inputs become floats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fednh.errors import UserError
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Training and test samples of one classification task.
+
+    Images are uint8 (N, H, W, C) and stay so in memory; vectors are float32 (N, F). Labels are int64 (N,) in
+    [0, C). A channel (or feature) `v` reaches the model as `(v / scale - mean) / std`.
+    """
+
+    name: str
+    x_train: NDArray[np.uint8] | NDArray[np.float32]
+    y_train: NDArray[np.int64]
+    x_test: NDArray[np.uint8] | NDArray[np.float32]
+    y_test: NDArray[np.int64]
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    scale: float = 255.0
+    augment: str = "none"  # what the data set's literature does: "none" or "crop_flip"
+
+    @property
+    def is_image(self) -> bool:
+        return self.x_train.ndim == 4
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one sample as a model sees it: (C, H, W) for images, (F,) for vectors."""
+        if self.is_image:
+            height, width, channels = self.x_train.shape[1:]
+            return (channels, height, width)
+        return tuple(self.x_train.shape[1:])
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+    def __post_init__(self) -> None:
+        for part, x, y in (("train", self.x_train, self.y_train), ("test", self.x_test, self.y_test)):
+            where = f"{self.name}: {part}"
+            image = x.ndim == 4 and x.dtype == np.uint8
+            if not (image or (x.ndim == 2 and x.dtype == np.float32)):
+                raise UserError(f"{where} inputs must be uint8 images (N, H, W, C) or float vectors (N, F)")
+            if len(x) != len(y):
+                raise UserError(f"{where} has {len(x)} inputs but {len(y)} labels")
+            if len(y) == 0:
+                raise UserError(f"{where} is empty")
+            if y.min() < 0 or y.max() >= self.num_classes:
+                bad = int(y.min()) if y.min() < 0 else int(y.max())
+                raise UserError(f"{where} label {bad} lies outside the {self.num_classes} classes (0 to {self.num_classes - 1})")
+            if not image and not np.isfinite(x).all():
+                raise UserError(f"{where} inputs hold NaN or infinite values; clean or impute them first")
+        if self.x_train.shape[1:] != self.x_test.shape[1:]:
+            raise UserError(
+                f"{self.name}: train inputs have shape {self.x_train.shape[1:]}, test inputs {self.x_test.shape[1:]}"
+            )

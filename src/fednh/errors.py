@@ -1,0 +1,17 @@
+"""The one exception that is meant for a person: bad input, said in a single sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class UserError(Exception):
+    """What was wrong, where, and what to do about it. The command line prints it and exits with 2."""
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """`"; did you mean 'fednh'?"` when something similar exists, else the list of choices."""
+    known = sorted(choices)
+    close = get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; choose from {', '.join(known)}"
