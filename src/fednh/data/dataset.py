@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fednh.errors import UserError
+
+Inputs = NDArray[np.uint8] | NDArray[np.float32]
+Labels = NDArray[np.int64]
+
+
+class Arrays(NamedTuple):
+    """What a reader finds in a file; the registry adds names and normalisation and makes it a `Dataset`."""
+
+    x_train: Inputs
+    y_train: Labels
+    x_test: Inputs
+    y_test: Labels
+    classes: tuple[str, ...] | None = None  # when the file itself names its classes
 
 
 @dataclass(frozen=True)
@@ -19,10 +33,10 @@ class Dataset:
     """
 
     name: str
-    x_train: NDArray[np.uint8] | NDArray[np.float32]
-    y_train: NDArray[np.int64]
-    x_test: NDArray[np.uint8] | NDArray[np.float32]
-    y_test: NDArray[np.int64]
+    x_train: Inputs
+    y_train: Labels
+    x_test: Inputs
+    y_test: Labels
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -50,14 +64,19 @@ class Dataset:
             where = f"{self.name}: {part}"
             image = x.ndim == 4 and x.dtype == np.uint8
             if not (image or (x.ndim == 2 and x.dtype == np.float32)):
-                raise UserError(f"{where} inputs must be uint8 images (N, H, W, C) or float vectors (N, F)")
+                raise UserError(
+                    f"{where} inputs are {x.dtype} of shape {x.shape}, but must be uint8 images (N, H, W, C) "
+                    "or float32 vectors (N, F)"
+                )
             if len(x) != len(y):
                 raise UserError(f"{where} has {len(x)} inputs but {len(y)} labels")
             if len(y) == 0:
                 raise UserError(f"{where} is empty")
             if y.min() < 0 or y.max() >= self.num_classes:
                 bad = int(y.min()) if y.min() < 0 else int(y.max())
-                raise UserError(f"{where} label {bad} lies outside the {self.num_classes} classes (0 to {self.num_classes - 1})")
+                raise UserError(
+                    f"{where} label {bad} lies outside the {self.num_classes} classes (0 to {self.num_classes - 1})"
+                )
             if not image and not np.isfinite(x).all():
                 raise UserError(f"{where} inputs hold NaN or infinite values; clean or impute them first")
         if self.x_train.shape[1:] != self.x_test.shape[1:]:

@@ -1,0 +1,80 @@
+"""Models by name, by the data's shape, or by import path."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fednh.errors import UserError, did_you_mean
+from fednh.models.conv import Conv2
+from fednh.models.mlp import MLP
+from fednh.models.net import Net
+from fednh.models.resnet import ResNet18
+
+MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": MLP, "conv2": Conv2, "resnet18": ResNet18}
+
+__all__ = ["MODELS", "Net", "build_net", "choose"]
+
+
+def choose(shape: tuple[int, ...]) -> str:
+    """The model for a sample's shape: vectors and images below 16 pixels a side take the mlp, below 64 conv2."""
+    if len(shape) == 1 or min(shape[1:]) < 16:
+        return "mlp"
+    return "conv2" if min(shape[1:]) < 64 else "resnet18"
+
+
+def build_net(name: str, shape: tuple[int, ...], num_classes: int, args: Mapping[str, Any] | None = None) -> Net:
+    """The Net called `name`: "auto", one of MODELS, or "package.module:Class".
+
+    A class of one's own is called with those of `shape` (one sample: (C, H, W) or (F,)) and `num_classes` that its
+    constructor asks for by name, and with `args`.
+    """
+    name = choose(shape) if name == "auto" else name
+    factory = MODELS.get(name) or _imported(name)
+    if name in ("conv2", "resnet18") and len(shape) != 3:
+        raise UserError(f"model.name = {name!r} needs images, but the data are vectors of {shape[0]} values; use 'mlp'")
+    arguments = _arguments(name, factory, {"shape": shape, "num_classes": num_classes}, dict(args or {}))
+
+    def build() -> nn.Module:
+        try:
+            module = factory(**arguments)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"model {name} cannot be built: {error}") from error
+        if not isinstance(module, nn.Module):
+            raise UserError(f"model {name} gave a {type(module).__name__}, not a torch.nn.Module")
+        return module
+
+    return Net(build, shape, num_classes, name)
+
+
+def _imported(path: str) -> Callable[..., nn.Module]:
+    module_name, _, attribute = path.partition(":")
+    if not attribute:
+        raise UserError(
+            f"model.name = {path!r} is not known{did_you_mean(path, ['auto', *MODELS])} (or give 'package.module:Class')"
+        )
+    here = str(Path.cwd())
+    if here not in sys.path:  # as `python -m` does, so that a file beside the config can be named
+        sys.path.insert(0, here)
+    try:
+        factory: Callable[..., nn.Module] = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"model.name = {path!r} cannot be imported: {error}") from error
+    return factory
+
+
+def _arguments(
+    name: str, factory: Callable[..., nn.Module], offered: dict[str, Any], given: dict[str, Any]
+) -> dict[str, Any]:
+    parameters = inspect.signature(factory).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    unknown = [key for key in given if key not in parameters and not takes_any]
+    if unknown:
+        raise UserError(f"model.args.{unknown[0]} is not an argument of model {name}; it takes {', '.join(parameters)}")
+    return {**{key: value for key, value in offered.items() if key in parameters}, **given}

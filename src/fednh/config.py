@@ -1,0 +1,245 @@
+"""The configuration of a run: one typed model is the TOML file, the presets and the command line at once.
+
+Unknown keys and values out of range are errors that name the key, what it got and what it takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+
+from fednh.errors import UserError, did_you_mean
+from fednh.methods import METHODS, Method
+
+PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet")
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class DataConfig(Section):
+    name: str = "digits"  # a data set by name, or npz:PATH
+    dir: str | None = None  # where named data sets lie; None: $FEDNH_DATA or ~/.cache/fednh
+    augment: Literal["auto", "none", "crop_flip"] = "auto"  # auto: as the data set's literature does
+
+
+class PartitionConfig(Section):
+    name: Literal["dirichlet", "iid", "classes", "shards", "quantity"] = "dirichlet"
+    clients: int = Field(100, ge=1)
+    beta: float = Field(0.3, gt=0)  # of dirichlet and quantity: smaller is more uneven
+    classes_per_client: int = Field(2, ge=1)
+    shards_per_client: int = Field(2, ge=1)
+    min_samples: int = Field(10, ge=1)
+    min_classes: int = Field(2, ge=1)  # of dirichlet
+
+
+class ParticipationConfig(Section):
+    rate: float = Field(0.1, gt=0, le=1)  # gamma: ceil(gamma * clients) are picked in every round
+    dropout: float = Field(0.0, ge=0, le=1)  # the chance that a picked client never reports
+
+
+class ModelConfig(Section):
+    name: str = "auto"  # auto, mlp, conv2, resnet18, or package.module:Class
+    args: dict[str, Any] = Field(default_factory=dict)  # of the model's constructor
+
+
+class TrainConfig(Section):
+    epochs: int = Field(5, ge=1)
+    batch_size: int = Field(64, ge=1)
+    lr: float = Field(0.01, gt=0)
+    lr_decay: float = Field(0.99, gt=0, le=1)  # the learning rate of round t is lr * lr_decay^t
+    momentum: float = Field(0.9, ge=0, lt=1)
+    weight_decay: float = Field(1e-5, ge=0)
+    clip: float = Field(10.0, ge=0)  # largest gradient norm; 0: no clipping
+
+
+class EvalConfig(Section):
+    every: int = Field(10, ge=0)  # rounds between evaluations; 0: only at the end
+    clients: Literal["active", "all"] | int = "active"  # whose personal models: the round's, all so far, or a sample of n
+
+    @field_validator("clients")
+    @classmethod
+    def _at_least_one(cls, value: str | int) -> str | int:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("should be 'active', 'all' or a number of clients, 1 or more")
+        return value
+
+
+class CheckpointConfig(Section):
+    every: int = Field(5, ge=0)  # rounds between checkpoints; 0: none
+
+
+class StoreConfig(Section):
+    memory: int | str = "25%"  # bytes of client state kept in memory, "2GiB", or a share of RAM; the rest is on disk
+
+    @field_validator("memory")
+    @classmethod
+    def _readable(cls, value: int | str) -> int | str:
+        parse_bytes(value, total=1 << 30)
+        return value
+
+
+class Config(Section):
+    """Everything that a run depends on; the paper's common settings are the defaults."""
+
+    seed: int = Field(0, ge=0, lt=2**31)
+    rounds: int = Field(200, ge=1)
+    workers: int = Field(0, ge=0)  # clients trained at once, one thread each; 0: one per core
+    device: str = "cpu"
+    data: DataConfig = DataConfig()
+    partition: PartitionConfig = PartitionConfig()
+    participation: ParticipationConfig = ParticipationConfig()
+    model: ModelConfig = ModelConfig()
+    method: dict[str, Any] = Field(default_factory=lambda: {"name": "fednh"})
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    store: StoreConfig = StoreConfig()
+
+    @model_validator(mode="after")
+    def _complete_method(self) -> Config:
+        """Check the method's hyper-parameters and fill in its defaults, so that a written config is complete."""
+        method = build_method(self.method)
+        full = {"name": self.method["name"], **dataclasses.asdict(method)}
+        object.__setattr__(self, "method", full)
+        return self
+
+    def build_method(self) -> Method:
+        return build_method(self.method)
+
+
+def build_method(section: Mapping[str, Any]) -> Method:
+    """The Method that a [method] section describes."""
+    fields = dict(section)
+    name = fields.pop("name", "fednh")
+    if not isinstance(name, str) or name not in METHODS:
+        raise UserError(f"method.name = {name!r} is not known{did_you_mean(str(name), METHODS)}")
+    known = [field.name for field in dataclasses.fields(METHODS[name])]
+    for key in fields:
+        if key not in known:
+            takes = did_you_mean(key, known) if known else "; it takes none"
+            raise UserError(f"method.{key} is not a hyper-parameter of {name}{takes}")
+    try:
+        return TypeAdapter(METHODS[name]).validate_python(fields, strict=False)
+    except ValidationError as error:
+        raise UserError(explain(error, "method.")) from error
+
+
+def load(source: str | None, overrides: Mapping[str, Any]) -> Config:
+    """The config of a preset or TOML file with dotted overrides laid over it, e.g. {"method.rho": 0.7}.
+
+    Without a source it is the preset of the data set named in the overrides, if there is one, else `digits`.
+    """
+    if source is None:
+        data = overrides.get("data.name", "digits")
+        tree, where = (_preset(data), "") if data in PRESETS else ({}, "")
+    elif source in PRESETS:
+        tree, where = _preset(source), ""
+    else:
+        tree, where = _read(Path(source)), f"{source}: "
+    for key, value in overrides.items():
+        _put(tree, key, value)
+    return validate(tree, where)
+
+
+def validate(tree: Mapping[str, Any], where: str = "") -> Config:
+    """A Config from plain values, or one sentence that says what is wrong with them."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(where + explain(error)) from error
+    except UserError as error:
+        raise UserError(where + str(error)) from error
+
+
+def dump(config: Config) -> str:
+    """The complete config as TOML; running it again gives the same numbers."""
+    return tomli_w.dumps(_without_none(config.model_dump()))
+
+
+def parse_value(text: str) -> Any:
+    """A value as TOML reads it (`0.7`, `true`, `[16, 8]`), or the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def parse_bytes(value: int | str, total: int) -> int:
+    """A number of bytes from 1000000, "500MB", "2GiB" or "25%" of `total`."""
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    text = str(value).strip()
+    digits = text.rstrip("%BKMGTIbkmgti ")
+    unit = text[len(digits) :].strip().upper()
+    try:
+        number = float(digits)
+        result = int(total * number / 100) if unit == "%" else int(number * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise ValueError("should be a number of bytes, a size such as '2GiB', or a share of memory such as '25%'") from None
+    if result < 0 or (unit == "%" and number > 100):
+        raise ValueError("should not be negative, nor more than 100%")
+    return result
+
+
+def explain(error: ValidationError, prefix: str = "") -> str:
+    """The first problem of a validation error as one sentence: key = value, and what it takes."""
+    first = error.errors()[0]
+    key = prefix + ".".join(str(part) for part in first["loc"] if part not in ("int", "str") and "literal" not in str(part))
+    more = f" (and {error.error_count() - 1} more)" if len({e["loc"][:2] for e in error.errors()}) > 1 else ""
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if first["type"] == "extra_forbidden":
+        return f"{key} is not a setting{did_you_mean(key, _keys())}{more}"
+    return f"{key} = {first['input']!r} {message}{more}"
+
+
+def _keys() -> list[str]:
+    keys = []
+    for name, field in Config.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, Section):
+            keys += [f"{name}.{key}" for key in section.model_fields]
+        else:
+            keys.append(name)
+    return keys
+
+
+def _preset(name: str) -> dict[str, Any]:
+    text = resources.files("fednh").joinpath("presets", f"{name}.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists() and path.suffix != ".toml":
+        raise UserError(f"{str(path)!r} is neither a preset nor a TOML file{did_you_mean(str(path), PRESETS)}")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a TOML file: it is not UTF-8 text") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from error
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key. Another method than before starts from its own defaults."""
+    *sections, last = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise UserError(f"{key}: {section} is a value, not a section")
+    if key == "method.name" and tree.get("name") != value:
+        tree.clear()
+    tree[last] = value
+
+
+def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
+    return {k: _without_none(v) if isinstance(v, dict) else v for k, v in tree.items() if v is not None}

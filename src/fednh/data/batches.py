@@ -1,0 +1,106 @@
+"""From shared arrays to batches: one copy of the samples in memory, and each client's view on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fednh.data.augment import crop_flip
+from fednh.data.dataset import Dataset
+from fednh.errors import UserError
+from fednh.seeding import torch_rng
+
+EVAL_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Samples:
+    """All samples of one split, as they are stored: uint8 images (N, H, W, C) or float vectors (N, F)."""
+
+    x: Tensor
+    y: Tensor  # (N,)
+    num_classes: int
+    gain: Tensor  # per channel: a float input is v * gain + shift
+    shift: Tensor
+    augment: bool
+
+    def floats(self, stored: Tensor) -> Tensor:
+        """What the model sees: normalised; images as (B, C, H, W) in channels_last order, which costs no copy."""
+        out = stored.to(torch.float32).mul_(self.gain) if stored.dtype == torch.uint8 else stored * self.gain
+        out = out.add_(self.shift)
+        return out.permute(0, 3, 1, 2) if out.ndim == 4 else out
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+
+def samples_of(data: Dataset, split: str, augment: str = "auto", device: str = "cpu") -> Samples:
+    """The "train" or "test" samples of a data set, ready on a device; only training samples are augmented."""
+    x, y = (data.x_train, data.y_train) if split == "train" else (data.x_test, data.y_test)
+    chosen = data.augment if augment == "auto" else augment
+    if chosen == "crop_flip" and not data.is_image and split == "train":
+        raise UserError(f"data.augment = 'crop_flip' needs images, but {data.name} holds vectors")
+    mean, std = torch.tensor(data.mean), torch.tensor(data.std).clamp(min=1e-8)
+    return Samples(
+        x=torch.from_numpy(np.ascontiguousarray(x)).to(device),
+        y=torch.from_numpy(np.ascontiguousarray(y)).to(device),
+        num_classes=data.num_classes,
+        gain=(1 / (data.scale * std)).to(device),
+        shift=(-mean / std).to(device),
+        augment=chosen == "crop_flip" and split == "train",
+    )
+
+
+class ClientData:
+    """One client's training samples: a view by index, with its class counts and its own randomness for one round."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        index: NDArray[np.int64],
+        seed: int = 0,
+        round_: int = 0,
+        client: int = 0,
+        purpose: str = "train",
+    ):
+        self.samples = samples
+        self.index = torch.from_numpy(np.asarray(index, np.int64)).to(samples.x.device)
+        self.y = samples.y[self.index]
+        self.counts = torch.bincount(self.y, minlength=samples.num_classes).to(torch.float32)  # (C,)
+        self._address = (seed, round_, client)
+        self.rng = self._rng(purpose)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def share(self) -> Tensor:  # (C,)
+        """The client's class distribution."""
+        return self.counts / self.counts.sum()
+
+    def shuffled(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """One epoch of training batches (x, y) in a new order, augmented; the last one may be small."""
+        for chunk in torch.randperm(len(self), generator=self.rng).split(batch_size):
+            chunk = chunk.to(self.index.device)
+            stored = self.samples.x[self.index[chunk]]
+            if self.samples.augment:
+                stored = crop_flip(stored, self.rng)
+            yield self.samples.floats(stored), self.y[chunk]
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """All samples once, in order, as they are: (x, y, weight), where a weight of zero marks padding."""
+        for rows, y in zip(self.index.split(EVAL_BATCH), self.y.split(EVAL_BATCH), strict=True):
+            yield self.samples.floats(self.samples.x[rows]), y, torch.ones_like(y, dtype=torch.float32)
+
+    def random(self, times: int) -> Tensor:  # (times, n)
+        """Uniform numbers in [0, 1), one a sample: the raw material of a method's own draws."""
+        return torch.rand(times, len(self), generator=self._rng("method")).to(self.index.device)
+
+    def _rng(self, purpose: str) -> torch.Generator:
+        seed, round_, client = self._address
+        return torch_rng(seed, purpose, round_, client)

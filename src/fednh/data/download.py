@@ -1,0 +1,199 @@
+"""Fetches the published files of a data set: resumed if interrupted, and accepted only with the right checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from typing import BinaryIO
+
+from fednh.data.sources import BUILTIN, NPZ_PREFIX
+from fednh.errors import UserError, did_you_mean
+
+CHUNK = 1 << 18
+Progress = Callable[[int, int | None], None]  # bytes done, bytes in all (None: the server does not say)
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """One published file; `name` is its place below the data folder."""
+
+    name: str
+    sha256: str
+    addresses: tuple[str, ...]  # tried in this order
+
+
+class _Broken(Exception):
+    """An address gave no complete file; the text says why."""
+
+
+def _cifar(archive: str, sha256: str) -> tuple[RemoteFile, ...]:
+    hosts = ("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/")
+    return (RemoteFile(archive, sha256, tuple(host + archive for host in hosts)),)
+
+
+def _idx(folder: str, hosts: tuple[str, ...], sums: tuple[str, str, str, str]) -> tuple[RemoteFile, ...]:
+    stems = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+    names = [f"{stem}-ubyte.gz" for stem in stems]
+    return tuple(
+        RemoteFile(f"{folder}/{name}", sha256, tuple(host + name for host in hosts))
+        for name, sha256 in zip(names, sums, strict=True)
+    )
+
+
+FILES: dict[str, tuple[RemoteFile, ...]] = {
+    "cifar10": _cifar("cifar-10-python.tar.gz", "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"),
+    "cifar100": _cifar("cifar-100-python.tar.gz", "85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7"),
+    "tinyimagenet": (
+        RemoteFile(
+            "tiny-imagenet-200.zip",
+            "6198c8ae015e2b3e007c7841da39ec069199b9aa3bfa943a462022fe5e43c821",
+            ("https://cs231n.stanford.edu/tiny-imagenet-200.zip",),
+        ),
+    ),
+    "fashion_mnist": _idx(
+        "fashion_mnist",
+        ("https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",),
+        (
+            "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+            "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+            "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+            "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+        ),
+    ),
+    "mnist": _idx(
+        "mnist",
+        ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
+        (
+            "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+            "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+            "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+            "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+        ),
+    ),
+}
+
+
+def get(
+    name: str,
+    folder: Path,
+    progress: Progress | None = None,
+    *,
+    files: Sequence[RemoteFile] | None = None,
+    timeout: float = 30.0,
+) -> str:
+    """Puts the files of data set `name` below `folder` and returns a sentence that says what was done.
+
+    `files` replaces the published addresses, for a mirror of one's own or a test.
+    """
+    if name in BUILTIN:
+        return f"{name} is built in: there is nothing to download"
+    if files is None:
+        if name.startswith(NPZ_PREFIX):
+            raise UserError(f"{name} is a file of your own: there is nothing to download")
+        if name not in FILES:
+            raise UserError(f"there is no data set {name!r} to download{did_you_mean(name, FILES)}")
+        files = FILES[name]
+    missing = [file for file in files if not _already_there(folder / file.name, file.sha256)]
+    if not missing:
+        return f"{name} is already complete in {folder}"
+    for position, file in enumerate(missing):
+        _fetch(file, folder, progress, timeout, still_missing=missing[position:])
+    return f"{name}: downloaded {', '.join(file.name for file in missing)} to {folder}"
+
+
+def _already_there(path: Path, sha256: str) -> bool:
+    if not path.exists():
+        return False
+    if not path.is_file():
+        raise UserError(f"{path} is in the way: it is not a file; move it and try again")
+    if _sha256(path) != sha256:
+        # It may be somebody's own, differently packed copy: not ours to overwrite.
+        raise UserError(f"{path} is there, but is not the published file (its checksum differs); move it and try again")
+    return True
+
+
+def _fetch(
+    file: RemoteFile, folder: Path, progress: Progress | None, timeout: float, still_missing: Sequence[RemoteFile]
+) -> None:
+    target = folder / file.name
+    part = target.with_name(f"{target.name}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        failures = []
+        for address in file.addresses:
+            try:
+                _transfer(address, part, progress, timeout)
+                break
+            except _Broken as failure:
+                failures.append(f"{address}: {failure}")
+        else:
+            raise UserError(_by_hand(failures, part, folder, still_missing))
+        if _sha256(part) != file.sha256:
+            part.unlink()
+            raise UserError(
+                f"what came from {address} is not the published {target.name} (its checksum differs) and was deleted; "
+                "try again, perhaps from another network"
+            )
+        part.replace(target)
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename or part} ({error.strerror}); choose another folder") from error
+
+
+def _transfer(address: str, part: Path, progress: Progress | None, timeout: float) -> None:
+    """Brings `part` to its full length, from where it stands. Raises _Broken when the network is at fault."""
+    have = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(address, headers={"User-Agent": "fednh"})
+    if have:
+        request.add_header("Range", f"bytes={have}-")
+    try:
+        response: HTTPResponse = urllib.request.urlopen(request, timeout=timeout)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == 416 and have:  # nothing lies beyond what we have: complete, or else the checksum tells
+            return
+        raise _Broken(f"HTTP {error.code} {error.reason}") from error
+    except urllib.error.URLError as error:
+        raise _Broken(str(error.reason)) from error
+    except (OSError, HTTPException, ValueError) as error:
+        raise _Broken(str(error) or type(error).__name__) from error
+    with response:
+        resumed = response.status == 206 and (response.headers["Content-Range"] or "").startswith(f"bytes {have}-")
+        if response.status == 206 and not resumed:
+            raise _Broken("the server sent another range than the one asked for")
+        done = have if resumed else 0
+        length = response.headers["Content-Length"]
+        total = done + int(length) if length and length.isdecimal() else None
+        with part.open("ab" if resumed else "wb") as out:
+            done = _copy(response, out, done, total, progress)
+    if total is not None and done < total:
+        raise _Broken(f"the connection ended after {done} of {total} bytes")
+
+
+def _copy(response: HTTPResponse, out: BinaryIO, done: int, total: int | None, progress: Progress | None) -> int:
+    while True:
+        if progress:
+            progress(done, total)
+        try:
+            chunk = response.read(CHUNK)
+        except (OSError, HTTPException) as error:
+            raise _Broken(f"the connection broke after {done} bytes ({str(error) or type(error).__name__})") from error
+        if not chunk:
+            return done
+        out.write(chunk)
+        done += len(chunk)
+
+
+def _by_hand(failures: list[str], part: Path, folder: Path, still_missing: Sequence[RemoteFile]) -> str:
+    again = "run the command again to go on from there" if part.exists() else "try again later"
+    todo = ", ".join(f"{file.addresses[0]} as {folder / file.name}" for file in still_missing)
+    return f"the download failed ({'; '.join(failures)}): {again}, or put the files there by hand: {todo}"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,62 @@
+"""Files that are either whole or not there: written under another name, then renamed; trees as safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+
+from fednh.tree import Tree, arranged
+
+
+def write_bytes(path: Path, content: bytes, sync: bool = True) -> str:
+    """Put `content` at `path` in one step and return its SHA-256. A crash leaves the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_path(path.parent)
+    return hashlib.sha256(content).hexdigest()
+
+
+def sync_path(path: Path) -> None:
+    """Make what is written at `path` (a file or a folder's entries) survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_bytes(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def write_tree(path: Path, tree: Tree, metadata: Mapping[str, str] | None = None, sync: bool = True) -> str:
+    """A tree as a safetensors file; returns its SHA-256."""
+    plain = {name: value.detach().cpu().contiguous().clone() for name, value in tree.items()}
+    return write_bytes(path, safetensors.torch.save(plain, dict(metadata) if metadata else None), sync)
+
+
+def read_tree(path: Path, device: str = "cpu") -> Tree:
+    """A tree from a safetensors file, memory-mapped, arranged for computing."""
+    return arranged(safetensors.torch.load_file(path, device=device))
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,85 @@
+"""Local training: SGD on the selected names of a Tree. What is not selected is closed over and cannot move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fednh.data.batches import ClientData
+from fednh.losses import Loss
+from fednh.tree import Tree, arranged, belongs
+
+
+@dataclass(frozen=True)
+class Sgd:
+    """The optimiser's settings in one round; the paper's values."""
+
+    lr: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 1e-5
+    clip: float = 10.0  # largest gradient norm; 0 turns clipping off
+    batch_size: int = 64
+    epochs: int = 5
+
+
+class Fit(Protocol):
+    """What a method is given to train with."""
+
+    def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree: ...
+
+
+class LocalFit:
+    """`fit` for one client in one round, and what it saw: samples processed and their summed loss."""
+
+    def __init__(self, data: ClientData, sgd: Sgd):
+        self.data, self.sgd = data, sgd
+        self.samples = 0
+        self.loss_sum = 0.0
+
+    def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
+        """Minimise the mean of `loss` over the names in `only`; returns all of `params`, those names trained.
+
+        Fresh momentum at every call. Weight decay acts on the moving names only: a frozen tensor comes back as
+        the very object that went in.
+        """
+        sgd = self.sgd
+        frozen = {name: value for name, value in params.items() if not belongs(name, only)}
+        moving = {name: value.detach().clone() for name, value in params.items() if name not in frozen}
+        moving = {name: value.requires_grad_() for name, value in arranged(moving).items()}
+        if not moving:
+            raise ValueError(f"nothing to train: no name in {sorted(params)} belongs to {only}")
+        working = {**arranged(frozen), **moving}
+        step = Momentum(list(moving.values()), sgd)
+        total = torch.zeros((), dtype=torch.float64)
+        for _ in range(sgd.epochs if epochs is None else epochs):
+            for x, y in self.data.shuffled(sgd.batch_size):
+                value = loss(working, x, y).mean()
+                step(torch.autograd.grad(value, step.params, allow_unused=True))
+                total += value.detach() * len(y)
+                self.samples += len(y)
+        self.loss_sum += float(total)
+        return {name: frozen[name] if name in frozen else moving[name].detach() for name in params}
+
+
+class Momentum:
+    """Clipping, weight decay and heavy-ball momentum, in place on all tensors at once."""
+
+    def __init__(self, params: list[Tensor], sgd: Sgd):
+        self.params, self.sgd = params, sgd
+        self.velocity = [torch.zeros_like(p) for p in params]
+
+    @torch.no_grad()
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        moved = [(p, v, g) for p, v, g in zip(self.params, self.velocity, gradients, strict=True) if g is not None]
+        params, velocity, grads = ([row[i] for row in moved] for i in range(3))
+        if self.sgd.clip > 0:
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+            torch._foreach_mul_(grads, (self.sgd.clip / (norm + 1e-6)).clamp(max=1.0))
+        if self.sgd.weight_decay > 0:
+            torch._foreach_add_(grads, params, alpha=self.sgd.weight_decay)
+        torch._foreach_mul_(velocity, self.sgd.momentum)
+        torch._foreach_add_(velocity, grads)
+        torch._foreach_add_(params, velocity, alpha=-self.sgd.lr)

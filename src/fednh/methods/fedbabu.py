@@ -1,0 +1,45 @@
+"""FedBABU: Oh, Kim, Yun, "FedBABU: Toward Enhanced Representation for Federated Image Classification", ICLR 2022.
+
+The head is frozen at its random initial values during the whole federation; only bodies are trained and averaged.
+A client's personal model is the global one, fine-tuned as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from fednh.data.batches import ClientData
+from fednh.fit import Fit
+from fednh.losses import cross_entropy
+from fednh.methods.base import MODEL, Method
+from fednh.models.net import Net
+from fednh.tree import Tree, mean, select
+
+
+@dataclass(frozen=True)
+class FedBABU(Method):
+    """Only the body is trained, against a frozen random head; fine-tuning of both makes the personal model."""
+
+    cite = "Oh et al., FedBABU: Toward Enhanced Representation for Federated Image Classification, ICLR 2022"
+
+    finetune_epochs: Annotated[int, Field(ge=0)] = 5  # tau, epochs of fine-tuning
+
+    def enroll(self, initial: Tree) -> Tree:
+        return select(initial, "head")
+
+    def broadcast(self, server: Tree) -> Tree:
+        return select(server, "body")
+
+    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        own = fit(own, cross_entropy(net.logits), only=("body",))
+        return select(own, "head"), select(own, "body")
+
+    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
+        return {**server, **mean(uploads)}
+
+    def personal_model(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> Tree:
+        return fit(own, cross_entropy(net.logits), only=MODEL, epochs=self.finetune_epochs)

@@ -1,0 +1,76 @@
+"""FedNH: Dai, Chen, Li, Heinecke, Sun, Xu,
+"Tackling Data Heterogeneity in Federated Learning with Class Prototypes", AAAI 2023, Algorithm 1.
+
+Eq. (1)  the head starts as unit prototypes spread uniformly on the sphere             -> init
+Eq. (2)  clients train the body against that fixed head, on s * W f(x), ||f(x)|| = 1   -> client_update
+Eq. (3)  and report the mean unit representation of every class they own               -> client_update
+Eq. (4)  the server moves every prototype a little towards those means, renormalised   -> aggregate
+
+s is trained and averaged with the body (appendix); it starts at 20, where the text fixes it at 30.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fednh.data.batches import ClientData
+from fednh.fit import Fit
+from fednh.losses import class_means, cross_entropy, scaled_cosine, unit
+from fednh.methods.base import Method
+from fednh.models.net import Net
+from fednh.prototypes import uniform_head
+from fednh.tree import Tree, mean, select
+
+
+@dataclass(frozen=True)
+class FedNH(Method):
+    """Uniform class prototypes as a fixed head; class semantics flow in by a moving average at the server."""
+
+    cite = "Dai et al., Tackling Data Heterogeneity in Federated Learning with Class Prototypes, AAAI 2023"
+
+    rho: Annotated[float, Field(gt=0, lt=1)] = 0.9  # prototype smoothing, Eq. (4)
+    aggregation: Literal["uniform", "count"] = "uniform"  # alpha in Eq. (4): 1/|S|, or the authors' code: class counts
+    scale: Annotated[float, Field(gt=0)] = 20.0  # s at the start, Eq. (2)
+    train_scale: bool = True  # s moves with the body; false keeps it constant
+    head_init: Literal["separated", "orthogonal"] = "separated"  # Eq. (1), or what the authors' code does
+
+    def init(self, net: Net, rng: torch.Generator) -> Tree:
+        body = select(net.init(rng), "body")
+        head = uniform_head(net.num_classes, net.dim, self.head_init, rng)
+        return {**body, "head.weight": head, "scale": torch.tensor(self.scale)}
+
+    def broadcast(self, server: Tree) -> Tree:
+        return server
+
+    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        moving = ("body", "scale") if self.train_scale else ("body",)
+        own = fit(own, cross_entropy(scaled_cosine(net)), only=moving)  # Eq. (2)
+        mu = class_means(lambda x: unit(net.features(own, x)), data.batches(), data.counts)  # Eq. (3), (C, D)
+        if self.aggregation == "count":  # only the direction of a mean counts, times how many samples stand behind it
+            mu = unit(mu) * data.counts[:, None]
+        return own, {**select(own, "body", "scale"), "prototypes": mu}
+
+    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
+        average = mean(uploads)
+        mu = average.pop("prototypes")  # (C, D): sum_k alpha_k mu_k
+        if self.aggregation == "count":
+            mu = unit(mu)
+        head = server["head.weight"]
+        moved = unit(self.rho * head + (1 - self.rho) * mu)  # Eq. (4)
+        owned = mu.abs().sum(1, keepdim=True) > 0  # a class that nobody in the round owns keeps its prototype
+        return {**server, **average, "head.weight": torch.where(owned, moved, head)}
+
+    def global_model(self, server: Tree) -> Tree:
+        return server
+
+    def personal_model(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> Tree:
+        return own
+
+    def logits(self, net: Net, params: Tree, x: Tensor) -> Tensor:
+        return scaled_cosine(net)(params, x)

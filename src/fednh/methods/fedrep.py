@@ -1,0 +1,45 @@
+"""FedRep: Collins, Hassani, Mokhtari, Shakkottai,
+"Exploiting Shared Representations for Personalized Federated Learning", ICML 2021, Algorithm 1.
+
+Head first with the body fixed (tau_h = 10 epochs), then the body with the head fixed (5 epochs), as in the authors'
+code and the FedNH paper's appendix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from fednh.data.batches import ClientData
+from fednh.fit import Fit
+from fednh.losses import cross_entropy
+from fednh.methods.base import Method
+from fednh.models.net import Net
+from fednh.tree import Tree, mean, select
+
+
+@dataclass(frozen=True)
+class FedRep(Method):
+    """As FedPer, but in turns: first the client's head with the body fixed, then the body with the head fixed."""
+
+    cite = "Collins et al., Exploiting Shared Representations for Personalized Federated Learning, ICML 2021"
+
+    head_epochs: Annotated[int, Field(ge=0)] = 10  # tau, epochs on the head
+    body_epochs: Annotated[int, Field(ge=1)] = 5  # epochs on the body
+
+    def enroll(self, initial: Tree) -> Tree:
+        return select(initial, "head")
+
+    def broadcast(self, server: Tree) -> Tree:
+        return select(server, "body")
+
+    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        own = fit(own, cross_entropy(net.logits), only=("head",), epochs=self.head_epochs)
+        own = fit(own, cross_entropy(net.logits), only=("body",), epochs=self.body_epochs)
+        return own, select(own, "body")
+
+    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
+        return {**server, **mean(uploads)}

@@ -1,0 +1,91 @@
+"""FedROD: Chen, Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification", ICLR 2022.
+
+Two heads on one body: the generic one learns with the balanced softmax, so that imbalance does not bend it; the
+personal one adds to its logits what the client's own class distribution calls for. With `hypernetwork` the personal
+head is produced from that distribution by a small shared network (C -> D -> C*D, ReLU between), which is what travels;
+without, it is a linear layer of the client's own. Order of training as in the FedNH paper's appendix: body and generic
+head first, then the personal part with the body fixed, its loss detached from the generic logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fednh.data.batches import ClientData
+from fednh.fit import Fit
+from fednh.losses import balanced_softmax
+from fednh.methods.base import MODEL, Method
+from fednh.models.net import Net
+from fednh.tree import Tree, mean, select
+
+LARGEST_DIM = 256  # a hyper-network has C*D^2 weights: fine for the CNN (D = 192), too many for the ResNet (D = 512)
+
+
+@dataclass(frozen=True)
+class FedROD(Method):
+    """A generic head trained with balanced softmax, and a personal head on top of it for the client's own classes."""
+
+    cite = "Chen & Chao, On Bridging Generic and Personalized Federated Learning for Image Classification, ICLR 2022"
+
+    hypernetwork: Literal["auto", "on", "off"] = "auto"  # auto: on while D <= 256, the paper's choice for its models
+
+    def init(self, net: Net, rng: torch.Generator) -> Tree:
+        server = net.init(rng)
+        classes, dim = net.num_classes, net.dim
+        if self.hypernetwork == "off" or (self.hypernetwork == "auto" and dim > LARGEST_DIM):
+            return {**server, "personal.weight": _uniform((classes, dim), dim, rng)}
+        return {
+            **server,
+            "hyper.in.weight": _uniform((dim, classes), classes, rng),
+            "hyper.in.bias": _uniform((dim,), classes, rng),
+            "hyper.out.weight": _uniform((classes * dim, dim), dim, rng),
+            "hyper.out.bias": _uniform((classes * dim,), dim, rng),
+        }
+
+    def enroll(self, initial: Tree) -> Tree:
+        return select(initial, "personal")
+
+    def broadcast(self, server: Tree) -> Tree:
+        return select(server, *MODEL, "hyper")
+
+    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        own = fit(own, balanced_softmax(net.logits, data.share), only=MODEL)
+
+        def personal_loss(params: Tree, x: Tensor, y: Tensor) -> Tensor:
+            with torch.no_grad():  # the body and the generic head are fixed here
+                h = net.features(params, x)
+                generic = net.classify(params, h)
+            return F.cross_entropy(generic + h @ personal_head(params, data.share).T, y, reduction="none")
+
+        own = fit(own, personal_loss, only=("personal", "hyper"))
+        return own, select(own, *MODEL, "hyper")
+
+    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
+        return {**server, **mean(uploads)}
+
+    def personal_model(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> Tree:
+        return {**select(own, *MODEL), "personal.weight": personal_head(own, data.share)}
+
+    def logits(self, net: Net, params: Tree, x: Tensor) -> Tensor:
+        h = net.features(params, x)
+        generic = net.classify(params, h)
+        return generic + h @ params["personal.weight"].T if "personal.weight" in params else generic
+
+
+def personal_head(params: Tree, share: Tensor) -> Tensor:  # (C,) -> (C, D)
+    """The client's own linear layer, or what the hyper-network makes of its class distribution."""
+    if "personal.weight" in params:
+        return params["personal.weight"]
+    hidden = F.relu(F.linear(share, params["hyper.in.weight"], params["hyper.in.bias"]))
+    return F.linear(hidden, params["hyper.out.weight"], params["hyper.out.bias"]).view(len(share), -1)
+
+
+def _uniform(shape: tuple[int, ...], fan_in: int, rng: torch.Generator) -> Tensor:
+    """The usual initial values of a linear layer: uniform within 1/sqrt(fan_in)."""
+    return (torch.rand(shape, generator=rng) * 2 - 1) / fan_in**0.5

@@ -1,0 +1,1 @@
+"""Tables, made from run folders only."""

@@ -1,0 +1,111 @@
+"""What a person sees while a run goes on: a progress bar on a terminal, plain lines on a pipe."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+class Silent:
+    """Tells only what must be told: refused uploads, damaged checkpoints, empty rounds."""
+
+    def __init__(self, console: Console):
+        self.console = console
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        pass
+
+    def evaluating(self, done: int, total: int) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        self.console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+class _Clock:
+    """Clients a second and time left, from the rounds seen by this process."""
+
+    def __init__(self, rounds: int):
+        self.rounds, self.started, self.seen, self.clients = rounds, time.perf_counter(), 0, 0
+
+    def line(self, record: dict[str, Any]) -> tuple[str, str]:
+        self.seen += 1
+        self.clients += len(record["clients"])
+        elapsed = time.perf_counter() - self.started
+        left = elapsed / self.seen * (self.rounds - record["round"])
+        return f"{self.clients / elapsed:.1f} clients/s", f"{_duration(left)} left"
+
+
+class Lines(Silent):
+    """One plain line a round."""
+
+    def __init__(self, console: Console, rounds: int, name: str):
+        super().__init__(console)
+        self.clock, self.rounds, self.name = _Clock(rounds), rounds, name
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        words = [f"{self.name} round {record['round']}/{self.rounds}", *figures(record), *self.clock.line(record)]
+        self.console.print("  ".join(words), markup=False, highlight=False, soft_wrap=True)
+
+
+class Bar(Silent):
+    """A progress bar with the latest figures."""
+
+    def __init__(self, console: Console, rounds: int, name: str):
+        super().__init__(console)
+        self.clock, self.latest = _Clock(rounds), dict[str, Any]()
+        self.progress = Progress(
+            TextColumn("[bold]{task.description}[/bold]"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self.task = self.progress.add_task(name, total=rounds, figures="")
+
+    def __enter__(self) -> Bar:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        self.latest |= {key: value for key, value in record.items() if value is not None}
+        words = [*figures({**record, **self.latest}), *self.clock.line(record)]
+        self.progress.update(self.task, completed=record["round"], figures="  ".join(words))
+
+    def evaluating(self, done: int, total: int) -> None:
+        self.progress.update(self.task, figures=f"evaluating client {done} of {total}")
+
+
+def figures(record: dict[str, Any]) -> list[str]:
+    """The figures of a round in words, those that it has."""
+    words = [] if record["train_loss"] is None else [f"loss {record['train_loss']:.3f}"]
+    for key, name in (("gm", "GM"), ("pm_v", "PM(V)"), ("pm_l", "PM(L)")):
+        if record.get(key) is not None:
+            words.append(f"{name} {record[key]:.1f}")
+    return words
+
+
+def watcher(console: Console, rounds: int, name: str, quiet: bool) -> Silent:
+    """The right display for where the output goes."""
+    if quiet:
+        return Silent(console)
+    return Bar(console, rounds, name) if console.is_terminal else Lines(console, rounds, name)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"

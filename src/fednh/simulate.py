@@ -1,0 +1,338 @@
+"""The round loop, in one process: pick clients, send, train, receive, aggregate, evaluate, record."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from fednh import client as clients
+from fednh import evaluate
+from fednh.checkpoint import Checkpoints
+from fednh.config import Config, parse_bytes
+from fednh.data.batches import ClientData
+from fednh.evaluate import Personal
+from fednh.federation import Federation
+from fednh.fit import Sgd
+from fednh.runs import RunFolder, worker_count
+from fednh.seeding import numpy_rng, torch_rng
+from fednh.store import Store
+from fednh.tree import Tree, arranged, finite, size
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+class Interrupted(Exception):
+    """The run was asked to stop and has saved what it had."""
+
+
+class Watcher(Protocol):
+    """Who is told about the progress of a run."""
+
+    def round_done(self, record: dict[str, Any]) -> None: ...
+    def evaluating(self, done: int, total: int) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+@dataclass
+class Round:
+    """What happened in one round."""
+
+    round: int
+    bytes_down: int
+    dropped: list[int]
+    clients: list[int] = field(default_factory=list)  # whose uploads were used
+    refused: list[int] = field(default_factory=list)  # whose uploads were not finite
+    bytes_up: int = 0
+    processed: int = 0  # training samples of all that reported
+    samples: int = 0  # those behind the used uploads
+    loss_sum: float = 0.0
+
+    def record(self, seconds: float) -> dict[str, Any]:
+        """The round's line of metrics.jsonl."""
+        return {
+            "round": self.round,
+            "train_loss": self.loss_sum / self.samples if self.samples else None,
+            "seconds": round(seconds, 4),
+            "bytes_up": self.bytes_up,
+            "bytes_down": self.bytes_down,
+            "clients": sorted(self.clients),
+            "dropped": self.dropped,
+            "refused": sorted(self.refused),
+        }
+
+
+@dataclass
+class Progress:
+    """What a run has counted so far: part of every checkpoint."""
+
+    round: int = 0
+    records: list[dict[str, Any]] = field(default_factory=list)
+    samples: int = 0
+    seconds: float = 0.0  # wall time of everything
+    client_seconds: float = 0.0  # of client work and aggregation
+    eval_seconds: float = 0.0
+
+
+def picked_clients(config: Config, round_: int) -> list[int]:
+    """The clients of a round: ceil(gamma * K) of them, without replacement, the same for every method."""
+    total = config.partition.clients
+    count = math.ceil(config.participation.rate * total - 1e-9)
+    return sorted(numpy_rng(config.seed, "picks", round_).choice(total, count, replace=False).tolist())
+
+
+def dropped_clients(config: Config, round_: int, picked: list[int]) -> list[int]:
+    """Those of the picked that never report."""
+    fate = numpy_rng(config.seed, "dropout", round_).random(len(picked))
+    return [client for client, f in zip(picked, fate, strict=True) if f < config.participation.dropout]
+
+
+def in_order(pool: ThreadPoolExecutor, work: Callable[[A], B], items: Iterable[A], ahead: int) -> Iterator[B]:
+    """`map` on the pool, results in the order of `items`, with at most `ahead` of them under way or waiting."""
+    waiting: deque[Future[B]] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) >= ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+class Simulation:
+    """One run of one method on one federation, in one run folder."""
+
+    def __init__(
+        self,
+        config: Config,
+        federation: Federation,
+        run: RunFolder,
+        watcher: Watcher,
+        stop: threading.Event | None = None,
+    ):
+        self.config, self.fed, self.folder, self.watcher = config, federation, run, watcher
+        self.method, self.net = federation.method, federation.net
+        self.stop = stop or threading.Event()
+        self.workers = worker_count(config)
+        initial = self.method.init(self.net, torch_rng(config.seed, "init"))
+        self.server = {name: value.to(config.device) for name, value in arranged(initial).items()}
+        budget = parse_bytes(config.store.memory, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        self.store = Store(run.path / "clients", budget, self.method.enroll(self.server), config.device)
+        self.checkpoints = Checkpoints(run.path / "checkpoints", self.store)
+        self.progress = Progress()
+
+    def run(self) -> dict[str, Any]:
+        """All rounds, from where the folder stands to the end; returns the summary."""
+        self._resume()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # in this thread too: a sum's bits depend on how many threads share it
+        try:
+            with ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,)) as self.pool:
+                while self.progress.round < self.config.rounds:
+                    self._one_round(self.progress.round + 1)
+                return self._finish()
+        finally:
+            torch.set_num_threads(threads)
+
+    # --- one round ---------------------------------------------------------------------------------------------
+
+    def _one_round(self, round_: int) -> None:
+        started = time.perf_counter()
+        try:
+            happened = self._train(round_)
+        except Interrupted:
+            self.store.rollback()
+            self._checkpoint()
+            raise
+        self.store.commit()
+        self.progress.round = round_
+        self.progress.samples += happened.processed
+        record = happened.record(time.perf_counter() - started)
+        self.progress.records.append(record)
+        if round_ < self.config.rounds:  # the last round is evaluated and recorded by `_finish`
+            if self.config.eval.every and round_ % self.config.eval.every == 0:
+                people = self._personal(self._whom(round_, record["clients"]), round_)
+                record |= self._figures(self._global(), people)
+                record["eval_seconds"] = round(time.perf_counter() - started - record["seconds"], 4)
+                self.progress.eval_seconds += record["eval_seconds"]
+            self.folder.append_metrics(record)
+            self.watcher.round_done(record)
+        self.progress.seconds += time.perf_counter() - started
+        if self.config.checkpoint.every and round_ % self.config.checkpoint.every == 0:
+            self._checkpoint()
+
+    def _train(self, round_: int) -> Round:
+        """Downlink, client work, uplink, aggregation."""
+        started = time.perf_counter()
+        picked = picked_clients(self.config, round_)
+        dropped = dropped_clients(self.config, round_, picked)
+        down = self.method.broadcast(self.server)
+        happened = Round(round_, bytes_down=size(down) * len(picked), dropped=dropped)
+        # The largest first: nobody waits for a latecomer. The order is fixed, so sums have the same bits every time.
+        order = sorted(set(picked) - set(dropped), key=lambda k: (-len(self.fed.parts[k]), k))
+        uploads = self._uploads(order, down, happened)
+        first = next(uploads, None)
+        if first is None:
+            self.watcher.note(f"round {round_}: no client of {len(picked)} reported; the server stays as it was")
+        else:
+            self.server = self.method.aggregate(self.server, chain([first], uploads))
+        self.progress.client_seconds += time.perf_counter() - started
+        return happened
+
+    def _uploads(self, order: list[int], down: Tree, happened: Round) -> Iterator[Tree]:
+        """The round's uploads, one by one as they are ready; what a client keeps goes to the store."""
+        round_, sgd = happened.round, self._sgd(happened.round)
+
+        def work(client: int) -> tuple[int, clients.Update | None]:
+            if self.stop.is_set():
+                return client, None
+            data = self._data(client, round_, "train")
+            try:
+                return client, clients.update(self.method, self.net, self.store.get(client), down, data, sgd)
+            except Exception as error:
+                name = type(self.method).__name__
+                raise RuntimeError(f"{name}: client {client} failed in round {round_}: {error!r}") from error
+
+        for client, update in in_order(self.pool, work, order, ahead=2 * self.workers):
+            if update is None:
+                raise Interrupted
+            happened.processed += update.samples
+            if not (math.isfinite(update.loss_sum) and finite(update.upload)):
+                happened.refused.append(client)
+                self.watcher.note(f"round {round_}: the upload of client {client} is not finite and was refused")
+                continue
+            self.store.put(client, update.keep, round_)
+            happened.clients.append(client)
+            happened.bytes_up += size(update.upload)
+            happened.samples += update.samples
+            happened.loss_sum += update.loss_sum
+            yield update.upload
+
+    def _sgd(self, round_: int) -> Sgd:
+        t = self.config.train
+        return Sgd(t.lr * t.lr_decay ** (round_ - 1), t.momentum, t.weight_decay, t.clip, t.batch_size, t.epochs)
+
+    def _data(self, client: int, round_: int, purpose: str) -> ClientData:
+        return ClientData(self.fed.train, self.fed.parts[client], self.config.seed, round_, client, purpose)
+
+    # --- evaluation --------------------------------------------------------------------------------------------
+
+    def _whom(self, round_: int, active: list[int]) -> list[int]:
+        """Whose personal models to look at: `eval.clients`."""
+        whom = self.config.eval.clients
+        if whom == "active":
+            return active
+        members = self.store.members
+        if whom == "all" or int(whom) >= len(members):
+            return members
+        rng = numpy_rng(self.config.seed, "eval", round_)
+        return sorted(rng.choice(members, int(whom), replace=False).tolist())
+
+    def _global(self) -> torch.Tensor | None:  # (C,) correct per class
+        model = self.method.global_model(self.server)
+        if model is None:
+            return None
+        return self.pool.submit(self._correct, model).result()
+
+    def _correct(self, model: Tree) -> torch.Tensor:  # (C,)
+        model = arranged(model)
+        return evaluate.correct_per_class(lambda x: self.method.logits(self.net, model, x), self.fed.test)
+
+    def _personal(self, whom: list[int], round_: int, card: dict[str, Any] | None = None) -> list[Personal]:
+        """The personal models' figures; with a `card`, the models are saved too."""
+        down, sgd, total = self.method.broadcast(self.server), self._sgd(round_), evaluate.total_per_class(self.fed.test)
+
+        def work(client: int) -> Personal:
+            data = self._data(client, round_, "personal")
+            model = clients.personal_model(self.method, self.net, self.store.get(client), down, data, sgd)
+            if card is not None:
+                self.folder.write_model(f"personal/client-{client:06d}", model, {**card, "client": client})
+            return evaluate.personal(client, self._correct(model), total, data.counts)
+
+        people = []
+        for person in in_order(self.pool, work, whom, ahead=2 * self.workers):
+            people.append(person)
+            self.watcher.evaluating(len(people), len(whom))
+            if self.stop.is_set() and card is not None:  # the long final pass; it starts again after a resume
+                raise Interrupted
+        return people
+
+    def _figures(self, correct: torch.Tensor | None, people: list[Personal]) -> dict[str, float | None]:
+        total = evaluate.total_per_class(self.fed.test)
+        return {
+            "gm": None if correct is None else evaluate.accuracy(correct, total, torch.ones_like(total)),
+            "pm_v": evaluate.mean_and_spread(p.pm_v for p in people)[0] if people else None,
+            "pm_l": evaluate.mean_and_spread(p.pm_l for p in people)[0] if people else None,
+        }
+
+    # --- start and end -----------------------------------------------------------------------------------------
+
+    def _checkpoint(self) -> None:
+        if self.config.checkpoint.every:
+            self.checkpoints.save(self.progress.round, self.server, asdict(self.progress))
+
+    def _resume(self) -> None:
+        """Go on from the newest whole checkpoint; metrics written after it are dropped, they will come again."""
+        saved = self.checkpoints.latest(self.watcher.note, self.config.device)
+        if saved is not None:
+            self.server, self.progress = saved.server, Progress(**saved.progress)
+            self.watcher.note(f"going on after round {saved.round}")
+        recorded = self.progress.records
+        self.folder.write_metrics(recorded[:-1] if self.progress.round == self.config.rounds else recorded)
+
+    def _finish(self) -> dict[str, Any]:
+        """Evaluate the global model and every client that took part; write models and summary."""
+        started = time.perf_counter()
+        round_, record = self.progress.round, self.progress.records[-1]
+        if self.config.checkpoint.every and round_ % self.config.checkpoint.every:
+            self._checkpoint()
+        card = self.fed.card(self.config)
+        correct = self._global()
+        if (model := self.method.global_model(self.server)) is not None:
+            self.folder.write_model("global", model, card)
+        people = self._personal(self.store.members, round_, card)
+        chosen = set(self._whom(round_, record["clients"]))
+        record |= self._figures(correct, [p for p in people if p.client in chosen])
+        record["eval_seconds"] = round(time.perf_counter() - started, 4)
+        self.folder.append_metrics(record)
+        self.watcher.round_done(record)
+        self.progress.eval_seconds += record["eval_seconds"]
+        self.progress.seconds += time.perf_counter() - started
+        summary = self._summary(correct, people)
+        self.folder.write_summary(summary)
+        return summary
+
+    def _summary(self, correct: torch.Tensor | None, people: list[Personal]) -> dict[str, Any]:
+        progress, total = self.progress, evaluate.total_per_class(self.fed.test)
+        return {
+            "method": self.config.method["name"],
+            "data": self.fed.dataset.name,
+            "seed": self.config.seed,
+            "rounds": progress.round,
+            **self._figures(correct, people),
+            "pm_l_std": evaluate.mean_and_spread(p.pm_l for p in people)[1] if people else None,
+            "per_class": None if correct is None else (100 * correct / total.clamp(min=1)).tolist(),
+            "clients": [{**asdict(p), "samples": len(self.fed.parts[p.client])} for p in people],
+            "bytes_up": sum(r["bytes_up"] for r in progress.records),
+            "bytes_down": sum(r["bytes_down"] for r in progress.records),
+            "dropped": sum(len(r["dropped"]) for r in progress.records),
+            "refused": sum(len(r["refused"]) for r in progress.records),
+            "samples": progress.samples,
+            "seconds": round(progress.seconds, 3),
+            "client_seconds": round(progress.client_seconds, 3),
+            "eval_seconds": round(progress.eval_seconds, 3),
+            "samples_per_second": round(progress.samples / max(progress.client_seconds, 1e-9), 1),
+        }

@@ -1,0 +1,83 @@
+"""Tree: the state of everything, as one flat dict from dotted name to tensor.
+
+A `state_dict`, a safetensors file and what travels between server and client are all the same thing, so there is
+one set of verbs for them. Trees are values: no function here changes one, and nothing else should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+Tree = dict[str, Tensor]
+
+
+def belongs(name: str, parts: tuple[str, ...]) -> bool:
+    """Whether `name` is one of `parts` or lies below one: "body.conv1.weight" belongs to "body"."""
+    return any(name == part or name.startswith(part + ".") for part in parts)
+
+
+def select(tree: Tree, *parts: str) -> Tree:
+    """The entries below any of `parts`: `select(own, "body", "scale")`."""
+    return {name: value for name, value in tree.items() if belongs(name, parts)}
+
+
+def prefix(part: str, tree: Tree) -> Tree:
+    """Put a tree below a name: "head.weight" becomes "personal.head.weight"."""
+    return {f"{part}.{name}": value for name, value in tree.items()}
+
+
+def below(tree: Tree, part: str) -> Tree:
+    """What lies below a name, without it: the inverse of `prefix`."""
+    return {name.removeprefix(part + "."): value for name, value in tree.items() if name.startswith(part + ".")}
+
+
+def mean(trees: Iterable[Tree]) -> Tree:
+    """The plain average, name by name. One pass, so the trees may come from a generator and need not be kept.
+
+    The sum is taken in the order given: the same trees in the same order give the same bits.
+    """
+    total: Tree = {}
+    count = 0
+    for tree in trees:
+        if count == 0:
+            total = {name: value.clone() for name, value in tree.items()}
+        elif tree.keys() != total.keys():
+            raise ValueError(f"trees to average differ in names: {sorted(tree.keys() ^ total.keys())}")
+        else:
+            for name, value in tree.items():
+                total[name] += value
+        count += 1
+    if count == 0:
+        raise ValueError("nothing to average")
+    return {name: value / count for name, value in total.items()}
+
+
+def stack(trees: Iterable[Tree]) -> Tree:
+    """Many trees as one with a leading axis: name -> (K, ...)."""
+    rows = list(trees)
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def size(tree: Tree) -> int:
+    """Bytes of all tensors: what it costs to send or to keep."""
+    return sum(value.numel() * value.element_size() for value in tree.values())
+
+
+def finite(tree: Tree) -> bool:
+    """Whether every number is finite."""
+    return all(bool(torch.isfinite(value).all()) for value in tree.values())
+
+
+def arranged(tree: Tree) -> Tree:
+    """The same values with images' convolution weights in channels_last order, which CPUs convolve much faster.
+
+    A tree read from disk or from the network arrives in the plain order; arranging it before use makes the result
+    independent of where it came from, to the bit.
+    """
+    return {
+        name: value.contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value.contiguous()
+        for name, value in tree.items()
+    }
