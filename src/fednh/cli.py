@@ -100,7 +100,9 @@ def resume(
 
 
 @app.command()
-def table(folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of them.")]) -> None:
+def table(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of them.")],
+) -> None:
     """Compare finished runs."""
     from fednh.report.table import comparison, find_runs
 
@@ -236,7 +238,11 @@ def _execute(config: Config, out: Path, quiet: bool) -> None:
             try:
                 simulation.run()
             except Interrupted:
-                kept = f"continue with: fednh resume {out}" if config.checkpoint.every else "checkpoint.every = 0: not saved"
+                kept = (
+                    f"continue with: fednh resume {out}"
+                    if config.checkpoint.every
+                    else "checkpoint.every = 0: not saved"
+                )
                 typer.echo(f"fednh: interrupted after round {simulation.progress.round}; {kept}", err=True)
                 raise typer.Exit(130) from None
     if not quiet:
@@ -256,7 +262,9 @@ def _stop_on_signal() -> Iterator[threading.Event]:
         stop.set()
         typer.echo("fednh: stopping after the clients that are at work; once more to stop at once", err=True)
 
-    before: dict[int, Callable[..., Any] | int | None] = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    before: dict[int, Callable[..., Any] | int | None] = {
+        s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield stop
     finally:

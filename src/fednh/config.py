@@ -63,7 +63,9 @@ class TrainConfig(Section):
 
 class EvalConfig(Section):
     every: int = Field(10, ge=0)  # rounds between evaluations; 0: only at the end
-    clients: Literal["active", "all"] | int = "active"  # whose personal models: the round's, all so far, or a sample of n
+    clients: Literal["active", "all"] | int = (
+        "active"  # whose personal models: the round's, all so far, or a sample of n
+    )
 
     @field_validator("clients")
     @classmethod
@@ -183,7 +185,9 @@ def parse_bytes(value: int | str, total: int) -> int:
         number = float(digits)
         result = int(total * number / 100) if unit == "%" else int(number * units[unit])
     except (ValueError, KeyError, OverflowError):
-        raise ValueError("should be a number of bytes, a size such as '2GiB', or a share of memory such as '25%'") from None
+        raise ValueError(
+            "should be a number of bytes, a size such as '2GiB', or a share of memory such as '25%'"
+        ) from None
     if result < 0 or (unit == "%" and number > 100):
         raise ValueError("should not be negative, nor more than 100%")
     return result
@@ -192,7 +196,9 @@ def parse_bytes(value: int | str, total: int) -> int:
 def explain(error: ValidationError, prefix: str = "") -> str:
     """The first problem of a validation error as one sentence: key = value, and what it takes."""
     first = error.errors()[0]
-    key = prefix + ".".join(str(part) for part in first["loc"] if part not in ("int", "str") and "literal" not in str(part))
+    key = prefix + ".".join(
+        str(part) for part in first["loc"] if part not in ("int", "str") and "literal" not in str(part)
+    )
     more = f" (and {error.error_count() - 1} more)" if len({e["loc"][:2] for e in error.errors()}) > 1 else ""
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if first["type"] == "extra_forbidden":

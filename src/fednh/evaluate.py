@@ -31,7 +31,7 @@ class Personal:
 def correct_per_class(predict: Callable[[Tensor], Tensor], test: Samples) -> Tensor:  # (C,)
     """How many test samples of each class `predict` (x -> logits) gets right."""
     hits = torch.zeros(test.num_classes, dtype=torch.float64)
-    for x, y in zip(test.x.split(EVAL_BATCH), test.y.split(EVAL_BATCH), strict=True):
+    for x, y in zip(torch.split(test.x, EVAL_BATCH), torch.split(test.y, EVAL_BATCH), strict=True):
         right = y[predict(test.floats(x)).argmax(1) == y]
         hits += torch.bincount(right, minlength=test.num_classes).cpu()
     return hits

@@ -33,10 +33,10 @@ from fednh.errors import UserError
 
 Array = NDArray[np.float64]
 
-SEARCH_LIMIT = 4096  # classes; above it the C x C matrix alone makes the search too slow and too large
+SEARCH_LIMIT = 3000  # classes; above it the C x C matrix alone makes the search too slow and too large
 SECONDS = 15.0  # what a search may cost, by the estimate in `_search`
-MOST_STARTS, MOST_STEPS, FINALISTS = 100, 150, 3
-POLISH_LIMIT = 400  # C * d; the linear programs stay under a second up to here
+MOST_STARTS, MOST_STEPS, FINALISTS = 100, 150, 5
+POLISH_LIMIT = 250  # C * d; the linear programs stay cheap up to here
 SHARPNESS = (4.0, 32.0, 256.0, 2048.0)  # Riesz exponents: only the closest pairs matter as they grow
 FINISH = 16384.0  # the exponent for the finalists
 IRREDUCIBLE = {3: 0b1011, 5: 0b100101, 7: 0b10000011, 9: 0b1000010001}  # polynomials over GF(2), by degree
@@ -213,15 +213,18 @@ def _search(classes: int, dim: int) -> tuple[Array, int]:
     rng = np.random.default_rng([classes, dim])
     tried = []
     for start in range(starts):
+        # A soft first stage leads to few, even configurations; the best one is not always among them (C = 13, d = 3).
+        sharpness = SHARPNESS[start // 2 % 3 :]
         # Every other start is antipodal, x and -x, which descent preserves: the great symmetric configurations
         # (24-cell, 600-cell, the 240 roots of E8) are then found within a few starts, otherwise hardly ever.
         if start % 2:
             half = rng.standard_normal(((classes + 1) // 2, dim))
-            x = _descend(np.concatenate([half, -half]), SHARPNESS, steps)[:classes]
+            x = _descend(np.concatenate([half, -half]), sharpness, steps)[:classes]
         else:
-            x = _descend(rng.standard_normal((classes, dim)), SHARPNESS, steps)
-        tried.append((_max_cosine(x), start, x))
-    best = [x for _, _, x in sorted(tried, key=lambda t: t[:2])[:FINALISTS]]
+            x = _descend(rng.standard_normal((classes, dim)), sharpness, steps)
+        tried.append((_max_cosine(x), x))
+    distinct = {round(cosine, 4): x for cosine, x in sorted(tried, key=lambda t: t[0], reverse=True)}
+    best = [distinct[cosine] for cosine in sorted(distinct)[:FINALISTS]]
     finished = [_descend(x, (FINISH,), steps) for x in best]
     if classes * dim <= POLISH_LIMIT:
         finished = [_polish(x) for x in finished]

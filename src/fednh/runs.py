@@ -1,8 +1,8 @@
 """A run folder: everything that a run leaves behind, and all that tables and reports read.
 
-    config.toml        complete and re-runnable            metrics.jsonl   a line per round
-    environment.json   versions, commit, CPU, threads      summary.json    the final figures
-    models/            global and personal, safetensors    checkpoints/, clients/   to go on from
+config.toml        complete and re-runnable            metrics.jsonl   a line per round
+environment.json   versions, commit, CPU, threads      summary.json    the final figures
+models/            global and personal, safetensors    checkpoints/, clients/   to go on from
 """
 
 from __future__ import annotations

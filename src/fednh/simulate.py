@@ -253,7 +253,11 @@ class Simulation:
 
     def _personal(self, whom: list[int], round_: int, card: dict[str, Any] | None = None) -> list[Personal]:
         """The personal models' figures; with a `card`, the models are saved too."""
-        down, sgd, total = self.method.broadcast(self.server), self._sgd(round_), evaluate.total_per_class(self.fed.test)
+        down, sgd, total = (
+            self.method.broadcast(self.server),
+            self._sgd(round_),
+            evaluate.total_per_class(self.fed.test),
+        )
 
         def work(client: int) -> Personal:
             data = self._data(client, round_, "personal")

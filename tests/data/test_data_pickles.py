@@ -110,6 +110,7 @@ HAND_WRITTEN = {
     "another encoding": b"}(X\x01\0\0\0a" + CODECS + b"X\x01\0\0\0aX\x05\0\0\0rot13\x86Ru.",
     "altering a function": b"}(X\x01\0\0\0a" + CODECS + b"N}X\x0c\0\0\0__defaults__K\x01s\x86bu.",
     "calling ndarray": b"}(X\x01\0\0\0a" + NDARRAY + b"K\x05\x85Ru.",
+    "array of a foreign class": PYTHON_2.replace(b"cnumpy\nndarray\n", b"cnumpy\ndtype\n"),
     "huge memo index": b"}r\xff\xff\xff\x7f.",
     "new object": b"\x80\x02}(X\x01\0\0\0a" + NDARRAY + b")\x81u.",
     "persistent id": b"Pabc\n.",

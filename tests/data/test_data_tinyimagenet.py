@@ -162,6 +162,21 @@ def test_a_class_without_images(tmp_path: Path, zipped: bool) -> None:
         tinyimagenet.read(write(tmp_path, files, zipped))
 
 
+def test_an_oversized_member_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tinyimagenet, "LARGEST_FILE", 10)
+    with pytest.raises(UserError, match=r"wnids\.txt cannot be read .declares 11 bytes"):
+        tinyimagenet.read(write(tmp_path, contents(), zipped=True))
+
+
+def test_a_zip_without_the_folder(tmp_path: Path) -> None:
+    path = tmp_path / "tiny-imagenet-200.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in contents().items():
+            archive.writestr(name, content)
+    with pytest.raises(UserError, match="lacks wnids"):
+        tinyimagenet.read(path)
+
+
 def test_damaged_zip(tmp_path: Path) -> None:
     path = write(tmp_path, contents(), zipped=True)
     whole = path.read_bytes()

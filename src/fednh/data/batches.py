@@ -85,7 +85,7 @@ class ClientData:
 
     def shuffled(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """One epoch of training batches (x, y) in a new order, augmented; the last one may be small."""
-        for chunk in torch.randperm(len(self), generator=self.rng).split(batch_size):
+        for chunk in torch.split(torch.randperm(len(self), generator=self.rng), batch_size):
             chunk = chunk.to(self.index.device)
             stored = self.samples.x[self.index[chunk]]
             if self.samples.augment:
@@ -94,7 +94,7 @@ class ClientData:
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """All samples once, in order, as they are: (x, y, weight), where a weight of zero marks padding."""
-        for rows, y in zip(self.index.split(EVAL_BATCH), self.y.split(EVAL_BATCH), strict=True):
+        for rows, y in zip(torch.split(self.index, EVAL_BATCH), torch.split(self.y, EVAL_BATCH), strict=True):
             yield self.samples.floats(self.samples.x[rows]), y, torch.ones_like(y, dtype=torch.float32)
 
     def random(self, times: int) -> Tensor:  # (times, n)

@@ -98,11 +98,14 @@ def get(
         if name not in FILES:
             raise UserError(f"there is no data set {name!r} to download{did_you_mean(name, FILES)}")
         files = FILES[name]
-    missing = [file for file in files if not _already_there(folder / file.name, file.sha256)]
+    try:
+        missing = [file for file in files if not _already_there(folder / file.name, file.sha256)]
+        for position, file in enumerate(missing):
+            _fetch(file, folder, progress, timeout, still_missing=missing[position:])
+    except OSError as error:
+        raise UserError(f"cannot use {error.filename or folder} ({error.strerror}); choose another folder") from error
     if not missing:
         return f"{name} is already complete in {folder}"
-    for position, file in enumerate(missing):
-        _fetch(file, folder, progress, timeout, still_missing=missing[position:])
     return f"{name}: downloaded {', '.join(file.name for file in missing)} to {folder}"
 
 
@@ -122,17 +125,14 @@ def _fetch(
 ) -> None:
     target = folder / file.name
     part = target.with_name(f"{target.name}.part")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        failures = []
-        for address in file.addresses:
-            try:
-                _transfer(address, part, progress, timeout)
-                break
-            except _Broken as failure:
-                failures.append(f"{address}: {failure}")
-        else:
-            raise UserError(_by_hand(failures, part, folder, still_missing))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    failures = []
+    for address in file.addresses:
+        try:
+            _transfer(address, part, progress, timeout)
+        except _Broken as failure:
+            failures.append(f"{address}: {failure}")
+            continue
         if _sha256(part) != file.sha256:
             part.unlink()
             raise UserError(
@@ -140,8 +140,8 @@ def _fetch(
                 "try again, perhaps from another network"
             )
         part.replace(target)
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename or part} ({error.strerror}); choose another folder") from error
+        return
+    raise UserError(_by_hand(failures, part, folder, still_missing))
 
 
 def _transfer(address: str, part: Path, progress: Progress | None, timeout: float) -> None:

@@ -61,13 +61,14 @@ def read_array(path: Path) -> NDArray[np.uint8]:
     zipped = path.suffix == ".gz"
     try:
         stored = path.stat().st_size
+        file: BinaryIO | gzip.GzipFile
         with gzip.open(path, "rb") if zipped else path.open("rb") as file:
-            return _parse(path, file, most=stored * DEFLATE_LIMIT if zipped else stored)  # type: ignore[arg-type]
+            return _parse(path, file, most=stored * DEFLATE_LIMIT if zipped else stored)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read ({error}); it is damaged or incomplete, download it again") from error
 
 
-def _parse(path: Path, file: BinaryIO, most: int) -> NDArray[np.uint8]:
+def _parse(path: Path, file: BinaryIO | gzip.GzipFile, most: int) -> NDArray[np.uint8]:
     head = file.read(4)
     if len(head) < 4 or head[:2] != b"\0\0":
         raise UserError(f"{path} is not an IDX file (it starts with {head.hex() or 'nothing'}); download it again")

@@ -48,11 +48,11 @@ def dataset(name: str, path: Path) -> Dataset:
 
 def read(path: Path) -> Arrays:
     """The four arrays of the file, checked, with images as uint8 (N, H, W, C) and vectors as float32 (N, F)."""
-    if not path.exists():
-        raise UserError(f"{path} does not exist; check the path of the .npz file")
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; give the path of an .npz file")
     try:
+        if not path.exists():
+            raise UserError(f"{path} does not exist; check the path of the .npz file")
+        if path.is_dir():
+            raise UserError(f"{path} is a folder; give the path of an .npz file")
         with zipfile.ZipFile(path) as archive:
             return _read_members(path, archive)
     except BROKEN as error:

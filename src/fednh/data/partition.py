@@ -32,14 +32,12 @@ def dirichlet(
         if table.sum(1).min() >= min_samples and (table > 0).sum(1).min() >= min_classes:
             return _by_owner(owner, clients)
     raise UserError(
-        f"partition: no Dirichlet({beta:g}) draw in {TRIES} gave all {clients} clients at least {min_samples} samples of "
-        f"{min_classes} classes; use fewer clients, a larger beta, or lower partition.min_samples or min_classes"
+        f"partition: no Dirichlet({beta:g}) draw in {TRIES} gave all {clients} clients at least {min_samples} "
+        f"samples of {min_classes} classes; use fewer clients, a larger beta, or lower partition.min_samples"
     )
 
 
-def _dirichlet_owner(
-    labels: Indices, present: Indices, clients: int, rng: np.random.Generator, beta: float
-) -> Indices:
+def _dirichlet_owner(labels: Indices, present: Indices, clients: int, rng: np.random.Generator, beta: float) -> Indices:
     owner = np.empty(len(labels), np.int64)
     held = np.zeros(clients, np.int64)
     for label in present:

@@ -110,7 +110,7 @@ PUBLISHED = {
 def default_folder() -> Path:
     """Where data is looked for unless told otherwise: $FEDNH_DATA, else ~/.cache/fednh."""
     chosen = os.environ.get("FEDNH_DATA")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "fednh"
+    return _expand(chosen) if chosen else Path.home() / ".cache" / "fednh"
 
 
 def load(name: str, folder: Path) -> Dataset:
@@ -121,7 +121,7 @@ def load(name: str, folder: Path) -> Dataset:
         path = name.removeprefix(NPZ_PREFIX)
         if not path:
             raise UserError("'npz:' lacks the path of a file; write for example npz:data/own.npz")
-        return npz.dataset(name, Path(path).expanduser())
+        return npz.dataset(name, _expand(path))
     if name not in PUBLISHED:
         known = (*BUILTIN, *PUBLISHED, f"{NPZ_PREFIX}PATH")
         raise UserError(f"there is no data set {name!r}{did_you_mean(name, known)}")
@@ -139,6 +139,13 @@ def available(folder: Path) -> list[Available]:
         where = str(place.path) if place else f"{folder}: {published.accepts}"
         lines.append(Available(name, published.description, place is not None, where))
     return lines
+
+
+def _expand(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{path} names a person that this computer does not know; write the path in full") from error
 
 
 def _assemble(name: str, place: Place) -> Dataset:

@@ -26,6 +26,7 @@ from fednh.errors import UserError
 
 FOLDER = "tiny-imagenet-200"
 SIDE = 64
+LARGEST_FILE = 1 << 26  # the largest genuine one, words.txt, has 3 MB
 AT_A_TIME = 500  # images a task: few enough tasks to queue all, many enough to share the work
 
 
@@ -64,15 +65,18 @@ class ZipFiles:
         self._archive = archive
         self._images: dict[str, list[str]] = defaultdict(list)  # listed once: a zip has no folders to look into
         for name in archive.namelist():
-            folder, _, file = name.removeprefix(f"{FOLDER}/").rpartition("/")
-            if _is_jpeg(file):
+            if name.startswith(f"{FOLDER}/") and _is_jpeg(name):
+                folder, _, file = name.removeprefix(f"{FOLDER}/").rpartition("/")
                 self._images[folder].append(file)
 
     def read(self, name: str) -> bytes:
         try:
-            return self._archive.read(f"{FOLDER}/{name}")
+            info = self._archive.getinfo(f"{FOLDER}/{name}")
         except KeyError as error:
             raise FileNotFoundError(name) from error
+        if info.file_size > LARGEST_FILE:  # it would unpack to that much
+            raise OSError(f"declares {info.file_size} bytes")
+        return self._archive.read(info)
 
     def images(self, folder: str) -> list[str]:
         return sorted(self._images.get(folder, []))

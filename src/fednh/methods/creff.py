@@ -32,7 +32,9 @@ from fednh.tree import Tree, mean, select
 class CReFF(Method):
     """FedAvg whose global head is re-trained at the server on balanced synthetic features that match real gradients."""
 
-    cite = "Shang et al., Federated Learning on Heterogeneous and Long-Tailed Data via Classifier Re-Training, IJCAI 2022"
+    cite = (
+        "Shang et al., Federated Learning on Heterogeneous and Long-Tailed Data via Classifier Re-Training, IJCAI 2022"
+    )
 
     features_per_class: Annotated[int, Field(ge=1)] = 100  # synthetic ("federated") features of each class
     match_steps: Annotated[int, Field(ge=0)] = 100  # steps of gradient matching a round
@@ -103,13 +105,13 @@ class CReFF(Method):
         """A new linear head by SGD on the synthetic features; the gradient of a linear softmax is written out."""
         classes, per_class, dim = features.shape
         rng = torch.Generator().manual_seed(seed)
-        head = ((torch.rand(classes, dim, generator=rng) * 2 - 1) / dim**0.5).to(features.device)
+        head: Tensor = ((torch.rand(classes, dim, generator=rng) * 2 - 1) / dim**0.5).to(features.device)
         flat = features.reshape(-1, dim)
         label = torch.eye(classes, device=features.device).repeat_interleave(per_class, 0)
         for _ in range(self.retrain_epochs):
             order = torch.randperm(len(flat), generator=rng).to(features.device)
-            shuffled = zip(flat[order].split(self.retrain_batch), label[order].split(self.retrain_batch), strict=True)
-            for h, onehot in shuffled:
+            features_in_turn = torch.split(flat[order], self.retrain_batch)
+            for h, onehot in zip(features_in_turn, torch.split(label[order], self.retrain_batch), strict=True):
                 error = torch.softmax(h @ head.T, 1).sub_(onehot)
                 head.addmm_(error.T, h, alpha=-self.retrain_lr / len(h))
         return head

@@ -88,4 +88,5 @@ def personal_head(params: Tree, share: Tensor) -> Tensor:  # (C,) -> (C, D)
 
 def _uniform(shape: tuple[int, ...], fan_in: int, rng: torch.Generator) -> Tensor:
     """The usual initial values of a linear layer: uniform within 1/sqrt(fan_in)."""
-    return (torch.rand(shape, generator=rng) * 2 - 1) / fan_in**0.5
+    values: Tensor = (torch.rand(shape, generator=rng) * 2 - 1) / fan_in**0.5
+    return values

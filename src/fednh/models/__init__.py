@@ -32,14 +32,15 @@ def choose(shape: tuple[int, ...]) -> str:
 def build_net(name: str, shape: tuple[int, ...], num_classes: int, args: Mapping[str, Any] | None = None) -> Net:
     """The Net called `name`: "auto", one of MODELS, or "package.module:Class".
 
-    A class of one's own is called with those of `shape` (one sample: (C, H, W) or (F,)) and `num_classes` that its
-    constructor asks for by name, and with `args`.
+    A class of one's own is called with those of `shape` or `input_shape` (one sample: (C, H, W) or (F,)) and
+    `num_classes` or `n_classes` that its constructor asks for by name, and with `args`.
     """
     name = choose(shape) if name == "auto" else name
     factory = MODELS.get(name) or _imported(name)
     if name in ("conv2", "resnet18") and len(shape) != 3:
         raise UserError(f"model.name = {name!r} needs images, but the data are vectors of {shape[0]} values; use 'mlp'")
-    arguments = _arguments(name, factory, {"shape": shape, "num_classes": num_classes}, dict(args or {}))
+    offered = {"shape": shape, "input_shape": shape, "num_classes": num_classes, "n_classes": num_classes}
+    arguments = _arguments(name, factory, offered, dict(args or {}))
 
     def build() -> nn.Module:
         try:
@@ -57,7 +58,8 @@ def _imported(path: str) -> Callable[..., nn.Module]:
     module_name, _, attribute = path.partition(":")
     if not attribute:
         raise UserError(
-            f"model.name = {path!r} is not known{did_you_mean(path, ['auto', *MODELS])} (or give 'package.module:Class')"
+            f"model.name = {path!r} is not known{did_you_mean(path, ['auto', *MODELS])} "
+            f"(or give 'package.module:Class')"
         )
     here = str(Path.cwd())
     if here not in sys.path:  # as `python -m` does, so that a file beside the config can be named

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 
 from torch import nn
@@ -24,7 +25,7 @@ class MLP(nn.Module):
             raise ValueError(f"model.args.hidden = {list(hidden)} must hold at least one width, each 1 or more")
         layers: OrderedDict[str, nn.Module] = OrderedDict(flat=nn.Flatten())
         widths = [prod(shape), *hidden]
-        for i, (fan_in, fan_out) in enumerate(zip(widths, widths[1:], strict=False), 1):
+        for i, (fan_in, fan_out) in enumerate(pairwise(widths), 1):
             layers[f"linear{i}"] = nn.Linear(fan_in, fan_out)
             if i < len(hidden) or not linear_output:
                 layers[f"relu{i}"] = nn.ReLU()

@@ -34,21 +34,22 @@ class Net:
         return arranged({name: value.detach().clone() for name, value in module.named_parameters()})
 
     def features(self, params: Tree, x: Tensor) -> Tensor:  # (B, ...) -> (B, D)
-        out: Tensor = functional_call(self._module().body, below(params, "body"), (x,))
+        out: Tensor = functional_call(self._part("body"), below(params, "body"), (x,))
         return out
 
     def classify(self, params: Tree, features: Tensor) -> Tensor:  # (B, D) -> (B, C)
-        out: Tensor = functional_call(self._module().head, below(params, "head"), (features,))
+        out: Tensor = functional_call(self._part("head"), below(params, "head"), (features,))
         return out
 
     def logits(self, params: Tree, x: Tensor) -> Tensor:  # (B, ...) -> (B, C)
         return self.classify(params, self.features(params, x))
 
-    def _module(self) -> nn.Module:
+    def _part(self, name: str) -> nn.Module:
+        """This thread's own `.body` or `.head`."""
         if not hasattr(self._mine, "module"):
             self._mine.module = copy.deepcopy(self._skeleton)
-        module: nn.Module = self._mine.module
-        return module
+        part: nn.Module = getattr(self._mine.module, name)
+        return part
 
     def _checked(self, module: nn.Module) -> nn.Module:
         for part in ("body", "head"):
@@ -59,8 +60,8 @@ class Net:
         for name, layer in module.named_modules():
             if isinstance(layer, nn.modules.batchnorm._BatchNorm):
                 raise UserError(
-                    f"model {self.name}: {name} is batch normalisation, whose running statistics differ on every client; "
-                    f"use GroupNorm instead"
+                    f"model {self.name}: {name} is batch normalisation, whose running statistics differ on every "
+                    f"client; use GroupNorm instead"
                 )
             if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
                 raise UserError(
@@ -71,18 +72,17 @@ class Net:
 
     def _probe(self) -> int:
         """One forward pass on zeros: finds D and reports a model that does not fit the data, before any training."""
-        module = self._skeleton
+        body, head = self._part("body"), self._part("head")
         try:
             with torch.no_grad():
-                x = torch.zeros(2, *self.shape)
-                features = module.body(x)
-                logits = module.head(features)
+                features: Tensor = body(torch.zeros(2, *self.shape))
+                logits: Tensor = head(features)
         except (RuntimeError, ValueError, TypeError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise UserError(f"model {self.name} does not accept inputs of shape {self.shape}: {reason}") from error
         if features.ndim != 2:
             raise UserError(f"model {self.name}: .body must return (batch, features), not {tuple(features.shape)}")
-        weight = getattr(module.head, "weight", None)
+        weight = getattr(head, "weight", None)
         if weight is None or weight.ndim != 2:
             raise UserError(f"model {self.name}: .head must be a linear layer with a .weight of (classes, features)")
         if logits.shape[1] != self.num_classes:

@@ -20,7 +20,9 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder")
-        here = [folder] if (folder / "summary.json").exists() else sorted(p.parent for p in folder.glob("*/summary.json"))
+        here = (
+            [folder] if (folder / "summary.json").exists() else sorted(p.parent for p in folder.glob("*/summary.json"))
+        )
         if not here:
             raise UserError(f"{folder} holds no finished run (no summary.json in it or directly below it)")
         found += here

@@ -1,0 +1,5 @@
+"""`python -m fednh`."""
+
+from fednh.cli import main
+
+main()

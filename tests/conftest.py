@@ -1,0 +1,63 @@
+"""A federation small enough to compute by hand, and an environment that touches nothing of the user's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fednh.data.batches import Samples, samples_of
+from fednh.data.dataset import Dataset
+from fednh.models import Net, build_net
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["FEDNH_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+def tiny_dataset() -> Dataset:
+    """Eleven training vectors of four features; four classes, of which nobody owns the last."""
+    rng = np.random.default_rng(7)
+    y = np.array([0, 0, 0, 1, 1, 0, 1, 1, 2, 2, 2], np.int64)
+    x = (rng.normal(size=(11, 4)) + y[:, None]).astype(np.float32)
+    y_test = np.arange(8, dtype=np.int64) % 4
+    x_test = (rng.normal(size=(8, 4)) + y_test[:, None]).astype(np.float32)
+    return Dataset("tiny", x, y, x_test, y_test, ("a", "b", "c", "d"), (0.0,), (1.0,), scale=1.0)
+
+
+CLIENTS = [np.arange(6), np.arange(6, 11)]  # classes {0, 1} and {1, 2}
+
+
+@pytest.fixture
+def tiny() -> Samples:
+    return samples_of(tiny_dataset(), "train")
+
+
+@pytest.fixture
+def net() -> Net:
+    return build_net("mlp", (4,), 4, {"hidden": [5]})
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], **tolerance: Any) -> None:
+    """The same names and, within float tolerance, the same values."""
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+
+
+def identical(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """The same bits."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def cifar10_file() -> Path:
+    from fednh.data.sources import default_folder
+
+    return default_folder() / "cifar10.npz"
