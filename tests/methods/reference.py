@@ -1,0 +1,103 @@
+"""An independent way to the same numbers: plain nn.Modules, torch.optim, one full batch a step, no Trees.
+
+Batches hold all of a client's samples, so the order of samples does not matter and an epoch is one step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from conftest import CLIENTS
+from torch import Tensor, nn
+
+from fednh import client
+from fednh.data.batches import ClientData, Samples
+from fednh.fit import Sgd
+from fednh.methods import Method
+from fednh.models import Net
+from fednh.tree import Tree
+
+SGD = Sgd(lr=0.2, momentum=0.9, weight_decay=0.01, clip=1.0, batch_size=100, epochs=3)
+
+
+class TwoPart(nn.Module):
+    """body = linear + ReLU, head = linear without bias: the `net` fixture's network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 5)
+        self.head = nn.Linear(5, 4, bias=False)
+
+    def features(self, x: Tensor) -> Tensor:
+        return F.relu(self.linear(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+    @classmethod
+    def of(cls, tree: Tree) -> TwoPart:
+        module = cls()
+        with torch.no_grad():
+            module.linear.weight.copy_(tree["body.linear1.weight"])
+            module.linear.bias.copy_(tree["body.linear1.bias"])
+            module.head.weight.copy_(tree["head.weight"])
+        return module
+
+    def body_tree(self) -> Tree:
+        return {
+            "body.linear1.weight": self.linear.weight.detach().clone(),
+            "body.linear1.bias": self.linear.bias.detach().clone(),
+        }
+
+    def tree(self) -> Tree:
+        return {**self.body_tree(), "head.weight": self.head.weight.detach().clone()}
+
+
+def train(parameters: list[nn.Parameter], loss: Callable[[], Tensor], epochs: int = SGD.epochs) -> None:
+    optimiser = torch.optim.SGD(parameters, SGD.lr, SGD.momentum, weight_decay=SGD.weight_decay)
+    for _ in range(epochs):
+        optimiser.zero_grad()
+        loss().backward()
+        nn.utils.clip_grad_norm_(parameters, SGD.clip)
+        optimiser.step()
+
+
+def trained(module: TwoPart, x: Tensor, y: Tensor, epochs: int = SGD.epochs) -> TwoPart:
+    """A copy, trained as a whole with cross-entropy."""
+    module = copy.deepcopy(module)
+    train(list(module.parameters()), lambda: F.cross_entropy(module(x), y), epochs)
+    return module
+
+
+def average(trees: list[Tree]) -> Tree:
+    return {name: sum(t[name] for t in trees) / len(trees) for name in trees[0]}  # type: ignore[misc]
+
+
+class Play:
+    """One round of a method on the two tiny clients, through the engine's own functions."""
+
+    def __init__(self, method: Method, net: Net, samples: Samples):
+        self.method, self.net = method, net
+        self.data = [ClientData(samples, np.asarray(index), client=k) for k, index in enumerate(CLIENTS)]
+        self.xy = [(samples.x[d.index], d.y) for d in self.data]
+        self.initial = method.init(net, torch.Generator().manual_seed(5))
+        self.kept = [method.enroll(self.initial) for _ in CLIENTS]
+        self.server = self.initial
+
+    def round(self) -> list[client.Update]:
+        down = self.method.broadcast(self.server)
+        updates = [
+            client.update(self.method, self.net, kept, down, data, SGD)
+            for kept, data in zip(self.kept, self.data, strict=True)
+        ]
+        self.kept = [u.keep for u in updates]
+        self.server = self.method.aggregate(self.server, iter([u.upload for u in updates]))
+        return updates
+
+    def personal(self, k: int) -> Tree:
+        down = self.method.broadcast(self.server)
+        return client.personal_model(self.method, self.net, self.kept[k], down, self.data[k], SGD)
