@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import CLIENTS, identical, same
 
+from conftest import CLIENTS, identical, same
 from fednh.data.batches import ClientData, Samples
 from fednh.fit import LocalFit, Sgd
 from fednh.losses import cross_entropy

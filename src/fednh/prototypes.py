@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from scipy.linalg import hadamard, helmert
 from scipy.optimize import linprog, minimize
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from torch import Tensor
 
 from fednh.errors import UserError
@@ -155,7 +156,8 @@ def _best(classes: int, dim: int) -> Separation:
                 f'raise dim to {(classes + 1) // 2} or more, or take head_init = "orthogonal"'
             )
         return known
-    x, starts = _search(classes, dim)
+    with threadpool_limits(1):  # sums depend on the number of threads, and the search would amplify that
+        x, starts = _search(classes, dim)
     polish = " and linear programs" if classes * dim <= POLISH_LIMIT else ""
     found = _measured(x, f"numerical: annealed Riesz energy{polish}, {starts} start{'s' * (starts > 1)}")
     return found if known is None or found.max_cosine < known.max_cosine else known

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.nn.functional as F
-from conftest import CLIENTS
 from torch import Tensor, nn
 
+from conftest import CLIENTS
 from fednh import client
 from fednh.data.batches import ClientData, Samples
 from fednh.fit import Sgd

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import identical, same
 from reference import Play, TwoPart, average, train
 
+from conftest import identical, same
 from fednh.data.batches import Samples
 from fednh.losses import scaled_cosine
 from fednh.methods import METHODS

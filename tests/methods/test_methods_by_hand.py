@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import identical, same
 from reference import Play, TwoPart, average, train, trained
 
+from conftest import identical, same
 from fednh.data.batches import Samples
 from fednh.methods import METHODS, Method
 from fednh.models import Net
