@@ -1,10 +1,9 @@
-"""The command line. Heavy imports stay inside the commands, so that `fednh --help` answers at once."""
+"""Commands that train: start a run, go on with one."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,30 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-import fednh
+from fednh.cli.app import app, console_for_people
 from fednh.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fednh.config import Config
-
-app = typer.Typer(
-    name="fednh",
-    help="Personalised federated learning on class-imbalanced clients: FedNH and the methods it is measured against.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-data_app = typer.Typer(help="Get data sets.", no_args_is_help=True)
-app.add_typer(data_app, name="data")
-
-
-@app.callback(invoke_without_command=True)
-def _top(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
-    if version:
-        typer.echo(f"fednh {fednh.__version__}")
-        raise typer.Exit
 
 
 @app.command()
@@ -99,123 +79,6 @@ def resume(
     _execute(config, folder, quiet)
 
 
-@app.command()
-def table(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of them.")],
-) -> None:
-    """Compare finished runs."""
-    from fednh.report.table import comparison, find_runs
-
-    _console().print(comparison(find_runs(folders)))
-
-
-@app.command()
-def methods() -> None:
-    """List the methods with their hyper-parameters and papers."""
-    import dataclasses
-
-    from fednh.methods import METHODS
-
-    console = _console()
-    for name, cls in METHODS.items():
-        summary = (cls.__doc__ or "").strip().partition("\n\n")[0]
-        console.print(f"[bold]{name}[/bold]  {summary}", highlight=False)
-        fields = [f"{field.name} = {field.default}" for field in dataclasses.fields(cls)]
-        console.print(f"    settings: {', '.join(fields) or 'none'}", highlight=False, style="cyan")
-        console.print(f"    {cls.cite}", highlight=False, style="dim")
-
-
-@app.command()
-def datasets(data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie.")] = None) -> None:
-    """List the data sets, and whether they are here."""
-    from rich.table import Table
-
-    from fednh.data.sources import available, default_folder
-
-    folder = default_folder() if data_dir is None else data_dir.expanduser()
-    rows = Table("name", "what", "here", "where", pad_edge=False, title=f"Data folder: {folder}", title_justify="left")
-    for name, description, present, where in available(folder):
-        rows.add_row(name, description, "[green]yes[/green]" if present else "no", where)
-    rows.add_row("npz:PATH", "a file of x_train, y_train, x_test, y_test", "", "")
-    _console().print(rows)
-
-
-@data_app.command("get")
-def data_get(
-    name: Annotated[str, typer.Argument(help="cifar10, cifar100, tinyimagenet, fashion_mnist or mnist.")],
-    data_dir: Annotated[Path | None, typer.Option(help="Where to put it.")] = None,
-) -> None:
-    """Download a data set's canonical archive, checked against its known checksum; resumes what was broken off."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    from fednh.data.download import get
-    from fednh.data.sources import default_folder
-
-    folder = default_folder() if data_dir is None else data_dir.expanduser()
-    with Progress(
-        TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=_console(stderr=True)
-    ) as bar:
-        task = bar.add_task(name, total=None, visible=False)
-        told = get(name, folder, lambda done, total: bar.update(task, completed=done, total=total, visible=True))
-    typer.echo(told)
-
-
-@app.command()
-def prototypes(
-    classes: Annotated[int, typer.Option(help="C, the number of prototypes.")],
-    dim: Annotated[int, typer.Option(help="d, the dimension of the space.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the prototypes to this safetensors file.")] = None,
-) -> None:
-    """Spread C unit prototypes as far apart as possible in d dimensions: Eq. (1) of the paper."""
-    import json
-
-    from fednh.files import write_tree
-    from fednh.prototypes import separated
-
-    found = separated(classes, dim)
-    facts = {
-        "classes": classes,
-        "dim": dim,
-        "min_distance": None if classes == 1 else found.min_distance,
-        "max_cosine": None if classes == 1 else found.max_cosine,
-        "how": found.how,
-    }
-    if out is not None:
-        try:
-            write_tree(out, {"prototypes": found.points}, {"how": found.how})
-        except OSError as error:
-            raise UserError(f"{out} cannot be written: {error.strerror}") from error
-    if as_json:
-        typer.echo(json.dumps(facts))
-        return
-    for key, value in facts.items():
-        typer.echo(f"{key:13} {value:.6f}" if isinstance(value, float) else f"{key:13} {value}")
-    if out is not None:
-        typer.echo(f"written to    {out}")
-
-
-def main() -> None:
-    """Entry point: a UserError is one sentence on stderr and exit code 2; what is not foreseen names itself."""
-    try:
-        app()
-    except UserError as error:
-        _fail(str(error), 2)
-    except OSError as error:
-        _fail(f"{error.filename or 'the file system'}: {error.strerror or error}", 2)
-    except MemoryError:
-        _fail("out of memory; use fewer --workers, a smaller train.batch_size or store.memory", 1)
-    except Exception as error:
-        if os.environ.get("FEDNH_DEBUG"):
-            raise
-        _fail(f"{type(error).__name__}: {error} (set FEDNH_DEBUG=1 to see where)", 1)
-
-
-def _fail(sentence: str, code: int) -> None:
-    typer.echo(f"fednh: {' '.join(sentence.split())}", err=True)
-    sys.exit(code)
-
-
 def _execute(config: Config, out: Path, quiet: bool) -> None:
     """Start, continue, or recognise as finished the run in `out`."""
     from fednh.federation import build_federation
@@ -224,7 +87,7 @@ def _execute(config: Config, out: Path, quiet: bool) -> None:
     from fednh.runs import RunFolder
     from fednh.simulate import Interrupted, Simulation
 
-    console = _console()
+    console = console_for_people()
     folder = RunFolder(out)
     folder.check(config)
     if folder.finished:
@@ -301,12 +164,3 @@ def _new_folder(config: Config) -> Path:
         if not path.exists():
             return path
     raise UserError("runs/ is full; choose a folder with --out")
-
-
-def _console(stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    console = Console(stderr=stderr)
-    if not console.is_terminal:
-        console.width = 120
-    return console

@@ -1,0 +1,43 @@
+"""The command line. Every command imports what it needs inside itself, so that `fednh --help` answers at once.
+
+A command lives in the module named after what it is about; each module adds its commands to `app`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from fednh.cli.app import app
+from fednh.errors import UserError
+
+# isort: off
+from fednh.cli import run  # the order of imports is the order in `fednh --help`
+from fednh.cli import report
+from fednh.cli import about
+# isort: on
+
+__all__ = ["about", "app", "main", "report", "run"]
+
+
+def main() -> None:
+    """Entry point: a UserError is one sentence on stderr and exit code 2; what is not foreseen names itself."""
+    try:
+        app()
+    except UserError as error:
+        _fail(str(error), 2)
+    except OSError as error:
+        _fail(f"{error.filename or 'the file system'}: {error.strerror or error}", 2)
+    except MemoryError:
+        _fail("out of memory; use fewer --workers, a smaller train.batch_size or store.memory", 1)
+    except Exception as error:
+        if os.environ.get("FEDNH_DEBUG"):
+            raise
+        _fail(f"{type(error).__name__}: {error} (set FEDNH_DEBUG=1 to see where)", 1)
+
+
+def _fail(sentence: str, code: int) -> None:
+    typer.echo(f"fednh: {' '.join(sentence.split())}", err=True)
+    sys.exit(code)
