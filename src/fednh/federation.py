@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fednh.config import Config, PartitionConfig
@@ -29,6 +30,11 @@ class Federation:
     parts: list[partition.Indices]  # client -> indices into `train`
     net: Net
     method: Method
+
+    def class_counts(self) -> list[list[int]]:
+        """Training samples of each class (columns) on every client (rows)."""
+        y, width = self.dataset.y_train, self.dataset.num_classes
+        return [np.bincount(y[part], minlength=width).tolist() for part in self.parts]
 
     def card(self, config: Config) -> dict[str, Any]:
         """What a saved model must say about itself to be used elsewhere."""

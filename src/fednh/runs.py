@@ -2,6 +2,7 @@
 
 config.toml        complete and re-runnable            metrics.jsonl   a line per round
 environment.json   versions, commit, CPU, threads      summary.json    the final figures
+partition.json     how many samples of each class every client holds
 models/            global and personal, safetensors    checkpoints/, clients/   to go on from
 """
 
@@ -14,6 +15,7 @@ import platform
 import socket
 import subprocess
 import tomllib
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -82,8 +84,11 @@ class RunFolder:
         if not any(self.path.iterdir()):  # nothing was begun: leave nothing behind
             self.path.rmdir()
 
-    def begin(self, config: Config) -> None:
+    def begin(self, config: Config, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> None:
+        """Write down what the run is, before it starts; `counts` is clients by classes."""
         write_json(self.path / "environment.json", environment(config))
+        partition = {"classes": list(classes), "counts": [list(row) for row in counts]}
+        write_bytes(self.path / "partition.json", json.dumps(partition).encode())
         write_bytes(self.config_file, dump(config).encode())
 
     def write_metrics(self, records: list[dict[str, Any]]) -> None:

@@ -97,7 +97,7 @@ def _execute(config: Config, out: Path, quiet: bool) -> None:
         name = f"{config.method['name']} on {federation.dataset.name}"
         with _stop_on_signal() as stop, folder, watcher(console, config.rounds, name, quiet) as screen:
             simulation = Simulation(config, federation, folder, screen, stop)
-            folder.begin(config)
+            folder.begin(config, federation.dataset.classes, federation.class_counts())
             try:
                 simulation.run()
             except Interrupted:
