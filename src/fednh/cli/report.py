@@ -15,6 +15,7 @@ def table(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of them.")],
 ) -> None:
     """Compare finished runs."""
-    from fednh.report.table import comparison, find_runs
+    from fednh.report.load import find_runs
+    from fednh.report.table import comparison
 
     console_for_people().print(comparison(find_runs(folders)))

@@ -8,25 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
-from fednh.errors import UserError
 from fednh.runs import read_config, read_summary
 
 METRICS = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)"}
-
-
-def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """The finished runs among `folders` and directly below them, in a stable order."""
-    found: list[Path] = []
-    for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"{folder} is not a folder")
-        here = (
-            [folder] if (folder / "summary.json").exists() else sorted(p.parent for p in folder.glob("*/summary.json"))
-        )
-        if not here:
-            raise UserError(f"{folder} holds no finished run (no summary.json in it or directly below it)")
-        found += here
-    return found
 
 
 def comparison(runs: Sequence[Path]) -> Table:

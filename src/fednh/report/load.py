@@ -1,0 +1,60 @@
+"""Finished runs, read from their folders: all that tables, figures and reports know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fednh.config import Config
+from fednh.errors import UserError
+from fednh.runs import read_config, read_summary
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run."""
+
+    path: Path
+    config: Config
+    summary: dict[str, Any]
+    records: list[dict[str, Any]]  # the lines of metrics.jsonl
+    partition: dict[str, Any]  # {"classes": [names], "counts": [[samples by class] by client]}
+    environment: dict[str, Any]
+
+    @property
+    def method(self) -> str:
+        return str(self.config.method["name"])
+
+
+def find_runs(folders: Sequence[Path]) -> list[Path]:
+    """The finished runs among `folders` and directly below them, in a stable order."""
+    found: list[Path] = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder} is not a folder")
+        here = (
+            [folder] if (folder / "summary.json").exists() else sorted(p.parent for p in folder.glob("*/summary.json"))
+        )
+        if not here:
+            raise UserError(f"{folder} holds no finished run (no summary.json in it or directly below it)")
+        found += here
+    return found
+
+
+def load_run(path: Path) -> Run:
+    """Everything that a run folder says about itself."""
+    try:
+        lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines]
+        partition = json.loads((path / "partition.json").read_text(encoding="utf-8"))
+        environment = json.loads((path / "environment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not a whole run folder: {error}") from error
+    return Run(path, read_config(path), read_summary(path), records, partition, environment)
+
+
+def load_runs(folders: Sequence[Path]) -> list[Run]:
+    return [load_run(path) for path in find_runs(folders)]
