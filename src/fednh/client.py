@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fednh.data.batches import ClientData
+from fednh.diagnostics import GradientNorm
 from fednh.fit import LocalFit, Sgd
 from fednh.methods.base import Method
 from fednh.models.net import Net
@@ -22,13 +23,17 @@ class Update:
     upload: Tree
     samples: int  # training samples processed
     loss_sum: float  # their summed loss
+    gradient_norm: float | None = None  # squared, of the body at the received model, where it was asked for
 
 
-def update(method: Method, net: Net, kept: Tree, received: Tree, data: ClientData, sgd: Sgd) -> Update:
+def update(
+    method: Method, net: Net, kept: Tree, received: Tree, data: ClientData, sgd: Sgd, gradient_norm: bool = False
+) -> Update:
     """Train: what the client keeps and what it uploads."""
-    fit = LocalFit(data, sgd)
+    probe = GradientNorm(data, received) if gradient_norm else None
+    fit = LocalFit(data, sgd, probe)
     keep, upload = method.client_update(net, {**kept, **received}, data, fit)
-    return Update(keep, upload, fit.samples, fit.loss_sum)
+    return Update(keep, upload, fit.samples, fit.loss_sum, probe.value if probe else None)
 
 
 def personal_model(method: Method, net: Net, kept: Tree, received: Tree, data: ClientData, sgd: Sgd) -> Tree:

@@ -89,6 +89,10 @@ class StoreConfig(Section):
         return value
 
 
+class DiagnosticsConfig(Section):
+    gradient_norm: bool = False  # log the squared norm of the body's full gradient on every picked client's data
+
+
 class Config(Section):
     """Everything that a run depends on; the paper's common settings are the defaults."""
 
@@ -105,6 +109,7 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     store: StoreConfig = StoreConfig()
+    diagnostics: DiagnosticsConfig = DiagnosticsConfig()
 
     @model_validator(mode="after")
     def _complete_method(self) -> Config:

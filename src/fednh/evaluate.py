@@ -25,6 +25,7 @@ class Personal:
     client: int
     pm_v: float
     pm_l: float
+    per_class: list[float]  # a class without test samples scores 0
 
 
 @torch.no_grad()
@@ -51,7 +52,8 @@ def personal(client: int, correct: Tensor, total: Tensor, counts: Tensor) -> Per
     """PM(V) and PM(L) of one client, from its training counts per class."""
     counts = counts.cpu()
     owned = (counts > 0).to(torch.float64)
-    return Personal(client, accuracy(correct, total, owned), accuracy(correct, total, counts / counts.sum()))
+    per_class = (100 * correct / total.clamp(min=1)).tolist()
+    return Personal(client, accuracy(correct, total, owned), accuracy(correct, total, counts / counts.sum()), per_class)
 
 
 def mean_and_spread(values: Iterable[float]) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,10 +33,13 @@ class Fit(Protocol):
 
 
 class LocalFit:
-    """`fit` for one client in one round, and what it saw: samples processed and their summed loss."""
+    """`fit` for one client in one round, and what it saw: samples processed and their summed loss.
 
-    def __init__(self, data: ClientData, sgd: Sgd):
-        self.data, self.sgd = data, sgd
+    `watch` is told (params, loss, only) before the first step of every call.
+    """
+
+    def __init__(self, data: ClientData, sgd: Sgd, watch: Callable[[Tree, Loss, tuple[str, ...]], None] | None = None):
+        self.data, self.sgd, self.watch = data, sgd, watch
         self.samples = 0
         self.loss_sum = 0.0
 
@@ -51,6 +55,8 @@ class LocalFit:
         moving = {name: value.requires_grad_() for name, value in arranged(moving).items()}
         if not moving:
             raise ValueError(f"nothing to train: no name in {sorted(params)} belongs to {only}")
+        if self.watch is not None:
+            self.watch(params, loss, only)
         working = {**arranged(frozen), **moving}
         step = Momentum(list(moving.values()), sgd)
         total = torch.zeros((), dtype=torch.float64)

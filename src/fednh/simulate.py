@@ -57,9 +57,12 @@ class Round:
     processed: int = 0  # training samples of all that reported
     samples: int = 0  # those behind the used uploads
     loss_sum: float = 0.0
+    gradient_norms: dict[int, float] = field(default_factory=dict)  # by client, with diagnostics.gradient_norm
 
     def record(self, seconds: float) -> dict[str, Any]:
         """The round's line of metrics.jsonl."""
+        norms = [self.gradient_norms[client] for client in sorted(self.gradient_norms)]
+        looked = {"gradient_norm": math.fsum(norms) / len(norms), "gradient_norms": norms} if norms else {}
         return {
             "round": self.round,
             "train_loss": self.loss_sum / self.samples if self.samples else None,
@@ -69,6 +72,7 @@ class Round:
             "clients": sorted(self.clients),
             "dropped": self.dropped,
             "refused": sorted(self.refused),
+            **looked,
         }
 
 
@@ -201,7 +205,8 @@ class Simulation:
                 return client, None
             data = self._data(client, round_, "train")
             try:
-                return client, clients.update(self.method, self.net, self.store.get(client), down, data, sgd)
+                kept, look = self.store.get(client), self.config.diagnostics.gradient_norm
+                return client, clients.update(self.method, self.net, kept, down, data, sgd, look)
             except Exception as error:
                 name = type(self.method).__name__
                 raise RuntimeError(f"{name}: client {client} failed in round {round_}: {error!r}") from error
@@ -219,6 +224,8 @@ class Simulation:
             happened.bytes_up += size(update.upload)
             happened.samples += update.samples
             happened.loss_sum += update.loss_sum
+            if update.gradient_norm is not None and math.isfinite(update.gradient_norm):
+                happened.gradient_norms[client] = update.gradient_norm
             yield update.upload
 
     def _sgd(self, round_: int) -> Sgd:
