@@ -1,0 +1,44 @@
+"""FIGURES: every figure by name. The command line, the report and the tests derive from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed
+from fednh.report.figures.convergence import CONVERGENCE
+from fednh.report.figures.curves import CURVES
+from fednh.report.figures.fairness import FAIRNESS
+from fednh.report.figures.frequency import FREQUENCY
+from fednh.report.figures.partition import PARTITION
+from fednh.report.figures.representations import REPRESENTATIONS
+from fednh.report.figures.sensitivity import SENSITIVITY
+from fednh.report.figures.similarity import SIMILARITY
+from fednh.report.load import Run
+
+FIGURES: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        PARTITION,
+        CURVES,
+        FAIRNESS,
+        FREQUENCY,
+        SIMILARITY,
+        REPRESENTATIONS,
+        SENSITIVITY,
+        CONVERGENCE,
+    )
+}
+
+__all__ = ["FIGURES", "Choice", "Drawing", "Kind", "NotAllowed", "allowed"]
+
+
+def allowed(runs: Sequence[Run]) -> dict[str, str | None]:
+    """Every figure's name, with None where `runs` (of one setting) allow it, else what they lack."""
+    answers: dict[str, str | None] = {}
+    for name, kind in FIGURES.items():
+        try:
+            kind.draw(runs, Choice())
+            answers[name] = None
+        except NotAllowed as error:
+            answers[name] = str(error)
+    return answers

@@ -1,0 +1,52 @@
+"""What a figure is: a name, a sentence on how to read it, what it needs, and one function that draws it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from fednh.errors import UserError
+from fednh.report.load import Run
+
+METRICS = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)"}
+
+
+class NotAllowed(UserError):
+    """These runs do not hold what the figure shows; the sentence says what is missing."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a person may choose about a figure; None leaves it to the figure."""
+
+    clients: tuple[int, int] | None = None  # partition, representations
+    classes: tuple[str, ...] | None = None  # representations
+    x: str = "round"  # curves: round, bytes or seconds
+    groups: Path | None = None  # similarity: a mapping file {"group": ["class", ...]}
+    setting: str | None = None  # sensitivity: the swept setting, such as method.rho
+    base: float | None = None  # sensitivity: the value that the others are compared with
+    shots: tuple[int, int] = (20, 100)  # frequency: few-shot below the first, many-shot above the second
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A drawn figure, what its numbers stand on, and the numbers themselves."""
+
+    figure: Figure
+    caption: str  # n, the spread, and what else was measured
+    columns: list[str]
+    rows: list[list[Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One figure of the catalogue. `draw` takes runs of one setting and raises NotAllowed when they lack something."""
+
+    name: str
+    title: str
+    reading: str
+    draw: Callable[[Sequence[Run], Choice], Drawing]

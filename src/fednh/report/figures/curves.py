@@ -1,0 +1,102 @@
+"""Accuracy as training goes on: by round, by bytes sent, or by seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.ticker import MaxNLocator
+
+from fednh.errors import UserError, did_you_mean
+from fednh.report.figures.base import METRICS, Choice, Drawing, Kind, NotAllowed
+from fednh.report.figures.style import DASHES, colours, grid, legend_below, panels
+from fednh.report.grouping import by_variant, seeds
+from fednh.report.load import Run
+
+AXES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
+    "round": ("round", lambda record: 1.0),
+    "bytes": ("megabytes sent, up and down", lambda record: (record["bytes_up"] + record["bytes_down"]) / 1e6),
+    "seconds": ("seconds of training", lambda record: float(record["seconds"])),
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One evaluated round over the seeds that have it."""
+
+    x: float
+    mean: float
+    spread: float  # standard deviation over seeds (n - 1); 0 for one seed
+    n: int
+
+
+def curve(runs: Sequence[Run], metric: str, x: str = "round") -> list[Point]:
+    """The metric's mean and spread over seeds at every round that all of `runs` evaluated; x is the mean over them."""
+    tables = [_evaluated(run, metric, x) for run in runs]
+    shared = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
+    points = []
+    for round_ in shared:
+        places, values = np.array([table[round_] for table in tables]).T
+        spread = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+        points.append(Point(float(places.mean()), float(values.mean()), spread, len(values)))
+    return points
+
+
+def _evaluated(run: Run, metric: str, x: str) -> dict[int, tuple[float, float]]:
+    """round -> (how far along x, value)."""
+    step = AXES[x][1]
+    far, table = 0.0, {}
+    for record in run.records:
+        far += step(record)
+        if record.get(metric) is not None:
+            table[int(record["round"])] = (far, float(record[metric]))
+    return table
+
+
+def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
+    if choice.x not in AXES:
+        raise UserError(f"--x {choice.x!r} is not an axis{did_you_mean(choice.x, AXES)}")
+    variants = by_variant(runs)
+    curves = {
+        (label, metric): curve(group, metric, choice.x) for label, group in variants.items() for metric in METRICS
+    }
+    if max(len(points) for points in curves.values()) < 2:
+        raise NotAllowed("no run evaluated more than one round that its other seeds evaluated too (see eval.every)")
+    paint = colours(list(variants), [group[0].method for group in variants.values()])
+    figure, axes = panels(1, 3, 3.1, 3.1)
+    for ax, (metric, name) in zip(axes[0], METRICS.items(), strict=True):
+        for i, label in enumerate(variants):
+            points = curves[label, metric]
+            if not points:
+                continue
+            x, mean, spread = (np.array([getattr(p, key) for p in points]) for key in ("x", "mean", "spread"))
+            ax.plot(x, mean, color=paint[label], linestyle=DASHES[i % len(DASHES)], label=label)
+            ax.fill_between(x, mean - spread, mean + spread, color=paint[label], alpha=0.16, linewidth=0)
+        grid(ax)
+        ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=choice.x == "round"))
+        ax.set(title=name, xlabel=AXES[choice.x][0])
+    axes[0, 0].set_ylabel("test accuracy, %")
+    legend_below(figure, axes[0, 2])
+    counts = sorted({len(group) for group in variants.values()})
+    n = " to ".join(str(c) for c in dict.fromkeys([counts[0], counts[-1]]))
+    band = "the band is ± one standard deviation over seeds" if counts[-1] > 1 else "one seed, so no band"
+    whom = sorted({str(run.config.eval.clients) for run in runs})
+    caption = (
+        f"Mean over n = {n} runs a method (seeds {', '.join(map(str, seeds(runs)))}); {band}. Personal models before "
+        f"the end are those of eval.clients = {', '.join(whom)}."
+    )
+    rows = [
+        [label, METRICS[metric], p.x, p.mean, p.spread, p.n] for (label, metric), ps in curves.items() for p in ps
+    ]
+    return Drawing(figure, caption, ["method", "metric", choice.x, "mean", "sd_over_seeds", "n"], rows)
+
+
+CURVES = Kind(
+    "curves",
+    "Accuracy as training goes on",
+    "Higher is better, and further left is cheaper. GM is the global model on all classes; PM(V) and PM(L) are the "
+    "personal models on their owners' classes, all alike or by their share.",
+    draw,
+)

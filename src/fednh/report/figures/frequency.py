@@ -1,0 +1,128 @@
+"""Who loses when a class is rare: accuracy of every class against how many samples of it there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from numpy.typing import NDArray
+
+from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed
+from fednh.report.figures.style import MARKERS, colours, grid, legend_below, panels
+from fednh.report.grouping import by_variant
+from fednh.report.load import Run
+
+SHOTS = ("absent", "few", "medium", "many")
+
+
+def shot_group(samples: int, bounds: tuple[int, int]) -> str:
+    """absent: none; few: below the first bound; many: above the second; medium: between, both included."""
+    if samples == 0:
+        return "absent"
+    if samples < bounds[0]:
+        return "few"
+    return "many" if samples > bounds[1] else "medium"
+
+
+def personal_groups(run: Run, bounds: tuple[int, int]) -> dict[str, tuple[float, int]]:
+    """For the personal models: mean accuracy over all (client, class) pairs of a shot group, and how many pairs."""
+    counts = run.partition["counts"]
+    values: dict[str, list[float]] = {}
+    for person in run.summary["clients"]:
+        for samples, right in zip(counts[person["client"]], person["per_class"], strict=True):
+            values.setdefault(shot_group(samples, bounds), []).append(right)
+    return {group: (float(np.mean(values[group])), len(values[group])) for group in SHOTS if group in values}
+
+
+def global_groups(run: Run, bounds: tuple[int, int]) -> dict[str, tuple[float, int]]:
+    """For the global model: mean accuracy over the classes of a shot group by their samples on all clients together."""
+    values: dict[str, list[float]] = {}
+    for samples, right in zip(_totals(run), run.summary["per_class"] or [], strict=False):
+        values.setdefault(shot_group(int(samples), bounds), []).append(right)
+    return {group: (float(np.mean(values[group])), len(values[group])) for group in SHOTS if group in values}
+
+
+def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
+    able = [run for run in runs if run.summary["clients"] and "per_class" in run.summary["clients"][0]]
+    if not able:
+        raise NotAllowed("the runs' summaries do not hold the personal models' accuracy by class")
+    variants = by_variant(able)
+    paint = colours(list(variants), [group[0].method for group in variants.values()])
+    figure, axes = panels(1, 2, 4.4, 3.3)
+    rows = _global(axes[0, 0], variants, paint, choice.shots) + _personal(axes[0, 1], variants, paint, choice.shots)
+    legend_below(figure, axes[0, 1])
+    few, many = choice.shots
+    counts = sorted(len(group) for group in variants.values())
+    n = f"n = {counts[0]}" if counts[0] == counts[-1] else f"n = {counts[0]} to {counts[-1]}"
+    caption = (
+        f"Means over {n} seeds; whiskers ± one standard deviation over seeds. A class is few-shot below {few} training "
+        f"samples, many-shot above {many}, medium-shot between: on the left counted over all clients, on the right on the "
+        "client whose model it is."
+    )
+    return Drawing(figure, caption, ["model", "method", "class_or_group", "samples_or_pairs", "accuracy", "sd"], rows)
+
+
+def _global(
+    ax: Axes, variants: dict[str, list[Run]], paint: dict[str, str], bounds: tuple[int, int]
+) -> list[list[Any]]:
+    rows = []
+    for i, (label, group) in enumerate(variants.items()):
+        own = [run for run in group if run.summary["per_class"] is not None]
+        if not own:
+            continue
+        samples = np.mean([_totals(run) for run in own], axis=0)
+        right = np.mean([run.summary["per_class"] for run in own], axis=0)
+        look = {"color": paint[label], "marker": MARKERS[i % len(MARKERS)], "s": 20, "alpha": 0.75, "linewidths": 0}
+        ax.scatter(samples, right, label=label, **look)
+        names = own[0].partition["classes"]
+        rows += [["global", label, c, s, a, ""] for c, s, a in zip(names, samples, right, strict=True)]
+        for shot in SHOTS:
+            found = [g[shot] for run in own if shot in (g := global_groups(run, bounds))]
+            if found:
+                accuracy = [a for a, _ in found]
+                rows.append(["global", label, f"{shot}-shot", found[0][1], np.mean(accuracy), _sd(accuracy)])
+    grid(ax)
+    ax.set(title="Global model, class by class", xlabel="training samples on all clients", ylabel="accuracy, %")
+    return rows
+
+
+def _personal(
+    ax: Axes, variants: dict[str, list[Run]], paint: dict[str, str], bounds: tuple[int, int]
+) -> list[list[Any]]:
+    rows, width = [], 0.8 / len(variants)
+    groups = {label: [personal_groups(run, bounds) for run in group] for label, group in variants.items()}
+    present = [shot for shot in SHOTS if any(shot in g for found in groups.values() for g in found)]
+    for i, (label, found) in enumerate(groups.items()):
+        for place, shot in enumerate(present):
+            values = [g[shot][0] for g in found if shot in g]
+            if values:
+                at = place + (i - (len(groups) - 1) / 2) * width
+                ax.bar(at, np.mean(values), width * 0.9, color=paint[label], label=label if place == 0 else None)
+                ax.errorbar(at, np.mean(values), yerr=_sd(values), color=paint[label], alpha=0.6, linewidth=1)
+                pairs = sum(g[shot][1] for g in found if shot in g)
+                rows.append(["personal", label, f"{shot}-shot", pairs, np.mean(values), _sd(values)])
+    words = {"absent": "absent\n0", "few": f"few\n1–{bounds[0] - 1}", "many": f"many\n> {bounds[1]}"}
+    words["medium"] = f"medium\n{bounds[0]}–{bounds[1]}"
+    ax.set_xticks(range(len(present)), [words[shot] for shot in present])
+    grid(ax)
+    ax.set(title="Personal models, by their owner's samples", xlabel="training samples of the class on the client", ylabel="accuracy, %")
+    return rows
+
+
+def _totals(run: Run) -> NDArray[np.int64]:
+    return np.asarray(np.sum(run.partition["counts"], axis=0), np.int64)
+
+
+def _sd(values: Sequence[float]) -> float:
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+
+
+FREQUENCY = Kind(
+    "frequency",
+    "Who loses when a class is rare",
+    "On the left a flat cloud means that rare classes are recognised as well as common ones. On the right, the lower the "
+    "bars of the few-shot group, the more a client's model gives up on what its owner rarely sees.",
+    draw,
+)

@@ -1,0 +1,147 @@
+"""What the body makes of a few classes on two clients: principal components, before training and by method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fednh.data.batches import Samples, samples_of
+from fednh.data.dataset import Dataset
+from fednh.data.sources import default_folder, load
+from fednh.errors import UserError
+from fednh.losses import unit
+from fednh.models import Net
+from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed
+from fednh.report.figures.partition import two_clients
+from fednh.report.figures.style import CYCLE, MARKERS, muted, panels
+from fednh.report.grouping import by_variant
+from fednh.report.load import Run
+from fednh.report.saved import architecture, personal_models, read_model
+from fednh.seeding import torch_rng
+from fednh.tree import Tree
+
+Points = NDArray[np.float64]
+PER_CLASS = 80  # test samples drawn of each class
+
+
+@torch.no_grad()
+def representations(net: Net, params: Tree, samples: Samples, rows: NDArray[np.int64]) -> Points:  # (n, D)
+    """f(x) of test samples. A model with a `scale` compares directions only, so its representations are unit vectors."""
+    h = net.features(params, samples.floats(samples.x[torch.from_numpy(rows)]))
+    return np.asarray((unit(h) if "scale" in params else h).double().numpy())
+
+
+def principal(*parts: Points) -> tuple[list[Points], float]:
+    """Parts of one cloud on its first two principal components, and the share of variance that these hold."""
+    cloud = np.concatenate(parts)
+    centre = cloud.mean(0)
+    _, singular, directions = np.linalg.svd(cloud - centre, full_matrices=False)
+    axes = np.zeros((2, cloud.shape[1]))
+    axes[: min(2, len(directions))] = directions[:2]
+    held = float((singular[:2] ** 2).sum() / max((singular**2).sum(), 1e-30))
+    return [(part - centre) @ axes.T for part in parts], held
+
+
+def shared_classes(counts: NDArray[np.int64], pair: tuple[int, int], how_many: int = 3) -> list[int]:
+    """The classes of which both clients hold most: by the smaller of the two counts."""
+    both = np.minimum(counts[pair[0]], counts[pair[1]])
+    return [int(c) for c in np.argsort(-both, kind="stable")[:how_many]]
+
+
+def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
+    variants = {label: min(group, key=lambda r: r.config.seed) for label, group in by_variant(runs).items()}
+    first = next(iter(variants.values()))
+    pair = two_clients([first], choice) if choice.clients else _saved_pair(list(variants.values()))
+    names: list[str] = first.partition["classes"]
+    chosen = _classes(choice, names, np.array(first.partition["counts"]), pair)
+    data = _load(first)
+    samples = samples_of(data, "test")
+    rows = np.concatenate([np.flatnonzero(data.y_test == c)[:PER_CLASS] for c in chosen])
+    labels = data.y_test[rows]
+
+    columns: dict[str, tuple[list[Points], float]] = {}
+    for label, run in variants.items():
+        files = personal_models(run)
+        if not all(client in files for client in pair):
+            continue
+        clouds = []
+        for client in pair:
+            params, card = read_model(files[client])
+            net, method = architecture(card)
+            clouds.append(representations(net, params, samples, rows))
+        if "before training" not in columns:
+            start = method.init(net, torch_rng(run.config.seed, "init"))
+            columns["before training"] = principal(representations(net, start, samples, rows))
+        columns[label] = principal(*clouds)
+    if len(columns) < 2:
+        raise NotAllowed(f"no run has saved personal models of clients {pair[0]} and {pair[1]}")
+    figure, axes = panels(2, len(columns), 2.15, 2.15)
+    table = []
+    for column, (label, (clouds, held)) in enumerate(columns.items()):
+        for row, ax in enumerate(axes[:, column]):
+            ax.set_xticks([])
+            ax.set_yticks([])
+            ax.spines[:].set_visible(True)
+            if row >= len(clouds):
+                ax.set_axis_off()
+                continue
+            for i, c in enumerate(chosen):
+                mine = clouds[row][labels == c]
+                ax.scatter(*mine.T, s=9, color=CYCLE[i], marker=MARKERS[i], alpha=0.7, linewidths=0, label=names[c])
+            who = "all" if len(clouds) == 1 else pair[row]
+            table += [[label, who, names[c], *point] for c, point in zip(labels, clouds[row].tolist(), strict=True)]
+            if row == 0:
+                ax.set_title(label)
+            if row == len(clouds) - 1:
+                ax.set_xlabel(f"{held:.0%} of variance")
+    axes[0, 1].set_ylabel(f"client {pair[0]}")
+    axes[1, 1].set_ylabel(f"client {pair[1]}")
+    handles, texts = axes[0, 0].get_legend_handles_labels()
+    axes[1, 0].legend(handles, texts, loc="upper left", title="class", labelcolor=muted())
+    caption = (
+        f"Test samples, up to {PER_CLASS} of each of {len(chosen)} classes, through the personal models of clients "
+        f"{pair[0]} and {pair[1]} (n = one run a method, its lowest seed). Both clients of a method share one pair of axes; "
+        f"axes of different methods cannot be compared."
+    )
+    return Drawing(figure, caption, ["method", "client", "class", "pc1", "pc2"], table)
+
+
+def _saved_pair(runs: list[Run]) -> tuple[int, int]:
+    """The first two clients whose personal models every run has."""
+    saved = [set(personal_models(run)) for run in runs]
+    both = sorted(set.intersection(*saved))
+    if len(both) < 2:
+        raise NotAllowed("no two clients have saved personal models in all runs")
+    return both[0], both[1]
+
+
+def _classes(choice: Choice, names: list[str], counts: NDArray[np.int64], pair: tuple[int, int]) -> list[int]:
+    if choice.classes is None:
+        return shared_classes(counts, pair)
+    unknown = [name for name in choice.classes if name not in names]
+    if unknown:
+        raise UserError(f"there is no class {unknown[0]!r}; the classes are {', '.join(names)}")
+    if len(choice.classes) > len(CYCLE):
+        raise UserError(f"{len(choice.classes)} classes are too many to tell apart; choose up to {len(CYCLE)}")
+    return [names.index(name) for name in choice.classes]
+
+
+def _load(run: Run) -> Dataset:
+    try:
+        folder = Path(run.config.data.dir).expanduser() if run.config.data.dir else default_folder()
+        return load(run.config.data.name, folder)
+    except UserError as error:
+        raise NotAllowed(f"the data set cannot be loaded here: {error}") from error
+
+
+REPRESENTATIONS = Kind(
+    "representations",
+    "The same classes on two clients",
+    "Dots are test samples of a few classes as two clients' own models see them. Where a class lies in the same place in "
+    "the upper and the lower picture, the two clients have learnt the same thing.",
+    draw,
+)

@@ -1,0 +1,117 @@
+"""What a hyper-parameter does: the gain over a base value, compared seed by seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fednh.errors import UserError
+from fednh.report.figures.base import METRICS, Choice, Drawing, Kind, NotAllowed
+from fednh.report.figures.style import CYCLE, DASHES, MARKERS, grid, legend_below, line, panels
+from fednh.report.grouping import flat
+from fednh.report.load import Run
+from fednh.methods import METHODS
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a value gains over the base value, in percentage points, over the seeds that both have."""
+
+    value: float
+    mean: float
+    spread: float  # standard deviation of the paired differences (n - 1); 0 for one seed
+    n: int
+
+
+def swept(runs: Sequence[Run]) -> list[str]:
+    """Numeric settings in which runs differ that are otherwise the same, hyper-parameters of the method first."""
+    keys = []
+    settings = [flat(run) for run in runs]
+    for key in dict.fromkeys(k for s in settings for k in s):
+        values: dict[str, set[float]] = {}
+        for s in settings:
+            if isinstance(s.get(key), int | float) and not isinstance(s[key], bool):
+                values.setdefault(_rest(s, key), set()).add(float(s[key]))
+        if any(len(different) > 1 for different in values.values()):
+            keys.append(key)
+    return sorted(keys, key=lambda k: not k.startswith("method."))
+
+
+def gains(runs: Sequence[Run], key: str, metric: str, base: float) -> list[Gain]:
+    """For every value of `key`: the metric minus the metric at `base` with the same seed."""
+    at = {(float(flat(r)[key]), r.config.seed): r.summary[metric] for r in runs if r.summary[metric] is not None}
+    found = []
+    for value in sorted({v for v, _ in at}):
+        pairs = [at[v, s] - at[base, s] for v, s in sorted(at) if v == value and (base, s) in at]
+        if pairs:
+            spread = float(np.std(pairs, ddof=1)) if len(pairs) > 1 else 0.0
+            found.append(Gain(value, float(np.mean(pairs)), spread, len(pairs)))
+    return found
+
+
+def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
+    keys = swept(runs)
+    if choice.setting is not None and choice.setting not in keys:
+        raise UserError(f"{choice.setting} was not swept in these runs" + (f"; {', '.join(keys)} was" if keys else ""))
+    if not keys:
+        raise NotAllowed("no two runs differ in one number only (sweep one, such as method.rho=0.1,0.5,0.9)")
+    key = choice.setting or keys[0]
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        if key in flat(run):
+            groups.setdefault(_rest(flat(run), key), []).append(run)
+    groups = {name: group for name, group in groups.items() if len({flat(r)[key] for r in group}) > 1}
+    values = sorted({float(flat(r)[key]) for group in groups.values() for r in group})
+    base = values[0] if choice.base is None else choice.base
+    if base not in values:
+        raise UserError(f"no run has {key} = {base:g}; the base may be {', '.join(f'{v:g}' for v in values)}")
+    figure, axes = panels(1, 3, 3.0, 2.9)
+    rows, counts = [], set()
+    for ax, (metric, name) in zip(axes[0], METRICS.items(), strict=True):
+        ax.axhline(0, color=line(), linewidth=1)
+        for i, (_, group) in enumerate(sorted(groups.items(), key=lambda g: _label(g[1], groups))):
+            points = gains(group, key, metric, base)
+            if not points:
+                continue
+            label = _label(group, groups)
+            x, mean, spread = (np.array([getattr(p, k) for p in points]) for k in ("value", "mean", "spread"))
+            look = {"color": CYCLE[i % len(CYCLE)], "linestyle": DASHES[i % 4], "marker": MARKERS[i % 11]}
+            ax.errorbar(x, mean, yerr=spread, markersize=4, capsize=2, label=label, **look)
+            rows += [[label, METRICS[metric], p.value, p.mean, p.spread, p.n] for p in points]
+            counts |= {p.n for p in points}
+        grid(ax)
+        ax.set_xticks(values, [f"{v:g}" for v in values])
+        ax.set(title=name, xlabel=key)
+    axes[0, 0].set_ylabel(f"gain over {base:g}, percentage points")
+    legend_below(figure, axes[0, 2])
+    n = f"n = {min(counts)}" if min(counts) == max(counts) else f"n = {min(counts)} to {max(counts)}"
+    caption = (
+        f"Each run is compared with the run at {key} = {base:g} of the same seed; mean of the differences over {n} seeds, "
+        "whiskers ± one standard deviation."
+    )
+    return Drawing(figure, caption, ["runs", "metric", key, "gain", "sd_over_seeds", "n"], rows)
+
+
+def _rest(settings: dict[str, object], key: str) -> str:
+    """Everything but the swept setting, as a name for what is otherwise the same."""
+    return repr(sorted((k, repr(v)) for k, v in settings.items() if k != key))
+
+
+def _label(group: Sequence[Run], groups: dict[str, list[Run]]) -> str:
+    run = group[0]
+    words = [METHODS[run.method].__name__]
+    if len({g[0].summary["data"] for g in groups.values()}) > 1:
+        words.append(str(run.summary["data"]))
+    if len({g[0].config.partition.beta for g in groups.values()}) > 1:
+        words.append(f"beta {run.config.partition.beta:g}")
+    return " ".join(words)
+
+
+SENSITIVITY = Kind(
+    "sensitivity",
+    "What a hyper-parameter does",
+    "Zero is the base value; above it the value is better. Where the whiskers reach zero, the seeds do not agree.",
+    draw,
+)

@@ -1,0 +1,122 @@
+"""Which classes a method takes for kin: pairwise cosine of its prototypes, grouped by super-class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+from numpy.typing import NDArray
+
+from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed
+from fednh.report.figures.style import ALARM, CYCLE, fading, muted, panels
+from fednh.report.grouping import by_variant
+from fednh.report.load import Run
+from fednh.report.saved import global_model, personal_models, read_model
+from fednh.report.superclasses import load_groups
+
+Matrix = NDArray[np.float64]
+
+
+def prototypes(run: Run) -> Matrix | None:  # (C, D)
+    """One vector a class: the rows of the global head, or what FedProto's clients received; None where there is none."""
+    path = global_model(run) or next(iter(personal_models(run).values()), None)
+    if path is None:
+        return None
+    tree, _ = read_model(path)
+    found = tree.get("head.weight") if path.stem == "global" else tree.get("prototypes")
+    return None if found is None else found.double().numpy()
+
+
+def cosines(vectors: Matrix) -> Matrix:  # (C, D) -> (C, C)
+    """Pairwise cosine; a zero vector (a class that was never seen) is like none."""
+    length = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit = vectors / np.where(length > 0, length, 1)
+    return np.asarray(unit @ unit.T, np.float64)
+
+
+def semantics(cosine: Matrix, groups: dict[str, list[int]]) -> float:
+    """Mean cosine of two classes of one group minus that of two classes of different groups; no class with itself."""
+    group_of = np.empty(len(cosine), int)
+    for number, members in enumerate(groups.values()):
+        group_of[members] = number
+    i, j = np.triu_indices(len(cosine), 1)
+    kin = group_of[i] == group_of[j]
+    if kin.all() or not kin.any():
+        raise NotAllowed("the groups leave no two classes within one group, or none between two")
+    return float(cosine[i, j][kin].mean() - cosine[i, j][~kin].mean())
+
+
+def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
+    classes: list[str] = runs[0].partition["classes"]
+    groups = load_groups(runs[0].summary["data"], classes, choice.groups)
+    found: dict[str, list[Matrix]] = {}
+    for label, group in by_variant(runs).items():
+        matrices = [cosines(vectors) for run in group if (vectors := prototypes(run)) is not None]
+        if matrices:
+            found[label] = matrices
+    if not found:
+        raise NotAllowed("no run has a saved model with class prototypes")
+    order = [c for members in groups.values() for c in members] if groups else list(range(len(classes)))
+    columns = min(4, len(found))
+    figure, axes = panels(-(-len(found) // columns), columns, 2.5, 2.65)
+    image, rows, scores = None, [], {}
+    for ax in axes.flat[len(found) :]:
+        ax.set_axis_off()
+    for ax, (label, matrices) in zip(axes.flat, found.items(), strict=False):
+        shown = matrices[0][np.ix_(order, order)]
+        image = ax.imshow(shown, cmap=fading(CYCLE[0], CYCLE[5]), vmin=-1, vmax=1, interpolation="nearest")
+        title = label
+        if groups:
+            values = np.array([semantics(matrix, groups) for matrix in matrices])
+            scores[label] = values
+            title += f"   {values.mean():+.3f}"
+            _boxes(ax, groups)
+        ax.set_title(title)
+        ax.set_xticks([])
+        ax.set_yticks(range(len(order)) if len(order) <= 12 else [], [classes[c] for c in order][:12] if len(order) <= 12 else [])
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(True)
+        rows += [
+            [label, classes[a], classes[b], float(matrices[0][a, b])]
+            for a in range(len(classes))
+            for b in range(a + 1, len(classes))
+        ]
+    assert image is not None
+    bar = figure.colorbar(image, ax=axes, shrink=0.7, aspect=30)
+    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.set_label("cosine", color=muted())
+    return Drawing(figure, _caption(found, scores), ["method", "class", "other_class", "cosine"], rows)
+
+
+def _boxes(ax: Axes, groups: dict[str, list[int]]) -> None:
+    start = 0
+    for members in groups.values():
+        ax.add_patch(
+            Rectangle((start - 0.5, start - 0.5), len(members), len(members), fill=False, edgecolor=ALARM, linewidth=0.9)
+        )
+        start += len(members)
+
+
+def _caption(found: dict[str, list[Matrix]], scores: dict[str, Matrix]) -> str:
+    counts = sorted(len(matrices) for matrices in found.values())
+    n = f"n = {counts[0]}" if counts[0] == counts[-1] else f"n = {counts[0]} to {counts[-1]}"
+    text = "The picture shows each method's lowest seed. "
+    if scores:
+        said = [
+            f"{label} {v.mean():+.3f}" + (f" ± {v.std(ddof=1):.3f}" if len(v) > 1 else "") for label, v in scores.items()
+        ]
+        text += f"Semantics captured (mean ± standard deviation over {n} seeds): {'; '.join(said)}. "
+    else:
+        text += "No super-classes are known for this data set, so there are no boxes (give a mapping file). "
+    return text + "FedPer, FedRep and FedBABU upload no head; theirs is the one they started from."
+
+
+SIMILARITY = Kind(
+    "similarity",
+    "Which classes are taken for kin",
+    "Red is alike, blue is opposed, blank is unrelated. Boxes hold the classes of one super-class: warm boxes on a blank "
+    "ground mean that the method has found the kinship. The number is the mean cosine within boxes minus that outside.",
+    draw,
+)

@@ -1,0 +1,184 @@
+"""How all figures look: one palette that colour-blind readers can tell apart, one font, and how files are written.
+
+On the web a figure must follow the page from light to dark. There it is drawn with stand-in colours for ink, muted ink
+and lines, which are then replaced by the page's CSS variables; the data colours hold on both backgrounds.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+from numpy.typing import NDArray
+
+from fednh.errors import UserError
+
+FORMATS = ("svg", "pdf", "png")
+
+# Okabe and Ito's colours, darkened where they would fade on white; a method keeps its colour in every figure.
+COLOURS = {
+    "fednh": "#0077bb",
+    "feduh": "#33a6dd",
+    "fedavg": "#e08a00",
+    "local": "#8a8f98",
+    "fedper": "#009e73",
+    "fedrep": "#6a9f3a",
+    "fedbabu": "#cc6699",
+    "ditto": "#d55e00",
+    "fedproto": "#b59f00",
+    "fedrod": "#8a63c9",
+    "creff": "#a8506e",
+}
+CYCLE = ("#0077bb", "#e08a00", "#009e73", "#cc6699", "#33a6dd", "#d55e00", "#8a63c9", "#b59f00", "#8a8f98", "#a8506e")
+DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (5, 2)), (0, (1.2, 1.4)), (0, (5, 1.5, 1.2, 1.5)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h", "*")
+ALARM = "#d1495b"
+
+_WEB = {"ink": "#010203", "muted": "#040506", "line": "#070809"}
+_PAPER = {"ink": "#1b1e23", "muted": "#5d6673", "line": "#d5d9df"}
+
+
+@contextmanager
+def theme(web: bool = False) -> Iterator[None]:
+    """Draw in here. `web` draws for `inline_svg`, otherwise for `save`."""
+    colour = _WEB if web else _PAPER
+    with mpl.rc_context(
+        {
+            "font.family": "sans-serif",
+            "font.size": 9,
+            "axes.titlesize": 9.5,
+            "axes.titleweight": "bold",
+            "axes.titlelocation": "left",
+            "axes.labelsize": 8.5,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.edgecolor": colour["line"],
+            "axes.labelcolor": colour["muted"],
+            "axes.facecolor": "none",
+            "axes.grid": False,
+            "grid.color": colour["line"],
+            "grid.linewidth": 0.6,
+            "xtick.color": colour["line"],
+            "ytick.color": colour["line"],
+            "xtick.labelcolor": colour["muted"],
+            "ytick.labelcolor": colour["muted"],
+            "xtick.labelsize": 8,
+            "ytick.labelsize": 8,
+            "text.color": colour["ink"],
+            "text.parse_math": False,  # a class may be called "$x"
+            "legend.frameon": False,
+            "legend.fontsize": 8,
+            "lines.linewidth": 1.6,
+            "figure.facecolor": "none" if web else "white",
+            "savefig.facecolor": "none" if web else "white",
+            "svg.fonttype": "none" if web else "path",
+            "svg.hashsalt": "fednh",
+            "pdf.fonttype": 42,
+        }
+    ):
+        yield
+
+
+def ink() -> str:
+    return str(mpl.rcParams["text.color"])
+
+
+def muted() -> str:
+    return str(mpl.rcParams["axes.labelcolor"])
+
+
+def line() -> str:
+    return str(mpl.rcParams["grid.color"])
+
+
+def panels(rows: int, columns: int, width: float, height: float) -> tuple[Figure, NDArray[np.object_]]:
+    """A figure of rows by columns axes, each `width` by `height` inches."""
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    return figure, axes
+
+
+def colours(labels: Sequence[str], methods: Sequence[str]) -> dict[str, str]:
+    """A colour for every label: its method's own, or the cycle where one method appears under several labels."""
+    if len(set(methods)) == len(labels):
+        return {label: COLOURS.get(method, CYCLE[0]) for label, method in zip(labels, methods, strict=True)}
+    return {label: CYCLE[i % len(CYCLE)] for i, label in enumerate(labels)}
+
+
+def fading(*ends: str) -> ListedColormap:
+    """A colour map in which zero is transparent: from nothing to one colour, or from one through nothing to another."""
+    steps = np.linspace(0, 1, 128)
+    parts = []
+    for place, end in enumerate(ends):
+        rgb = mpl.colors.to_rgb(end)
+        alpha = steps[::-1] if len(ends) == 2 and place == 0 else steps
+        parts.append(np.column_stack([np.tile(rgb, (len(steps), 1)), alpha]))
+    return ListedColormap(np.concatenate(parts))
+
+
+def grid(axes: Axes) -> None:
+    axes.grid(True, axis="y")
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
+
+
+def log_axis(axes: Axes, which: str) -> None:
+    """A logarithmic axis with plain labels (mathtext is off)."""
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axes.set_xscale("log") if which == "x" else axes.set_yscale("log")
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+
+
+def legend_below(figure: Figure, axes: Axes, columns: int = 6) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure drawn under `theme()`; the ending decides the form. The same figure gives the same bytes."""
+    kind = path.suffix.lower().removeprefix(".")
+    if kind not in FORMATS:
+        raise UserError(f"{path}: a figure is written as .svg, .pdf or .png")
+    stamp = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _no_glyph_warnings():
+            figure.savefig(path, format=kind, dpi=180, metadata=stamp)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def inline_svg(figure: Figure, prefix: str) -> str:
+    """A figure drawn under `theme(web=True)` as an <svg> element for a page; `prefix` keeps its ids its own."""
+    buffer = io.StringIO()
+    with _no_glyph_warnings():
+        figure.savefig(buffer, format="svg", dpi=110, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(\sid="|href="#|url\(#)', rf"\g<1>{prefix}-", text)
+    for name, stand_in in _WEB.items():
+        text = text.replace(stand_in, f"var(--{name})")
+    text = re.sub(r"font: [^;\"]*?([\d.]+px) [^;\"]*", r"font-size: \1; font-family: inherit", text)
+    text = re.sub(r'(<svg[^>]*?) width="([\d.]+)pt" height="[\d.]+pt"', r'\1 style="max-width: \2pt"', text)
+    return re.sub(r"\n\s*", "\n", text)
+
+
+@contextmanager
+def _no_glyph_warnings() -> Iterator[None]:
+    """A class name in a script that the font lacks is drawn as boxes; that is no reason to print a warning each."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        yield
