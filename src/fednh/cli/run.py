@@ -82,7 +82,9 @@ def resume(
 def _execute(config: Config, out: Path, quiet: bool) -> None:
     """Start, continue, or recognise as finished the run in `out`."""
     from fednh.federation import build_federation
-    from fednh.report.table import comparison
+    from fednh.report.load import load_runs
+    from fednh.report.render import to_rich
+    from fednh.report.tables import comparison_sheet
     from fednh.report.terminal import watcher
     from fednh.runs import RunFolder
     from fednh.simulate import Interrupted, Simulation
@@ -109,7 +111,7 @@ def _execute(config: Config, out: Path, quiet: bool) -> None:
                 typer.echo(f"fednh: interrupted after round {simulation.progress.round}; {kept}", err=True)
                 raise typer.Exit(130) from None
     if not quiet:
-        console.print(comparison([out]))
+        console.print(to_rich(comparison_sheet(load_runs([out]))))
         typer.echo("run folder:")
     typer.echo(str(out))
 
