@@ -47,7 +47,7 @@ def table(
     if form is Format.RICH:
         console = console_for_people()
         for sheet in sheets:
-            console.print(render.to_rich(sheet), "")
+            console.print(render.to_rich(sheet, console.width), "")
         return
     write = render.to_markdown if form is Format.MARKDOWN else render.to_latex
     typer.echo("\n".join(write(sheet) for sheet in sheets), nl=False)

@@ -111,7 +111,7 @@ def _execute(config: Config, out: Path, quiet: bool) -> None:
                 typer.echo(f"fednh: interrupted after round {simulation.progress.round}; {kept}", err=True)
                 raise typer.Exit(130) from None
     if not quiet:
-        console.print(to_rich(comparison_sheet(load_runs([out]))))
+        console.print(to_rich(comparison_sheet(load_runs([out])), console.width))
         typer.echo("run folder:")
     typer.echo(str(out))
 

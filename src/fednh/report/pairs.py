@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fednh.errors import UserError, did_you_mean
-from fednh.report.groups import Group, Layout, Row, method_name
+from fednh.report.groups import Group, Layout, Row
 from fednh.report.stats import WILCOXON_FROM, Paired, holm, paired
 
 METRICS = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)"}
@@ -27,15 +27,13 @@ class Comparison:
     @property
     def reading(self) -> str:
         """What the numbers allow to say, and no more."""
-        n, p, name = self.result.n, self.corrected, method_name(self.reference.method)
+        n, p = self.result.n, self.corrected
         side = "above" if self.result.mean > 0 else "below"
         if self.result.p is None:
-            return f"{side} {name} by the same amount on all {n} seeds; no test is possible"
+            return f"{side}, untested"
         if p is None or p >= 0.05:
-            return "no difference shown" if n >= WILCOXON_FROM else f"n = {n} shows no difference, nor equality"
-        if n < WILCOXON_FROM:
-            return f"perhaps {side} {name}; n = {n} is weak evidence"
-        return f"{side} {name}"
+            return "no difference shown" if n >= WILCOXON_FROM else f"unclear (n = {n})"
+        return side if n >= WILCOXON_FROM else f"maybe {side} (n = {n})"
 
 
 def default_reference(layout: Layout) -> str | None:

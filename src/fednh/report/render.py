@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.markup import escape
 from rich.table import Table
 
@@ -20,19 +22,33 @@ _LATEX = {
 }
 
 
-def to_rich(sheet: Sheet) -> Table:
-    """For the terminal: the best bold, the second underlined."""
+def to_rich(sheet: Sheet, width: int) -> Table:
+    """For a terminal of a width: the best bold, the second underlined. Nothing is cut off, however narrow it is."""
     table = Table(title=escape(sheet.title), title_justify="left", pad_edge=False)
-    for at, (name, left) in enumerate(zip(sheet.columns, _left(sheet), strict=True)):
-        texts = [name, *(row[at].text for row in sheet.rows)] if left else [row[at].text for row in sheet.rows]
-        words = [word for text in texts for word in text.split()] if left else [*texts, *name.split()]
-        # A number is never broken, nor is a word; a heading or a sentence may be.
-        table.add_column(escape(name), justify="left" if left else "right", min_width=max(map(len, words)))
+    for name, left, wide in zip(sheet.columns, _left(sheet), _widths(sheet, width), strict=True):
+        table.add_column(escape(name), justify="left" if left else "right", overflow="fold", width=wide)
     style = {0: "", 1: "bold", 2: "underline"}
     for row in sheet.rows:
         table.add_row(*(f"[{style[c.place]}]{escape(c.text)}[/]" if c.place else escape(c.text) for c in row))
     table.caption, table.caption_justify = escape(sheet.note), "left"
     return table
+
+
+def _widths(sheet: Sheet, width: int) -> Sequence[int | None]:
+    """How wide each column is: numbers and words are not broken while there is room, sentences and headings may be."""
+    least, full = [], []
+    for at, (name, words) in enumerate(zip(sheet.columns, _left(sheet), strict=True)):
+        texts = [row[at].text for row in sheet.rows]
+        whole = [*name.split(), *(" ".join(texts).split() if words else texts)]
+        least.append(max(map(len, whole)))
+        full.append(max(map(len, [name, *texts])))
+    left = width - (3 * len(least) - 1) - sum(least)  # what borders and padding leave
+    if left < 0:
+        return [None] * len(least)  # rich folds what does not fit
+    for _ in range(min(left, sum(full) - sum(least))):
+        neediest = max(range(len(least)), key=lambda at: full[at] - least[at])
+        least[neediest] += 1
+    return least
 
 
 def to_markdown(sheet: Sheet) -> str:

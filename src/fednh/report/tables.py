@@ -223,7 +223,8 @@ def _paired_note(found: Sequence[Comparison]) -> str:
         "Differences are method minus reference, seed by seed. t: Student's paired t-test, which assumes normal "
         f"differences; Wilcoxon: signed-rank test, from {WILCOXON_FROM} pairs on. Holm: corrected for the methods "
         "compared in one setting and metric. Effect d: mean difference / its standard deviation. Seeds stand for other "
-        "partitions, picks and initial weights of the same data, not for other data."
+        "partitions, picks and initial weights of the same data, not for other data. Untested: the difference was the "
+        "same on every seed."
     )
     if n >= WILCOXON_FROM:
         return note
