@@ -32,8 +32,8 @@ class Comparison:
         if self.result.p is None:
             return f"{side}, untested"
         if p is None or p >= 0.05:
-            return "no difference shown" if n >= WILCOXON_FROM else f"unclear (n = {n})"
-        return side if n >= WILCOXON_FROM else f"maybe {side} (n = {n})"
+            return "no difference shown" if n >= WILCOXON_FROM else f"unclear (n={n})"
+        return side if n >= WILCOXON_FROM else f"maybe {side} (n={n})"
 
 
 def default_reference(layout: Layout) -> str | None:
