@@ -151,7 +151,7 @@ def test_samples_are_counted(tmp_path: Path) -> None:
 
 def test_dropout(tmp_path: Path) -> None:
     config = load("digits", {**SMALL, "participation.dropout": 0.5})
-    simulation, summary, told = run_config(tmp_path / "r", config)
+    _, summary, told = run_config(tmp_path / "r", config)
     for record in told.records:
         picked = picked_clients(config, record["round"])
         dropped = dropped_clients(config, record["round"], picked)
