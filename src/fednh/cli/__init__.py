@@ -11,7 +11,7 @@ import sys
 import typer
 
 from fednh.cli.app import app
-from fednh.errors import UserError
+from fednh.errors import RunError, UserError
 
 # isort: off
 from fednh.cli import run  # the order of imports is the order in `fednh --help`
@@ -28,8 +28,10 @@ def main() -> None:
         app()
     except UserError as error:
         _fail(str(error), 2)
+    except RunError as error:
+        _fail(str(error), 1)
     except OSError as error:
-        _fail(f"{error.filename or 'the file system'}: {error.strerror or error}", 2)
+        _fail(f"{error.filename or 'the file system'}: {error.strerror or error}; what was saved before is intact", 2)
     except MemoryError:
         _fail("out of memory; use fewer --workers, a smaller train.batch_size or store.memory", 1)
     except Exception as error:

@@ -16,6 +16,8 @@ from fednh.cli.app import app, console_for_people
 from fednh.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fednh.config import Config
 
 
@@ -86,7 +88,7 @@ def _execute(config: Config, out: Path, quiet: bool) -> None:
     from fednh.report.render import to_rich
     from fednh.report.tables import comparison_sheet
     from fednh.report.terminal import watcher
-    from fednh.runs import RunFolder
+    from fednh.runs import RunFolder, read_summary
     from fednh.simulate import Interrupted, Simulation
 
     console = console_for_people()
@@ -110,10 +112,19 @@ def _execute(config: Config, out: Path, quiet: bool) -> None:
                 )
                 typer.echo(f"fednh: interrupted after round {simulation.progress.round}; {kept}", err=True)
                 raise typer.Exit(130) from None
+    _tell_losses(console, read_summary(out))
     if not quiet:
         console.print(to_rich(comparison_sheet(load_runs([out])), console.width))
         typer.echo("run folder:")
     typer.echo(str(out))
+
+
+def _tell_losses(console: Console, summary: dict[str, Any]) -> None:
+    """What the run went on without, if anything."""
+    told = {"refused": "uploads were not finite and were refused", "failed": "clients failed and were skipped"}
+    for key, words in told.items():
+        if summary[key]:
+            console.print(f"{summary[key]} {words}; metrics.jsonl says when and whose", style="yellow", highlight=False)
 
 
 @contextmanager
