@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fednh.data.batches import ClientData
+import torch
+
+from fednh.data.batches import ClientData, Samples
 from fednh.diagnostics import GradientNorm
 from fednh.fit import LocalFit, Sgd
 from fednh.methods.base import Method
@@ -34,6 +36,25 @@ def update(
     fit = LocalFit(data, sgd, probe)
     keep, upload = method.client_update(net, {**kept, **received}, data, fit)
     return Update(keep, upload, fit.samples, fit.loss_sum, probe.value if probe else None)
+
+
+Form = dict[str, tuple[tuple[int, ...], torch.dtype]]  # what a Tree looks like: name -> shape and type
+
+
+def form_of(tree: Tree) -> Form:
+    return {name: (tuple(value.shape), value.dtype) for name, value in tree.items()}
+
+
+def declared_upload(method: Method, net: Net, initial: Tree) -> Form:
+    """What an upload of this method looks like, found by a round without training on one blank sample a class."""
+    classes = net.num_classes
+    device = next(iter(initial.values())).device
+    blank = torch.zeros(classes, *(net.shape if len(net.shape) == 1 else (*net.shape[1:], net.shape[0])), device=device)
+    one, zero = torch.ones(1, device=device), torch.zeros(1, device=device)
+    samples = Samples(blank, torch.arange(classes, device=device), classes, one, zero, augment=False)
+    data = ClientData(samples, torch.arange(classes).numpy())
+    own = {**method.enroll(initial), **method.broadcast(initial)}
+    return form_of(method.client_update(net, own, data, lambda params, loss, *, only, epochs=None: params)[1])
 
 
 def personal_model(method: Method, net: Net, kept: Tree, received: Tree, data: ClientData, sgd: Sgd) -> Tree:

@@ -100,6 +100,9 @@ class Config(Section):
     rounds: int = Field(200, ge=1)
     workers: int = Field(0, ge=0)  # clients trained at once, one thread each; 0: one per core
     device: str = "cpu"
+    aggregator: Literal["mean", "median", "trimmed_mean", "norm_clip"] = "mean"  # how uploads are averaged
+    trim: float = Field(0.2, gt=0, lt=0.5)  # of trimmed_mean: the share that is cut off at each end
+    on_error: Literal["stop", "skip"] = "stop"  # when a client's training raises an error
     data: DataConfig = DataConfig()
     partition: PartitionConfig = PartitionConfig()
     participation: ParticipationConfig = ParticipationConfig()

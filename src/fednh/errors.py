@@ -1,4 +1,4 @@
-"""The one exception that is meant for a person: bad input, said in a single sentence."""
+"""The exceptions that are meant for a person: each says in a sentence what was wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from difflib import get_close_matches
 
 class UserError(Exception):
     """What was wrong, where, and what to do about it. The command line prints it and exits with 2."""
+
+
+class RunError(Exception):
+    """A run that cannot go on: what happened, to whom and when. What was finished before is saved. Exit code 1."""
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -342,3 +342,11 @@ def uniform_head(classes: int, dim: int, how: str, rng: torch.Generator) -> Tens
     if how == "orthogonal":
         return orthogonal(classes, dim, rng)
     return rotated(separated(classes, dim).points, rng)
+
+
+def not_unit(head: Tensor) -> str | None:  # (C, d)
+    """Which prototype is not of unit length, in words, if any."""
+    length = head.norm(dim=1)
+    worst = int((length - 1).abs().argmax())
+    off = abs(float(length[worst]) - 1)
+    return f"prototype {worst} has length {float(length[worst]):.6f}, not 1" if not off < 1e-4 else None

@@ -16,17 +16,18 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from fednh import client as clients
-from fednh import evaluate
+from fednh import evaluate, invariants, robust
 from fednh.checkpoint import Checkpoints
 from fednh.config import Config, parse_bytes
 from fednh.data.batches import ClientData
+from fednh.errors import RunError
 from fednh.evaluate import Personal
 from fednh.federation import Federation
 from fednh.fit import Sgd
 from fednh.runs import RunFolder, worker_count
 from fednh.seeding import numpy_rng, torch_rng
 from fednh.store import Store
-from fednh.tree import Tree, arranged, finite, size
+from fednh.tree import Tree, Uploads, arranged, finite, size
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -53,6 +54,7 @@ class Round:
     dropped: list[int]
     clients: list[int] = field(default_factory=list)  # whose uploads were used
     refused: list[int] = field(default_factory=list)  # whose uploads were not finite
+    failed: list[int] = field(default_factory=list)  # whose training raised an error, with on_error = "skip"
     bytes_up: int = 0
     processed: int = 0  # training samples of all that reported
     samples: int = 0  # those behind the used uploads
@@ -72,6 +74,7 @@ class Round:
             "clients": sorted(self.clients),
             "dropped": self.dropped,
             "refused": sorted(self.refused),
+            "failed": sorted(self.failed),
             **looked,
         }
 
@@ -136,6 +139,8 @@ class Simulation:
         budget = parse_bytes(config.store.memory, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         self.store = Store(run.path / "clients", budget, self.method.enroll(self.server), config.device)
         self.checkpoints = Checkpoints(run.path / "checkpoints", self.store)
+        self.form = clients.form_of(self.server)
+        self.upload_form = clients.declared_upload(self.method, self.net, self.server)
         self.progress = Progress()
 
     def run(self) -> dict[str, Any]:
@@ -157,7 +162,7 @@ class Simulation:
         started = time.perf_counter()
         try:
             happened = self._train(round_)
-        except Interrupted:
+        except (Interrupted, RunError):
             self.store.rollback()
             self._checkpoint()
             raise
@@ -182,6 +187,7 @@ class Simulation:
         """Downlink, client work, uplink, aggregation."""
         started = time.perf_counter()
         picked = picked_clients(self.config, round_)
+        invariants.check_picks(picked, self.config.partition.clients, round_)
         dropped = dropped_clients(self.config, round_, picked)
         down = self.method.broadcast(self.server)
         happened = Round(round_, bytes_down=size(down) * len(picked), dropped=dropped)
@@ -191,8 +197,13 @@ class Simulation:
         first = next(uploads, None)
         if first is None:
             self.watcher.note(f"round {round_}: no client of {len(picked)} reported; the server stays as it was")
+            next_server = self.server
         else:
-            self.server = self.method.aggregate(self.server, chain([first], uploads))
+            rule = robust.rule(self.config.aggregator, self.server, self.config.trim)
+            next_server = self.method.aggregate(self.server, Uploads(chain([first], uploads), rule))
+        self._stop_if_mostly_refused(happened)
+        invariants.check_server(self.method, next_server, self.form, round_)
+        self.server = next_server
         self.progress.client_seconds += time.perf_counter() - started
         return happened
 
@@ -200,25 +211,32 @@ class Simulation:
         """The round's uploads, one by one as they are ready; what a client keeps goes to the store."""
         round_, sgd = happened.round, self._sgd(happened.round)
 
-        def work(client: int) -> tuple[int, clients.Update | None]:
+        def work(client: int) -> tuple[int, clients.Update | Exception | None]:
             if self.stop.is_set():
                 return client, None
-            data = self._data(client, round_, "train")
             try:
-                kept, look = self.store.get(client), self.config.diagnostics.gradient_norm
+                data, kept = self._data(client, round_, "train"), self.store.get(client)
+                look = self.config.diagnostics.gradient_norm
                 return client, clients.update(self.method, self.net, kept, down, data, sgd, look)
-            except Exception as error:
-                name = type(self.method).__name__
-                raise RuntimeError(f"{name}: client {client} failed in round {round_}: {error!r}") from error
+            except Exception as error:  # whatever a method, a model or a disk may raise; told with names below
+                return client, error
 
         for client, update in in_order(self.pool, work, order, ahead=2 * self.workers):
             if update is None:
                 raise Interrupted
+            if isinstance(update, Exception):
+                self._failed(client, update, happened)
+                continue
             happened.processed += update.samples
             if not (math.isfinite(update.loss_sum) and finite(update.upload)):
                 happened.refused.append(client)
                 self.watcher.note(f"round {round_}: the upload of client {client} is not finite and was refused")
                 continue
+            if problem := invariants.upload_problem(update.upload, self.upload_form):
+                name = type(self.method).__name__
+                raise RunError(
+                    f"invariant broken by {name}: the upload of client {client} in round {round_}: {problem}"
+                )
             self.store.put(client, update.keep, round_)
             happened.clients.append(client)
             happened.bytes_up += size(update.upload)
@@ -227,6 +245,23 @@ class Simulation:
             if update.gradient_norm is not None and math.isfinite(update.gradient_norm):
                 happened.gradient_norms[client] = update.gradient_norm
             yield update.upload
+
+    def _failed(self, client: int, error: Exception, happened: Round) -> None:
+        """A client's training raised an error: stop, or go on without it, as `on_error` says."""
+        name = type(self.method).__name__
+        told = f"{name}: client {client} failed in round {happened.round}: {type(error).__name__}: {error}"
+        if self.config.on_error == "stop":
+            raise RunError(told) from error
+        happened.failed.append(client)
+        self.watcher.note(f"{told}; going on without it")
+
+    def _stop_if_mostly_refused(self, happened: Round) -> None:
+        reported = len(happened.clients) + len(happened.refused)
+        if 2 * len(happened.refused) > reported:
+            raise RunError(
+                f"round {happened.round}: {len(happened.refused)} of {reported} uploads were not finite, so training "
+                f"diverges; lower train.lr (now {self.config.train.lr:g}) or look for extreme values in the data"
+            )
 
     def _sgd(self, round_: int) -> Sgd:
         t = self.config.train
@@ -271,6 +306,7 @@ class Simulation:
             model = clients.personal_model(self.method, self.net, self.store.get(client), down, data, sgd)
             if card is not None:
                 self.folder.write_model(f"personal/client-{client:06d}", model, {**card, "client": client})
+            invariants.check_share(data.share, client)
             return evaluate.personal(client, self._correct(model), total, data.counts)
 
         people = []
@@ -341,6 +377,7 @@ class Simulation:
             "bytes_down": sum(r["bytes_down"] for r in progress.records),
             "dropped": sum(len(r["dropped"]) for r in progress.records),
             "refused": sum(len(r["refused"]) for r in progress.records),
+            "failed": sum(len(r["failed"]) for r in progress.records),
             "samples": progress.samples,
             "seconds": round(progress.seconds, 3),
             "client_seconds": round(progress.client_seconds, 3),

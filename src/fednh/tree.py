@@ -6,7 +6,8 @@ one set of verbs for them. Trees are values: no function here changes one, and n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,11 +35,25 @@ def below(tree: Tree, part: str) -> Tree:
     return {name.removeprefix(part + "."): value for name, value in tree.items() if name.startswith(part + ".")}
 
 
-def mean(trees: Iterable[Tree]) -> Tree:
-    """The plain average, name by name. One pass, so the trees may come from a generator and need not be kept.
+@dataclass(frozen=True)
+class Uploads:
+    """A round's uploads together with the rule by which the federation averages; see `robust.py` for the rules."""
 
-    The sum is taken in the order given: the same trees in the same order give the same bits.
+    trees: Iterable[Tree]
+    rule: Callable[[Iterable[Tree]], Tree]
+
+    def __iter__(self) -> Iterator[Tree]:
+        return iter(self.trees)
+
+
+def mean(trees: Iterable[Tree]) -> Tree:
+    """The average, name by name: the plain one, or by the rule that `Uploads` carry.
+
+    The plain one is a single pass, so the trees may come from a generator and need not be kept. The sum is taken in
+    the order given: the same trees in the same order give the same bits.
     """
+    if isinstance(trees, Uploads):
+        return trees.rule(trees.trees)
     total: Tree = {}
     count = 0
     for tree in trees:

@@ -11,15 +11,16 @@ import sys
 import typer
 
 from fednh.cli.app import app
-from fednh.errors import UserError
+from fednh.errors import RunError, UserError
 
 # isort: off
 from fednh.cli import run  # the order of imports is the order in `fednh --help`
+from fednh.cli import sweep
 from fednh.cli import report
 from fednh.cli import about
 # isort: on
 
-__all__ = ["about", "app", "main", "report", "run"]
+__all__ = ["about", "app", "main", "report", "run", "sweep"]
 
 
 def main() -> None:
@@ -28,8 +29,10 @@ def main() -> None:
         app()
     except UserError as error:
         _fail(str(error), 2)
+    except RunError as error:
+        _fail(str(error), 1)
     except OSError as error:
-        _fail(f"{error.filename or 'the file system'}: {error.strerror or error}", 2)
+        _fail(f"{error.filename or 'the file system'}: {error.strerror or error}; what was saved before is intact", 2)
     except MemoryError:
         _fail("out of memory; use fewer --workers, a smaller train.batch_size or store.memory", 1)
     except Exception as error:

@@ -68,6 +68,10 @@ class Method(ABC):
         """
         return {name: value for name, value in own.items() if name.partition(".")[0] in MODEL}
 
+    def problem(self, server: Tree) -> str | None:
+        """What is wrong with the server's state, in words, if anything: what the paper says must always hold."""
+        return None
+
     def logits(self, net: Net, params: Tree, x: Tensor) -> Tensor:  # (B, ...) -> (B, C)
         """Class scores from a global or personal model; the largest one is the prediction."""
         return net.logits(params, x)

@@ -24,7 +24,7 @@ from fednh.fit import Fit
 from fednh.losses import class_means, cross_entropy, scaled_cosine, unit
 from fednh.methods.base import Method
 from fednh.models.net import Net
-from fednh.prototypes import uniform_head
+from fednh.prototypes import not_unit, uniform_head
 from fednh.tree import Tree, mean, select
 
 
@@ -71,6 +71,9 @@ class FedNH(Method):
 
     def personal_model(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> Tree:
         return own
+
+    def problem(self, server: Tree) -> str | None:
+        return not_unit(server["head.weight"])
 
     def logits(self, net: Net, params: Tree, x: Tensor) -> Tensor:
         return scaled_cosine(net)(params, x)

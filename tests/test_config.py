@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fednh.config import PRESETS, Config, dump, load, parse_bytes, parse_value, validate
+from fednh.errors import UserError
+from fednh.methods import METHODS
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_valid_and_survive_a_round_trip(preset: str) -> None:
+    config = load(preset, {})
+    assert config.data.name == preset
+    assert validate(tomllib.loads(dump(config))) == config
+
+
+def test_the_papers_settings() -> None:
+    config = load("cifar10", {})
+    assert (config.partition.clients, config.participation.rate, config.rounds) == (100, 0.1, 200)
+    t = config.train
+    assert (t.lr, t.lr_decay, t.momentum, t.weight_decay, t.batch_size, t.epochs, t.clip) == (
+        0.01, 0.99, 0.9, 1e-5, 64, 5, 10.0,
+    )  # fmt: skip
+    assert load("tinyimagenet", {}).train.weight_decay == 1e-3
+    assert load("tinyimagenet", {}).model.name == "resnet18"
+    assert config.method["rho"] == 0.9
+
+
+def test_no_argument_is_fednh_on_digits() -> None:
+    config = load(None, {})
+    assert (config.data.name, config.method["name"]) == ("digits", "fednh")
+
+
+def test_data_alone_brings_its_preset() -> None:
+    assert load(None, {"data.name": "cifar100"}).model.name == "conv2"
+    assert load(None, {"data.name": "mnist"}).partition.clients == 100
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_written_config_is_complete(name: str) -> None:
+    written = tomllib.loads(dump(load("digits", {"method.name": name})))
+    assert written["method"] == {"name": name, **dataclasses.asdict(METHODS[name]())}
+    assert {"every", "clients"} <= written["eval"].keys()
+    assert written["checkpoint"] == {"every": 5}
+    assert written["store"] == {"memory": "25%"}
+
+
+def test_overrides() -> None:
+    config = load("cifar10", {"method.name": "fednh", "method.rho": 0.7, "partition.beta": 1.0, "eval.clients": 5})
+    assert (config.method["rho"], config.partition.beta, config.eval.clients) == (0.7, 1.0, 5)
+
+
+def test_another_method_leaves_the_files_hyper_parameters_behind(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('[method]\nname = "fednh"\nrho = 0.5\n')
+    assert load(str(file), {"method.name": "ditto"}).method == {"name": "ditto", "lam": 0.75}
+    assert load(str(file), {"method.name": "fednh"}).method["rho"] == 0.5
+
+
+BAD = {
+    "method.name=fednhh": "did you mean 'fednh'",
+    "method.rho=1.2": "method.rho = 1.2 should be less than 1",
+    "method.rho=high": "method.rho = 'high'",
+    "method.lam=1": "method.lam is not a hyper-parameter of fednh",
+    "method.aggregation=sum": "'uniform' or 'count'",
+    "method=3": "method is a value, not a section|method = 3",
+    "rounds=0": "rounds = 0 should be greater than or equal to 1",
+    "rounds=ten": "rounds = 'ten'",
+    "rounds=1.5": "rounds = 1.5",
+    "seed=-1": "seed = -1",
+    "workers=-2": "workers = -2",
+    "participation.rate=0": "participation.rate = 0",
+    "participation.rate=1.5": "participation.rate = 1.5",
+    "participation.dropout=2": "participation.dropout = 2",
+    "partition.name=dirichlt": "partition.name = 'dirichlt'",
+    "partition.beta=0": "partition.beta = 0",
+    "partition.beta=nan": "partition.beta = nan",
+    "partition.beta=inf": "partition.beta = inf",
+    "partition.clients=0": "partition.clients = 0",
+    "train.lr=-0.1": "train.lr = -0.1",
+    "train.momentum=1": "train.momentum = 1",
+    "train.epochs=0": "train.epochs = 0",
+    "train.batch_size=0": "train.batch_size = 0",
+    "train.learning_rate=0.1": "train.learning_rate is not a setting",
+    "eval.clients=0": "eval.clients = 0 should be 'active', 'all' or a number",
+    "eval.clients=some": "eval.clients = 'some'",
+    "eval.every=-1": "eval.every = -1",
+    "checkpoint.every=-5": "checkpoint.every = -5",
+    "store.memory=lots": "store.memory = 'lots' should be a number of bytes",
+    "store.memory=150%": "store.memory = '150%'",
+    "on_error=ignore": "on_error = 'ignore'",
+    "aggregator=mode": "aggregator = 'mode'",
+    "trim=0.5": "trim = 0.5",
+    "rouns=3": "did you mean 'rounds'",
+    "data.nam=digits": "did you mean 'data.name'",
+    "data.augment=rotate": "data.augment = 'rotate'",
+    "rounds.x=1": "rounds is a value, not a section",
+}
+
+
+@pytest.mark.parametrize("setting", BAD)
+def test_bad_settings_are_named(setting: str) -> None:
+    key, _, value = setting.partition("=")
+    with pytest.raises(UserError, match=BAD[setting].replace("(", r"\(")) as caught:
+        load("digits", {key: parse_value(value)})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"rounds = ", "not valid TOML"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+        (b'[method]\nname = "fednh"\nrho = 2.0\n', r"c\.toml: method\.rho = 2\.0"),
+        (b"[nonsense]\nx = 1\n", r"c\.toml: nonsense is not a setting"),
+        (b"method = 3\n", r"c\.toml: method = 3"),
+        (b'data = "digits"\n', r"c\.toml: data = 'digits'"),
+        (b"[method]\nname = 7\n", r"c\.toml: method\.name = 7 is not known"),
+    ],
+)
+def test_bad_files_are_named(content: bytes, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=words):
+        load(str(file), {})
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        load(str(tmp_path / "no.toml"), {})
+    with pytest.raises(UserError, match="neither a preset nor a TOML file; did you mean 'cifar10'"):
+        load("cifar1", {})
+    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+        load(str(tmp_path), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0.7", 0.7), ("3", 3), ("true", True), ("[16, 8]", [16, 8]), ("conv2", "conv2"), ("a b", "a b"), ("", "")],
+)
+def test_values_are_read_as_toml(text: str, value: object) -> None:
+    assert parse_value(text) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(1000, 1000), ("25%", 250), ("2KiB", 2048), ("1.5 MB", 1_500_000), ("100%", 1000), ("3gib", 3 << 30), (0, 0)],
+)
+def test_bytes(value: int | str, expected: int) -> None:
+    assert parse_bytes(value, total=1000) == expected
+
+
+leaf = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.lists(st.integers(), max_size=2)
+)
+keys = st.sampled_from([*Config.model_fields, "name", "every", "rho", "memory", "x"]) | st.text(max_size=6)
+
+
+@given(st.dictionaries(keys, leaf | st.dictionaries(keys, leaf, max_size=4), max_size=5))
+def test_any_tree_is_a_config_or_one_sentence(tree: dict[str, object]) -> None:
+    try:
+        config = validate(tree)
+    except UserError as error:
+        message = str(error)
+        assert message, "an error says something"
+        return
+    assert validate(tomllib.loads(dump(config))) == config
