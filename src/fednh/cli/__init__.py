@@ -17,10 +17,12 @@ from fednh.errors import RunError, UserError
 from fednh.cli import run  # the order of imports is the order in `fednh --help`
 from fednh.cli import sweep
 from fednh.cli import report
+from fednh.cli import figures
+from fednh.cli import spiral
 from fednh.cli import about
 # isort: on
 
-__all__ = ["about", "app", "main", "report", "run", "sweep"]
+__all__ = ["about", "app", "figures", "main", "report", "run", "spiral", "sweep"]
 
 
 def main() -> None:

@@ -1,29 +1,31 @@
-"""Which runs belong together: one setting is the same task for everybody, one variant is the same method in it."""
+"""Which runs a figure may put together: one setting is the same task for everybody, one variant one method in it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fednh.methods import METHODS
+from fednh.report.groups import PAPER_NAMES, flat, method_name, show
 from fednh.report.load import Run
 
 # How a run was computed and watched, not what it computed.
-ASIDE = ("seed", "workers", "device", "store", "checkpoint", "eval", "diagnostics", "data.dir")
+ASIDE = ("seed", "workers", "device", "store", "checkpoint", "eval", "diagnostics", "data.dir", "on_error")
+NAMED = ("data.name", "partition.name", "partition.beta", "partition.clients", "participation.rate")
 
 
-def flat(run: Run) -> dict[str, Any]:
+def settings_of(run: Run) -> dict[str, Any]:
     """The settings that decide a run's numbers, by dotted name; `method.*` included, the seed not."""
-    return {key: value for key, value in _flat(run.config.model_dump()) if not _below(key, ASIDE)}
+    return {key: value for key, value in flat(run.config.model_dump()).items() if not _below(key, ASIDE)}
 
 
 def by_setting(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs that differ in method and seed only, under a label that tells the settings apart."""
-    tasks = [{k: v for k, v in flat(run).items() if not _below(k, ("method",))} for run in runs]
-    varying = [key for key in _keys(tasks) if len({repr(task.get(key)) for task in tasks}) > 1]
+    tasks = [{k: v for k, v in settings_of(run).items() if not _below(k, ("method",))} for run in runs]
+    keys = dict.fromkeys(key for task in tasks for key in task)
+    varying = [key for key in keys if key not in NAMED and len({repr(task.get(key)) for task in tasks}) > 1]
     groups: dict[str, list[Run]] = {}
     for run, task in zip(runs, tasks, strict=True):
-        shown = [f"{key}={_short(task.get(key))}" for key in varying if key not in NAMED]
+        shown = [f"{key}={show(task.get(key))}" for key in varying]
         groups.setdefault(", ".join([_task(run), *shown]), []).append(run)
     return groups
 
@@ -32,21 +34,18 @@ def by_variant(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs that differ in their seed only; hyper-parameters are named where the method's runs differ in them."""
     varying: dict[str, list[str]] = {}
     for method in {run.method for run in runs}:
-        settings = [run.config.method for run in runs if run.method == method]
-        varying[method] = [key for key in settings[0] if len({repr(s.get(key)) for s in settings}) > 1]
-    order = list(METHODS)
+        found = [run.config.method for run in runs if run.method == method]
+        varying[method] = [key for key in found[0] if len({repr(s.get(key)) for s in found}) > 1]
+    order = [*PAPER_NAMES]
     groups: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda r: (order.index(r.method), repr(r.config.method), r.config.seed)):
-        words = [f"{key}={_short(run.config.method[key])}" for key in varying[run.method]]
-        groups.setdefault(" ".join([METHODS[run.method].__name__, *words]), []).append(run)
+        words = [f"{key}={show(run.config.method[key])}" for key in varying[run.method]]
+        groups.setdefault(" ".join([method_name(run.method), *words]), []).append(run)
     return groups
 
 
 def seeds(runs: Iterable[Run]) -> list[int]:
     return sorted({run.config.seed for run in runs})
-
-
-NAMED = ("data.name", "partition.name", "partition.beta", "partition.clients", "participation.rate")
 
 
 def _task(run: Run) -> str:
@@ -57,20 +56,5 @@ def _task(run: Run) -> str:
     return f"{run.summary['data']}, {spread}, {how.clients} clients, {rate:.0%} a round"
 
 
-def _flat(tree: dict[str, Any], above: str = "") -> list[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
-    for key, value in tree.items():
-        pairs += _flat(value, f"{above}{key}.") if isinstance(value, dict) else [(above + key, value)]
-    return pairs
-
-
 def _below(key: str, parts: Sequence[str]) -> bool:
     return any(key == part or key.startswith(part + ".") for part in parts)
-
-
-def _keys(trees: Iterable[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(key for tree in trees for key in tree))
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)

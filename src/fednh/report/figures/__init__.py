@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed
 from fednh.report.figures.convergence import CONVERGENCE
 from fednh.report.figures.curves import CURVES
@@ -13,7 +11,6 @@ from fednh.report.figures.partition import PARTITION
 from fednh.report.figures.representations import REPRESENTATIONS
 from fednh.report.figures.sensitivity import SENSITIVITY
 from fednh.report.figures.similarity import SIMILARITY
-from fednh.report.load import Run
 
 FIGURES: dict[str, Kind] = {
     kind.name: kind
@@ -29,16 +26,4 @@ FIGURES: dict[str, Kind] = {
     )
 }
 
-__all__ = ["FIGURES", "Choice", "Drawing", "Kind", "NotAllowed", "allowed"]
-
-
-def allowed(runs: Sequence[Run]) -> dict[str, str | None]:
-    """Every figure's name, with None where `runs` (of one setting) allow it, else what they lack."""
-    answers: dict[str, str | None] = {}
-    for name, kind in FIGURES.items():
-        try:
-            kind.draw(runs, Choice())
-            answers[name] = None
-        except NotAllowed as error:
-            answers[name] = str(error)
-    return answers
+__all__ = ["FIGURES", "Choice", "Drawing", "Kind", "NotAllowed"]

@@ -72,9 +72,9 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     counts = sorted(len(group) for group in variants.values())
     n = f"n = {counts[0]}" if counts[0] == counts[-1] else f"n = {counts[0]} to {counts[-1]}"
     caption = (
-        f"Full gradient of the method's own loss on all samples of each picked client; mean over clients, then over {n} "
-        "seeds; the band is their range. Losses of different methods have different scales: compare values of rho, not "
-        "methods."
+        f"Full gradient of the method's own loss on all samples of each picked client; mean over clients, then over "
+        f"{n} seeds; the band is their range. Losses of different methods have different scales: compare values of "
+        "rho, not methods."
     )
     return Drawing(figure, caption, ["method", "round", "mean", "lowest_seed", "highest_seed", "n"], rows)
 
@@ -82,7 +82,8 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
 CONVERGENCE = Kind(
     "convergence",
     "How the gradient shrinks",
-    "Lower means closer to a point where the clients' bodies have nothing left to learn. Theorem 1 promises a small value "
-    "in the end if rho is close enough to 1 and the learning rate small enough; beside it stands what was measured.",
+    "Lower means closer to a point where the clients' bodies have nothing left to learn. Theorem 1 promises a small "
+    "value in the end if rho is close enough to 1 and the learning rate small enough; beside it stands what was "
+    "measured.",
     draw,
 )

@@ -87,9 +87,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         f"Mean over n = {n} runs a method (seeds {', '.join(map(str, seeds(runs)))}); {band}. Personal models before "
         f"the end are those of eval.clients = {', '.join(whom)}."
     )
-    rows = [
-        [label, METRICS[metric], p.x, p.mean, p.spread, p.n] for (label, metric), ps in curves.items() for p in ps
-    ]
+    rows = [[label, METRICS[metric], p.x, p.mean, p.spread, p.n] for (label, metric), ps in curves.items() for p in ps]
     return Drawing(figure, caption, ["method", "metric", choice.x, "mean", "sd_over_seeds", "n"], rows)
 
 

@@ -41,9 +41,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         ax.plot([values.mean()] * 2, [place - 0.38, place + 0.38], color=ink(), linewidth=1.6)
         spread = float(np.mean([run.summary["pm_l_std"] for run in group if run.summary["pm_l_std"] is not None]))
         note = f"{values.mean():.1f} ± {spread:.1f}, worst tenth {values[marked].mean():.1f}"
-        ax.annotate(
-            note, (1.01, place), xycoords=("axes fraction", "data"), va="center", fontsize=8, color=muted()
-        )
+        ax.annotate(note, (1.01, place), xycoords=("axes fraction", "data"), va="center", fontsize=8, color=muted())
         rows += [[label, seed, p["client"], p["pm_l"], bool(m)] for (seed, p), m in zip(people, marked, strict=True)]
     ax.set_yticks(range(len(variants)), variants, color=ink())
     ax.set_ylim(len(variants) - 0.5, -0.5)

@@ -58,8 +58,8 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     n = f"n = {counts[0]}" if counts[0] == counts[-1] else f"n = {counts[0]} to {counts[-1]}"
     caption = (
         f"Means over {n} seeds; whiskers ± one standard deviation over seeds. A class is few-shot below {few} training "
-        f"samples, many-shot above {many}, medium-shot between: on the left counted over all clients, on the right on the "
-        "client whose model it is."
+        f"samples, many-shot above {many}, medium-shot between: on the left counted over all clients, on the right "
+        "on the client whose model it is."
     )
     return Drawing(figure, caption, ["model", "method", "class_or_group", "samples_or_pairs", "accuracy", "sd"], rows)
 
@@ -74,7 +74,13 @@ def _global(
             continue
         samples = np.mean([_totals(run) for run in own], axis=0)
         right = np.mean([run.summary["per_class"] for run in own], axis=0)
-        look = {"color": paint[label], "marker": MARKERS[i % len(MARKERS)], "s": 20, "alpha": 0.75, "linewidths": 0}
+        look: dict[str, Any] = {
+            "color": paint[label],
+            "marker": MARKERS[i % len(MARKERS)],
+            "s": 20,
+            "alpha": 0.75,
+            "linewidths": 0,
+        }
         ax.scatter(samples, right, label=label, **look)
         names = own[0].partition["classes"]
         rows += [["global", label, c, s, a, ""] for c, s, a in zip(names, samples, right, strict=True)]
@@ -107,7 +113,11 @@ def _personal(
     words["medium"] = f"medium\n{bounds[0]}–{bounds[1]}"
     ax.set_xticks(range(len(present)), [words[shot] for shot in present])
     grid(ax)
-    ax.set(title="Personal models, by their owner's samples", xlabel="training samples of the class on the client", ylabel="accuracy, %")
+    ax.set(
+        title="Personal models, by their owner's samples",
+        xlabel="training samples of the class on the client",
+        ylabel="accuracy, %",
+    )
     return rows
 
 
@@ -122,7 +132,7 @@ def _sd(values: Sequence[float]) -> float:
 FREQUENCY = Kind(
     "frequency",
     "Who loses when a class is rare",
-    "On the left a flat cloud means that rare classes are recognised as well as common ones. On the right, the lower the "
-    "bars of the few-shot group, the more a client's model gives up on what its owner rarely sees.",
+    "On the left a flat cloud means that rare classes are recognised as well as common ones. On the right, the lower "
+    "the bars of the few-shot group, the more a client's model gives up on what its owner rarely sees.",
     draw,
 )

@@ -44,8 +44,9 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     sizes = counts.sum(1)
     owned = (counts > 0).sum(1)
     caption = (
-        f"Seed {run.config.seed}; all methods of that seed share it. {len(counts)} clients hold {sizes.sum():,} samples: "
-        f"{sizes.min():,} to {sizes.max():,} each, of {owned.min()} to {owned.max()} classes (median {np.median(owned):g})."
+        f"Seed {run.config.seed}; all methods of that seed share it. {len(counts)} clients hold {sizes.sum():,} "
+        f"samples: {sizes.min():,} to {sizes.max():,} each, of {owned.min()} to {owned.max()} classes (median "
+        f"{np.median(owned):g})."
     )
     rows = [[k, name, int(counts[k, c])] for k in range(len(counts)) for c, name in enumerate(classes)]
     return Drawing(figure, caption, ["client", "class", "samples"], rows)
@@ -56,7 +57,15 @@ def _overview(ax: Axes, counts: NDArray[np.int64], classes: list[str]) -> None:
     if len(where) <= BUBBLES:
         size = counts.T[where[:, 0], where[:, 1]]
         largest = min(180.0, 24000 / max(counts.shape[0], 1) ** 1.35)
-        ax.scatter(where[:, 1], where[:, 0], s=largest * size / size.max(), color=CYCLE[0], alpha=0.75, linewidths=0, clip_on=False)
+        ax.scatter(
+            where[:, 1],
+            where[:, 0],
+            s=largest * size / size.max(),
+            color=CYCLE[0],
+            alpha=0.75,
+            linewidths=0,
+            clip_on=False,
+        )
         ax.margins(0.04)
         ax.invert_yaxis()
     else:

@@ -26,11 +26,12 @@ from fednh.tree import Tree
 
 Points = NDArray[np.float64]
 PER_CLASS = 80  # test samples drawn of each class
+ACROSS = 5  # methods side by side, before the next ones go below
 
 
 @torch.no_grad()
 def representations(net: Net, params: Tree, samples: Samples, rows: NDArray[np.int64]) -> Points:  # (n, D)
-    """f(x) of test samples. A model with a `scale` compares directions only, so its representations are unit vectors."""
+    """f(x) of test samples; unit vectors where the model has a `scale`, for it compares directions only."""
     h = net.features(params, samples.floats(samples.x[torch.from_numpy(rows)]))
     return np.asarray((unit(h) if "scale" in params else h).double().numpy())
 
@@ -79,16 +80,18 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         columns[label] = principal(*clouds)
     if len(columns) < 2:
         raise NotAllowed(f"no run has saved personal models of clients {pair[0]} and {pair[1]}")
-    figure, axes = panels(2, len(columns), 2.15, 2.15)
+    width = min(ACROSS, len(columns))
+    figure, axes = panels(2 * -(-len(columns) // width), width, 2.15, 2.0)
+    for ax in axes.flat:
+        ax.set_axis_off()
     table = []
-    for column, (label, (clouds, held)) in enumerate(columns.items()):
-        for row, ax in enumerate(axes[:, column]):
+    for place, (label, (clouds, held)) in enumerate(columns.items()):
+        above, column = 2 * (place // width), place % width
+        for row, ax in enumerate(axes[above : above + len(clouds), column]):
+            ax.set_axis_on()
             ax.set_xticks([])
             ax.set_yticks([])
             ax.spines[:].set_visible(True)
-            if row >= len(clouds):
-                ax.set_axis_off()
-                continue
             for i, c in enumerate(chosen):
                 mine = clouds[row][labels == c]
                 ax.scatter(*mine.T, s=9, color=CYCLE[i], marker=MARKERS[i], alpha=0.7, linewidths=0, label=names[c])
@@ -98,14 +101,14 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
                 ax.set_title(label)
             if row == len(clouds) - 1:
                 ax.set_xlabel(f"{held:.0%} of variance")
-    axes[0, 1].set_ylabel(f"client {pair[0]}")
-    axes[1, 1].set_ylabel(f"client {pair[1]}")
+            if len(clouds) == 2 and (column == 0 or place == 1):
+                ax.set_ylabel(f"client {pair[row]}")
     handles, texts = axes[0, 0].get_legend_handles_labels()
     axes[1, 0].legend(handles, texts, loc="upper left", title="class", labelcolor=muted())
     caption = (
         f"Test samples, up to {PER_CLASS} of each of {len(chosen)} classes, through the personal models of clients "
-        f"{pair[0]} and {pair[1]} (n = one run a method, its lowest seed). Both clients of a method share one pair of axes; "
-        f"axes of different methods cannot be compared."
+        f"{pair[0]} and {pair[1]} (n = one run a method, its lowest seed). Both clients of a method share one pair "
+        f"of axes; axes of different methods cannot be compared."
     )
     return Drawing(figure, caption, ["method", "client", "class", "pc1", "pc2"], table)
 
@@ -141,7 +144,7 @@ def _load(run: Run) -> Dataset:
 REPRESENTATIONS = Kind(
     "representations",
     "The same classes on two clients",
-    "Dots are test samples of a few classes as two clients' own models see them. Where a class lies in the same place in "
-    "the upper and the lower picture, the two clients have learnt the same thing.",
+    "Dots are test samples of a few classes as two clients' own models see them. Where a class lies in the same "
+    "place in the upper and the lower picture, the two clients have learnt the same thing.",
     draw,
 )

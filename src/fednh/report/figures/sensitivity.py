@@ -10,9 +10,9 @@ import numpy as np
 from fednh.errors import UserError
 from fednh.report.figures.base import METRICS, Choice, Drawing, Kind, NotAllowed
 from fednh.report.figures.style import CYCLE, DASHES, MARKERS, grid, legend_below, line, panels
-from fednh.report.grouping import flat
+from fednh.report.grouping import settings_of
+from fednh.report.groups import method_name
 from fednh.report.load import Run
-from fednh.methods import METHODS
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Gain:
 def swept(runs: Sequence[Run]) -> list[str]:
     """Numeric settings in which runs differ that are otherwise the same, hyper-parameters of the method first."""
     keys = []
-    settings = [flat(run) for run in runs]
+    settings = [settings_of(run) for run in runs]
     for key in dict.fromkeys(k for s in settings for k in s):
         values: dict[str, set[float]] = {}
         for s in settings:
@@ -41,7 +41,7 @@ def swept(runs: Sequence[Run]) -> list[str]:
 
 def gains(runs: Sequence[Run], key: str, metric: str, base: float) -> list[Gain]:
     """For every value of `key`: the metric minus the metric at `base` with the same seed."""
-    at = {(float(flat(r)[key]), r.config.seed): r.summary[metric] for r in runs if r.summary[metric] is not None}
+    at = {(float(settings_of(r)[key]), r.config.seed): r.summary[metric] for r in runs if r.summary[metric] is not None}
     found = []
     for value in sorted({v for v, _ in at}):
         pairs = [at[v, s] - at[base, s] for v, s in sorted(at) if v == value and (base, s) in at]
@@ -60,10 +60,10 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     key = choice.setting or keys[0]
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        if key in flat(run):
-            groups.setdefault(_rest(flat(run), key), []).append(run)
-    groups = {name: group for name, group in groups.items() if len({flat(r)[key] for r in group}) > 1}
-    values = sorted({float(flat(r)[key]) for group in groups.values() for r in group})
+        if key in settings_of(run):
+            groups.setdefault(_rest(settings_of(run), key), []).append(run)
+    groups = {name: group for name, group in groups.items() if len({settings_of(r)[key] for r in group}) > 1}
+    values = sorted({float(settings_of(r)[key]) for group in groups.values() for r in group})
     base = values[0] if choice.base is None else choice.base
     if base not in values:
         raise UserError(f"no run has {key} = {base:g}; the base may be {', '.join(f'{v:g}' for v in values)}")
@@ -88,8 +88,8 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     legend_below(figure, axes[0, 2])
     n = f"n = {min(counts)}" if min(counts) == max(counts) else f"n = {min(counts)} to {max(counts)}"
     caption = (
-        f"Each run is compared with the run at {key} = {base:g} of the same seed; mean of the differences over {n} seeds, "
-        "whiskers ± one standard deviation."
+        f"Each run is compared with the run at {key} = {base:g} of the same seed; mean of the differences over {n} "
+        "seeds, whiskers ± one standard deviation."
     )
     return Drawing(figure, caption, ["runs", "metric", key, "gain", "sd_over_seeds", "n"], rows)
 
@@ -101,7 +101,7 @@ def _rest(settings: dict[str, object], key: str) -> str:
 
 def _label(group: Sequence[Run], groups: dict[str, list[Run]]) -> str:
     run = group[0]
-    words = [METHODS[run.method].__name__]
+    words = [method_name(run.method)]
     if len({g[0].summary["data"] for g in groups.values()}) > 1:
         words.append(str(run.summary["data"]))
     if len({g[0].config.partition.beta for g in groups.values()}) > 1:

@@ -20,7 +20,7 @@ Matrix = NDArray[np.float64]
 
 
 def prototypes(run: Run) -> Matrix | None:  # (C, D)
-    """One vector a class: the rows of the global head, or what FedProto's clients received; None where there is none."""
+    """One vector a class: the rows of the global head, or what FedProto's clients received; None without either."""
     path = global_model(run) or next(iter(personal_models(run).values()), None)
     if path is None:
         return None
@@ -75,7 +75,9 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
             _boxes(ax, groups)
         ax.set_title(title)
         ax.set_xticks([])
-        ax.set_yticks(range(len(order)) if len(order) <= 12 else [], [classes[c] for c in order][:12] if len(order) <= 12 else [])
+        ax.set_yticks(
+            range(len(order)) if len(order) <= 12 else [], [classes[c] for c in order][:12] if len(order) <= 12 else []
+        )
         ax.tick_params(length=0)
         ax.spines[:].set_visible(True)
         rows += [
@@ -85,7 +87,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         ]
     assert image is not None
     bar = figure.colorbar(image, ax=axes, shrink=0.7, aspect=30)
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     bar.set_label("cosine", color=muted())
     return Drawing(figure, _caption(found, scores), ["method", "class", "other_class", "cosine"], rows)
 
@@ -94,7 +96,9 @@ def _boxes(ax: Axes, groups: dict[str, list[int]]) -> None:
     start = 0
     for members in groups.values():
         ax.add_patch(
-            Rectangle((start - 0.5, start - 0.5), len(members), len(members), fill=False, edgecolor=ALARM, linewidth=0.9)
+            Rectangle(
+                (start - 0.5, start - 0.5), len(members), len(members), fill=False, edgecolor=ALARM, linewidth=0.9
+            )
         )
         start += len(members)
 
@@ -105,7 +109,8 @@ def _caption(found: dict[str, list[Matrix]], scores: dict[str, Matrix]) -> str:
     text = "The picture shows each method's lowest seed. "
     if scores:
         said = [
-            f"{label} {v.mean():+.3f}" + (f" ± {v.std(ddof=1):.3f}" if len(v) > 1 else "") for label, v in scores.items()
+            f"{label} {v.mean():+.3f}" + (f" ± {v.std(ddof=1):.3f}" if len(v) > 1 else "")
+            for label, v in scores.items()
         ]
         text += f"Semantics captured (mean ± standard deviation over {n} seeds): {'; '.join(said)}. "
     else:
@@ -116,7 +121,8 @@ def _caption(found: dict[str, list[Matrix]], scores: dict[str, Matrix]) -> str:
 SIMILARITY = Kind(
     "similarity",
     "Which classes are taken for kin",
-    "Red is alike, blue is opposed, blank is unrelated. Boxes hold the classes of one super-class: warm boxes on a blank "
-    "ground mean that the method has found the kinship. The number is the mean cosine within boxes minus that outside.",
+    "Red is alike, blue is opposed, blank is unrelated. Boxes hold the classes of one super-class: warm boxes on a "
+    "blank ground mean that the method has found the kinship. The number is the mean cosine within boxes minus that "
+    "outside.",
     draw,
 )

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -101,7 +102,7 @@ def line() -> str:
     return str(mpl.rcParams["grid.color"])
 
 
-def panels(rows: int, columns: int, width: float, height: float) -> tuple[Figure, NDArray[np.object_]]:
+def panels(rows: int, columns: int, width: float, height: float) -> tuple[Figure, NDArray[Any]]:
     """A figure of rows by columns axes, each `width` by `height` inches."""
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
@@ -109,10 +110,21 @@ def panels(rows: int, columns: int, width: float, height: float) -> tuple[Figure
 
 
 def colours(labels: Sequence[str], methods: Sequence[str]) -> dict[str, str]:
-    """A colour for every label: its method's own, or the cycle where one method appears under several labels."""
-    if len(set(methods)) == len(labels):
-        return {label: COLOURS.get(method, CYCLE[0]) for label, method in zip(labels, methods, strict=True)}
-    return {label: CYCLE[i % len(CYCLE)] for i, label in enumerate(labels)}
+    """A colour for every label: its method's own, in shades where one of several methods has several labels."""
+    if len(set(methods)) == 1 and len(labels) > 1:
+        return {label: CYCLE[i % len(CYCLE)] for i, label in enumerate(labels)}
+    found = {}
+    for i, (label, method) in enumerate(zip(labels, methods, strict=True)):
+        base, alike = COLOURS.get(method, CYCLE[0]), methods.count(method)
+        found[label] = base if alike == 1 else _shade(base, methods[: i + 1].count(method) / alike)
+    return found
+
+
+def _shade(colour: str, strength: float) -> str:
+    """From a pale tint of a colour to the colour itself."""
+    rgb = np.array(mpl.colors.to_rgb(colour))
+    red, green, blue = (rgb + (0.72 - rgb) * (1 - strength) * 0.8).tolist()
+    return mpl.colors.to_hex((red, green, blue))
 
 
 def fading(*ends: str) -> ListedColormap:
@@ -172,8 +184,13 @@ def inline_svg(figure: Figure, prefix: str) -> str:
     for name, stand_in in _WEB.items():
         text = text.replace(stand_in, f"var(--{name})")
     text = re.sub(r"font: [^;\"]*?([\d.]+px) [^;\"]*", r"font-size: \1; font-family: inherit", text)
-    text = re.sub(r'(<svg[^>]*?) width="([\d.]+)pt" height="[\d.]+pt"', r'\1 style="max-width: \2pt"', text)
+    text = re.sub(r'(<svg[^>]*?) width="([\d.]+)pt" height="[\d.]+pt"', _scaled, text)
     return re.sub(r"\n\s*", "\n", text)
+
+
+def _scaled(opening: re.Match[str]) -> str:
+    """A page has more room than paper: let the picture grow by a quarter, and shrink as it must."""
+    return f'{opening[1]} style="max-width: {1.25 * float(opening[2]):.0f}pt"'
 
 
 @contextmanager

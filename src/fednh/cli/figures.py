@@ -1,0 +1,93 @@
+"""Commands that draw finished runs: single figures, and the whole report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fednh.cli.app import app, console_for_people, need_report_extra
+from fednh.errors import UserError, did_you_mean
+
+Folders = Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders of them.")]
+
+
+@app.command()
+def figure(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A figure, 'all', or 'list': which ones are possible.")],
+    folders: Folders,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="A .svg, .pdf or .png file; a folder for 'all'.")
+    ] = None,
+    clients: Annotated[str | None, typer.Option(help="Two clients, such as 0,1 (partition, representations).")] = None,
+    classes: Annotated[str | None, typer.Option(help="Class names, such as bear,leopard (representations).")] = None,
+    x: Annotated[str, typer.Option(help="round, bytes or seconds (curves).")] = "round",
+    groups: Annotated[
+        Path | None, typer.Option(help='Super-classes, as JSON {"group": ["class", ...]} (similarity).')
+    ] = None,
+    setting: Annotated[str | None, typer.Option(help="The swept setting, such as method.rho (sensitivity).")] = None,
+    base: Annotated[
+        float | None, typer.Option(help="The value to compare with; default: lowest (sensitivity).")
+    ] = None,
+    shots: Annotated[str, typer.Option(help="Few-shot is below the first, many-shot above the second.")] = "20,100",
+) -> None:
+    """Draw a figure from finished runs, or list those that the runs allow."""
+    need_report_extra()
+    from fednh.report.figures import FIGURES, Choice, NotAllowed, style
+    from fednh.report.figures.write import write_figure, write_possible
+    from fednh.report.load import load_runs
+
+    if name not in ("list", "all", *FIGURES):
+        raise UserError(f"there is no figure {name!r}{did_you_mean(name, ('list', 'all', *FIGURES))}")
+    few, many = _two_numbers(shots, "--shots")
+    choice = Choice(
+        clients=None if clients is None else _two_numbers(clients, "--clients"),
+        classes=None if classes is None else tuple(word.strip() for word in classes.split(",")),
+        x=x,
+        groups=groups,
+        setting=setting,
+        base=base,
+        shots=(few, many),
+    )
+    runs = load_runs(folders)
+    if name in ("list", "all"):
+        console = console_for_people()
+        into = None if name == "list" else (out or Path("figures"))
+        for kind, where, reason in write_possible(runs, choice, into):
+            told = f"no: {reason}" if reason else ("yes" if where is None else str(where))
+            console.print(f"{kind:16} {told}", highlight=False, markup=False, soft_wrap=True)
+        return
+    target = out or Path(f"{name}.svg")
+    if target.suffix.lower().removeprefix(".") not in style.FORMATS:
+        raise UserError(f"{target}: a figure is written as .svg, .pdf or .png")
+    try:
+        for path, caption in write_figure(FIGURES[name], runs, choice, target):
+            typer.echo(f"{path}\n  {caption}")
+    except NotAllowed as error:
+        raise UserError(f"{name} cannot be drawn from these runs: {error}") from error
+
+
+@app.command()
+def report(
+    folders: Folders,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="What stands at its top.")] = "Personalised federated learning",
+    paper: Annotated[bool, typer.Option("--paper", help="Set the paper's numbers beside those that match.")] = False,
+    groups: Annotated[Path | None, typer.Option(help="Super-classes for the similarity figure, as JSON.")] = None,
+) -> None:
+    """Write one HTML file about finished runs: settings, tables, figures, clients. It needs no network."""
+    need_report_extra()
+    from fednh.report.html import write_report
+    from fednh.report.load import load_runs
+
+    size = write_report(load_runs(folders), out, title, paper, groups)
+    typer.echo(f"{out} ({size / 1e6:.1f} MB)")
+
+
+def _two_numbers(text: str, option: str) -> tuple[int, int]:
+    try:
+        first, second = (int(word) for word in text.split(","))
+    except ValueError:
+        raise UserError(f"{option} {text!r} should be two whole numbers, such as 0,1") from None
+    return first, second

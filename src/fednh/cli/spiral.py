@@ -1,0 +1,40 @@
+"""The command that makes the paper's motivating example."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fednh.cli.app import app, need_report_extra
+
+
+@app.command()
+def spiral(
+    out: Annotated[Path, typer.Option(help="Where runs, figures and numbers go.")] = Path("runs/spiral"),
+    seed: Annotated[int, typer.Option(min=0, help="Everything random derives from it.")] = 0,
+    rounds: Annotated[int, typer.Option(min=1, help="Epochs of one client, and rounds of 100 clients.")] = 100,
+) -> None:
+    """Train the paper's motivating example and draw its Figures 1 and 2; says whether its claims are seen."""
+    import json
+
+    need_report_extra()
+    from fednh import spiral as example
+    from fednh.files import write_bytes
+    from fednh.report.figures import style
+    from fednh.report.figures.spiral import figure1, figure2
+
+    example.train(out, seed, rounds, lambda name: typer.echo(f"training {name}", err=True))
+    seen = example.look(out)
+    found = example.numbers(seen)
+    judged = example.claims(found)
+    text = example.verdict(judged)
+    result = {"seed": seed, "rounds": rounds, **found, "claims": judged, "text": text}
+    write_bytes(out / "spiral.json", (json.dumps(result, indent=2) + "\n").encode())
+    with style.theme():
+        for name, figure in (("figure1", figure1(seen)), ("figure2", figure2(seen))):
+            for kind in ("svg", "png"):
+                style.save(figure, out / f"{name}.{kind}")
+    typer.echo(text)
+    typer.echo(f"{out}/figure1.svg, figure2.svg (and .png), spiral.json")

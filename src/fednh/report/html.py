@@ -1,0 +1,275 @@
+"""The report: one HTML file with everything in it, from run folders only.
+
+The template escapes whatever it is given; only the three files of this package and matplotlib's own SVG (whose text is
+escaped already) go in as they are. The data for the script is JSON in which no tag can begin.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+import fednh
+from fednh.config import dump
+from fednh.errors import UserError
+from fednh.files import write_bytes
+from fednh.report import tables
+from fednh.report.figures import FIGURES, Choice, Kind, NotAllowed, style
+from fednh.report.figures.curves import AXES
+from fednh.report.figures.write import scopes, to_csv
+from fednh.report.grouping import by_setting, by_variant, seeds, settings_of
+from fednh.report.groups import method_name, show
+from fednh.report.load import Run
+from fednh.report.sheet import Cell, Sheet
+
+TABS = {"round": "by round", "bytes": "by bytes", "seconds": "by seconds"}
+
+
+def write_report(runs: Sequence[Run], out: Path, title: str, paper: bool = False, groups: Path | None = None) -> int:
+    """Write the report and return its size in bytes."""
+    content = render(runs, title, paper, groups).encode()
+    try:
+        write_bytes(out, content)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}") from error
+    return len(content)
+
+
+def render(runs: Sequence[Run], title: str, paper: bool = False, groups: Path | None = None) -> str:
+    """The report as text."""
+    sheets = [tables.accuracy_sheet(runs, paper), tables.fairness_sheet(runs, paper), tables.cost_sheet(runs)]
+    paired = tables.paired_sheet(runs)
+    sheets += [paired] if paired.rows else []
+    listing = _runs_sheet(runs)
+    figures, lacking, files = _figures(runs, Choice(groups=groups))
+    files |= {sheet.name: sheet_csv(sheet) for sheet in [*sheets, listing]}
+    files["rounds"] = rounds_csv(runs)
+    shared, configs = _settings(runs)
+    template = _environment().get_template("report.html.j2")
+    return template.render(
+        title=title,
+        version=fednh.__version__,
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        lead=_lead(runs),
+        facts=_facts(runs),
+        sheets=[_shown(sheet) for sheet in sheets],
+        figures=figures,
+        lacking=lacking,
+        environment=_made_with(runs),
+        shared=shared,
+        configs=configs,
+        runs=_shown(listing),
+        data=_json({"csv": files, "explorer": _explorer(runs)}),
+        css=Markup(_file("report.css")),
+        js=Markup(_file("report.js")),
+    )
+
+
+def sheet_csv(sheet: Sheet) -> str:
+    """A sheet as it is shown; a number that a cell is sorted by is not repeated."""
+    return _csv([sheet.columns, *([cell.text for cell in row] for row in sheet.rows)])
+
+
+def rounds_csv(runs: Sequence[Run]) -> str:
+    """Every line of every metrics.jsonl, lists left out."""
+    keys = dict.fromkeys(k for run in runs for r in run.records for k, v in r.items() if not isinstance(v, list))
+    rows = [
+        [run.path.name, run.method, run.config.seed, *(r.get(k) for k in keys)] for run in runs for r in run.records
+    ]
+    return _csv([["run", "method", "seed", *keys], *rows])
+
+
+# --- figures -------------------------------------------------------------------------------------------------------
+
+
+def _figures(runs: Sequence[Run], choice: Choice) -> tuple[list[dict[str, Any]], list[tuple[str, str]], dict[str, str]]:
+    """The figures by setting, what cannot be drawn and why, and the CSV behind each picture."""
+    drawn: dict[str, list[dict[str, Any]]] = {}
+    lacking: dict[tuple[str, str], None] = {}
+    files: dict[str, str] = {}
+    for kind in FIGURES.values():
+        for number, (label, group) in enumerate(scopes(kind, runs).items()):
+            name = f"{kind.name}-{number}" if number else kind.name
+            try:
+                panes = _panes(kind, name, group, choice, files)
+            except NotAllowed as error:
+                lacking[kind.title, str(error)] = None
+                continue
+            entry = {"id": name, "title": kind.title, "reading": kind.reading, "panes": panes}
+            drawn.setdefault(label, []).append(entry)
+    return [{"label": label, "drawn": entries} for label, entries in drawn.items()], list(lacking), files
+
+
+def _panes(kind: Kind, name: str, runs: Sequence[Run], choice: Choice, files: dict[str, str]) -> list[dict[str, Any]]:
+    """The picture; curves come three times, over rounds, bytes and seconds."""
+    panes = []
+    for x in AXES if kind.name == "curves" else [choice.x]:
+        one = Choice(x=x, groups=choice.groups)
+        pane = f"{name}-{x}" if kind.name == "curves" else name
+        with style.theme(web=True):
+            drawing = kind.draw(runs, one)
+            svg = style.inline_svg(drawing.figure, pane)
+        files[pane] = to_csv(drawing)
+        panes.append({"id": pane, "tab": TABS[x], "caption": drawing.caption, "svg": Markup(svg)})
+    return panes
+
+
+# --- what was run --------------------------------------------------------------------------------------------------
+
+
+def _lead(runs: Sequence[Run]) -> str:
+    names = list(dict.fromkeys(method_name(run.method) for run in runs))
+    data = list(dict.fromkeys(str(run.summary["data"]) for run in runs))
+    return f"{_and(names)} on {_and(data)}."
+
+
+def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    moved = sum(run.summary["bytes_up"] + run.summary["bytes_down"] for run in runs)
+    rounds = sorted({run.summary["rounds"] for run in runs})
+    clients = sorted({run.config.partition.clients for run in runs})
+    return [
+        ("runs", str(len(runs))),
+        ("methods", str(len({run.method for run in runs}))),
+        ("settings", str(len(by_setting(runs)))),
+        ("seeds", str(len(seeds(runs)))),
+        ("clients", _range(clients)),
+        ("rounds", _range(rounds)),
+        ("time in all", _duration(sum(run.summary["seconds"] for run in runs))),
+        ("sent in all", _bytes(moved)),
+    ]
+
+
+def _made_with(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Versions and machines; where the runs differ, all of them."""
+
+    def all_of(*path: str) -> str:
+        found = []
+        for run in runs:
+            value: Any = run.environment
+            for key in path:
+                value = value.get(key) if isinstance(value, dict) else None
+            found.append("unknown" if value is None else str(value))
+        return ", ".join(dict.fromkeys(found))
+
+    names = dict.fromkeys(name for run in runs for name in run.environment.get("packages", {}))
+    rows = [("fednh", all_of("fednh")), ("commit", all_of("commit")), ("Python", all_of("python"))]
+    rows += [(name, all_of("packages", name)) for name in names]
+    rows += [("platform", all_of("platform")), ("CPU", all_of("cpu")), ("cores", all_of("cores"))]
+    return [*rows, ("clients at once", all_of("workers")), ("seeds", ", ".join(map(str, seeds(runs))))]
+
+
+def _settings(runs: Sequence[Run]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """What all runs have in common, and the complete config of each setting and method once (its lowest seed)."""
+    every = [settings_of(run) for run in runs]
+    keys = dict.fromkeys(key for one in every for key in one)
+    shared = [(key, show(every[0].get(key))) for key in keys if len({repr(one.get(key)) for one in every}) == 1]
+    configs = []
+    for label, group in by_setting(runs).items():
+        for variant, same in by_variant(group).items():
+            configs.append((f"config.toml of {variant} ({label})", dump(same[0].config)))
+    return shared, configs
+
+
+def _runs_sheet(runs: Sequence[Run]) -> Sheet:
+    columns = ["run", "method", "data", "seed", "rounds", "GM", "PM(V)", "PM(L)", "seconds", "commit"]
+    rows = []
+    for run in runs:
+        words = [run.path.name, method_name(run.method), str(run.summary["data"])]
+        commit = str(run.environment.get("commit") or "unknown")[:10]
+        rows.append(
+            [
+                *(Cell(word, word) for word in words),
+                *(Cell(str(n), n) for n in (run.config.seed, run.summary["rounds"])),
+                *(_number(run.summary[key], ".2f") for key in ("gm", "pm_v", "pm_l")),
+                _number(run.summary["seconds"], ".1f"),
+                Cell(commit, commit),
+            ]
+        )
+    return Sheet(
+        "runs", "Every run", columns, rows, "The name is that of the run's folder; its config can be run again."
+    )
+
+
+def _explorer(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """For every setting and seed: who holds what, and each client's PM by method."""
+    found = []
+    for label, group in by_setting(runs).items():
+        for seed in seeds(group):
+            same = [run for run in group if run.config.seed == seed]
+            variants = by_variant(same)
+            paint = style.colours(list(variants), [g[0].method for g in variants.values()])
+            methods = []
+            for variant, (run, *_) in variants.items():
+                pm = {key: {p["client"]: round(p[key], 2) for p in run.summary["clients"]} for key in ("pm_v", "pm_l")}
+                methods.append({"label": variant, "colour": paint[variant], **pm})
+            partition = same[0].partition
+            found.append({"label": f"{label}, seed {seed}", **partition, "methods": methods})
+    return found
+
+
+# --- small things --------------------------------------------------------------------------------------------------
+
+
+def _shown(sheet: Sheet) -> dict[str, Any]:
+    """A sheet for the template; `words` are the columns that hold text, which is set to the left."""
+    words = [
+        any(isinstance(row[at].value, str) for row in sheet.rows) or all(row[at].value is None for row in sheet.rows)
+        for at in range(len(sheet.columns))
+    ]
+    return {**vars(sheet), "words": words}
+
+
+def _environment() -> jinja2.Environment:
+    loader = jinja2.FunctionLoader(_file)
+    return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+
+
+def _file(name: str) -> str:
+    return resources.files("fednh").joinpath("report", "web", name).read_text(encoding="utf-8")
+
+
+def _json(value: Any) -> Markup:
+    """JSON that may stand inside <script>: no tag can open or close in it."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=True)
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+def _csv(rows: Sequence[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _number(value: float | None, form: str) -> Cell:
+    return Cell("–") if value is None else Cell(format(value, form), float(value))
+
+
+def _and(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _range(values: Sequence[int]) -> str:
+    return f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,}–{values[-1]:,}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else (f"{minutes} min {rest:02d} s" if minutes else f"{rest} s")
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

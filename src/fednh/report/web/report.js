@@ -1,0 +1,124 @@
+"use strict";
+// Everything on the page is readable without this script; it adds sorting, tabs, the client explorer and downloads.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
+  const element = (tag, text, className) => {
+    const node = document.createElement(tag);
+    if (text !== undefined) node.textContent = text; // never innerHTML: names come from users
+    if (className) node.className = className;
+    return node;
+  };
+
+  // --- light and dark
+  const root = document.documentElement;
+  const dark = () => root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  const toggle = document.getElementById("theme");
+  const label = () => { toggle.textContent = dark() ? "Light" : "Dark"; };
+  toggle.hidden = false;
+  toggle.addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; label(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", label);
+  label();
+
+  // --- sortable tables: numbers by value, words by alphabet, blanks last
+  const key = (row, column) => {
+    const cell = row.cells[column];
+    const value = cell.dataset.value;
+    if (value === undefined) return null;
+    const number = Number(value);
+    return value !== "" && Number.isFinite(number) ? number : value;
+  };
+  const compare = (a, b) => typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b));
+  for (const button of $$("thead button")) {
+    button.addEventListener("click", () => {
+      const head = button.closest("th"), body = button.closest("table").tBodies[0], column = head.cellIndex;
+      const rows = [...body.rows];
+      const numeric = rows.some((row) => typeof key(row, column) === "number");
+      const now = head.getAttribute("aria-sort");
+      const direction = now ? (now === "descending" ? "ascending" : "descending") : (numeric ? "descending" : "ascending");
+      for (const other of $$("th", head.parentElement)) other.removeAttribute("aria-sort");
+      head.setAttribute("aria-sort", direction);
+      const sign = direction === "ascending" ? 1 : -1;
+      rows.sort((one, two) => {
+        const a = key(one, column), b = key(two, column);
+        if (a === null || b === null) return (a === null) - (b === null);
+        return sign * compare(a, b);
+      });
+      body.append(...rows);
+    });
+  }
+
+  // --- tabs
+  for (const list of $$("[role=tablist]")) {
+    const tabs = $$("[role=tab]", list);
+    list.hidden = false;
+    const show = (chosen) => tabs.forEach((tab) => {
+      tab.setAttribute("aria-selected", String(tab === chosen));
+      document.getElementById(tab.getAttribute("aria-controls")).hidden = tab !== chosen;
+    });
+    tabs.forEach((tab) => tab.addEventListener("click", () => show(tab)));
+    show(tabs[0]);
+  }
+
+  // --- downloads
+  for (const button of $$("button[data-csv]")) {
+    button.hidden = false;
+    button.addEventListener("click", () => {
+      const link = document.createElement("a");
+      link.href = URL.createObjectURL(new Blob([data.csv[button.dataset.csv]], { type: "text/csv" }));
+      link.download = `${button.dataset.csv}.csv`;
+      link.click();
+      setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+    });
+  }
+
+  // --- one client
+  const explorer = document.getElementById("explorer");
+  if (!explorer) return;
+  const pick = { group: explorer.querySelector("#pick-group"), client: explorer.querySelector("#pick-client") };
+  const fill = (select, texts) => select.replaceChildren(...texts.map((text, i) => {
+    const option = element("option", text);
+    option.value = i;
+    return option;
+  }));
+  const bars = (target, rows, largest, show) => target.replaceChildren(...rows.flatMap(([name, value, colour]) => {
+    const bar = element("i");
+    bar.style.width = value === null ? "0" : `${Math.max(0, 100 * value / largest)}%`;
+    if (value === null) bar.style.minWidth = "0";
+    if (colour) bar.style.background = colour;
+    const track = element("div");
+    track.append(bar);
+    return [element("b", name), track, element("span", value === null ? "did not take part" : show(value))];
+  }));
+  const showClient = () => {
+    const group = data.explorer[pick.group.value], client = Number(pick.client.value);
+    const counts = group.counts[client], total = counts.reduce((a, b) => a + b, 0);
+    const owned = counts.map((n, c) => [group.classes[c], n]).filter(([, n]) => n > 0).sort((a, b) => b[1] - a[1]);
+    const shown = owned.slice(0, 20);
+    explorer.querySelector("#client-says").textContent =
+      `Client ${client} holds ${total.toLocaleString("en")} training samples of ${owned.length} of ${group.classes.length} classes` +
+      (owned.length > shown.length ? `; the ${shown.length} largest are shown.` : ".");
+    bars(explorer.querySelector("#client-classes"), shown, Math.max(...owned.map(([, n]) => n)), (n) => n.toLocaleString("en"));
+    for (const metric of ["pm_l", "pm_v"]) {
+      const rows = group.methods.map((m) => [m.label, m[metric][client] ?? null, m.colour]).sort((a, b) => (b[1] ?? -1) - (a[1] ?? -1));
+      bars(explorer.querySelector(`#client-${metric}`), rows, 100, (value) => value.toFixed(1));
+    }
+  };
+  const showGroup = () => {
+    const group = data.explorer[pick.group.value];
+    fill(pick.client, group.counts.map((_, i) => `client ${i}`));
+    showClient();
+  };
+  fill(pick.group, data.explorer.map((group) => group.label));
+  pick.group.addEventListener("change", showGroup);
+  pick.client.addEventListener("change", showClient);
+  for (const [id, step] of [["earlier", -1], ["later", 1]]) {
+    explorer.querySelector(`#${id}`).addEventListener("click", () => {
+      const count = pick.client.options.length;
+      pick.client.value = (Number(pick.client.value) + step + count) % count;
+      showClient();
+    });
+  }
+  explorer.hidden = false;
+  showGroup();
+})();
