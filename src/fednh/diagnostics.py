@@ -6,7 +6,7 @@ import torch
 
 from fednh.data.batches import ClientData
 from fednh.losses import Loss
-from fednh.tree import Tree, arranged, belongs, select
+from fednh.tree import Tree, belongs, select
 
 
 class GradientNorm:
@@ -23,12 +23,11 @@ class GradientNorm:
 
     def __call__(self, params: Tree, loss: Loss, only: tuple[str, ...]) -> None:
         moves = any(belongs(name, only) for name in select(params, "body"))
-        here = all(params.get(name) is value for name, value in self.received.items())
+        here = all(name in params and torch.equal(params[name], value) for name, value in self.received.items())
         if self.value is None and moves and here:
             self.value = self._measure(params, loss)
 
     def _measure(self, params: Tree, loss: Loss) -> float:
-        params = arranged(params)
         body = {name: value.detach().clone().requires_grad_() for name, value in select(params, "body").items()}
         total = [torch.zeros_like(value) for value in body.values()]
         for x, y, _ in self.data.batches():

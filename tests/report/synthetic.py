@@ -1,0 +1,113 @@
+"""Run folders made by hand, with numbers that a test chooses; and small real ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fednh.config import Config, dump, load
+from fednh.federation import build_federation
+from fednh.files import write_tree
+from fednh.report.load import Run, load_run
+from fednh.report.terminal import Silent
+from fednh.runs import RunFolder, environment
+from fednh.simulate import Simulation
+
+
+def record(round_: int, **figures: Any) -> dict[str, Any]:
+    """A line of metrics.jsonl with plain defaults."""
+    plain = {"train_loss": 1.0, "seconds": 2.0, "bytes_up": 1_000_000, "bytes_down": 3_000_000, "eval_seconds": 0.1}
+    return {"round": round_, **plain, "clients": [0, 1], "dropped": [], "refused": [], **figures}
+
+
+def fake_run(
+    path: Path,
+    overrides: dict[str, Any],
+    records: Sequence[dict[str, Any]] = (),
+    counts: Sequence[Sequence[int]] = ((5, 5), (2, 0)),
+    classes: Sequence[str] = ("a", "b"),
+    people: Sequence[dict[str, Any]] = (),
+    **summary: Any,
+) -> Run:
+    """A finished run folder that nobody computed."""
+    config: Config = load("digits", {"partition.clients": len(counts), **overrides})
+    path.mkdir(parents=True)
+    (path / "config.toml").write_text(dump(config))
+    (path / "environment.json").write_text(json.dumps(environment(config)))
+    partition = {"classes": list(classes), "counts": [list(row) for row in counts]}
+    (path / "partition.json").write_text(json.dumps(partition))
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
+    full = {
+        "method": config.method["name"],
+        "data": config.data.name,
+        "seed": config.seed,
+        "rounds": config.rounds,
+        "gm": 50.0,
+        "pm_v": 60.0,
+        "pm_l": 70.0,
+        "pm_l_std": 5.0,
+        "per_class": [50.0] * len(classes),
+        "clients": list(people),
+        "bytes_up": 1e6,
+        "bytes_down": 3e6,
+        "dropped": 0,
+        "refused": 0,
+        "samples": 100,
+        "seconds": 10.0,
+        "client_seconds": 8.0,
+        "eval_seconds": 1.0,
+        "samples_per_second": 12.5,
+        **summary,
+    }
+    (path / "summary.json").write_text(json.dumps(full))
+    return load_run(path)
+
+
+def person(client: int, pm_l: float, per_class: Sequence[float], pm_v: float = 0.0) -> dict[str, Any]:
+    return {"client": client, "pm_v": pm_v, "pm_l": pm_l, "per_class": list(per_class), "samples": 10}
+
+
+def real_run(path: Path, overrides: dict[str, Any]) -> Run:
+    """A short real run on digits, trained in this process."""
+    quick = {"rounds": 3, "eval.every": 1, "checkpoint.every": 0, "train.epochs": 1, "partition.clients": 8}
+    config = load("digits", {**quick, "participation.rate": 1.0, **overrides})
+    federation = build_federation(config)
+    with RunFolder(path) as folder:
+        simulation = Simulation(config, federation, folder, _Quiet())
+        folder.begin(config, federation.dataset.classes, federation.class_counts())
+        simulation.run()
+    return load_run(path)
+
+
+class _Quiet(Silent):
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        super().__init__(Console(stderr=True))
+
+
+def many_runs(folder: Path, hostile: str = "") -> None:
+    """Forty runs as large as the paper's: ten methods, two settings, two seeds, 100 clients, 100 classes, 200 rounds."""
+    methods = ("fednh", "feduh", "fedavg", "local", "fedper", "fedrep", "fedbabu", "ditto", "fedrod", "creff")
+    classes = [f"class {c}{hostile}" for c in range(100)]
+    for beta in (0.3, 1.0):
+        for seed in (0, 1):
+            rng = np.random.default_rng([seed, int(beta * 10)])
+            counts = np.round(rng.dirichlet(np.full(100, beta), 100) * 500).astype(int).tolist()
+            for method in methods:
+                records = []
+                for r in range(1, 201):
+                    looked = {"gm": r / 4, "pm_v": r / 5, "pm_l": r / 3} if r % 10 == 0 else {}
+                    records.append(record(r, clients=list(range(10)), gradient_norm=100 / r, **looked))
+                people = [person(k, float(rng.uniform(40, 90)), rng.uniform(0, 100, 100).round(4)) for k in range(100)]
+                settings = {"method.name": method, "partition.beta": beta, "seed": seed, "rounds": 200}
+                path = folder / f"{method}-{beta}-{seed}"
+                per_class = rng.uniform(0, 100, 100).tolist()
+                fake_run(path, settings, records, counts, classes, people, per_class=per_class)
+                head = torch.randn(100, 32, generator=torch.Generator().manual_seed(seed))
+                write_tree(path / "models" / "global.safetensors", {"head.weight": head}, {"fednh": "{}"}, sync=False)
