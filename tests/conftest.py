@@ -61,3 +61,18 @@ def cifar10_file() -> Path:
     from fednh.data.sources import default_folder
 
     return default_folder() / "cifar10.npz"
+
+
+@pytest.fixture(scope="session")
+def real_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Short runs with two seeds of FedAvg and of FedNH with two values of rho; FedProto once. Gradients are logged."""
+    from synthetic import real_run
+
+    folder = tmp_path_factory.mktemp("runs")
+    look = {"diagnostics.gradient_norm": True}
+    for seed in (0, 1):
+        real_run(folder / f"fedavg-{seed}", {"method.name": "fedavg", "seed": seed, **look})
+        for rho in (0.1, 0.9):
+            real_run(folder / f"fednh-{rho}-{seed}", {"method.rho": rho, "seed": seed, **look})
+    real_run(folder / "fedproto-0", {"method.name": "fedproto", **look})
+    return folder

@@ -80,16 +80,12 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         )
         ax.tick_params(length=0)
         ax.spines[:].set_visible(True)
-        rows += [
-            [label, classes[a], classes[b], float(matrices[0][a, b])]
-            for a in range(len(classes))
-            for b in range(a + 1, len(classes))
-        ]
+        rows += [[label, classes[c], *(round(float(v), 4) for v in matrices[0][c])] for c in order]
     assert image is not None
     bar = figure.colorbar(image, ax=axes, shrink=0.7, aspect=30)
     bar.outline.set_visible(False)
     bar.set_label("cosine", color=muted())
-    return Drawing(figure, _caption(found, scores), ["method", "class", "other_class", "cosine"], rows)
+    return Drawing(figure, _caption(found, scores), ["method", "class", *classes], rows)
 
 
 def _boxes(ax: Axes, groups: dict[str, list[int]]) -> None:

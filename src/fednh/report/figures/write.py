@@ -20,10 +20,11 @@ def scopes(kind: Kind, runs: Sequence[Run]) -> dict[str, Sequence[Run]]:
 
 
 def to_csv(drawing: Drawing) -> str:
+    """The numbers behind a drawing, to six digits."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(drawing.columns)
-    writer.writerows(drawing.rows)
+    writer.writerows([f"{v:.6g}" if isinstance(v, float) else v for v in row] for row in drawing.rows)
     return text.getvalue()
 
 

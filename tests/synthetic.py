@@ -92,7 +92,7 @@ class _Quiet(Silent):
 
 
 def many_runs(folder: Path, hostile: str = "") -> None:
-    """Forty runs as large as the paper's: ten methods, two settings, two seeds, 100 clients, 100 classes, 200 rounds."""
+    """Forty runs as large as the paper's: ten methods, two settings and seeds, 100 clients and classes, 200 rounds."""
     methods = ("fednh", "feduh", "fedavg", "local", "fedper", "fedrep", "fedbabu", "ditto", "fedrod", "creff")
     classes = [f"class {c}{hostile}" for c in range(100)]
     for beta in (0.3, 1.0):

@@ -1,0 +1,171 @@
+"""Every figure drawn from real runs, in every form; and the command that draws them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from fednh.cli import app
+from fednh.errors import UserError
+from fednh.report.figures import FIGURES, Choice, NotAllowed, style
+from fednh.report.figures.write import write_figure, write_possible
+from fednh.report.load import load_runs
+from synthetic import fake_run, record
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_from_real_runs(name: str, real_runs: Path, tmp_path: Path) -> None:
+    runs = load_runs([real_runs])
+    for kind in style.FORMATS:
+        [(path, caption)] = write_figure(FIGURES[name], runs, Choice(), tmp_path / f"{name}.{kind}")
+        assert "n = " in caption or name in ("partition", "similarity")
+        content = path.read_bytes()
+        if kind == "png":
+            with Image.open(path) as picture:
+                assert picture.width > 900
+                assert len(set(picture.convert("L").tobytes())) > 10  # something is drawn
+        elif kind == "pdf":
+            assert content.startswith(b"%PDF")
+        else:
+            assert ElementTree.fromstring(content).tag.endswith("svg")
+    with (tmp_path / f"{name}.csv").open() as file:
+        assert len(list(csv.reader(file))) > 5
+
+
+def test_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "r", {}, [record(1, gm=1.0), record(2, gm=2.0)])
+    for kind in style.FORMATS:
+        files = [tmp_path / f"{name}.{kind}" for name in ("one", "two")]
+        for file in files:
+            list(write_figure(FIGURES["curves"], [run], Choice(), file))
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_figure_numbers_reach_the_file(tmp_path: Path) -> None:
+    for seed, last in ((0, 40.0), (1, 60.0)):
+        fake_run(tmp_path / str(seed), {"seed": seed}, [record(1, gm=10.0), record(2, gm=last)])
+    runs = load_runs([tmp_path])
+    list(write_figure(FIGURES["curves"], runs, Choice(), tmp_path / "out" / "curves.svg"))
+    with (tmp_path / "out" / "curves.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["method"], r["metric"], r["round"], r["mean"], r["n"]) for r in rows] == [
+        ("FedNH", "GM", "1", "10", "2"),
+        ("FedNH", "GM", "2", "50", "2"),
+    ]
+
+
+def test_each_setting_gets_its_own_file(tmp_path: Path) -> None:
+    for beta in (0.3, 1.0):
+        fake_run(tmp_path / str(beta), {"partition.beta": beta}, [record(1, gm=1.0), record(2, gm=2.0)])
+    written = list(write_figure(FIGURES["partition"], load_runs([tmp_path]), Choice(), tmp_path / "o" / "p.svg"))
+    assert sorted(path.name for path, _ in written) == [
+        "p-digits-dirichlet-0.3-2-clients-50-a-round.svg",
+        "p-digits-dirichlet-1-2-clients-50-a-round.svg",
+    ]
+
+
+def test_what_runs_lack_is_said(tmp_path: Path) -> None:
+    fake_run(tmp_path / "r", {}, [record(1, gm=1.0)])
+    answers = {name: reason for name, _, reason in write_possible(load_runs([tmp_path]), Choice(), None)}
+    assert answers["partition"] is None
+    assert "more than one round" in (answers["curves"] or "")
+    assert "diagnostics.gradient_norm=true" in (answers["convergence"] or "")
+    assert "no client took part" in (answers["fairness"] or "")
+    assert "saved personal models" in (answers["representations"] or "")
+    assert "saved model with class prototypes" in (answers["similarity"] or "")
+    assert "method.rho=0.1,0.5,0.9" in (answers["sensitivity"] or "")
+
+
+def test_choices_are_checked(real_runs: Path) -> None:
+    runs = load_runs([real_runs])
+    cases = [
+        ("curves", Choice(x="parsecs"), "parsecs"),
+        ("representations", Choice(classes=("zebra",)), "no class 'zebra'"),
+        ("representations", Choice(clients=(0, 99)), "no client 99"),
+        ("sensitivity", Choice(setting="train.lr"), "train.lr was not swept"),
+        ("sensitivity", Choice(base=0.3), "the base may be 0.1, 0.9"),
+    ]
+    for name, choice, complaint in cases:
+        with pytest.raises(UserError, match=complaint):
+            FIGURES[name].draw(runs, choice)
+
+
+def test_chosen_classes_and_clients_are_drawn(real_runs: Path) -> None:
+    drawn = FIGURES["representations"].draw(load_runs([real_runs]), Choice(clients=(2, 5), classes=("1", "7")))
+    assert {row[1] for row in drawn.rows} == {"all", 2, 5}
+    assert {row[2] for row in drawn.rows} == {"1", "7"}
+    assert {row[0] for row in drawn.rows} == {"before training", "FedAvg", "FedNH rho=0.1", "FedNH rho=0.9", "FedProto"}
+
+
+def test_similarity_with_a_mapping_file_tells_one_number_a_method(real_runs: Path, tmp_path: Path) -> None:
+    groups = tmp_path / "groups.json"
+    groups.write_text(json.dumps({"even": list("02468"), "odd": list("13579")}))
+    drawn = FIGURES["similarity"].draw(load_runs([real_runs]), Choice(groups=groups))
+    assert "Semantics captured" in drawn.caption
+    assert all(f"{name} " in drawn.caption for name in ("FedAvg", "FedProto", "FedNH rho=0.1"))
+    assert [row[1] for row in drawn.rows] == list("0246813579") * 4  # four methods, classes in the groups' order
+
+
+def test_damaged_models_are_named(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "r", {})
+    model = run.path / "models" / "global.safetensors"
+    model.parent.mkdir()
+    model.write_bytes(b"not a model")
+    with pytest.raises(UserError, match=r"global\.safetensors is not a model saved by fednh"):
+        FIGURES["similarity"].draw([run], Choice())
+
+
+def test_a_class_called_like_a_formula_or_a_tag_is_just_a_name(tmp_path: Path) -> None:
+    names = ("$\\frac{", "<script>alert(1)</script>")
+    run = fake_run(tmp_path / "r", {}, classes=names)
+    with style.theme(web=True):
+        svg = style.inline_svg(FIGURES["partition"].draw([run], Choice()).figure, "p")
+    assert "<script" not in svg
+    assert "&lt;script&gt;" in svg
+    assert "var(--ink)" in svg
+    assert "#010203" not in svg
+
+
+def test_the_command(real_runs: Path, tmp_path: Path) -> None:
+    runner = CliRunner()
+    listed = runner.invoke(app, ["figure", "list", str(real_runs)])
+    assert listed.exit_code == 0
+    assert all(f"{name:16} yes" in listed.output for name in FIGURES), listed.output
+    drawn = runner.invoke(app, ["figure", "curves", str(real_runs), "--x", "bytes", "-o", str(tmp_path / "c.png")])
+    assert drawn.exit_code == 0, drawn.output
+    assert (tmp_path / "c.png").exists()
+    for words, complaint in [
+        (["figure", "curvs", str(real_runs)], "did you mean 'curves'"),
+        (["figure", "curves", str(real_runs), "-o", str(tmp_path / "c.gif")], ".svg, .pdf or .png"),
+        (["figure", "partition", str(real_runs), "--clients", "0"], "two whole numbers"),
+    ]:
+        result = runner.invoke(app, words)
+        assert isinstance(result.exception, UserError)
+        assert complaint in str(result.exception)
+
+
+def test_a_figure_that_cannot_be_drawn_is_a_user_error_through_the_command(tmp_path: Path) -> None:
+    fake_run(tmp_path / "r", {}, [record(1, gm=1.0)])
+    result = CliRunner().invoke(app, ["figure", "convergence", str(tmp_path)])
+    assert isinstance(result.exception, UserError)
+    assert not isinstance(result.exception, NotAllowed)
+    assert "cannot be drawn from these runs" in str(result.exception)
+
+
+def test_help_imports_neither_torch_nor_matplotlib() -> None:
+    code = (
+        "import sys, contextlib, io, fednh.cli\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
+        "    fednh.cli.app(['figure', '--help'])\n"
+        "print([m for m in ('torch', 'matplotlib', 'jinja2') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,191 @@
+"""The numbers behind the figures, against what a person gets by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fednh.data.sources import _class_names
+from fednh.errors import UserError
+from fednh.report.figures.base import Choice, NotAllowed
+from fednh.report.figures.convergence import norms
+from fednh.report.figures.curves import curve
+from fednh.report.figures.fairness import worst_tenth
+from fednh.report.figures.frequency import global_groups, personal_groups, shot_group
+from fednh.report.figures.partition import shares, two_clients
+from fednh.report.figures.representations import principal, shared_classes
+from fednh.report.figures.sensitivity import gains, swept
+from fednh.report.figures.similarity import cosines, semantics
+from fednh.report.figures.style import COLOURS, colours
+from fednh.report.grouping import by_setting, by_variant
+from fednh.report.superclasses import load_groups
+from synthetic import fake_run, person, record
+
+
+def test_curve_is_mean_and_spread_over_seeds_at_rounds_that_all_evaluated(tmp_path: Path) -> None:
+    one = fake_run(tmp_path / "1", {"seed": 1}, [record(1, gm=10.0), record(2), record(3, gm=30.0), record(4, gm=40.0)])
+    two = fake_run(tmp_path / "2", {"seed": 2}, [record(1, gm=14.0), record(2, gm=9.0), record(3, gm=36.0)])
+    points = curve([one, two], "gm")
+    assert [(p.x, p.mean, p.n) for p in points] == [(1, 12.0, 2), (3, 33.0, 2)]
+    assert [p.spread for p in points] == pytest.approx([8**0.5, 18**0.5])  # sqrt(2^2 + 2^2), sqrt(3^2 + 3^2)
+    assert [p.x for p in curve([one, two], "gm", "bytes")] == pytest.approx([4, 12])  # 1 + 3 MB a round
+    assert [p.x for p in curve([one, two], "gm", "seconds")] == pytest.approx([2, 6])
+    assert curve([one], "pm_v") == []
+    assert curve([one], "gm")[0].spread == 0
+
+
+def test_semantics_is_within_minus_between_without_the_diagonal() -> None:
+    cosine = np.array([[1, 0.8, 0.1, 0.2], [0.8, 1, 0.3, 0.4], [0.1, 0.3, 1, 0.6], [0.2, 0.4, 0.6, 1]])
+    # within: (0.8 + 0.6) / 2 = 0.7; between: (0.1 + 0.2 + 0.3 + 0.4) / 4 = 0.25
+    assert semantics(cosine, {"x": [0, 1], "y": [2, 3]}) == pytest.approx(0.45)
+    with pytest.raises(NotAllowed):
+        semantics(cosine, {"all": [0, 1, 2, 3]})
+
+
+def test_cosines_of_a_class_never_seen_are_zero() -> None:
+    found = cosines(np.array([[3.0, 0.0], [3.0, 3.0], [0.0, 0.0]]))
+    assert found[0, 1] == pytest.approx(0.5**0.5)
+    assert found[2].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("samples", "group"), [(0, "absent"), (1, "few"), (19, "few"), (20, "medium"), (100, "medium"), (101, "many")]
+)
+def test_shot_groups_have_their_bounds_in_the_middle(samples: int, group: str) -> None:
+    assert shot_group(samples, (20, 100)) == group
+
+
+def test_accuracy_by_shot_group(tmp_path: Path) -> None:
+    people = [person(0, 0, [90.0, 50.0, 10.0]), person(1, 0, [80.0, 20.0, 0.0])]
+    run = fake_run(
+        tmp_path / "r", {}, counts=[(150, 5, 0), (40, 7, 0)], classes="abc", people=people, per_class=[70.0, 60.0, 5.0]
+    )
+    assert personal_groups(run, (20, 100)) == {
+        "absent": (5.0, 2),  # (10 + 0) / 2
+        "few": (35.0, 2),  # (50 + 20) / 2
+        "medium": (80.0, 1),
+        "many": (90.0, 1),
+    }
+    assert global_groups(run, (20, 100)) == {"absent": (5.0, 1), "few": (60.0, 1), "many": (70.0, 1)}  # 0, 12, 190
+
+
+@pytest.mark.parametrize(("n", "marked"), [(1, 1), (10, 1), (11, 2), (20, 2)])
+def test_worst_tenth_is_rounded_up_and_lowest(n: int, marked: int) -> None:
+    values = np.arange(n, 0, -1).astype(float)
+    found = worst_tenth(values)
+    assert found.sum() == marked
+    assert set(values[found]) == set(range(1, marked + 1))
+
+
+def test_gains_are_paired_by_seed(tmp_path: Path) -> None:
+    table = {(0.1, 0): 50, (0.1, 1): 70, (0.9, 0): 53, (0.9, 1): 75, (0.5, 0): 49, (0.5, 2): 99}
+    runs = [
+        fake_run(tmp_path / f"{rho}-{seed}", {"method.rho": rho, "seed": seed}, gm=gm)
+        for (rho, seed), gm in table.items()
+    ]
+    found = gains(runs, "method.rho", "gm", 0.1)
+    assert [(g.value, g.mean, g.n) for g in found] == [(0.1, 0, 2), (0.5, -1, 1), (0.9, 4, 2)]  # seed 2 has no base
+    assert [g.spread for g in found] == pytest.approx([0, 0, 2**0.5])
+    assert swept(runs) == ["method.rho"]
+
+
+def test_swept_needs_runs_that_are_otherwise_the_same(tmp_path: Path) -> None:
+    settings = [{"method.rho": 0.1, "train.lr": 0.1}, {"method.rho": 0.9, "train.lr": 0.2}]
+    runs = [fake_run(tmp_path / str(i), setting) for i, setting in enumerate(settings)]
+    assert swept(runs) == []
+    runs.append(fake_run(tmp_path / "2", {"method.rho": 0.1, "train.lr": 0.2}))
+    assert swept(runs) == ["method.rho", "train.lr"]
+
+
+def test_gradient_norms_over_seeds(tmp_path: Path) -> None:
+    one = fake_run(tmp_path / "1", {"seed": 1}, [record(1, gradient_norm=8.0), record(2, gradient_norm=2.0), record(3)])
+    two = fake_run(tmp_path / "2", {"seed": 2}, [record(1, gradient_norm=4.0), record(2, gradient_norm=1.0)])
+    found = [(p.round, p.mean, p.low, p.high, p.n) for p in norms([one, two])]
+    assert found == [(1, 6.0, 4.0, 8.0, 2), (2, 1.5, 1.0, 2.0, 2)]
+
+
+def test_principal_components_keep_distances_of_a_plane() -> None:
+    rng = np.random.default_rng(0)
+    basis = np.linalg.qr(rng.normal(size=(7, 2)))[0]
+    a, b = rng.normal(size=(2, 20, 2)) @ basis.T
+    (one, two), held = principal(a, b)
+    assert held == pytest.approx(1)
+    assert np.linalg.norm(one[3] - two[5]) == pytest.approx(np.linalg.norm(a[3] - b[5]))
+
+
+def test_default_classes_are_those_that_both_clients_hold() -> None:
+    counts = np.array([[9, 0, 5, 3], [9, 8, 4, 6]])
+    assert shared_classes(counts, (0, 1)) == [0, 2, 3]  # the smaller counts are 9, 0, 4, 3
+
+
+def test_shares_and_clients(tmp_path: Path) -> None:
+    assert shares(np.array([[3, 1], [1, 1]]), 0).tolist() == [75, 25]
+    run = fake_run(tmp_path / "r", {})
+    assert two_clients([run], Choice()) == (0, 1)
+    with pytest.raises(NotAllowed, match="no client 7"):
+        two_clients([run], Choice(clients=(0, 7)))
+
+
+def test_cifar100_ships_with_its_twenty_groups_of_five() -> None:
+    groups = load_groups("cifar100", _class_names("cifar100"))
+    assert groups is not None
+    assert [len(members) for members in groups.values()] == [5] * 20
+    assert sorted(c for members in groups.values() for c in members) == list(range(100))
+    names = _class_names("cifar100")
+    assert [names[c] for c in groups["aquatic_mammals"]] == ["beaver", "dolphin", "otter", "seal", "whale"]
+    assert load_groups("digits", ["0", "1"]) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[1]", "must look like"),
+        ('{"g": [1]}', "must look like"),
+        ('{"g": ["a", "zebra"]}', "'zebra' is not a class"),
+        ('{"g": ["a"], "h": ["a", "b"]}', "more than one group"),
+        ('{"g": ["a"]}', "class 'b' stands in no group"),
+    ],
+)
+def test_a_bad_mapping_file_is_one_sentence(content: str, complaint: str, tmp_path: Path) -> None:
+    file = tmp_path / "groups.json"
+    file.write_text(content)
+    with pytest.raises(UserError, match=complaint):
+        load_groups("mine", ["a", "b"], file)
+
+
+def test_a_mapping_file_in_any_order(tmp_path: Path) -> None:
+    file = tmp_path / "groups.json"
+    file.write_text(json.dumps({"late": ["b"], "early": ["c", "a"]}))
+    assert load_groups("mine", ["a", "b", "c"], file) == {"late": [1], "early": [2, 0]}
+
+
+def test_runs_are_grouped_by_task_and_by_method(tmp_path: Path) -> None:
+    settings = [
+        {"method.name": "fedavg", "seed": 0},
+        {"method.name": "fednh", "seed": 0, "method.rho": 0.5},
+        {"method.name": "fednh", "seed": 1, "method.rho": 0.5, "workers": 3, "eval.every": 1},
+        {"method.name": "fednh", "seed": 0, "method.rho": 0.9},
+        {"method.name": "fedavg", "seed": 0, "train.lr": 0.5},
+    ]
+    runs = [fake_run(tmp_path / str(i), setting) for i, setting in enumerate(settings)]
+    groups = by_setting(runs)
+    assert [len(group) for group in groups.values()] == [4, 1]
+    assert [label.rpartition(", ")[2] for label in groups] == ["train.lr=0.05", "train.lr=0.5"]
+    variants = by_variant(runs[:4])
+    assert {label: len(group) for label, group in variants.items()} == {
+        "FedAvg": 1,
+        "FedNH rho=0.5": 2,
+        "FedNH rho=0.9": 1,
+    }
+
+
+def test_a_method_keeps_its_colour_and_no_two_lines_share_one() -> None:
+    assert colours(["FedNH", "FedAvg"], ["fednh", "fedavg"]) == {"FedNH": COLOURS["fednh"], "FedAvg": COLOURS["fedavg"]}
+    mixed = colours(["FedNH a", "FedNH b", "FedAvg"], ["fednh", "fednh", "fedavg"])
+    assert mixed["FedNH b"] == COLOURS["fednh"]
+    assert len(set(mixed.values())) == 3
+    assert len(set(COLOURS.values())) == len(COLOURS)

@@ -1,0 +1,191 @@
+"""The report: everything in one file, nothing of the user's taken for markup, and a browser that finds no fault."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Browser, find
+from typer.testing import CliRunner
+
+from fednh.cli import app
+from fednh.errors import UserError
+from fednh.report.figures import FIGURES
+from fednh.report.html import render, sheet_csv, write_report
+from fednh.report.load import load_runs
+from fednh.report.sheet import Cell, Sheet
+from synthetic import fake_run, many_runs, person, record
+
+ARTEFACTS = Path(__file__).parents[2] / "artifacts"
+needs_browser = pytest.mark.skipif(find() is None, reason="no Chromium here (Debian: apt-get install chromium)")
+
+
+class Page(HTMLParser):
+    """What a browser would load or run, the ids, and the data that the script reads."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.scripts, self.loads, self.ids, self.handlers = 0, list[str](), list[str](), list[str]()
+        self.data: Any = None
+        self._inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.scripts += tag == "script"
+        self._inside = "data" if tag == "script" and found.get("id") == "data" else ""
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+        self.loads += [v for n, v in attrs if n in ("src", "href", "xlink:href", "action") and v and v[0] != "#"]
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "data":
+            self.data, self._inside = json.loads(data), ""
+
+
+@pytest.fixture(scope="module")
+def report(real_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("report") / "report.html"
+    done = CliRunner().invoke(app, ["report", str(real_runs), "-o", str(out), "--title", "A small sweep"])
+    assert done.exit_code == 0, done.output
+    return out
+
+
+def test_it_loads_nothing_from_anywhere(report: Path) -> None:
+    text = report.read_text()
+    page = Page(text)
+    assert [link for link in page.loads if not link.startswith("data:image/png;base64,")] == []
+    assert page.scripts == 2
+    assert len(page.ids) == len(set(page.ids))
+    assert not re.search(r"@import|url\((?!#)", text)
+
+
+def test_it_has_the_tables_the_figures_and_how_they_were_made(report: Path) -> None:
+    text, page = report.read_text(), Page(report.read_text())
+    tables = {"table-accuracy", "table-fairness", "table-cost", "table-paired", "table-runs"}
+    assert tables | {f"figure-{name}" for name in FIGURES} <= set(page.ids)
+    assert {"curves-round", "curves-bytes", "curves-seconds", "accuracy", "runs", "rounds"} <= set(page.data["csv"])
+    assert "A small sweep" in text
+    assert "config.toml of FedNH rho=0.1" in text
+    assert "<dt>torch</dt>" in text
+    assert page.data["csv"]["rounds"].count("\n") == 1 + 7 * 3  # seven runs of three rounds
+
+
+def test_the_explorer_knows_every_clients_classes_and_pm(tmp_path: Path) -> None:
+    people = [person(1, 81.234, [1, 2], pm_v=44.4)]
+    fake_run(tmp_path / "r", {"seed": 3}, counts=[(5, 5), (2, 0)], people=people)
+    [group] = Page(render(load_runs([tmp_path]), "t")).data["explorer"]
+    assert group["label"].endswith("seed 3")
+    assert group["counts"] == [[5, 5], [2, 0]]
+    [method] = group["methods"]
+    assert (method["label"], method["pm_l"], method["pm_v"]) == ("FedNH", {"1": 81.23}, {"1": 44.4})
+
+
+HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
+
+
+def test_users_text_is_text(tmp_path: Path) -> None:
+    """Class names, the data set's name, folder names and the title are users' own."""
+    folder = tmp_path / "<script>alert(3)<"
+    classes = (f"a{HOSTILE}", "</script><script>alert(4)</script>")
+    records = [record(1, gm=1.0), record(2, gm=2.0)]
+    fake_run(folder / f"run{HOSTILE[:9]}", {}, records, classes=classes, people=[person(0, 5, [1, 2])], data=HOSTILE)
+    text = render(load_runs([folder]), HOSTILE)
+    page = Page(text)
+    assert page.scripts == 2
+    assert page.handlers == []
+    assert [link for link in page.loads if not link.startswith("data:image/png;base64,")] == []
+    assert page.data["explorer"][0]["classes"] == list(classes)
+
+
+def test_a_sheet_as_csv() -> None:
+    sheet = Sheet("x", "X", ["method", "GM"], [[Cell("a, b"), Cell("1.00 ± 0.10", 1.0, 1)]])
+    assert sheet_csv(sheet) == 'method,GM\n"a, b",1.00 ± 0.10\n'
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    fake_run(tmp_path / "r", {}, [record(1, gm=1.0)])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        write_report(load_runs([tmp_path]), tmp_path / "file" / "report.html", "t")
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    with Browser(tmp_path / "profile") as page:
+        yield page
+
+
+@needs_browser
+def test_in_a_browser(report: Path, browser: Browser) -> None:
+    browser.open(report)
+    column = "[...document.querySelectorAll('#table-accuracy tbody tr')].map(r => r.cells[{}].textContent)"
+    names = browser.run(column.format(0))
+    button = "document.querySelectorAll('#table-accuracy thead button')[{}]"
+    browser.run(button.format(3) + ".click()")  # PM(L), the largest first
+    values = [float(text.split()[0]) for text in browser.run(column.format(3))]
+    assert values == sorted(values, reverse=True)
+    browser.run(button.format(3) + ".click()")
+    assert [float(text.split()[0]) for text in browser.run(column.format(3))] == sorted(values)
+    browser.run(button.format(0) + ".click()")
+    assert browser.run(column.format(0)) == sorted(names)
+
+    browser.run("(s => { s.value = 3; s.dispatchEvent(new Event('change')); })(document.getElementById('pick-client'))")
+    assert browser.run("document.getElementById('client-says').textContent").startswith("Client 3 holds ")
+    assert browser.run("document.querySelectorAll('#client-pm_l i').length") == 4  # FedAvg, FedProto, FedNH twice
+    browser.run("document.getElementById('later').click()")
+    assert browser.run("document.getElementById('client-says').textContent").startswith("Client 4 holds ")
+
+    shown = "[...document.querySelectorAll('#figure-curves figure')].map(f => f.checkVisibility())"
+    assert browser.run(shown) == [True, False, False]
+    browser.run("document.querySelectorAll('#figure-curves [role=tab]')[1].click()")
+    assert browser.run(shown) == [False, True, False]
+
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = browser.run(background)
+    browser.run("document.getElementById('theme').click()")
+    assert browser.run(background) != light
+
+    saved = (
+        "new Promise(done => { URL.createObjectURL = b => { b.text().then(done); return '#'; };"
+        "document.querySelector('[data-csv=accuracy]').click(); })"
+    )
+    assert browser.run(saved).startswith("method,GM,PM(V),PM(L)\n")
+    assert browser.errors == []
+
+
+@needs_browser
+def test_it_fits_a_phone_and_follows_the_systems_colours(report: Path, browser: Browser) -> None:
+    for name, look in {
+        "light": {},
+        "dark": {"dark": True},
+        "phone": {"width": 390, "height": 844},
+        "phone-dark": {"width": 390, "height": 844, "dark": True},
+    }.items():
+        browser.open(report, **look)
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+        browser.screenshot(ARTEFACTS / f"report-{name}.png", whole=True)
+        ink = browser.run("getComputedStyle(document.querySelector('#figure-curves svg text')).fill")
+        assert (ink == "rgb(163, 171, 183)") == ("dark" in name), ink  # the page's muted ink, light or dark
+    assert browser.errors == []
+
+
+def test_forty_runs_stay_small_and_open_at_once(tmp_path: Path) -> None:
+    many_runs(tmp_path / "runs", hostile="<b>")
+    size = write_report(load_runs([tmp_path / "runs"]), tmp_path / "report.html", "Forty runs")
+    assert size < 10e6
+    if find() is None:
+        pytest.skip(f"{size / 1e6:.1f} MB is small enough; no Chromium here to load it with")
+    with Browser(tmp_path / "profile") as page:
+        took = []
+        for _ in range(3):  # the quickest counts: other work may share the cores
+            page.open(tmp_path / "report.html")
+            took.append(page.run("performance.getEntriesByType('navigation')[0].loadEventEnd"))
+        print(f"{size / 1e6:.1f} MB, loaded in {min(took):.0f} ms")
+        assert 0 < min(took) < 2000
+        assert page.errors == []
