@@ -28,7 +28,7 @@ demo: setup
 	@rm -rf demo
 	@$(BIN)/python -m fednh run digits --method fednh --out demo/fednh --quiet
 	@$(BIN)/python -m fednh run digits --method fedavg --out demo/fedavg --quiet
-	@$(BIN)/python -m fednh table demo
+	@$(BIN)/python -m fednh table --short demo
 	@echo "The run folders are demo/fednh and demo/fedavg."
 
 test: lint types unit
