@@ -111,11 +111,11 @@ def test_a_real_run_is_tracked_as_its_metrics_say(place: Path) -> None:
 def test_a_resumed_run_is_tracked_as_one(place: Path) -> None:
     folder, config = RunFolder(place / "resumed"), load("digits", {})
     folder.path.mkdir()
-    with pytest.raises(KeyboardInterrupt), Tracking(Screen(), ["tensorboard", "mlflow"], folder, config) as first:
-        for round_ in (1, 2):
-            folder.append_metrics(record(round_, loss=9.0))
-            first.round_done(record(round_, loss=9.0))
-        raise KeyboardInterrupt
+    first = Tracking(Screen(), ["tensorboard", "mlflow"], folder, config)
+    for round_ in (1, 2):
+        folder.append_metrics(record(round_, loss=9.0))
+        first.round_done(record(round_, loss=9.0))
+    first.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     ((found, _),) = mlflow_runs(folder.path)
     assert found.info.status == "KILLED"
     folder.write_metrics([record(1)])  # the checkpoint was after round 1

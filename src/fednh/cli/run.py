@@ -91,9 +91,6 @@ def resume(
 def _execute(config: Config, out: Path, track: list[str], quiet: bool) -> None:
     """Start, continue, or recognise as finished the run in `out`."""
     from fednh.federation import build_federation
-    from fednh.report.load import load_runs
-    from fednh.report.render import to_rich
-    from fednh.report.tables import comparison_sheet
     from fednh.report.terminal import watcher
     from fednh.runs import RunFolder, read_summary
     from fednh.simulate import Interrupted, Simulation
@@ -129,6 +126,10 @@ def _execute(config: Config, out: Path, track: list[str], quiet: bool) -> None:
                 raise typer.Exit(130) from None
     _tell_losses(console, read_summary(out))
     if not quiet:
+        from fednh.report.load import load_runs
+        from fednh.report.render import to_rich
+        from fednh.report.tables import comparison_sheet
+
         console.print(to_rich(comparison_sheet(load_runs([out])), console.width))
         typer.echo("run folder:")
     typer.echo(str(out))
