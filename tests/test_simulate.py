@@ -48,7 +48,8 @@ class Told:
 
 
 def play(path: Path, federation: Federation | None = None, **settings: Any) -> tuple[Simulation, dict[str, Any], Told]:
-    config = load("digits", {**SMALL, **{k.replace("__", "."): v for k, v in settings.items()}})
+    quick = {"method.retrain_epochs": 20} if settings.get("method__name") == "creff" else {}
+    config = load("digits", {**SMALL, **{k.replace("__", "."): v for k, v in settings.items()}, **quick})
     return run_config(path, config, federation)
 
 

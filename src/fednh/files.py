@@ -53,8 +53,13 @@ def write_tree(path: Path, tree: Tree, metadata: Mapping[str, str] | None = None
 
 
 def read_tree(path: Path, device: str = "cpu") -> Tree:
-    """A tree from a safetensors file, memory-mapped, arranged for computing."""
-    return arranged(safetensors.torch.load_file(path, device=device))
+    """A tree from a safetensors file, arranged for computing.
+
+    Copied out of the memory-mapped file, where tensors lie at any address: a matrix product's last bits depend on
+    alignment, and a resumed run must give the same ones.
+    """
+    mapped = safetensors.torch.load_file(path, device=device)
+    return arranged({name: value.clone() for name, value in mapped.items()})
 
 
 def sha256(path: Path) -> str:

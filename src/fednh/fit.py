@@ -42,16 +42,15 @@ class LocalFit:
     def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
         """Minimise the mean of `loss` over the names in `only`; returns all of `params`, those names trained.
 
-        Fresh momentum at every call. Weight decay acts on the moving names only: a frozen tensor comes back as
-        the very object that went in.
+        Fresh momentum at every call. Weight decay acts on the moving names only: what is frozen comes back
+        as it went in.
         """
         sgd = self.sgd
-        frozen = {name: value for name, value in params.items() if not belongs(name, only)}
-        moving = {name: value.detach().clone() for name, value in params.items() if name not in frozen}
-        moving = {name: value.requires_grad_() for name, value in arranged(moving).items()}
+        params = arranged(params)
+        moving = {name: value.detach().clone() for name, value in params.items() if belongs(name, only)}
         if not moving:
             raise ValueError(f"nothing to train: no name in {sorted(params)} belongs to {only}")
-        working = {**arranged(frozen), **moving}
+        working = {name: moving[name].requires_grad_() if name in moving else params[name] for name in params}
         step = Momentum(list(moving.values()), sgd)
         total = torch.zeros((), dtype=torch.float64)
         for _ in range(sgd.epochs if epochs is None else epochs):
@@ -61,7 +60,7 @@ class LocalFit:
                 total += value.detach() * len(y)
                 self.samples += len(y)
         self.loss_sum += float(total)
-        return {name: frozen[name] if name in frozen else moving[name].detach() for name in params}
+        return {name: value.detach() if name in moving else value for name, value in working.items()}
 
 
 class Momentum:

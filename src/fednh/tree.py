@@ -87,12 +87,13 @@ def finite(tree: Tree) -> bool:
 
 
 def arranged(tree: Tree) -> Tree:
-    """The same values with images' convolution weights in channels_last order, which CPUs convolve much faster.
+    """The same values in one form: names sorted, convolution weights in channels_last order, which CPUs like better.
 
-    A tree read from disk or from the network arrives in the plain order; arranging it before use makes the result
-    independent of where it came from, to the bit.
+    A tree read from disk or from the network has its names and numbers in another order. Sums over names, such as a
+    gradient's norm, depend on it in their last bit; arranging a tree before use makes results independent of where it
+    came from.
     """
     return {
         name: value.contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value.contiguous()
-        for name, value in tree.items()
+        for name, value in sorted(tree.items())
     }

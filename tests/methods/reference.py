@@ -24,6 +24,10 @@ from fednh.tree import Tree
 SGD = Sgd(lr=0.2, momentum=0.9, weight_decay=0.01, clip=1.0, batch_size=100, epochs=3)
 
 
+# Methods whose defaults are heavy for eleven samples.
+QUICK: dict[str, dict[str, int]] = {"creff": {"features_per_class": 5, "match_steps": 5, "retrain_epochs": 5}}
+
+
 class TwoPart(nn.Module):
     """body = linear + ReLU, head = linear without bias: the `net` fixture's network."""
 

@@ -6,15 +6,19 @@ import dataclasses
 
 import pytest
 import torch
-from reference import Play
+from reference import QUICK, Play
 
 from conftest import identical
 from fednh.data.batches import Samples
-from fednh.methods import METHODS
+from fednh.methods import METHODS, Method
 from fednh.models import Net
 from fednh.tree import Tree, select
 
 every_method = pytest.mark.parametrize("name", METHODS)
+
+
+def make(name: str) -> Method:
+    return METHODS[name](**QUICK.get(name, {}))
 
 
 def copied(tree: Tree) -> Tree:
@@ -23,13 +27,13 @@ def copied(tree: Tree) -> Tree:
 
 @every_method
 def test_all_methods_start_from_the_same_body(name: str, net: Net, tiny: Samples) -> None:
-    ours = Play(METHODS[name](), net, tiny)
-    identical(select(ours.initial, "body"), select(Play(METHODS["fedavg"](), net, tiny).initial, "body"))
+    ours = Play(make(name), net, tiny)
+    identical(select(ours.initial, "body"), select(Play(make("fedavg"), net, tiny).initial, "body"))
 
 
 @every_method
 def test_hooks_change_nothing_in_place(name: str, net: Net, tiny: Samples) -> None:
-    play = Play(METHODS[name](), net, tiny)
+    play = Play(make(name), net, tiny)
     play.round()
     server, kept = play.server, play.kept
     before = copied(server), [copied(k) for k in kept]
@@ -42,7 +46,7 @@ def test_hooks_change_nothing_in_place(name: str, net: Net, tiny: Samples) -> No
 
 @every_method
 def test_a_round_is_deterministic(name: str, net: Net, tiny: Samples) -> None:
-    first, second = Play(METHODS[name](), net, tiny), Play(METHODS[name](), net, tiny)
+    first, second = Play(make(name), net, tiny), Play(make(name), net, tiny)
     for play in (first, second):
         play.round()
         play.round()
@@ -53,7 +57,7 @@ def test_a_round_is_deterministic(name: str, net: Net, tiny: Samples) -> None:
 @every_method
 def test_names_and_shapes_stay_the_same(name: str, net: Net, tiny: Samples) -> None:
     """Clients upload the same names every time, and the server's state keeps its form: checkpoints rely on it."""
-    play = Play(METHODS[name](), net, tiny)
+    play = Play(make(name), net, tiny)
     forms = set()
     for _ in range(2):
         for update in play.round():
@@ -64,7 +68,7 @@ def test_names_and_shapes_stay_the_same(name: str, net: Net, tiny: Samples) -> N
 
 @every_method
 def test_models_predict(name: str, net: Net, tiny: Samples) -> None:
-    play = Play(METHODS[name](), net, tiny)
+    play = Play(make(name), net, tiny)
     play.round()
     shared = play.method.global_model(play.server)
     for model in [play.personal(0), play.personal(1), *([] if shared is None else [shared])]:
@@ -77,7 +81,7 @@ def test_models_predict(name: str, net: Net, tiny: Samples) -> None:
 @every_method
 def test_a_new_client_may_join_late(name: str, net: Net, tiny: Samples) -> None:
     """Enrolment needs only the initial state; its update fits the server of any later round."""
-    play = Play(METHODS[name](), net, tiny)
+    play = Play(make(name), net, tiny)
     play.round()
     play.kept[1] = play.method.enroll(play.initial)
     play.round()
