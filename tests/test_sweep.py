@@ -164,6 +164,12 @@ def test_what_is_wrong_is_found_before_the_first_run(tmp_path: Path) -> None:
         assert not out.exists()
 
 
+def test_the_folder_must_not_be_a_file(tmp_path: Path) -> None:
+    (tmp_path / "sweep").write_text("")
+    result = CliRunner().invoke(app, ["sweep", "digits", "--out", str(tmp_path / "sweep")])
+    assert "is a file, not a folder" in str(result.exception)
+
+
 def test_a_folder_with_other_settings_is_refused(tmp_path: Path) -> None:
     run = combine("digits", {"rounds": [3]}, [], tmp_path)[0]
     run.folder.path.mkdir(parents=True)
@@ -272,6 +278,8 @@ def test_a_killed_sweep_goes_on_and_its_table_is_the_same(uninterrupted: Path, t
     told, errors = again.communicate(timeout=180)
     assert again.returncode == 0, errors
     assert "2 of 2 runs done" in told
+    assert "finished runs had something to say" in errors
+    assert any("going on after round" in log.read_text() for log in (out / ".sweep").glob("*.log"))
     assert figures(out) == figures(uninterrupted)
 
 

@@ -69,6 +69,7 @@ class MLflow:
     def __init__(self, folder: RunFolder, config: Config):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a run talks to nobody that it was not told to
         from mlflow import MlflowClient
+        from mlflow.entities import Param
 
         here = folder.path.absolute()
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{here.parent / 'mlflow.db'}"
@@ -81,8 +82,8 @@ class MLflow:
             self.client.delete_run(old.info.run_id)  # of an interrupted run: all its rounds are written again
         tags = {"fednh.folder": _quoted(here)}
         self.run = self.client.create_run(experiment, run_name=here.name, tags=tags).info.run_id
-        for key, value in flat(config.model_dump()).items():
-            self.client.log_param(self.run, key, value)
+        settings = flat(config.model_dump())
+        self.client.log_batch(self.run, params=[Param(key, str(value)) for key, value in settings.items()])
 
     def log(self, records: Sequence[dict[str, Any]]) -> None:
         from mlflow.entities import Metric

@@ -141,6 +141,8 @@ def _tell(outcome: Outcome, plan: Sequence[Planned], out: Path, quiet: bool) -> 
         console = console_for_people()
         console.print(to_rich(accuracy_sheet(load_runs(done)), console.width))
         typer.echo(f"{len(outcome.finished)} runs finished now, {len(outcome.skipped)} before. All: fednh table {out}")
+    if outcome.talked:
+        typer.echo(f"fednh: finished runs had something to say: {' '.join(map(str, outcome.talked))}", err=True)
     for name, why in outcome.failed.items():
         typer.echo(f"fednh: {name} failed: {why} (its output: {out / '.sweep' / name}.log)", err=True)
     if outcome.interrupted:
