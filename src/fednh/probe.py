@@ -9,15 +9,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from fednh import client, evaluate
 from fednh.config import Config
-from fednh.data.batches import ClientData
+from fednh.data.batches import EVAL_BATCH, ClientData
 from fednh.data.dataset import Dataset
 from fednh.federation import Federation, build_federation, load_data
 from fednh.fit import Sgd
@@ -25,14 +28,15 @@ from fednh.runs import worker_count
 from fednh.seeding import torch_rng
 from fednh.simulate import picked_clients
 from fednh.sweep import Planned
-from fednh.tree import Tree, arranged
+from fednh.tree import arranged
 
+A = TypeVar("A")
 _ENOUGH = 0.5  # seconds of client work that are worth extrapolating from
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of one worker's time."""
+    """Seconds, as they pass when all workers are busy: threads and cores get in each other's way."""
 
     sample: float  # a client's work, for each of its training samples
     tune: float  # making a personal model, for each training sample
@@ -41,51 +45,54 @@ class Pace:
 
     def seconds(self, config: Config, fed: Federation, rounds_done: int = 0) -> float:
         """What is left of a run."""
-        sizes = np.array([len(part) for part in fed.parts])
-        workers = worker_count(config)
-        picked = len(picked_clients(config, 1))
-        lanes = min(workers, picked)
-        round_ = picked * sizes.mean() * self.sample / lanes + self.aggregate
-        person = sizes.mean() * self.tune + self.test
+        size = float(np.mean([len(part) for part in fed.parts]))
+        total, picked = len(fed.parts), len(picked_clients(config, 1))
+        seen = total * (1 - (1 - picked / total) ** config.rounds)  # clients that ever take part
         rounds = max(config.rounds - rounds_done, 0)
-        seen = len(fed.parts) * (1 - (1 - picked / len(fed.parts)) ** config.rounds)  # clients that ever take part
+        person = size * self.tune + self.test
         looks = rounds // config.eval.every if config.eval.every else 0
         active = picked if config.eval.clients == "active" else seen
-        every = looks * (active * person / workers + self.test)
-        return float(rounds * round_ + every + seen * person / workers + self.test)
+        training = rounds * (picked * size * self.sample + self.aggregate)
+        return training + looks * active * person + seen * person
 
 
 def measure(config: Config, fed: Federation) -> Pace:
-    """A few seconds of a real client of this federation."""
-    method, net = fed.method, fed.net
+    """A few seconds of the work of real clients of this federation, one for each worker at the same time."""
+    method, net, lanes = fed.method, fed.net, worker_count(config)
     server = arranged(method.init(net, torch_rng(config.seed, "init")))
     server = {name: value.to(config.device) for name, value in server.items()}
     down, kept = method.broadcast(server), method.enroll(server)
     part = sorted(fed.parts, key=len)[len(fed.parts) // 2]
     t = config.train
     sgd = Sgd(t.lr, t.momentum, t.weight_decay, t.clip, t.batch_size, t.epochs)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        client.update(method, net, kept, down, ClientData(fed.train, part[:2], config.seed), sgd)  # warms up
-        count, spent = min(8, len(part)), 0.0
-        while True:
-            data = ClientData(fed.train, part[:count], config.seed)
+
+    def train(count: int) -> client.Update:
+        return client.update(method, net, kept, down, ClientData(fed.train, part[:count], config.seed), sgd)
+
+    with ThreadPoolExecutor(lanes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+
+        def all_at_once(work: Callable[[], A]) -> tuple[float, A]:
+            """Wall seconds for each of the workers' pieces, and one result."""
             began = time.perf_counter()
-            update = client.update(method, net, kept, down, data, sgd)
-            spent = time.perf_counter() - began
-            if spent >= _ENOUGH or count == len(part):
-                break
+            results = [future.result() for future in [pool.submit(work) for _ in range(lanes)]]
+            return (time.perf_counter() - began) / lanes, results[0]
+
+        all_at_once(lambda: train(2))  # warms up
+        count = min(8, len(part))
+        spent, update = all_at_once(partial(train, count))
+        while spent * lanes < _ENOUGH and count < len(part):
             count = min(4 * count, len(part))
+            spent, update = all_at_once(partial(train, count))
+        data = ClientData(fed.train, part[:count], config.seed)
+        tune, model = all_at_once(lambda: client.personal_model(method, net, update.keep, down, data, sgd))
+        some = min(len(fed.test), EVAL_BATCH)
+        test = replace(fed.test, x=fed.test.x[:some], y=fed.test.y[:some])
+        model = arranged(model)
+        look, _ = all_at_once(lambda: evaluate.correct_per_class(lambda x: method.logits(net, model, x), test))
         began = time.perf_counter()
-        method.aggregate(server, [update.upload])
+        pool.submit(method.aggregate, server, [update.upload]).result()
         aggregate = time.perf_counter() - began
-        began = time.perf_counter()
-        model = client.personal_model(method, net, update.keep, down, data, sgd)
-        tune = time.perf_counter() - began
-        return Pace(spent / count, tune / count, _test_seconds(fed, model), aggregate)
-    finally:
-        torch.set_num_threads(threads)
+    return Pace(spent / count, tune / count, look * len(fed.test) / some, aggregate)
 
 
 def start_seconds() -> float:
@@ -93,14 +100,6 @@ def start_seconds() -> float:
     began = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import fednh.simulate"], check=True, capture_output=True)
     return time.perf_counter() - began
-
-
-def _test_seconds(fed: Federation, model: Tree) -> float:
-    some = min(len(fed.test), 256)
-    test = replace(fed.test, x=fed.test.x[:some], y=fed.test.y[:some])
-    began = time.perf_counter()
-    evaluate.correct_per_class(lambda x: fed.method.logits(fed.net, arranged(model), x), test)
-    return (time.perf_counter() - began) * len(fed.test) / some
 
 
 def estimate(plan: Sequence[Planned], workers: int) -> dict[str, float]:

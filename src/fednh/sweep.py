@@ -63,6 +63,7 @@ class Outcome:
     finished: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)  # they were finished before
     failed: dict[str, str] = field(default_factory=dict)  # name -> why
+    talked: list[Path] = field(default_factory=list)  # what finished runs had to say, refused uploads for example
     interrupted: bool = False
 
 
@@ -127,6 +128,8 @@ def combine(source: str | None, axes: Axes, named: Collection[str], out: Path) -
 def check(plan: Sequence[Planned]) -> None:
     """Find what would stop a run before the first one starts: its folder, data, partition, model or device."""
     for run in plan:
+        if run.folder.path.parent.is_file():
+            raise UserError(f"{run.folder.path.parent} is a file, not a folder; choose another --out")
         run.folder.check(run.config)
     pending = [run.config for run in plan if not run.folder.finished]
     loaded: dict[str, Dataset] = {}
@@ -196,7 +199,10 @@ def execute(
             problem = None if code == 0 else _problem(code, child.log)
             if code == 0:
                 outcome.finished.append(child.run.name)
-                child.log.unlink(missing_ok=True)
+                if len(_lines(child.log)) > 1:  # one is the run folder's name
+                    outcome.talked.append(child.log)
+                else:
+                    child.log.unlink()
             elif not (told and code in (130, -signal.SIGTERM)):
                 outcome.failed[child.run.name] = str(problem)
             screen.ended(child.run, time.perf_counter() - child.began, "interrupted" if told and code else problem)
@@ -235,8 +241,12 @@ def _die_with_parent() -> None:
 
 def _problem(code: int, log: Path) -> str:
     """Why a run failed: the last line that it wrote, or the signal that ended it."""
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     if code < 0:
         name = signal.Signals(-code).name
         return f"ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    lines = _lines(log)
     return lines[-1].removeprefix("fednh: ") if lines else f"exit code {code}"
+
+
+def _lines(log: Path) -> list[str]:
+    return [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]

@@ -25,6 +25,7 @@ def table(
         Format.RICH
     ),
     paper: Annotated[bool, typer.Option("--paper", help="Set the paper's numbers beside those that match.")] = False,
+    short: Annotated[bool, typer.Option("--short", help="One row a run, nothing averaged.")] = False,
     reference: Annotated[
         str | None, typer.Option(help="The method that the others are compared with; default: fednh, else fedavg.")
     ] = None,
@@ -41,9 +42,11 @@ def table(
     if form is Format.CSV:
         typer.echo(to_csv(records(runs, reference, paper), paper), nl=False)
         return
-    paired = tables.paired_sheet(runs, reference)
-    sheets = [tables.accuracy_sheet(runs, paper), tables.fairness_sheet(runs, paper), tables.cost_sheet(runs)]
-    sheets += [paired] if paired.rows else []
+    if short:
+        sheets = [tables.comparison_sheet(runs)]
+    else:
+        sheets = [tables.accuracy_sheet(runs, paper), tables.fairness_sheet(runs, paper), tables.cost_sheet(runs)]
+        sheets += [sheet for sheet in [tables.paired_sheet(runs, reference)] if sheet.rows]
     if form is Format.RICH:
         console = console_for_people()
         for sheet in sheets:

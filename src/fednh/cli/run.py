@@ -42,6 +42,9 @@ def run(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. method.rho=0.7.")
     ] = None,
+    track: Annotated[
+        list[str] | None, typer.Option(help="Also write to tensorboard or mlflow (extras). Repeatable.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the run folder.")] = False,
 ) -> None:
     """Run one method on one federation, and write a run folder."""
@@ -64,13 +67,16 @@ def run(
     given = {key: value for key, value in overrides.items() if value is not None}
     given |= {key: parse_value(value) for key, value in settings_given(settings or []).items()}
     config = load(source, given)
-    _execute(config, out or _new_folder(config), quiet)
+    _execute(config, out or _new_folder(config), track or [], quiet)
 
 
 @app.command()
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of an interrupted run.")],
     workers: Annotated[int | None, typer.Option(help="Clients trained at once; the result is the same.")] = None,
+    track: Annotated[
+        list[str] | None, typer.Option(help="Also write to tensorboard or mlflow (extras). Repeatable.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the run folder.")] = False,
 ) -> None:
     """Go on with an interrupted run; the result is what it would have been without the interruption."""
@@ -79,20 +85,20 @@ def resume(
     config = read_config(folder)
     if workers is not None:
         config = config.model_copy(update={"workers": workers})
-    _execute(config, folder, quiet)
+    _execute(config, folder, track or [], quiet)
 
 
-def _execute(config: Config, out: Path, quiet: bool) -> None:
+def _execute(config: Config, out: Path, track: list[str], quiet: bool) -> None:
     """Start, continue, or recognise as finished the run in `out`."""
     from fednh.federation import build_federation
-    from fednh.report.load import load_runs
-    from fednh.report.render import to_rich
-    from fednh.report.tables import comparison_sheet
     from fednh.report.terminal import watcher
     from fednh.runs import RunFolder, read_summary
     from fednh.simulate import Interrupted, Simulation
+    from fednh.track import Tracking
+    from fednh.track import check as check_trackers
 
     console = console_for_people()
+    check_trackers(track)
     folder = RunFolder(out)
     folder.check(config)
     if folder.finished:
@@ -100,8 +106,13 @@ def _execute(config: Config, out: Path, quiet: bool) -> None:
     else:
         federation = build_federation(config)
         name = f"{config.method['name']} on {federation.dataset.name}"
-        with stop_on_signal() as stop, folder, watcher(console, config.rounds, name, quiet) as screen:
-            simulation = Simulation(config, federation, folder, screen, stop)
+        with (
+            stop_on_signal() as stop,
+            folder,
+            watcher(console, config.rounds, name, quiet) as screen,
+            Tracking(screen, track, folder, config) as watching,
+        ):
+            simulation = Simulation(config, federation, folder, watching, stop)
             folder.begin(config, federation.dataset.classes, federation.class_counts())
             try:
                 simulation.run()
@@ -115,6 +126,10 @@ def _execute(config: Config, out: Path, quiet: bool) -> None:
                 raise typer.Exit(130) from None
     _tell_losses(console, read_summary(out))
     if not quiet:
+        from fednh.report.load import load_runs
+        from fednh.report.render import to_rich
+        from fednh.report.tables import comparison_sheet
+
         console.print(to_rich(comparison_sheet(load_runs([out])), console.width))
         typer.echo("run folder:")
     typer.echo(str(out))

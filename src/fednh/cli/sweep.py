@@ -46,6 +46,9 @@ def sweep(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Clients trained at once in each run; default: cores / jobs.")
     ] = None,
+    track: Annotated[
+        list[str] | None, typer.Option(help="Also write to tensorboard or mlflow (extras). Repeatable.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the time it takes; no run.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the folder.")] = False,
 ) -> None:
@@ -57,6 +60,7 @@ def sweep(
     from fednh.report.render import to_rich
     from fednh.report.sweep_screen import sweep_screen
     from fednh.sweep import check, combine, execute, values
+    from fednh.track import check as check_trackers
 
     lists = {
         "method.name": ",".join(METHODS) if method == "all" else method,
@@ -80,6 +84,7 @@ def sweep(
         if key == "workers":
             raise UserError("workers is not a setting of a sweep; use --workers")
         axes[key] = values(text)
+    check_trackers(track or [])
     plan = combine(source, axes, named, out)
     check(plan)
     jobs, each = share_cores(jobs, workers, sum(not run.folder.finished for run in plan))
@@ -88,7 +93,7 @@ def sweep(
         console.print(to_rich(_plan_sheet(plan, jobs, each), console.width))
         return
     with stop_on_signal() as stop, sweep_screen(console, plan, quiet) as screen:
-        outcome = execute(plan, jobs, each, [], screen, stop)
+        outcome = execute(plan, jobs, each, track or [], screen, stop)
     _tell(outcome, plan, out, quiet)
 
 
@@ -136,6 +141,8 @@ def _tell(outcome: Outcome, plan: Sequence[Planned], out: Path, quiet: bool) -> 
         console = console_for_people()
         console.print(to_rich(accuracy_sheet(load_runs(done)), console.width))
         typer.echo(f"{len(outcome.finished)} runs finished now, {len(outcome.skipped)} before. All: fednh table {out}")
+    if outcome.talked:
+        typer.echo(f"fednh: finished runs had something to say: {' '.join(map(str, outcome.talked))}", err=True)
     for name, why in outcome.failed.items():
         typer.echo(f"fednh: {name} failed: {why} (its output: {out / '.sweep' / name}.log)", err=True)
     if outcome.interrupted:

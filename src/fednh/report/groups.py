@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fednh.config import flat
 from fednh.methods import METHODS
 from fednh.report.load import Run
 
@@ -38,17 +39,6 @@ _LAID_OUT = (
     "partition.classes_per_client",
     "partition.shards_per_client",
 )
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted name."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found
 
 
 def method_name(name: str) -> str:

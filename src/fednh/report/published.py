@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from fednh.config import PRESETS, load
-from fednh.report.groups import PAPER_NAMES, Group, flat, show
+from fednh.config import PRESETS, flat, load
+from fednh.report.groups import PAPER_NAMES, Group, show
 
 
 @dataclass(frozen=True)
