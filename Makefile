@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help setup demo test lint types unit soak clean
 help:
-	@echo "make demo    FedNH beside FedAvg on handwritten digits, in under two minutes"
+	@echo "make demo    four methods on handwritten digits, with a report, in under two minutes"
 	@echo "make test    lint, types and tests, in under six minutes"
 	@echo "make soak    the long versions of the tests"
 	@echo "make clean   remove .venv, caches and the demo's run folders"
@@ -26,10 +26,10 @@ setup: .venv/ready
 
 demo: setup
 	@rm -rf demo
-	@$(BIN)/python -m fednh run digits --method fednh --out demo/fednh --quiet
-	@$(BIN)/python -m fednh run digits --method fedavg --out demo/fedavg --quiet
-	@$(BIN)/python -m fednh table --short demo
-	@echo "The run folders are demo/fednh and demo/fedavg."
+	@$(BIN)/python -m fednh sweep digits --method fednh,fedavg,fedrod,local --seed 0,1 --rounds 20 --set eval.every=2 --out demo/runs
+	@$(BIN)/python -m fednh table --short demo/runs
+	@$(BIN)/python -m fednh report demo/runs -o demo/report.html --title "Four methods on handwritten digits"
+	@echo "Open demo/report.html in a browser; the run folders are in demo/runs."
 
 test: lint types unit
 
