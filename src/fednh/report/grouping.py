@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fednh.report.groups import PAPER_NAMES, flat, method_name, show
+from fednh.config import flat
+from fednh.report.groups import PAPER_NAMES, method_name, show
 from fednh.report.load import Run
 
 # How a run was computed and watched, not what it computed.
