@@ -10,6 +10,7 @@ import csv
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
@@ -113,10 +114,9 @@ def _panes(kind: Kind, name: str, runs: Sequence[Run], choice: Choice, files: di
     """The picture; curves come three times, over rounds, bytes and seconds."""
     panes = []
     for x in AXES if kind.name == "curves" else [choice.x]:
-        one = Choice(x=x, groups=choice.groups)
         pane = f"{name}-{x}" if kind.name == "curves" else name
         with style.theme(web=True):
-            drawing = kind.draw(runs, one)
+            drawing = kind.draw(runs, replace(choice, x=x))
             svg = style.inline_svg(drawing.figure, pane)
         files[pane] = to_csv(drawing)
         panes.append({"id": pane, "tab": TABS[x], "caption": drawing.caption, "svg": Markup(svg)})

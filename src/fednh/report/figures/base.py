@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,12 @@ METRICS = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)"}
 
 class NotAllowed(UserError):
     """These runs do not hold what the figure shows; the sentence says what is missing."""
+
+
+def stated_n(counts: Iterable[int]) -> str:
+    """ "n = 3", or "n = 2 to 3" where the groups differ."""
+    low, high = min(known := list(counts)), max(known)
+    return f"n = {low}" if low == high else f"n = {low} to {high}"
 
 
 @dataclass(frozen=True)

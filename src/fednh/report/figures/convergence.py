@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed
+from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, stated_n
 from fednh.report.figures.style import DASHES, colours, grid, legend_below, log_axis, muted, panels
 from fednh.report.grouping import by_variant
 from fednh.report.load import Run
@@ -69,8 +69,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     legend_below(figure, ax, 4)
     axes[0, 1].set_axis_off()
     axes[0, 1].text(0.02, 0.97, THEOREM, va="top", fontsize=8, color=muted(), transform=axes[0, 1].transAxes)
-    counts = sorted(len(group) for group in variants.values())
-    n = f"n = {counts[0]}" if counts[0] == counts[-1] else f"n = {counts[0]} to {counts[-1]}"
+    n = stated_n(map(len, variants.values()))
     caption = (
         f"Full gradient of the method's own loss on all samples of each picked client; mean over clients, then over "
         f"{n} seeds; the band is their range. Losses of different methods have different scales: compare values of "

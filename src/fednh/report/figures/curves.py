@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from fednh.errors import UserError, did_you_mean
-from fednh.report.figures.base import METRICS, Choice, Drawing, Kind, NotAllowed
+from fednh.report.figures.base import METRICS, Choice, Drawing, Kind, NotAllowed, stated_n
 from fednh.report.figures.style import DASHES, colours, grid, legend_below, panels
 from fednh.report.grouping import by_variant, seeds
 from fednh.report.load import Run
@@ -79,13 +79,12 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         ax.set(title=name, xlabel=AXES[choice.x][0])
     axes[0, 0].set_ylabel("test accuracy, %")
     legend_below(figure, axes[0, 2])
-    counts = sorted({len(group) for group in variants.values()})
-    n = " to ".join(str(c) for c in dict.fromkeys([counts[0], counts[-1]]))
-    band = "the band is ± one standard deviation over seeds" if counts[-1] > 1 else "one seed, so no band"
+    several = max(map(len, variants.values())) > 1
+    band = "the band is ± one standard deviation over seeds" if several else "one seed, so no band"
     whom = sorted({str(run.config.eval.clients) for run in runs})
     caption = (
-        f"Mean over n = {n} runs a method (seeds {', '.join(map(str, seeds(runs)))}); {band}. Personal models before "
-        f"the end are those of eval.clients = {', '.join(whom)}."
+        f"Mean over {stated_n(map(len, variants.values()))} runs a method (seeds {', '.join(map(str, seeds(runs)))}); "
+        f"{band}. Personal models before the end are those of eval.clients = {', '.join(whom)}."
     )
     rows = [[label, METRICS[metric], p.x, p.mean, p.spread, p.n] for (label, metric), ps in curves.items() for p in ps]
     return Drawing(figure, caption, ["method", "metric", choice.x, "mean", "sd_over_seeds", "n"], rows)

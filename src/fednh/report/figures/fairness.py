@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed
+from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, stated_n
 from fednh.report.figures.style import ALARM, colours, ink, muted, panels
 from fednh.report.grouping import by_variant
 from fednh.report.load import Run
@@ -50,10 +50,9 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     ax.set_axisbelow(True)
     ax.tick_params(length=0)
     ax.spines["left"].set_visible(False)
-    counts = sorted(len(group) for group in variants.values())
     caption = (
-        f"One dot a client and seed, {total:,} in all (n = {counts[0]} to {counts[-1]} seeds a method); the bar is the "
-        "mean, ± the standard deviation over clients averaged over seeds; red diamonds are each method's worst 10%."
+        f"One dot a client and seed, {total:,} in all ({stated_n(map(len, variants.values()))} seeds a method); the bar "
+        "is the mean, ± the standard deviation over clients averaged over seeds; red diamonds are each method's worst 10%."
     )
     return Drawing(figure, caption, ["method", "seed", "client", "pm_l", "worst_tenth"], rows)
 

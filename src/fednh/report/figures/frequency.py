@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
-from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed
+from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, stated_n
 from fednh.report.figures.style import MARKERS, colours, grid, legend_below, panels
 from fednh.report.grouping import by_variant
 from fednh.report.load import Run
@@ -54,8 +54,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     rows = _global(axes[0, 0], variants, paint, choice.shots) + _personal(axes[0, 1], variants, paint, choice.shots)
     legend_below(figure, axes[0, 1])
     few, many = choice.shots
-    counts = sorted(len(group) for group in variants.values())
-    n = f"n = {counts[0]}" if counts[0] == counts[-1] else f"n = {counts[0]} to {counts[-1]}"
+    n = stated_n(map(len, variants.values()))
     caption = (
         f"Means over {n} seeds; whiskers ± one standard deviation over seeds. A class is few-shot below {few} training "
         f"samples, many-shot above {many}, medium-shot between: on the left counted over all clients, on the right "

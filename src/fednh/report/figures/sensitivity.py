@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fednh.errors import UserError
-from fednh.report.figures.base import METRICS, Choice, Drawing, Kind, NotAllowed
+from fednh.report.figures.base import METRICS, Choice, Drawing, Kind, NotAllowed, stated_n
 from fednh.report.figures.style import CYCLE, DASHES, MARKERS, grid, legend_below, line, panels
 from fednh.report.grouping import settings_of
 from fednh.report.groups import method_name
@@ -86,7 +86,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         ax.set(title=name, xlabel=key)
     axes[0, 0].set_ylabel(f"gain over {base:g}, percentage points")
     legend_below(figure, axes[0, 2])
-    n = f"n = {min(counts)}" if min(counts) == max(counts) else f"n = {min(counts)} to {max(counts)}"
+    n = stated_n(counts)
     caption = (
         f"Each run is compared with the run at {key} = {base:g} of the same seed; mean of the differences over {n} "
         "seeds, whiskers ± one standard deviation."

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed
+from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, stated_n
 from fednh.report.figures.style import ALARM, CYCLE, fading, muted, panels
 from fednh.report.grouping import by_variant
 from fednh.report.load import Run
@@ -100,8 +100,7 @@ def _boxes(ax: Axes, groups: dict[str, list[int]]) -> None:
 
 
 def _caption(found: dict[str, list[Matrix]], scores: dict[str, Matrix]) -> str:
-    counts = sorted(len(matrices) for matrices in found.values())
-    n = f"n = {counts[0]}" if counts[0] == counts[-1] else f"n = {counts[0]} to {counts[-1]}"
+    n = stated_n(map(len, found.values()))
     text = "The picture shows each method's lowest seed. "
     if scores:
         said = [
