@@ -51,8 +51,9 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     ax.tick_params(length=0)
     ax.spines["left"].set_visible(False)
     caption = (
-        f"One dot a client and seed, {total:,} in all ({stated_n(map(len, variants.values()))} seeds a method); the bar "
-        "is the mean, ± the standard deviation over clients averaged over seeds; red diamonds are each method's worst 10%."
+        f"One dot a client and seed, {total:,} in all ({stated_n(map(len, variants.values()))} seeds a method); "
+        "the bar is the mean, ± the standard deviation over clients averaged over seeds; red diamonds are each "
+        "method's worst 10%."
     )
     return Drawing(figure, caption, ["method", "seed", "client", "pm_l", "worst_tenth"], rows)
 
