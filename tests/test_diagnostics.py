@@ -44,10 +44,16 @@ def test_ditto_is_measured_at_the_received_model_not_at_its_personal_one(net: Ne
     assert update.gradient_norm != pytest.approx(_full_gradient(net, personal, data), rel=1e-2)
 
 
+CHEAP = {
+    "creff": {"method.match_steps": 2, "method.retrain_epochs": 2},
+    "fedrep": {"method.head_epochs": 1, "method.body_epochs": 1},
+    "fedbabu": {"method.finetune_epochs": 1},
+}
+
+
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_every_method_is_measured_and_trains_the_same(method: str, tmp_path: Path) -> None:
-    cheap = {"method.match_steps": 2, "method.retrain_epochs": 2} if method == "creff" else {}
-    settings = {"method.name": method, "rounds": 2, "partition.clients": 4, **cheap}
+    settings = {"method.name": method, "rounds": 2, "partition.clients": 4, **CHEAP.get(method, {})}
     off = real_run(tmp_path / "off", settings)
     on = real_run(tmp_path / "on", {**settings, "diagnostics.gradient_norm": True})
     assert [on.summary[key] for key in ("gm", "pm_v", "pm_l")] == [off.summary[key] for key in ("gm", "pm_v", "pm_l")]
