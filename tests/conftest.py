@@ -14,6 +14,8 @@ from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
 from fednh.models import Net, build_net
 
+torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and tests/forked.py forks
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:

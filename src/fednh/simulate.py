@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any, Protocol, TypeVar
@@ -115,6 +116,17 @@ def in_order(pool: ThreadPoolExecutor, work: Callable[[A], B], items: Iterable[A
             future.cancel()
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute in this thread alone: a sum's last bits depend on how many threads share it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class Simulation:
     """One run of one method on one federation, in one run folder."""
 
@@ -130,7 +142,8 @@ class Simulation:
         self.method, self.net = federation.method, federation.net
         self.stop = stop or threading.Event()
         self.workers = worker_count(config)
-        initial = self.method.init(self.net, torch_rng(config.seed, "init"))
+        with one_thread():
+            initial = self.method.init(self.net, torch_rng(config.seed, "init"))
         self.server = {name: value.to(config.device) for name, value in arranged(initial).items()}
         budget = parse_bytes(config.store.memory, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         self.store = Store(run.path / "clients", budget, self.method.enroll(self.server), config.device)
@@ -142,15 +155,11 @@ class Simulation:
     def run(self) -> dict[str, Any]:
         """All rounds, from where the folder stands to the end; returns the summary."""
         self._resume()
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # in this thread too: a sum's bits depend on how many threads share it
-        try:
-            with ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,)) as self.pool:
-                while self.progress.round < self.config.rounds:
-                    self._one_round(self.progress.round + 1)
-                return self._finish()
-        finally:
-            torch.set_num_threads(threads)
+        workers = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,))
+        with one_thread(), workers as self.pool:
+            while self.progress.round < self.config.rounds:
+                self._one_round(self.progress.round + 1)
+            return self._finish()
 
     # --- one round ---------------------------------------------------------------------------------------------
 
