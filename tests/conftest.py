@@ -22,6 +22,20 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["FEDNH_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
+COUNTS: dict[str, int] = {"kills survived": 0, "faults injected": 0, "bad inputs tried": 0}
+
+
+def count(what: str, number: int = 1) -> None:
+    """For the closing lines of `make soak`; every one of these was followed by a check that nothing was lost."""
+    COUNTS[what] += number
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if any(COUNTS.values()):
+        lost = len(terminalreporter.stats.get("failed", []))
+        terminalreporter.write_line(", ".join(f"{k}: {n}" for k, n in COUNTS.items()) + f", lost: {lost}")
+
+
 def tiny_dataset() -> Dataset:
     """Eleven training vectors of four features; four classes, of which nobody owns the last."""
     rng = np.random.default_rng(7)

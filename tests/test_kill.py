@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from conftest import count
 from fednh.methods import METHODS
 from forked import Process, fednh
 
@@ -97,6 +98,7 @@ def survive(method: str, tmp_path: Path, kills: int, seed: int) -> int:
     ended = fednh(again, tmp_path / "io")
     assert ended.code == 0, ended.stderr
     assert_same(out, outcome(tmp_path / "whole"))
+    count("kills survived", hits)
     return hits
 
 
@@ -109,7 +111,6 @@ def test_sigkill_at_random_moments(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_sigkill_again_and_again(method: str, tmp_path: Path) -> None:
     hits = sum(survive(method, tmp_path / str(i), 5, seed=i) for i in range(3))
-    print(f"\n{method}: {hits} kills survived")
     assert hits >= 5
 
 
@@ -194,6 +195,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(victim: str, tm
     assert ended.code == 0, ended.stderr
     assert f"{newest.name} is damaged" in ended.stdout
     assert_same(out, outcome(whole))
+    count("faults injected")
 
 
 def mounted(folder: Path, options: str) -> Any:
@@ -252,3 +254,4 @@ def test_a_full_disk_stops_the_run_and_the_last_checkpoint_is_whole(small_disk: 
     whole = tmp_path / "whole"
     assert fednh(command("fedavg", whole, rounds=25), tmp_path / "io").code == 0
     assert_same(out, outcome(whole))
+    count("faults injected")

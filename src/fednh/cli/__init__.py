@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import typer
 
@@ -26,7 +27,7 @@ __all__ = ["about", "app", "main", "report", "run", "sweep"]
 def main() -> None:
     """Entry point: a UserError is one sentence on stderr and exit code 2; what is not foreseen names itself."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
     except UserError as error:
         _fail(str(error), 2)
     except RunError as error:
@@ -36,9 +37,19 @@ def main() -> None:
     except MemoryError:
         _fail("out of memory; use fewer --workers, a smaller train.batch_size or store.memory", 1)
     except Exception as error:
+        if hasattr(error, "format_message"):  # the parser's own: an unknown option, a word where a number should be
+            _usage(error)
         if os.environ.get("FEDNH_DEBUG"):
             raise
         _fail(f"{type(error).__name__}: {error} (set FEDNH_DEBUG=1 to see where)", 1)
+
+
+def _usage(error: Any) -> None:
+    if not error.args and not getattr(error, "message", ""):  # no command given: the help is the answer
+        error.show()
+        sys.exit(error.exit_code)
+    where = getattr(getattr(error, "ctx", None), "command_path", "fednh")
+    _fail(f"{error.format_message().rstrip('.')}; see `{where} --help`", 2)
 
 
 def _fail(sentence: str, code: int) -> None:

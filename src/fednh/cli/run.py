@@ -177,8 +177,8 @@ def settings_given(words: list[str]) -> dict[str, str]:
 
 def absolute(data: str) -> str:
     """npz:PATH with the path made absolute, so that the written config works from anywhere."""
-    kind, colon, path = data.partition(":")
-    return f"{kind}:{Path(path).expanduser().absolute()}" if colon and path else data
+    kind, _, path = data.partition(":")
+    return f"npz:{Path(path).expanduser().absolute()}" if kind == "npz" and path else data
 
 
 def _new_folder(config: Config) -> Path:

@@ -52,6 +52,10 @@ class Lines(Silent):
         super().__init__(console)
         self.clock, self.rounds, self.name = _Clock(rounds), rounds, name
 
+    def evaluating(self, done: int, total: int) -> None:
+        if total >= 40 and done % (total // 4) == 0:  # a long final pass should not look like a standstill
+            self.console.print(f"evaluated {done} of {total} personal models", markup=False, highlight=False)
+
     def round_done(self, record: dict[str, Any]) -> None:
         words = [f"{self.name} round {record['round']}/{self.rounds}", *figures(record), *self.clock.line(record)]
         self.console.print("  ".join(words), markup=False, highlight=False, soft_wrap=True)
