@@ -19,7 +19,7 @@ help:
 	@echo "Setting up .venv (once; a few minutes on a new machine)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -qq --constraint constraints.txt torch
-	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable ".[dev]"
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable ".[dev,tensorboard,mlflow]"
 	@touch $@
 
 setup: .venv/ready
@@ -28,7 +28,7 @@ demo: setup
 	@rm -rf demo
 	@$(BIN)/python -m fednh run digits --method fednh --out demo/fednh --quiet
 	@$(BIN)/python -m fednh run digits --method fedavg --out demo/fedavg --quiet
-	@$(BIN)/python -m fednh table demo
+	@$(BIN)/python -m fednh table --short demo
 	@echo "The run folders are demo/fednh and demo/fedavg."
 
 test: lint types unit

@@ -150,8 +150,8 @@ def test_table_compares(tmp_path: Path) -> None:
             tmp_path,
         )
     ended = ok(["table", str(tmp_path / "all")], tmp_path)
-    assert "fednh" in ended.stdout
-    assert "local" in ended.stdout
+    assert "FedNH" in ended.stdout
+    assert "Local" in ended.stdout
     assert "–" in ended.stdout, "Local has no global model"
 
 

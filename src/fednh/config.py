@@ -170,6 +170,14 @@ def dump(config: Config) -> str:
     return tomli_w.dumps(_without_none(config.model_dump()))
 
 
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted name, as --set takes them."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
+
+
 def parse_value(text: str) -> Any:
     """A value as TOML reads it (`0.7`, `true`, `[16, 8]`), or the text itself."""
     try:

@@ -49,11 +49,18 @@ class Federation:
         }
 
 
-def build_federation(config: Config) -> Federation:
-    """Load, divide and check everything that a run needs; bad input is found here, before anything is written."""
+def load_data(config: Config) -> Dataset:
+    """The samples that a config names."""
+    return load(config.data.name, Path(config.data.dir).expanduser() if config.data.dir else default_folder())
+
+
+def build_federation(config: Config, dataset: Dataset | None = None) -> Federation:
+    """Load, divide and check everything that a run needs; bad input is found here, before anything is written.
+
+    Who builds several federations of the same data may load them once and pass them.
+    """
     check_device(config.device)
-    folder = Path(config.data.dir).expanduser() if config.data.dir else default_folder()
-    data = load(config.data.name, folder)
+    data = dataset or load_data(config)
     return Federation(
         dataset=data,
         train=samples_of(data, "train", config.data.augment, config.device),

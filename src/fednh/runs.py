@@ -55,7 +55,7 @@ class RunFolder:
             other = read_config(self.path)
             if other.model_copy(update={"workers": config.workers}) != config:
                 raise UserError(f"{self.path} holds a run with other settings; choose another --out, or delete it")
-        elif self.path.exists() and any(p.name != ".lock" for p in self.path.iterdir()):
+        elif self.path.exists() and any(not _of_a_beginning(p) for p in self.path.iterdir()):
             raise UserError(f"{self.path} is not empty and holds no run; choose another --out")
 
     def __enter__(self) -> RunFolder:
@@ -106,6 +106,11 @@ class RunFolder:
         """A model with what is needed to use it: `card` says its method, architecture, classes and preprocessing."""
         text = json.dumps(card, sort_keys=True)
         write_tree(self.path / "models" / f"{name}.safetensors", tree, {"fednh": text}, sync=False)
+
+
+def _of_a_beginning(path: Path) -> bool:
+    """Whether a file is one that a run leaves which was killed before its config was written: it can start again."""
+    return path.name in (".lock", "environment.json", "partition.json") or path.suffix == ".tmp"
 
 
 def _line(record: dict[str, Any]) -> bytes:

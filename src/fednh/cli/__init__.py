@@ -16,11 +16,12 @@ from fednh.errors import RunError, UserError
 
 # isort: off
 from fednh.cli import run  # the order of imports is the order in `fednh --help`
+from fednh.cli import sweep
 from fednh.cli import report
 from fednh.cli import about
 # isort: on
 
-__all__ = ["about", "app", "main", "report", "run"]
+__all__ = ["about", "app", "main", "report", "run", "sweep"]
 
 
 def main() -> None:

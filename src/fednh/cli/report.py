@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -10,12 +11,46 @@ import typer
 from fednh.cli.app import app, console_for_people
 
 
+class Format(StrEnum):
+    RICH = "rich"
+    MARKDOWN = "markdown"
+    LATEX = "latex"
+    CSV = "csv"
+
+
 @app.command()
 def table(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of them.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders of them.")],
+    form: Annotated[Format, typer.Option("--format", help="latex wants booktabs; csv has a line a figure.")] = (
+        Format.RICH
+    ),
+    paper: Annotated[bool, typer.Option("--paper", help="Set the paper's numbers beside those that match.")] = False,
+    short: Annotated[bool, typer.Option("--short", help="One row a run, nothing averaged.")] = False,
+    reference: Annotated[
+        str | None, typer.Option(help="The method that the others are compared with; default: fednh, else fedavg.")
+    ] = None,
 ) -> None:
-    """Compare finished runs."""
-    from fednh.report.load import find_runs
-    from fednh.report.table import comparison
+    """Compare finished runs: accuracy, fairness, cost and, with two or more seeds, each method with a reference.
 
-    console_for_people().print(comparison(find_runs(folders)))
+    Runs that differ in the seed alone are averaged; all others keep a row that says in what they differ.
+    """
+    from fednh.report import render, tables
+    from fednh.report.load import load_runs
+    from fednh.report.records import records, to_csv
+
+    runs = load_runs(folders)
+    if form is Format.CSV:
+        typer.echo(to_csv(records(runs, reference, paper), paper), nl=False)
+        return
+    if short:
+        sheets = [tables.comparison_sheet(runs)]
+    else:
+        sheets = [tables.accuracy_sheet(runs, paper), tables.fairness_sheet(runs, paper), tables.cost_sheet(runs)]
+        sheets += [sheet for sheet in [tables.paired_sheet(runs, reference)] if sheet.rows]
+    if form is Format.RICH:
+        console = console_for_people()
+        for sheet in sheets:
+            console.print(render.to_rich(sheet, console.width), "")
+        return
+    write = render.to_markdown if form is Format.MARKDOWN else render.to_latex
+    typer.echo("\n".join(write(sheet) for sheet in sheets), nl=False)

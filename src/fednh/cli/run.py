@@ -42,14 +42,17 @@ def run(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. method.rho=0.7.")
     ] = None,
+    track: Annotated[
+        list[str] | None, typer.Option(help="Also write to tensorboard or mlflow (extras). Repeatable.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the run folder.")] = False,
 ) -> None:
     """Run one method on one federation, and write a run folder."""
-    from fednh.config import load
+    from fednh.config import load, parse_value
 
     overrides: dict[str, Any] = {
         "method.name": method,
-        "data.name": None if data is None else _absolute(data),
+        "data.name": None if data is None else absolute(data),
         "data.dir": None if data_dir is None else str(data_dir.expanduser().absolute()),
         "partition.name": partition,
         "partition.beta": beta,
@@ -61,15 +64,19 @@ def run(
         "workers": workers,
         "device": device,
     }
-    given = {key: value for key, value in overrides.items() if value is not None} | _settings(settings or [])
+    given = {key: value for key, value in overrides.items() if value is not None}
+    given |= {key: parse_value(value) for key, value in settings_given(settings or []).items()}
     config = load(source, given)
-    _execute(config, out or _new_folder(config), quiet)
+    _execute(config, out or _new_folder(config), track or [], quiet)
 
 
 @app.command()
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of an interrupted run.")],
     workers: Annotated[int | None, typer.Option(help="Clients trained at once; the result is the same.")] = None,
+    track: Annotated[
+        list[str] | None, typer.Option(help="Also write to tensorboard or mlflow (extras). Repeatable.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the run folder.")] = False,
 ) -> None:
     """Go on with an interrupted run; the result is what it would have been without the interruption."""
@@ -78,18 +85,20 @@ def resume(
     config = read_config(folder)
     if workers is not None:
         config = config.model_copy(update={"workers": workers})
-    _execute(config, folder, quiet)
+    _execute(config, folder, track or [], quiet)
 
 
-def _execute(config: Config, out: Path, quiet: bool) -> None:
+def _execute(config: Config, out: Path, track: list[str], quiet: bool) -> None:
     """Start, continue, or recognise as finished the run in `out`."""
     from fednh.federation import build_federation
-    from fednh.report.table import comparison
     from fednh.report.terminal import watcher
     from fednh.runs import RunFolder, read_summary
     from fednh.simulate import Interrupted, Simulation
+    from fednh.track import Tracking
+    from fednh.track import check as check_trackers
 
     console = console_for_people()
+    check_trackers(track)
     folder = RunFolder(out)
     folder.check(config)
     if folder.finished:
@@ -97,8 +106,13 @@ def _execute(config: Config, out: Path, quiet: bool) -> None:
     else:
         federation = build_federation(config)
         name = f"{config.method['name']} on {federation.dataset.name}"
-        with _stop_on_signal() as stop, folder, watcher(console, config.rounds, name, quiet) as screen:
-            simulation = Simulation(config, federation, folder, screen, stop)
+        with (
+            stop_on_signal() as stop,
+            folder,
+            watcher(console, config.rounds, name, quiet) as screen,
+            Tracking(screen, track, folder, config) as watching,
+        ):
+            simulation = Simulation(config, federation, folder, watching, stop)
             folder.begin(config, federation.dataset.classes, federation.class_counts())
             try:
                 simulation.run()
@@ -112,7 +126,11 @@ def _execute(config: Config, out: Path, quiet: bool) -> None:
                 raise typer.Exit(130) from None
     _tell_losses(console, read_summary(out))
     if not quiet:
-        console.print(comparison([out]))
+        from fednh.report.load import load_runs
+        from fednh.report.render import to_rich
+        from fednh.report.tables import comparison_sheet
+
+        console.print(to_rich(comparison_sheet(load_runs([out])), console.width))
         typer.echo("run folder:")
     typer.echo(str(out))
 
@@ -126,7 +144,7 @@ def _tell_losses(console: Console, summary: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _stop_on_signal() -> Iterator[threading.Event]:
+def stop_on_signal() -> Iterator[threading.Event]:
     """The first Ctrl-C or SIGTERM asks the run to stop and save; a second one ends it at once."""
     stop = threading.Event()
 
@@ -146,30 +164,28 @@ def _stop_on_signal() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _settings(words: list[str]) -> dict[str, Any]:
-    from fednh.config import parse_value
-
+def settings_given(words: list[str]) -> dict[str, str]:
+    """The --set options: key -> the text of its value."""
     settings = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key.strip():
             raise UserError(f"--set {word!r} should be KEY=VALUE, for example --set method.rho=0.7")
-        settings[key.strip()] = parse_value(value.strip())
+        settings[key.strip()] = value.strip()
     return settings
 
 
-def _absolute(data: str) -> str:
+def absolute(data: str) -> str:
     """npz:PATH with the path made absolute, so that the written config works from anywhere."""
     kind, _, path = data.partition(":")
     return f"npz:{Path(path).expanduser().absolute()}" if kind == "npz" and path else data
 
 
 def _new_folder(config: Config) -> Path:
-    """runs/<data>-<method>-<partition>-seed<n>, with a number behind it if that is taken."""
-    how = config.partition
-    spread = f"{how.name}{how.beta:g}" if how.name in ("dirichlet", "quantity") else how.name
-    data = Path(config.data.name.partition(":")[2]).stem if ":" in config.data.name else config.data.name
-    name = f"{data}-{config.method['name']}-{spread}-seed{config.seed}"
+    """runs/<name>, with a number behind it if that is taken."""
+    from fednh.names import run_name
+
+    name = run_name(config)
     for number in range(1, 100_000):
         path = Path("runs") / (name if number == 1 else f"{name}-{number}")
         if not path.exists():

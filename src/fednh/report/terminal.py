@@ -42,7 +42,7 @@ class _Clock:
         self.clients += len(record["clients"])
         elapsed = time.perf_counter() - self.started
         left = elapsed / self.seen * (self.rounds - record["round"])
-        return f"{self.clients / elapsed:.1f} clients/s", f"{_duration(left)} left"
+        return f"{self.clients / elapsed:.1f} clients/s", f"{duration(left)} left"
 
 
 class Lines(Silent):
@@ -109,7 +109,8 @@ def watcher(console: Console, rounds: int, name: str, quiet: bool) -> Silent:
     return Bar(console, rounds, name) if console.is_terminal else Lines(console, rounds, name)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"

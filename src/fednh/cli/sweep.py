@@ -1,0 +1,159 @@
+"""The command that runs many: a product of settings, one run folder each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fednh.cli.app import app, console_for_people
+from fednh.cli.run import absolute, settings_given, stop_on_signal
+from fednh.errors import UserError
+
+if TYPE_CHECKING:
+    from fednh.report.sheet import Sheet
+    from fednh.sweep import Outcome, Planned
+
+
+@app.command()
+def sweep(
+    source: Annotated[
+        str | None, typer.Argument(metavar="[CONFIG-OR-PRESET]", help="A TOML file, or a preset; none: digits.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(metavar="A,B|all", help="Methods; see `fednh methods`.")] = None,
+    beta: Annotated[str | None, typer.Option(metavar="X,Y", help="Of the Dirichlet distribution.")] = None,
+    seed: Annotated[str | None, typer.Option(metavar="N,M", help="Seeds; tables average over them.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=X,Y",
+            help="Any setting, one value or several, e.g. method.rho=0.1,0.9 or model.args.hidden=[16,8],[32]. "
+            "A hyper-parameter is given to the methods that have it; none has it: an error. Repeatable.",
+        ),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="A data set by name, or npz:PATH. See `fednh datasets`.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie.")] = None,
+    partition: Annotated[str | None, typer.Option(help="dirichlet, iid, classes, shards or quantity.")] = None,
+    clients: Annotated[int | None, typer.Option(help="How many clients there are.")] = None,
+    participation: Annotated[float | None, typer.Option(help="The share of clients picked in a round.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Local epochs a round.")] = None,
+    out: Annotated[Path, typer.Option(help="The folder that the run folders go to.")] = Path("sweep"),
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time.")] = 1,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Clients trained at once in each run; default: cores / jobs.")
+    ] = None,
+    track: Annotated[
+        list[str] | None, typer.Option(help="Also write to tensorboard or mlflow (extras). Repeatable.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the time it takes; no run.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the folder.")] = False,
+) -> None:
+    """Run every combination of the given methods, betas, seeds and settings; `fednh table` compares them.
+
+    The same command again skips what is finished, goes on with what was interrupted and tries again what failed.
+    """
+    from fednh.methods import METHODS
+    from fednh.report.render import to_rich
+    from fednh.report.sweep_screen import sweep_screen
+    from fednh.sweep import check, combine, execute, values
+    from fednh.track import check as check_trackers
+
+    lists = {
+        "method.name": ",".join(METHODS) if method == "all" else method,
+        "partition.beta": beta,
+        "seed": seed,
+        "partition.name": partition,
+        "partition.clients": clients,
+        "participation.rate": participation,
+        "rounds": rounds,
+        "train.epochs": epochs,
+    }
+    axes: dict[str, Sequence[Any]] = {key: values(str(text)) for key, text in lists.items() if text is not None}
+    if data is not None:
+        axes["data.name"] = [absolute(data)]
+    if data_dir is not None:
+        axes["data.dir"] = [str(data_dir.expanduser().absolute())]
+    named = settings_given(settings or [])
+    for key, text in named.items():
+        if key in axes:
+            raise UserError(f"{key} is given twice: as an option and with --set")
+        if key == "workers":
+            raise UserError("workers is not a setting of a sweep; use --workers")
+        axes[key] = values(text)
+    check_trackers(track or [])
+    plan = combine(source, axes, named, out)
+    check(plan)
+    jobs, each = share_cores(jobs, workers, sum(not run.folder.finished for run in plan))
+    console = console_for_people()
+    if dry_run:
+        console.print(to_rich(_plan_sheet(plan, jobs, each), console.width))
+        return
+    with stop_on_signal() as stop, sweep_screen(console, plan, quiet) as screen:
+        outcome = execute(plan, jobs, each, track or [], screen, stop)
+    _tell(outcome, plan, out, quiet)
+
+
+def share_cores(jobs: int, workers: int | None, pending: int) -> tuple[int, int]:
+    """How many runs at once, and how many workers in each: no more in all than there are cores, unless asked for."""
+    import os
+
+    jobs = max(1, min(jobs, pending))
+    return jobs, workers or max(1, len(os.sched_getaffinity(0)) // jobs)
+
+
+def _plan_sheet(plan: Sequence[Planned], jobs: int, workers: int) -> Sheet:
+    from fednh.probe import estimate
+    from fednh.report.cells import word
+    from fednh.report.sheet import Cell, Sheet
+    from fednh.report.terminal import duration
+
+    seconds = estimate(plan, workers)
+    rows = []
+    for run in plan:
+        if run.folder.finished:
+            state = "finished: skipped"
+        elif run.rounds_done:
+            state = f"goes on, {run.rounds_done} of {run.config.rounds} rounds there"
+        else:
+            state = f"new, {run.config.rounds} rounds"
+        time = seconds.get(run.name)
+        rows.append([word(run.name), word(state), Cell("–" if time is None else duration(time), time)])
+    total = max([sum(seconds.values()) / jobs, *seconds.values()])
+    note = (
+        f"About {duration(total)} in all with {jobs} at a time and {workers} worker(s) each, from a short measurement "
+        "of a client's work; other work on this machine makes it longer."
+    )
+    return Sheet("plan", f"{len(plan)} runs, {len(seconds)} of them to do", ["run", "state", "time"], rows, note)
+
+
+def _tell(outcome: Outcome, plan: Sequence[Planned], out: Path, quiet: bool) -> None:
+    """The end of a sweep: what came out, what failed and why, and the exit code."""
+    from fednh.report.load import load_runs
+    from fednh.report.render import to_rich
+    from fednh.report.tables import accuracy_sheet
+
+    done = [run.folder.path for run in plan if run.folder.finished]
+    if done and not quiet and not outcome.interrupted:
+        console = console_for_people()
+        console.print(to_rich(accuracy_sheet(load_runs(done)), console.width))
+        typer.echo(f"{len(outcome.finished)} runs finished now, {len(outcome.skipped)} before. All: fednh table {out}")
+    if outcome.talked:
+        typer.echo(f"fednh: finished runs had something to say: {' '.join(map(str, outcome.talked))}", err=True)
+    for name, why in outcome.failed.items():
+        typer.echo(f"fednh: {name} failed: {why} (its output: {out / '.sweep' / name}.log)", err=True)
+    if outcome.interrupted:
+        typer.echo(
+            f"fednh: interrupted; {len(done)} of {len(plan)} runs are finished, the same command goes on", err=True
+        )
+        raise typer.Exit(130)
+    if outcome.failed:
+        typer.echo(
+            f"fednh: {len(outcome.failed)} of {len(plan)} runs failed; the same command tries them again", err=True
+        )
+        raise typer.Exit(1)
+    if quiet:
+        typer.echo(str(out))

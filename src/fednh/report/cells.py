@@ -1,0 +1,53 @@
+"""Cells of a Sheet: how a number is written, and which of a column are best and second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fednh.report.sheet import Cell
+from fednh.report.stats import Spread
+
+DASH = "–"
+
+
+def word(value: object) -> Cell:
+    """A word or a whole number, sorted as what it is."""
+    return Cell(str(value), value if isinstance(value, int | float) else str(value))
+
+
+def number(value: float | None, form: str = "{:.2f}") -> Cell:
+    return Cell(DASH) if value is None else Cell(form.format(value), float(value))
+
+
+def measured(value: Spread | None, form: str = "{:.2f}", say_n: bool = False) -> Cell:
+    """mean ± standard deviation, and on request n."""
+    if value is None:
+        return Cell(DASH)
+    text = form.format(value.mean) + ("" if value.std is None else f" ± {form.format(value.std)}")
+    return Cell(text + (f" (n={value.n})" if say_n else ""), value.mean)
+
+
+def size(value: float | None) -> Cell:
+    """A number of bytes in words."""
+    if value is None:
+        return Cell(DASH)
+    amount, units = float(value), ["B", "kB", "MB", "GB", "TB"]
+    while round(amount, 1) >= 1000 and len(units) > 1:
+        amount, units = amount / 1000, units[1:]
+    return Cell(f"{amount:.0f} B" if units[0] == "B" else f"{amount:.1f} {units[0]}", float(value))
+
+
+def probability(p: float | None) -> Cell:
+    if p is None:
+        return Cell(DASH)
+    return Cell("< 0.001" if p < 0.001 else f"{p:.3f}", p)
+
+
+def rank(rows: Sequence[list[Cell]], at: int, lowest: bool = False, places: int = 2) -> None:
+    """Mark the best and the second of a column; equal to two decimals is equal. Alone, a row is not compared."""
+    values = [(row, round(value, 2)) for row in rows if isinstance(value := row[at].value, float)]
+    order = sorted({value for _, value in values}, reverse=not lowest)[:places]
+    for row, value in values:
+        if len(values) > 1 and value in order:
+            row[at] = replace(row[at], place=order.index(value) + 1)

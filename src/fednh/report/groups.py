@@ -1,0 +1,227 @@
+"""Runs put together for a table: those that differ in the seed alone are one group, everything else keeps them apart.
+
+A table has a row for each method of a block (a data set and a participation rate) and a column for each partition.
+Where that would put two groups into one place, their rows say in which settings they differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fednh.config import flat
+from fednh.methods import METHODS
+from fednh.report.load import Run
+
+# The paper's names in the order of its Table 1; FedAvg+UH is in Figure 2 only.
+PAPER_NAMES = {
+    "local": "Local",
+    "fedavg": "FedAvg",
+    "fedper": "FedPer",
+    "ditto": "Ditto",
+    "fedrep": "FedRep",
+    "fedproto": "FedProto",
+    "creff": "CReFF",
+    "fedbabu": "FedBABU",
+    "fedrod": "FedROD",
+    "feduh": "FedAvg+UH",
+    "fednh": "FedNH",
+}
+# These change no figure but the time: a run may be resumed with other ones.
+_NO_MATTER = ("seed", "workers", "data.dir", "checkpoint.", "store.")
+# These make a block or a column; the column says those that its partition uses.
+_LAID_OUT = (
+    "participation.rate",
+    "partition.name",
+    "partition.beta",
+    "partition.classes_per_client",
+    "partition.shards_per_client",
+)
+
+
+def method_name(name: str) -> str:
+    """As the paper writes it; a method that it does not have keeps its own name."""
+    return PAPER_NAMES.get(name, name)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs with the same settings, one for each seed."""
+
+    runs: tuple[Run, ...]
+    settings: dict[str, Any]  # all that matter, by dotted name
+    repeated: int = 0  # further runs of the same settings and seed, left out
+
+    @property
+    def n(self) -> int:
+        return len(self.runs)
+
+    @property
+    def method(self) -> str:
+        return self.runs[0].method
+
+    @property
+    def data(self) -> str:
+        return str(self.runs[0].summary["data"])
+
+    @property
+    def rate(self) -> float:
+        return self.runs[0].config.participation.rate
+
+    @property
+    def clients(self) -> int:
+        return self.runs[0].config.partition.clients
+
+    @property
+    def column(self) -> str:
+        how = self.runs[0].config.partition
+        words = {
+            "dirichlet": f"Dir({how.beta:g})",
+            "quantity": f"Dir sizes({how.beta:g})",
+            "iid": "IID",
+            "classes": f"{how.classes_per_client} classes",
+            "shards": f"{how.shards_per_client} shards",
+        }
+        return words.get(how.name, how.name)
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """Settings that are not the method's and have no other place in the table."""
+        return {k: v for k, v in self.settings.items() if not k.startswith("method.") and k not in _LAID_OUT}
+
+    @property
+    def hyper(self) -> dict[str, Any]:
+        """The method's own settings."""
+        return {k: v for k, v in self.settings.items() if k.startswith("method.") and k != "method.name"}
+
+    @property
+    def setting(self) -> str:
+        """Everything but the method: groups with the same are comparable, seed by seed."""
+        return _key({"column": self.column, "rate": self.rate, "data": self.data, **self.shared})
+
+    def values(self, figure: str) -> list[float]:
+        """A figure of the summary, one for each seed that has it."""
+        return [float(run.summary[figure]) for run in self.runs if run.summary.get(figure) is not None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table: what stands at its left."""
+
+    data: str
+    rate: float
+    method: str
+    apart: str = ""  # the settings that tell it from its neighbours
+
+    @property
+    def label(self) -> str:
+        return f"{method_name(self.method)}, {self.apart}" if self.apart else method_name(self.method)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which group stands where."""
+
+    rows: list[Row]
+    columns: list[str]
+    places: dict[tuple[Row, str], Group]
+
+    def block(self, row: Row) -> list[Row]:
+        """The rows that a row is compared with."""
+        return [other for other in self.rows if (other.data, other.rate) == (row.data, row.rate)]
+
+    def by_row(self) -> Iterable[tuple[Row, str, Group]]:
+        for row in self.rows:
+            for column in self.columns:
+                if (row, column) in self.places:
+                    yield row, column, self.places[row, column]
+
+    @property
+    def groups(self) -> list[Group]:
+        return list(self.places.values())
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """One group for each setting; a seed counts once, however often it was run."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(_key({"data shown": run.summary["data"], **_settings(run)}), []).append(run)
+    groups = []
+    for same in found.values():
+        seeds = {run.config.seed: run for run in reversed(same)}  # the first one given stands
+        chosen = tuple(seeds[seed] for seed in sorted(seeds))
+        groups.append(Group(chosen, _settings(same[0]), len(same) - len(chosen)))
+    return groups
+
+
+def lay_out(runs: Sequence[Run]) -> Layout:
+    """Rows and columns for the runs, every group in a place of its own."""
+    groups = group_runs(runs)
+    places: dict[tuple[Row, str], Group] = {}
+    for block in _by(groups, lambda g: (g.data, g.rate)):
+        shared = _varying([g.shared for g in block])
+        for same in _by(block, lambda g: g.method):
+            hyper = _varying([g.hyper for g in same])
+            for group in same:
+                apart = ", ".join(f"{_short(k)}={show(group.settings.get(k))}" for k in [*shared, *hyper])
+                places[Row(group.data, group.rate, group.method, apart), group.column] = group
+    rows = sorted({row for row, _ in places}, key=_row_order)
+    columns = sorted({column for _, column in places}, key=lambda c: _column_order(c, groups))
+    return Layout(rows, columns, places)
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    everything = flat(run.config.model_dump())
+    return {k: v for k, v in everything.items() if k not in _NO_MATTER and f"{k.partition('.')[0]}." not in _NO_MATTER}
+
+
+def _varying(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    keys = {key: None for one in settings for key in one}
+    return [key for key in keys if len({_key(one.get(key)) for one in settings}) > 1]
+
+
+def _by(groups: Iterable[Group], key: Any) -> list[list[Group]]:
+    found: dict[Any, list[Group]] = {}
+    for group in groups:
+        found.setdefault(key(group), []).append(group)
+    return list(found.values())
+
+
+def _row_order(row: Row) -> tuple[Any, ...]:
+    order = [*PAPER_NAMES, *METHODS]
+    at = order.index(row.method) if row.method in order else len(order)
+    return row.data, row.rate, at, row.method, _natural(row.apart)
+
+
+def _natural(text: str) -> list[tuple[float, str]]:
+    """Sorts `rounds=20` before `rounds=100`."""
+    parts = []
+    for word in text.split(", "):
+        key, _, value = word.partition("=")
+        try:
+            parts.append((float(value), key))
+        except ValueError:
+            parts.append((float("inf"), word))
+    return parts
+
+
+def _column_order(column: str, groups: Iterable[Group]) -> tuple[str, float, str]:
+    how = next(g for g in groups if g.column == column).runs[0].config.partition
+    return how.name, how.beta, column
+
+
+def _key(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _short(key: str) -> str:
+    return key.removeprefix("method.").replace("partition.clients", "clients")
+
+
+def show(value: Any) -> str:
+    """A setting as a word."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "default" if value is None else str(value).replace(", ", " ")

@@ -1,0 +1,55 @@
+"""The numbers that the paper printed, for setting beside ours.
+
+published.csv has Table 1 (participation 0.1), the appendix's table with participation 0.3, and the fairness table as
+`fairness` (mean and standard deviation of PM(L) over clients; its means are Table 1's for Dir(0.3)).
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from fednh.config import PRESETS, flat, load
+from fednh.report.groups import PAPER_NAMES, Group, show
+
+
+@dataclass(frozen=True)
+class Published:
+    mean: float
+    std: float
+
+
+def published(group: Group, metric: str) -> Published | None:
+    """The paper's number for a group's data set, method, beta and participation, if it has one."""
+    how = group.runs[0].config.partition
+    if how.name != "dirichlet":
+        return None
+    name = PAPER_NAMES.get(group.method, "")
+    return _numbers().get((group.runs[0].config.data.name, name, how.beta, group.rate, metric))
+
+
+def departures(group: Group) -> list[str]:
+    """In which settings the group is not as in the paper: `rounds=20 (paper: 200)`."""
+    config = group.runs[0].config
+    if config.data.name not in PRESETS:
+        return []
+    same = {"method.name": group.method, "partition.beta": config.partition.beta, "participation.rate": group.rate}
+    paper = flat(load(config.data.name, same).model_dump())
+    return [
+        f"{key}={show(value)} (paper: {show(paper.get(key))})"
+        for key, value in group.settings.items()
+        if value != paper.get(key) and not key.startswith("eval.")
+    ]
+
+
+@cache
+def _numbers() -> dict[tuple[str, str, float, float, str], Published]:
+    text = resources.files("fednh.report").joinpath("published.csv").read_text(encoding="utf-8")
+    return {
+        (r["data"], r["method"], float(r["beta"]), float(r["participation"]), r["metric"]): Published(
+            float(r["mean"]), float(r["std"])
+        )
+        for r in csv.DictReader(text.splitlines())
+    }

@@ -1,0 +1,74 @@
+"""The tables for machines: one line for each method, setting and metric."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from fednh.report.groups import lay_out, show
+from fednh.report.load import Run
+from fednh.report.pairs import METRICS, compare
+from fednh.report.published import published
+from fednh.report.stats import spread
+
+FIGURES = (*METRICS, "pm_l_std", "seconds", "client_seconds", "bytes_up", "bytes_down")
+COLUMNS = ["data", "partition", "beta", "clients", "participation", "rounds", "method", "settings", "metric"]
+COLUMNS += ["n", "mean", "std", "seeds"]
+PAIRED = ["reference", "pairs", "difference", "low", "high", "effect", "test", "p", "p_holm"]
+PAPER = ["paper_mean", "paper_std", "paper_difference"]
+_PRINTED = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)", "pm_l_std": "fairness"}
+
+
+def records(runs: Sequence[Run], reference: str | None = None, paper: bool = False) -> list[dict[str, Any]]:
+    """One record for each method, setting and metric; numbers are not rounded, what is unknown is None."""
+    layout = lay_out(runs)
+    pairs = {(c.row, c.column, c.metric): c for c in compare(layout, reference)}
+    found = []
+    for row, column, group in layout.by_row():
+        how = group.runs[0].config.partition
+        setting = {
+            "data": group.data,
+            "partition": how.name,
+            "beta": how.beta if how.name in ("dirichlet", "quantity") else None,
+            "clients": how.clients,
+            "participation": group.rate,
+            "rounds": group.settings["rounds"],
+            "method": group.method,
+            "settings": "; ".join(f"{k.removeprefix('method.')}={show(v)}" for k, v in group.hyper.items()),
+        }
+        if row.apart:
+            setting["settings"] = "; ".join(dict.fromkeys([*row.apart.split(", "), *_words(setting["settings"])]))
+        for figure in FIGURES:
+            value = spread(group.values(figure))
+            if value is None:
+                continue
+            record = {**setting, "metric": figure, "n": value.n, "mean": value.mean, "std": value.std}
+            record["seeds"] = " ".join(str(run.config.seed) for run in group.runs)
+            pair = pairs.get((row, column, figure))
+            if pair is not None:
+                r = pair.result
+                values = (pair.reference.label, r.n, r.mean, r.low, r.high, r.effect, r.test, r.p, pair.corrected)
+                record |= dict(zip(PAIRED, values, strict=True))
+            theirs = published(group, _PRINTED[figure]) if paper and figure in _PRINTED else None
+            if theirs is not None and figure == "pm_l_std":  # the paper's spread over clients is its figure here
+                record |= {"paper_mean": theirs.std, "paper_difference": value.mean - theirs.std}
+            elif theirs is not None:
+                record |= dict(zip(PAPER, (theirs.mean, theirs.std, value.mean - theirs.mean), strict=True))
+            found.append(record)
+    return found
+
+
+def to_csv(found: Sequence[dict[str, Any]], paper: bool = False) -> str:
+    """Records as CSV, with the same columns whatever the runs are."""
+    out = io.StringIO()
+    columns = [*COLUMNS, *PAIRED, *(PAPER if paper else [])]
+    writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(found)
+    return out.getvalue()
+
+
+def _words(text: str) -> list[str]:
+    return text.split("; ") if text else []

@@ -1,0 +1,104 @@
+"""Sheets in a form: the terminal's, Markdown, LaTeX. (CSV has its own shape: see records.py.)"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.markup import escape
+from rich.table import Table
+
+from fednh.report.sheet import Cell, Sheet
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    **{char: f"\\{char}" for char in "&%$#_{}"},
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "±": r"$\pm$",
+    "–": "--",
+    "−": "$-$",
+}
+
+
+def to_rich(sheet: Sheet, width: int) -> Table:
+    """For a terminal of a width: the best bold, the second underlined. Nothing is cut off, however narrow it is."""
+    table = Table(title=escape(sheet.title), title_justify="left", pad_edge=False)
+    for name, left, wide in zip(sheet.columns, _left(sheet), _widths(sheet, width), strict=True):
+        table.add_column(escape(name), justify="left" if left else "right", overflow="fold", width=wide)
+    style = {0: "", 1: "bold", 2: "underline"}
+    for row in sheet.rows:
+        table.add_row(*(f"[{style[c.place]}]{escape(c.text)}[/]" if c.place else escape(c.text) for c in row))
+    table.caption, table.caption_justify = escape(sheet.note), "left"
+    return table
+
+
+def _widths(sheet: Sheet, width: int) -> Sequence[int | None]:
+    """How wide each column is: numbers and words are not broken while there is room, sentences and headings may be."""
+    least, full = [], []
+    for at, (name, words) in enumerate(zip(sheet.columns, _left(sheet), strict=True)):
+        texts = [row[at].text for row in sheet.rows]
+        whole = [*name.split(), *(" ".join(texts).split() if words else texts)]
+        least.append(max(map(len, whole)))
+        full.append(max(map(len, [name, *texts])))
+    left = width - (3 * len(least) - 1) - sum(least)  # what borders and padding leave
+    if left < 0:
+        return [None] * len(least)  # rich folds what does not fit
+    for _ in range(min(left, sum(full) - sum(least))):
+        neediest = max(range(len(least)), key=lambda at: full[at] - least[at])
+        least[neediest] += 1
+    return least
+
+
+def to_markdown(sheet: Sheet) -> str:
+    """GitHub's Markdown; it has no underline of its own, so the second is in <u>."""
+
+    def show(cell: Cell) -> str:
+        text = _markdown(cell.text)
+        return {0: text, 1: f"**{text}**", 2: f"<u>{text}</u>"}[cell.place]
+
+    lines = [[_markdown(name) for name in sheet.columns]]
+    lines.append([":--" if left else "--:" for left in _left(sheet)])
+    lines += [[show(cell) for cell in row] for row in sheet.rows]
+    body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"**{_markdown(sheet.title)}**\n\n{body}\n\n{_markdown(sheet.note)}\n"
+
+
+def to_latex(sheet: Sheet) -> str:
+    r"""A `table` for a document with \usepackage{booktabs}; needs no other package."""
+
+    def show(cell: Cell) -> str:
+        text = _latex(cell.text)
+        return {0: text, 1: rf"\textbf{{{text}}}", 2: rf"\underline{{{text}}}"}[cell.place]
+
+    lines = [
+        r"\begin{table}",
+        r"  \centering",
+        rf"  \caption{{{_latex(sheet.title)}. {_latex(sheet.note)}}}",
+        rf"  \label{{tab:{sheet.name}}}",
+        rf"  \begin{{tabular}}{{{''.join('l' if left else 'r' for left in _left(sheet))}}}",
+        r"    \toprule",
+        f"    {' & '.join(map(_latex, sheet.columns))} \\\\",
+        r"    \midrule",
+        *(f"    {' & '.join(map(show, row))} \\\\" for row in sheet.rows),
+        r"    \bottomrule",
+        r"  \end{tabular}",
+        r"\end{table}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _left(sheet: Sheet) -> list[bool]:
+    """Which columns hold words: they stand to the left."""
+    return [any(isinstance(row[at].value, str) for row in sheet.rows) for at in range(len(sheet.columns))]
+
+
+def _markdown(text: str) -> str:
+    for char in "\\`*_[]<>|":
+        text = text.replace(char, f"\\{char}")
+    return text
+
+
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(char, char) for char in text)

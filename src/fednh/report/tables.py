@@ -1,0 +1,282 @@
+"""The tables, as Sheets: accuracy in the layout of the paper's Table 1, fairness, cost, and paired comparisons.
+
+Each takes runs, groups those that differ in the seed alone, and says n and what the spread is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fednh.report.cells import DASH, measured, number, probability, rank, size, word
+from fednh.report.groups import Group, Layout, Row, lay_out
+from fednh.report.load import Run
+from fednh.report.pairs import METRICS, Comparison, compare
+from fednh.report.published import departures, published
+from fednh.report.sheet import Cell, Sheet
+from fednh.report.stats import WILCOXON_FROM, spread, worst_tenth
+
+_ACCURACY_WORDS = (
+    "GM: global model; PM(V), PM(L): personal models, owned classes alike or by their share, mean over clients"
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a group: its heading, where its values come from, and what the paper has beside it."""
+
+    name: str
+    values: Callable[[Group], list[float]]
+    lowest_is_best: bool = False
+    paper: str | None = None
+    paper_prints: str = "mean"  # or "std": the paper's figure is the spread that it prints
+
+
+def _worst(group: Group) -> list[float]:
+    return [worst_tenth([c["pm_l"] for c in run.summary["clients"]]) for run in group.runs if run.summary["clients"]]
+
+
+ACCURACY = (
+    Figure("GM", lambda g: g.values("gm"), paper="GM"),
+    Figure("PM(V)", lambda g: g.values("pm_v"), paper="PM(V)"),
+    Figure("PM(L)", lambda g: g.values("pm_l"), paper="PM(L)"),
+)
+FAIRNESS = (
+    Figure("PM(L)", lambda g: g.values("pm_l"), paper="fairness"),
+    Figure("spread", lambda g: g.values("pm_l_std"), lowest_is_best=True, paper="fairness", paper_prints="std"),
+    Figure("worst 10%", _worst),
+)
+
+
+def accuracy_sheet(runs: Sequence[Run], paper: bool = False) -> Sheet:
+    """Method by data set, participation and partition: GM, PM(V) and PM(L), as in the paper's Table 1."""
+    return _figures("accuracy", "Test accuracy in percent", f"{_ACCURACY_WORDS}.", ACCURACY, lay_out(runs), paper)
+
+
+def fairness_sheet(runs: Sequence[Run], paper: bool = False) -> Sheet:
+    """How evenly the clients are served: mean and spread of PM(L) over clients."""
+    words = (
+        "PM(L): mean over clients; spread: standard deviation of PM(L) over clients, lower is more even; "
+        "worst 10%: mean PM(L) of the tenth of clients with the lowest."
+    )
+    return _figures("fairness", "Fairness: PM(L) over clients, in percent", words, FAIRNESS, lay_out(runs), paper)
+
+
+def cost_sheet(runs: Sequence[Run]) -> Sheet:
+    """What a run takes: time, and bytes on the wire; relative to FedAvg with the same settings where that is there."""
+    layout = lay_out(runs)
+    base = {group.setting: group for group in layout.groups if group.method == "fedavg"}
+    columns = [*_lead(layout, partition=True), "method", "seconds", "client seconds"]
+    columns += ["up a round", "down a round", "up in all", "down in all"]
+    columns += ["seconds / FedAvg", "client seconds / FedAvg", "bytes / FedAvg"] if base else []
+    rows = []
+    for row, column, group in layout.by_row():
+        cells = _lead_cells(layout, row, column)
+        cells += [measured(spread(group.values(key)), "{:.1f}") for key in ("seconds", "client_seconds")]
+        cells += [size(_mean(_bytes_a_round(group, key))) for key in ("bytes_up", "bytes_down")]
+        cells += [size(_mean(group.values(key))) for key in ("bytes_up", "bytes_down")]
+        rows.append(cells + (_beside(group, base.get(group.setting)) if base else []))
+    workers = sorted({int(run.environment["workers"]) for group in layout.groups for run in group.runs})
+    note = (
+        "Client seconds: wall time of the clients' work and the aggregation, without evaluation. Times hold for the "
+        f"machine they were measured on, with {' or '.join(map(str, workers))} worker(s) a run, and grow when other "
+        f"work shares its cores. Bytes: what the round's clients send up and receive. {_counts(layout)}"
+    )
+    return Sheet("cost", "Cost" + _common(layout), columns, rows, note)
+
+
+def paired_sheet(runs: Sequence[Run], reference: str | None = None) -> Sheet:
+    """Each method against a reference (default: FedNH, else FedAvg), seed by seed; no rows without two seeds."""
+    layout = lay_out(runs)
+    found = compare(layout, reference)
+    columns = [*_lead(layout, partition=True), "method", "metric", "n", "difference", "95% interval"]
+    columns += ["effect d", "test", "p", "p (Holm)", "reading"]
+    if not found:
+        note = "Nothing to compare: it takes two methods with the same settings and at least two seeds in common."
+        return Sheet("paired", "Paired comparison", columns, [], note)
+    rows = [[*_lead_cells(layout, c.row, c.column), *_paired_cells(c)] for c in found]
+    names = ", ".join(dict.fromkeys(c.reference.label for c in found))
+    return Sheet("paired", f"Paired comparison with {names}{_common(layout)}", columns, rows, _paired_note(found))
+
+
+def comparison_sheet(runs: Sequence[Run]) -> Sheet:
+    """A short look: one row a run, nothing averaged."""
+    keys = {**METRICS, "pm_l_std": "fairness"}
+    rows = [
+        [
+            *(word(value) for value in (run.method, run.summary["data"], run.config.seed, run.summary["rounds"])),
+            *(number(run.summary[key]) for key in keys),
+            number(run.summary["samples_per_second"], "{:,.0f}"),
+        ]
+        for run in runs
+    ]
+    for at, key in enumerate(keys, start=4):
+        rank(rows, at, lowest=key == "pm_l_std", places=1)
+    note = f"{_ACCURACY_WORDS}; fairness: standard deviation of PM(L) over clients, lower is more even."
+    columns = ["method", "data", "seed", "rounds", *keys.values(), "samples/s"]
+    return Sheet("comparison", "Test accuracy in percent" + _common(lay_out(runs), data=False), columns, rows, note)
+
+
+# --- accuracy and fairness -----------------------------------------------------------------------------------------
+
+
+def _figures(name: str, title: str, words: str, figures: Sequence[Figure], layout: Layout, paper: bool) -> Sheet:
+    shown: list[tuple[str, Figure, bool]] = []  # partition, figure, whether it is the paper's number
+    for column in layout.columns:
+        here = [group for _, c, group in layout.by_row() if c == column]
+        for figure in figures:
+            shown.append((column, figure, False))
+            if paper and figure.paper and any(published(group, figure.paper) for group in here):
+                shown.append((column, figure, True))
+    uneven = len({group.n for group in layout.groups}) > 1
+    rows = []
+    for row in layout.rows:
+        cells = _lead_cells(layout, row)
+        for column, figure, printed in shown:
+            group = layout.places.get((row, column))
+            if group is None:
+                cells.append(Cell(DASH))
+            elif printed:
+                cells.append(_printed(group, figure))
+            else:
+                cells.append(measured(spread(figure.values(group)), say_n=uneven))
+        rows.append(cells)
+    for block in dict.fromkeys((row.data, row.rate) for row in layout.rows):
+        rivals = [cells for row, cells in zip(layout.rows, rows, strict=True) if (row.data, row.rate) == block]
+        for at, (_, figure, printed) in enumerate(shown, start=len(_lead(layout)) + 1):
+            if not printed:
+                rank(rivals, at, figure.lowest_is_best)
+    several = len(layout.columns) > 1
+    heads = [
+        (f"{column} " if several else "") + figure.name + (", paper (diff.)" if printed else "")
+        for column, figure, printed in shown
+    ]
+    scope = " of each data set and participation" if _lead(layout) else ""
+    note = f"{words} {_counts(layout)} Bold: best{scope}; underlined: second."
+    if any(printed for *_, printed in shown):
+        note += f" {_paper_note(layout)}"
+    return Sheet(name, title + _common(layout), [*_lead(layout), "method", *heads], rows, note)
+
+
+def _printed(group: Group, figure: Figure) -> Cell:
+    theirs, ours = published(group, figure.paper or ""), spread(figure.values(group))
+    if theirs is None:
+        return Cell(DASH)
+    value = theirs.std if figure.paper_prints == "std" else theirs.mean
+    text = f"{value:.2f}" if figure.paper == "fairness" else f"{value:.2f} ± {theirs.std:.2f}"
+    text += "" if ours is None else f" ({ours.mean - value:+.2f})"
+    return Cell(text + ("*" if departures(group) else ""), value)
+
+
+def _paper_note(layout: Layout) -> str:
+    said = "Paper: as published, mean ± standard deviation of three runs; in brackets ours minus theirs."
+    apart = list(dict.fromkeys(d for g in layout.groups if published(g, "PM(L)") for d in departures(g)))
+    return f"{said} *: with other settings than the paper's: {'; '.join(apart)}." if apart else said
+
+
+# --- cost ----------------------------------------------------------------------------------------------------------
+
+
+def _bytes_a_round(group: Group, key: str) -> list[float]:
+    return [run.summary[key] / run.summary["rounds"] for run in group.runs]
+
+
+def _beside(group: Group, base: Group | None) -> list[Cell]:
+    if base is None:
+        return [Cell(DASH)] * 3
+    ratios = [_ratio(_mean(group.values(key)), _mean(base.values(key))) for key in ("seconds", "client_seconds")]
+    traffic = [
+        _mean([u + d for u, d in zip(g.values("bytes_up"), g.values("bytes_down"), strict=True)]) for g in (group, base)
+    ]
+    return [number(ratio, "{:.2f}") for ratio in [*ratios, _ratio(*traffic)]]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _ratio(value: float, base: float) -> float | None:
+    return value / base if base else None
+
+
+# --- paired comparisons --------------------------------------------------------------------------------------------
+
+
+def _paired_cells(c: Comparison) -> list[Cell]:
+    r = c.result
+    return [
+        word(METRICS[c.metric]),
+        word(r.n),
+        number(r.mean, "{:+.2f}"),
+        Cell(f"{r.low:+.2f} to {r.high:+.2f}", r.low),
+        number(r.effect, "{:+.2f}"),
+        word(r.test),
+        probability(r.p),
+        probability(c.corrected),
+        word(c.reading),
+    ]
+
+
+def _paired_note(found: Sequence[Comparison]) -> str:
+    n = min(c.result.n for c in found)
+    note = (
+        "Differences are method minus reference, seed by seed. t: Student's paired t-test, which assumes normal "
+        f"differences; Wilcoxon: signed-rank test, from {WILCOXON_FROM} pairs on. Holm: corrected for the methods "
+        "compared in one setting and metric. Effect d: mean difference / its standard deviation. Seeds stand for other "
+        "partitions, picks and initial weights of the same data, not for other data. Untested: the difference was the "
+        "same on every seed."
+    )
+    if n >= WILCOXON_FROM:
+        return note
+    return (
+        f"{note} With n = {n}, a large p does not show that two methods are equal, and a small one rests on {n} "
+        "differences: look at the interval, and run more seeds before claiming anything."
+    )
+
+
+# --- what stands around the figures --------------------------------------------------------------------------------
+
+
+def _lead(layout: Layout, partition: bool = False) -> list[str]:
+    """The columns before the method, where there is more than one value."""
+    several = {
+        "data": len({row.data for row in layout.rows}) > 1,
+        "participation": len({row.rate for row in layout.rows}) > 1,
+        "partition": partition and len(layout.columns) > 1,
+    }
+    return [name for name, there in several.items() if there]
+
+
+def _lead_cells(layout: Layout, row: Row, column: str = "") -> list[Cell]:
+    cells = {"data": word(row.data), "participation": Cell(f"{row.rate:.0%}", row.rate), "partition": word(column)}
+    return [cells[name] for name in _lead(layout, bool(column))] + [word(row.label)]
+
+
+def _common(layout: Layout, data: bool = True) -> str:
+    """The setting that all share, for the title."""
+    if not layout.groups:
+        return ""
+    facts = [
+        {group.data for group in layout.groups} if data else set(),
+        {group.column for group in layout.groups},
+        {f"{group.clients} clients" for group in layout.groups},
+        {f"{group.rate:.0%} a round" for group in layout.groups},
+        {_rounds(group) for group in layout.groups} if data else set(),
+    ]
+    words = [fact.pop() for fact in facts if len(fact) == 1]
+    return f"; {', '.join(words)}" if words else ""
+
+
+def _rounds(group: Group) -> str:
+    rounds = group.settings["rounds"]
+    return "1 round" if rounds == 1 else f"{rounds} rounds"
+
+
+def _counts(layout: Layout) -> str:
+    sizes = sorted({group.n for group in layout.groups})
+    repeated = sum(group.repeated for group in layout.groups)
+    twice = f" {repeated} run(s) with settings and seed of another one are left out." if repeated else ""
+    if sizes == [1]:
+        return f"n = 1 seed: no spread is known.{twice}"
+    n = f"n = {sizes[0]}" if len(sizes) == 1 else f"n = {sizes[0]} to {sizes[-1]}"
+    return f"Mean ± standard deviation (n - 1) over {n} seeds.{twice}"
