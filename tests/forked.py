@@ -44,7 +44,7 @@ class Process:
             main()
             code = 0
         except SystemExit as exit_:
-            code = exit_.code if isinstance(exit_.code, int) else 1
+            code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pty
 import re
@@ -149,8 +150,8 @@ def test_table_compares(tmp_path: Path) -> None:
             tmp_path,
         )
     ended = ok(["table", str(tmp_path / "all")], tmp_path)
-    assert "fednh" in ended.stdout
-    assert "local" in ended.stdout
+    assert "FedNH" in ended.stdout
+    assert "Local" in ended.stdout
     assert "–" in ended.stdout, "Local has no global model"
 
 
@@ -244,7 +245,7 @@ def test_real_cifar10_rises(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((out / "summary.json").read_text())
     assert max(line["gm"] for line in lines) > 14, "chance is 10"
-    assert lines[-1]["train_loss"] < lines[0]["train_loss"]
+    assert all(line["train_loss"] < math.log(10) for line in lines), "better than guessing, on every round's clients"
     assert summary["pm_l"] > 35
     assert {len(line["clients"]) for line in lines} == {4}
     parameters = 4864 + 102464 + 614784 + 73920 + 1920 + 1

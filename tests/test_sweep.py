@@ -179,6 +179,17 @@ def test_a_folder_with_other_settings_is_refused(tmp_path: Path) -> None:
     assert "holds a run with other settings" in str(result.exception)
 
 
+def test_a_run_killed_before_its_config_was_written_can_start_again(tmp_path: Path) -> None:
+    run = combine("digits", {}, [], tmp_path)[0]
+    run.folder.path.mkdir()
+    for name in (".lock", "environment.json", ".partition.json.123.tmp"):
+        (run.folder.path / name).write_text("")
+    run.folder.check(run.config)
+    (run.folder.path / "thesis.tex").write_text("")
+    with pytest.raises(UserError, match="not empty and holds no run"):
+        run.folder.check(run.config)
+
+
 def test_dry_run_plans_measures_and_writes_nothing(tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     words = ["--method", "fednh,fedrep", "--seed", "0,1", "--rounds", "3", "--dry-run", "--out", str(out)]

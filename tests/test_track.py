@@ -51,6 +51,7 @@ def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 def scalars(run: Path) -> dict[str, dict[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    (_,) = (run / "tensorboard").iterdir()  # one file: nothing of an earlier attempt is left to be shown beside it
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     return {key: {e.step: e.value for e in events.Scalars(key)} for key in events.Tags()["scalars"]}
@@ -66,6 +67,7 @@ def mlflow_runs(run: Path) -> Iterator[tuple[Any, dict[str, dict[int, float]]]]:
     assert experiment is not None
     for found in client.search_runs([experiment.experiment_id], f"tags.`fednh.folder` = '{run}'"):
         history = {k: client.get_metric_history(found.info.run_id, k) for k in found.data.metrics}
+        assert all(len({m.step for m in line}) == len(line) for line in history.values())  # no round is there twice
         yield found, {key: {m.step: m.value for m in line} for key, line in history.items()}
 
 

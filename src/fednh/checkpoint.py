@@ -9,15 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from fednh.errors import UserError
 from fednh.files import read_tree, sha256, write_json, write_tree
-from fednh.store import Entry, Store
+from fednh.store import Entry, Snapshot, Store
 from fednh.tree import Tree
 
 FORMAT = 1
@@ -38,15 +40,33 @@ class Checkpoints:
 
     def __init__(self, folder: Path, store: Store):
         self.folder, self.store = folder, store
+        self._writer = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
+        self._under_way: Future[None] | None = None
+
+    def begin(self, round_: int, server: Tree, progress: dict[str, Any]) -> None:
+        """Save in the background while the next round goes on: trees never change, so nothing need be copied."""
+        self.wait()
+        snapshot = self.store.snapshot()
+        self._under_way = self._writer.submit(self._save, round_, server, progress, snapshot)
+
+    def wait(self) -> None:
+        """Return when nothing is under way any more; what went wrong in the background is raised here."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
 
     def save(self, round_: int, server: Tree, progress: dict[str, Any]) -> None:
+        """Save, and return when it is on disk."""
+        self.begin(round_, server, progress)
+        self.wait()
+
+    def _save(self, round_: int, server: Tree, progress: dict[str, Any], snapshot: Snapshot) -> None:
         """Write the state after `round_`, then drop what only older checkpoints needed."""
         name = f"server.round-{round_:06d}.safetensors"
         digest = write_tree(self.folder / name, server)
-        rounds = self.store.rounds()
         clients = {
-            str(client): {"round": rounds[client], "file": entry.file, "sha256": entry.sha256}
-            for client, entry in self.store.flush().items()
+            str(client): {"round": round_of, "file": entry.file, "sha256": entry.sha256}
+            for client, (round_of, entry) in self.store.flush(snapshot).items()
         }
         body = {
             "format": FORMAT,

@@ -163,7 +163,10 @@ class Simulation:
         with one_thread(), workers as self.pool:
             while self.progress.round < self.config.rounds:
                 self._one_round(self.progress.round + 1)
-            return self._finish()
+            summary = self._finish()
+            self.checkpoints.wait()
+            self.folder.write_summary(summary)
+            return summary
 
     # --- one round ---------------------------------------------------------------------------------------------
 
@@ -190,7 +193,7 @@ class Simulation:
             self.watcher.round_done(record)
         self.progress.seconds += time.perf_counter() - started
         if self.config.checkpoint.every and round_ % self.config.checkpoint.every == 0:
-            self._checkpoint()
+            self.checkpoints.begin(round_, self.server, asdict(self.progress))
 
     def _train(self, round_: int) -> Round:
         """Downlink, client work, uplink, aggregation."""
@@ -350,7 +353,7 @@ class Simulation:
         self.folder.write_metrics(recorded[:-1] if self.progress.round == self.config.rounds else recorded)
 
     def _finish(self) -> dict[str, Any]:
-        """Evaluate the global model and every client that took part; write models and summary."""
+        """Evaluate the global model and every client that took part; write the models; returns the summary."""
         started = time.perf_counter()
         round_, record = self.progress.round, self.progress.records[-1]
         if self.config.checkpoint.every and round_ % self.config.checkpoint.every:
@@ -367,9 +370,7 @@ class Simulation:
         self.watcher.round_done(record)
         self.progress.eval_seconds += record["eval_seconds"]
         self.progress.seconds += time.perf_counter() - started
-        summary = self._summary(correct, people)
-        self.folder.write_summary(summary)
-        return summary
+        return self._summary(correct, people)
 
     def _summary(self, correct: torch.Tensor | None, people: list[Personal]) -> dict[str, Any]:
         progress, total = self.progress, evaluate.total_per_class(self.fed.test)

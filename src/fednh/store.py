@@ -32,6 +32,9 @@ class _Slot:
     synced: bool = False
 
 
+Snapshot = dict[int, tuple[_Slot, Tree | None]]
+
+
 class Store:
     """`get` and `put` by client number; `put` counts from the next `commit`, and `rollback` forgets it."""
 
@@ -82,17 +85,30 @@ class Store:
                 self._release(slot)
             self._pending = {}
 
-    def flush(self) -> dict[int, Entry]:
-        """Write down every committed state that is only in memory, for good; returns where each one is."""
+    def snapshot(self) -> Snapshot:
+        """The committed states as they are now; what is committed later does not change it."""
         with self._lock:
-            fresh = [(client, slot) for client, slot in self._slots.items() if not slot.synced]
-            for client, slot in fresh:
-                entry = self._write(client, slot)
-                sync_path(self.folder / entry.file)
-                slot.synced = True
-            if fresh:
-                sync_path(self.folder)
-            return {client: slot.entry for client, slot in sorted(self._slots.items()) if slot.entry is not None}
+            return {client: (slot, slot.tree) for client, slot in sorted(self._slots.items())}
+
+    def flush(self, snapshot: Snapshot) -> dict[int, tuple[int, Entry]]:
+        """Write down for good what a snapshot holds only in memory; returns each one's round and file.
+
+        It may run in a thread of its own while later rounds go on: trees are values, so the snapshot stays as it was.
+        """
+        written: dict[int, tuple[int, Entry]] = {}
+        for client, (slot, tree) in snapshot.items():
+            if slot.entry is None:
+                assert tree is not None
+                slot.entry = self._write(client, slot.round, tree)
+            written[client] = slot.round, slot.entry
+        fresh = [slot for slot, _ in snapshot.values() if not slot.synced]
+        for slot in fresh:
+            assert slot.entry is not None
+            sync_path(self.folder / slot.entry.file)
+            slot.synced = True
+        if fresh:
+            sync_path(self.folder)
+        return written
 
     def restore(self, entries: dict[int, tuple[int, Entry]]) -> None:
         """Start from states on disk: client -> (round, entry)."""
@@ -108,10 +124,6 @@ class Store:
                     if path.name not in wanted:
                         path.unlink(missing_ok=True)
 
-    def rounds(self) -> dict[int, int]:
-        """The round in which each client's state was made."""
-        return {client: slot.round for client, slot in self._slots.items()}
-
     def _everything(self) -> Iterator[_Slot]:
         yield from self._slots.values()
         yield from self._pending.values()
@@ -122,15 +134,12 @@ class Store:
             if self._in_memory <= self.budget:
                 return
             if slot.tree is not None:
-                self._write(client, slot)
+                slot.entry = slot.entry or self._write(client, slot.round, slot.tree)
                 self._release(slot)
 
-    def _write(self, client: int, slot: _Slot) -> Entry:
-        if slot.entry is None:
-            assert slot.tree is not None
-            name = f"client-{client:06d}.round-{slot.round:06d}.safetensors"
-            slot.entry = Entry(name, write_tree(self.folder / name, slot.tree, sync=False))
-        return slot.entry
+    def _write(self, client: int, round_: int, tree: Tree) -> Entry:
+        name = f"client-{client:06d}.round-{round_:06d}.safetensors"
+        return Entry(name, write_tree(self.folder / name, tree, sync=False))
 
     def _release(self, slot: _Slot) -> None:
         if slot.tree is not None:

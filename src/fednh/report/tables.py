@@ -261,10 +261,15 @@ def _common(layout: Layout, data: bool = True) -> str:
         {group.column for group in layout.groups},
         {f"{group.clients} clients" for group in layout.groups},
         {f"{group.rate:.0%} a round" for group in layout.groups},
-        {f"{group.settings['rounds']} rounds" for group in layout.groups} if data else set(),
+        {_rounds(group) for group in layout.groups} if data else set(),
     ]
     words = [fact.pop() for fact in facts if len(fact) == 1]
     return f"; {', '.join(words)}" if words else ""
+
+
+def _rounds(group: Group) -> str:
+    rounds = group.settings["rounds"]
+    return "1 round" if rounds == 1 else f"{rounds} rounds"
 
 
 def _counts(layout: Layout) -> str:
