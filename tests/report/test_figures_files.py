@@ -152,6 +152,15 @@ def test_the_command(real_runs: Path, tmp_path: Path) -> None:
         assert complaint in str(result.exception)
 
 
+def test_all_figures_in_one_go(tmp_path: Path) -> None:
+    fake_run(tmp_path / "r", {}, [record(1, gm=1.0), record(2, gm=2.0)])
+    done = CliRunner().invoke(app, ["figure", "all", str(tmp_path), "-o", str(tmp_path / "figures")])
+    assert done.exit_code == 0, done.output
+    drawn = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert drawn == {f"{name}.{kind}" for name in ("partition", "curves") for kind in ("svg", "png", "csv")}
+    assert "convergence      no: no run logged gradient norms" in done.output
+
+
 def test_a_figure_that_cannot_be_drawn_is_a_user_error_through_the_command(tmp_path: Path) -> None:
     fake_run(tmp_path / "r", {}, [record(1, gm=1.0)])
     result = CliRunner().invoke(app, ["figure", "convergence", str(tmp_path)])
