@@ -5,8 +5,8 @@ and imbalanced arms, then 100 clients, Dirichlet(0.3), with both. Settings of th
 decayed by 0.99 each epoch (one client) or round (many), momentum 0.9, weight decay 1e-5, 5 local epochs, 10% a round.
 Not in the paper, and ours: 100 epochs or rounds; batches of 64 on the many clients, as in its other experiments, but of
 1024 on the one, chosen after trying: with 64 and 256 the free head fails on balanced data too (the uniform head, tried
-with 64, does not), and with 1024 both learn. docs/figures-and-report.md has the numbers. Deviation: a central epoch is a
-round of one client, so momentum starts afresh in each, and gradients are clipped at 10 as everywhere else.
+with 64, does not), and with 1024 both learn. docs/figures-and-report.md has the numbers. Deviation: a central epoch is
+a round of one client, so momentum starts afresh in each, and gradients are clipped at 10 as everywhere else.
 """
 
 from __future__ import annotations
