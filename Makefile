@@ -26,7 +26,7 @@ setup: .venv/ready
 
 demo: setup
 	@rm -rf demo
-	@$(BIN)/python -m fednh sweep digits --method fednh,fedavg,fedrod,local --seed 0,1 --rounds 20 --set eval.every=2 --out demo/runs
+	@$(BIN)/python -m fednh sweep digits --method fednh,fedavg,fedrod,local --seed 0,1 --rounds 20 --set eval.every=2 --jobs 2 --out demo/runs
 	@$(BIN)/python -m fednh table --short demo/runs
 	@$(BIN)/python -m fednh report demo/runs -o demo/report.html --title "Four methods on handwritten digits"
 	@echo "Open demo/report.html in a browser; the run folders are in demo/runs."
