@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednh.config import PRESETS, Config, dump, load, parse_bytes, parse_value, validate
-from fednh.errors import UserError
+from fednh.errors import Ignored, UserError
 from fednh.methods import METHODS
 
 
@@ -63,11 +63,17 @@ def test_another_method_leaves_the_files_hyper_parameters_behind(tmp_path: Path)
     assert load(str(file), {"method.name": "fednh"}).method["rho"] == 0.5
 
 
+def test_another_methods_setting_is_told_and_ignored() -> None:
+    with pytest.warns(Ignored, match=r"method\.rho is a setting of fednh, not of fedrod: ignored"):
+        config = load("cifar10", {"method.name": "fedrod", "method.rho": 0.7})
+    assert config.method == {"name": "fedrod", "hypernetwork": "auto"}
+
+
 BAD = {
     "method.name=fednhh": "did you mean 'fednh'",
     "method.rho=1.2": "method.rho = 1.2 should be less than 1",
     "method.rho=high": "method.rho = 'high'",
-    "method.lam=1": "method.lam is not a hyper-parameter of fednh",
+    "method.lambda=1": "method.lambda is not a hyper-parameter of fednh",
     "method.aggregation=sum": "'uniform' or 'count'",
     "method=3": "method is a value, not a section|method = 3",
     "rounds=0": "rounds = 0 should be greater than or equal to 1",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+import warnings
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, Literal
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from fednh.errors import UserError, did_you_mean
+from fednh.errors import Ignored, UserError, did_you_mean
 from fednh.methods import METHODS, Method
 
 PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet")
@@ -132,15 +133,25 @@ def build_method(section: Mapping[str, Any]) -> Method:
     name = fields.pop("name", "fednh")
     if not isinstance(name, str) or name not in METHODS:
         raise UserError(f"method.name = {name!r} is not known{did_you_mean(str(name), METHODS)}")
-    known = [field.name for field in dataclasses.fields(METHODS[name])]
-    for key in fields:
-        if key not in known:
+    known = _hyper_parameters(name)
+    for key in [key for key in fields if key not in known]:
+        owners = [other for other in METHODS if key in _hyper_parameters(other)]
+        if not owners:
             takes = did_you_mean(key, known) if known else "; it takes none"
             raise UserError(f"method.{key} is not a hyper-parameter of {name}{takes}")
+        # One command line for several methods is useful; a word that no method knows is a typing error.
+        warnings.warn(
+            f"method.{key} is a setting of {', '.join(owners)}, not of {name}: ignored", Ignored, stacklevel=2
+        )
+        del fields[key]
     try:
         return TypeAdapter(METHODS[name]).validate_python(fields, strict=False)
     except ValidationError as error:
         raise UserError(explain(error, "method.")) from error
+
+
+def _hyper_parameters(name: str) -> list[str]:
+    return [field.name for field in dataclasses.fields(METHODS[name])]
 
 
 def load(source: str | None, overrides: Mapping[str, Any]) -> Config:

@@ -10,6 +10,10 @@ class UserError(Exception):
     """What was wrong, where, and what to do about it. The command line prints it and exits with 2."""
 
 
+class Ignored(UserWarning):
+    """A setting that has no effect here; told, not refused."""
+
+
 class RunError(Exception):
     """A run that cannot go on: what happened, to whom and when. What was finished before is saved. Exit code 1."""
 

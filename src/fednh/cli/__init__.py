@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from typing import Any
 
 import typer
 
 from fednh.cli.app import app
-from fednh.errors import RunError, UserError
+from fednh.errors import Ignored, RunError, UserError
 
 # isort: off
 from fednh.cli import run  # the order of imports is the order in `fednh --help`
@@ -28,6 +29,7 @@ __all__ = ["about", "app", "figures", "main", "report", "run", "spiral", "sweep"
 
 def main() -> None:
     """Entry point: a UserError is one sentence on stderr and exit code 2; what is not foreseen names itself."""
+    _tell_warnings()
     try:
         sys.exit(app(standalone_mode=False))
     except UserError as error:
@@ -44,6 +46,19 @@ def main() -> None:
         if os.environ.get("FEDNH_DEBUG"):
             raise
         _fail(f"{type(error).__name__}: {error} (set FEDNH_DEBUG=1 to see where)", 1)
+
+
+def _tell_warnings() -> None:
+    """Settings that have no effect are told in a line like every other message; other warnings stay as they are."""
+    usual = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
+        if issubclass(category, Ignored):
+            typer.echo(f"fednh: {message}", err=True)
+        else:
+            usual(message, category, *rest, **more)
+
+    warnings.showwarning = show
 
 
 def _usage(error: Any) -> None:
