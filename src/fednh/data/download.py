@@ -6,6 +6,7 @@ import hashlib
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
@@ -98,12 +99,18 @@ def get(
         if name not in FILES:
             raise UserError(f"there is no data set {name!r} to download{did_you_mean(name, FILES)}")
         files = FILES[name]
+    parents = {(folder / file.name).parent for file in files} | {folder}
+    made = sorted((parent for parent in parents if not parent.exists()), reverse=True)
     try:
         missing = [file for file in files if not _already_there(folder / file.name, file.sha256)]
         for position, file in enumerate(missing):
             _fetch(file, folder, progress, timeout, still_missing=missing[position:])
     except OSError as error:
         raise UserError(f"cannot use {error.filename or folder} ({error.strerror}); choose another folder") from error
+    finally:
+        for new in made:  # what was made for files that never came is not left behind
+            with suppress(OSError):  # not empty
+                new.rmdir()
     if not missing:
         return f"{name} is already complete in {folder}"
     return f"{name}: downloaded {', '.join(file.name for file in missing)} to {folder}"
