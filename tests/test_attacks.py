@@ -44,7 +44,11 @@ def nan(received: Tree, upload: Tree) -> Tree:
     return {n: v * torch.nan for n, v in upload.items()}
 
 
-ATTACKS: dict[str, Callable[[Tree, Tree], Tree]] = {"sign_flip": sign_flip, "noise": noise, "nan": nan}
+def zeros(received: Tree, upload: Tree) -> Tree:
+    return {n: torch.zeros_like(v) for n, v in upload.items()}
+
+
+ATTACKS: dict[str, Callable[[Tree, Tree], Tree]] = {"sign_flip": sign_flip, "noise": noise, "nan": nan, "zeros": zeros}
 
 
 def attacked(federation: Federation, attack: str) -> Federation:

@@ -148,6 +148,11 @@ DATA: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "unknown model": (lambda here: ["--set", "model.name=resnet81"], "did you mean 'resnet18'"),
     "model not importable": (lambda here: ["--set", "model.name=no.such:Net"], "cannot be imported"),
     "model without a head": (lambda here: ["--set", "model.name=torch.nn:Identity"], "has no .body|cannot be built"),
+    "model without a module": (lambda here: ["--set", "model.name=:Net"], "cannot be imported"),
+    "model that cannot be called": (lambda here: ["--set", "model.name=os:sep"], "not a class"),
+    "a device without numbers": (lambda here: ["--device", "meta"], "meta"),
+    "a batch of everything": (lambda here: ["--set", "train.batch_size=99999999999999999999"], "train.batch_size"),
+    "true for a number": (lambda here: ["--set", "seed=true"], "seed"),
     "model argument": (lambda here: ["--set", "model.args.depth=3"], "depth"),
     "device": (lambda here: ["--device", "abacus"], "abacus"),
     "no such accelerator": (lambda here: ["--device", "cuda:77"], "cuda"),
@@ -182,6 +187,15 @@ def occupied(here: Path) -> None:
     (here / "r" / "thesis.tex").write_text("precious")
 
 
+def emptied(here: Path) -> None:
+    (here / "r").mkdir()
+    (here / "r/config.toml").write_text("")
+    (here / "r/summary.json").write_text("{}")
+    (here / "r/metrics.jsonl").write_text("")
+    (here / "r/environment.json").write_text("{}")
+    (here / "r/partition.json").write_text('{"classes": [], "counts": []}')
+
+
 ELSEWHERE: dict[str, tuple[list[str], str, Callable[[Path], object]]] = {
     "out is a file": (["run", "--out", "f"], "is a file", lambda here: (here / "f").write_text("x")),
     "out holds something else": (["run", "--out", "r"], "is not empty and holds no run", occupied),
@@ -198,6 +212,8 @@ ELSEWHERE: dict[str, tuple[list[str], str, Callable[[Path], object]]] = {
     ),
     "table of nothing": (["table", "r"], "is not a folder", lambda here: None),
     "table of an empty folder": (["table", "r"], "no finished run", lambda here: (here / "r").mkdir()),
+    "table of an emptied run": (["table", "r"], "summary.json cannot be read", emptied),
+    "report of an emptied run": (["report", "r", "-o", "x.html"], "summary.json cannot be read", emptied),
     "no prototypes": (["prototypes", "--classes", "0", "--dim", "3"], "classes", lambda here: None),
     "no dimensions": (["prototypes", "--classes", "3", "--dim", "0"], "dim", lambda here: None),
     "three points on a line": (["prototypes", "--classes", "3", "--dim", "1"], "dim", lambda here: None),

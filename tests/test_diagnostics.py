@@ -46,7 +46,7 @@ def test_ditto_is_measured_at_the_received_model_not_at_its_personal_one(net: Ne
 
 CHEAP = {
     "creff": {"method.match_steps": 2, "method.retrain_epochs": 2},
-    "fedrep": {"method.head_epochs": 1, "method.body_epochs": 1},
+    "fedrep": {"method.head_epochs": 1},
     "fedbabu": {"method.finetune_epochs": 1},
 }
 

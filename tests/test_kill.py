@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -145,11 +146,12 @@ def test_the_same_command_continues_and_recognises_the_end(tmp_path: Path) -> No
     process.wait()
     ended = fednh(command("ditto", out), tmp_path / "io")
     assert ended.code == 0
-    assert "going on after round" in ended.stdout
+    assert "going on after round" in ended.stderr
     before = outcome(out)
     ended = fednh(command("ditto", out), tmp_path / "io")
     assert ended.code == 0
-    assert "is finished already" in ended.stdout
+    assert "is finished already" in ended.stderr
+    assert ended.stdout.strip() == str(out)
     assert_same(out, before)
 
 
@@ -170,6 +172,72 @@ def test_a_folder_in_use_is_refused_by_name(tmp_path: Path) -> None:
     first.wait()
     assert ended.code == 2
     assert f"is in use by process {first.pid} on " in ended.stderr
+
+
+def test_lost_checkpoints_are_never_a_silent_restart(tmp_path: Path) -> None:
+    out = tmp_path / "r"
+    process = Process(command("fedavg", out, rounds=2000), tmp_path / "io")
+    wait_for(lambda: rounds_written(out) > 4)
+    process.kill()
+    process.wait()
+    lines = (out / "metrics.jsonl").read_bytes()
+    for manifest in (out / "checkpoints").glob("round-*.json"):
+        manifest.unlink()
+    ended = fednh(["resume", str(out), "--quiet"], tmp_path / "io")
+    assert ended.code == 2
+    assert "rounds are recorded but there is no checkpoint" in ended.stderr
+    assert (out / "metrics.jsonl").read_bytes() == lines, "nothing was touched"
+    (out / "metrics.jsonl").write_bytes(b"".join(lines.splitlines(keepends=True)[:1]))
+    process = Process(["resume", str(out), "--quiet"], tmp_path / "io")
+    wait_for(lambda: list((out / "checkpoints").glob("round-*.json")))
+    process.kill()
+    assert "starting again from the beginning" in process.wait().stderr
+
+
+def test_asked_to_stop_during_an_evaluation(tmp_path: Path) -> None:
+    """The round that is being evaluated is not lost: its evaluation is done again after the resume."""
+    from fednh.config import load
+    from fednh.federation import build_federation
+    from fednh.runs import RunFolder
+    from fednh.simulate import Interrupted, Simulation
+    from test_simulate import Told
+
+    config = load("digits", {"rounds": 4, "train.epochs": 1, "partition.clients": 8, "eval.every": 2})
+    federation = build_federation(config)
+
+    class Stopping(Told):
+        def evaluating(self, done: int, total: int) -> None:
+            stop.set()
+
+    def go(path: Path, watcher: Told, stop: threading.Event) -> None:
+        with RunFolder(path) as folder:
+            if not folder.started:
+                folder.begin(config, federation.dataset.classes, federation.class_counts())
+            Simulation(config, federation, folder, watcher, stop).run()
+
+    stop = threading.Event()
+    go(tmp_path / "whole", Told(), threading.Event())
+    with pytest.raises(Interrupted):
+        go(tmp_path / "stopped", Stopping(), stop)
+    assert rounds_written(tmp_path / "stopped") == 1, "round 2 is trained, not yet evaluated"
+    go(tmp_path / "stopped", Told(), threading.Event())
+    assert_same(tmp_path / "stopped", outcome(tmp_path / "whole"))
+
+
+def test_a_bad_option_of_resume_leaves_the_run_alone(tmp_path: Path) -> None:
+    out = tmp_path / "r"
+    assert fednh(command("fedavg", out, rounds=1), tmp_path / "io").code == 0
+    before = (out / "config.toml").read_bytes()
+    assert fednh(["resume", str(out), "--workers", "-1"], tmp_path / "io").code == 2
+    assert (out / "config.toml").read_bytes() == before
+
+
+def test_stops_also_when_nobody_reports(tmp_path: Path) -> None:
+    out = tmp_path / "r"
+    process = Process([*command("fedavg", out, rounds=100_000), "--set", "participation.dropout=1"], tmp_path / "io")
+    wait_for(lambda: rounds_written(out) > 3)
+    process.kill(signal.SIGTERM)
+    assert process.wait(60).code == 130
 
 
 @pytest.mark.parametrize("victim", ["server", "client", "manifest"])
@@ -193,7 +261,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(victim: str, tm
     files[victim].write_bytes(bytes(content))
     ended = fednh(["resume", str(out), "--quiet"], tmp_path / "io")
     assert ended.code == 0, ended.stderr
-    assert f"{newest.name} is damaged" in ended.stdout
+    assert f"{newest.name} is damaged" in ended.stderr
     assert_same(out, outcome(whole))
     count("faults injected")
 

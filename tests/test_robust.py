@@ -28,8 +28,15 @@ def test_trimmed_mean_by_hand() -> None:
 def test_silence_is_no_vote() -> None:
     """Three of four own the class (row 0), one owns row 1: the median of the owners, times their share."""
     rows = [[[1.0, 2.0], [0.0, 0.0]], [[3.0, 2.0], [0.0, 0.0]], [[5.0, 2.0], [0.0, 8.0]], [[0.0, 0.0], [0.0, 0.0]]]
-    out = trimmed([{"p": torch.tensor(r)} for r in rows], 0.5)["p"]
+    out = trimmed([{"p": torch.tensor(r)} for r in rows], 0.5, by_class=("p",))["p"]
     assert out.tolist() == [[3.0 * 3 / 4, 2.0 * 3 / 4], [0.0, 2.0]]
+
+
+def test_a_zero_weight_is_a_vote() -> None:
+    """Only what is uploaded by class can be silent: zeros for the model itself are outvoted, not averaged in."""
+    ones, zeros = {"w": torch.ones(3)}, {"w": torch.zeros(3)}
+    for share in (0.5, 0.2):
+        assert trimmed([ones] * 8 + [zeros] * 2, share)["w"].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_norm_clip_by_hand() -> None:
@@ -48,7 +55,7 @@ def test_norm_clip_of_what_the_server_does_not_hold() -> None:
 def test_every_rule_agrees_when_all_agree(name: str) -> None:
     one = {"body.w": torch.randn(3, 2), "scale": torch.tensor(2.0), "p": torch.tensor([[0.0, 0.0], [1.0, 2.0]])}
     server = {"body.w": torch.zeros(3, 2), "scale": torch.tensor(1.0)}
-    same(rule(name, server, 0.2)([one, one, one]), one)
+    same(rule(name, server, 0.2, ("p",))([one, one, one]), one)
 
 
 @given(st.lists(st.lists(st.floats(0.5, 2.0, width=32), min_size=3, max_size=3), min_size=1, max_size=9))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from conftest import identical
-from fednh import simulate
+from fednh import invariants, simulate
 from fednh.config import Config, load
 from fednh.data.batches import ClientData
 from fednh.errors import RunError
@@ -102,7 +102,8 @@ def test_all_methods_see_the_same_picks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rate", "clients", "count"), [(0.1, 100, 10), (0.07, 100, 7), (0.101, 100, 11), (0.001, 20, 1), (1, 7, 7)]
+    ("rate", "clients", "count"),
+    [(0.1, 100, 10), (0.07, 100, 7), (0.101, 100, 11), (0.001, 20, 1), (1e-12, 20, 1), (1, 7, 7)],
 )
 def test_picks_are_the_ceiling_of_gamma_k(rate: float, clients: int, count: int) -> None:
     config = load("digits", {"participation.rate": rate, "partition.clients": clients})
@@ -270,6 +271,24 @@ def test_picking_a_client_twice_is_an_error(tmp_path: Path, monkeypatch: pytest.
 def test_divergence_stops_with_advice(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"4 of 4 uploads were not finite.*lower train\.lr \(now 1e\+20\)"):
         play(tmp_path / "r", train__lr=1e20, train__clip=0)
+
+
+def test_dittos_global_model_is_fedavgs_to_the_bit(tmp_path: Path) -> None:
+    ditto, fedavg = (play(tmp_path / m, method__name=m)[0] for m in ("ditto", "fedavg"))
+    identical(ditto.server, fedavg.server)
+
+
+@pytest.mark.parametrize("method", ["fedper", "fedrep"])
+def test_local_epochs_hold_for_every_method(method: str, tmp_path: Path) -> None:
+    head = 10 if method == "fedrep" else 0
+    _, summary, told = play(tmp_path / "r", method__name=method, rounds=1, train__epochs=2)
+    size = sum(len(build_federation(load("digits", SMALL)).parts[k]) for k in told.records[0]["clients"])
+    assert summary["samples"] == (2 + head) * size
+
+
+def test_a_client_without_samples_breaks_an_invariant() -> None:
+    with pytest.raises(RunError, match="class weights of client 3 sum to nan, not 1"):
+        invariants.check_share(torch.zeros(4) / 0, 3)
 
 
 @pytest.mark.parametrize(("whom", "count"), [("active", 4), ("all", None), (2, 2), (100, None)])

@@ -55,6 +55,16 @@ class Checkpoints:
         if under_way is not None:
             under_way.result()
 
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever ended the run: what is under way is finished before the folder is given up."""
+        try:
+            self.wait()
+        finally:
+            self._writer.shutdown()
+
     def save(self, round_: int, server: Tree, progress: dict[str, Any]) -> None:
         """Save, and return when it is on disk."""
         self.begin(round_, server, progress)
@@ -81,11 +91,17 @@ class Checkpoints:
     def latest(self, say: Callable[[str], None], device: str = "cpu") -> Checkpoint | None:
         """Restore the newest whole checkpoint, telling about damaged ones; None when there never was one."""
         manifests = self._manifests()
+        damaged: list[Path] = []
         for path in manifests:
             try:
-                return self._restore(path, device)
+                restored = self._restore(path, device)
             except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
                 say(f"checkpoint {path.name} is damaged ({error}); trying the one before it")
+                damaged.append(path)
+                continue
+            for bad in damaged:  # set aside, so that it does not count as one of the two that are kept
+                bad.rename(bad.with_name(bad.name + ".damaged"))
+            return restored
         if manifests:
             raise UserError(
                 f"{self.folder}: none of the {len(manifests)} checkpoints is whole; restore the folder from a copy, or "

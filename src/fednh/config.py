@@ -22,8 +22,11 @@ from fednh.methods import METHODS, Method
 PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet")
 
 
+MANY = 10**9  # of anything that is counted; more is a slip of the keyboard
+
+
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
 class DataConfig(Section):
@@ -34,12 +37,12 @@ class DataConfig(Section):
 
 class PartitionConfig(Section):
     name: Literal["dirichlet", "iid", "classes", "shards", "quantity"] = "dirichlet"
-    clients: int = Field(100, ge=1)
+    clients: int = Field(100, ge=1, le=MANY)
     beta: float = Field(0.3, gt=0)  # of dirichlet and quantity: smaller is more uneven
-    classes_per_client: int = Field(2, ge=1)
-    shards_per_client: int = Field(2, ge=1)
-    min_samples: int = Field(10, ge=1)
-    min_classes: int = Field(2, ge=1)  # of dirichlet
+    classes_per_client: int = Field(2, ge=1, le=MANY)
+    shards_per_client: int = Field(2, ge=1, le=MANY)
+    min_samples: int = Field(10, ge=1, le=MANY)
+    min_classes: int = Field(2, ge=1, le=MANY)  # of dirichlet
 
 
 class ParticipationConfig(Section):
@@ -53,17 +56,17 @@ class ModelConfig(Section):
 
 
 class TrainConfig(Section):
-    epochs: int = Field(5, ge=1)
-    batch_size: int = Field(64, ge=1)
+    epochs: int = Field(5, ge=1, le=MANY)
+    batch_size: int = Field(64, ge=1, le=MANY)
     lr: float = Field(0.01, gt=0)
-    lr_decay: float = Field(0.99, gt=0, le=1)  # the learning rate of round t is lr * lr_decay^t
+    lr_decay: float = Field(0.99, gt=0, le=1)  # the learning rate of round t is lr * lr_decay^(t - 1)
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(1e-5, ge=0)
     clip: float = Field(10.0, ge=0)  # largest gradient norm; 0: no clipping
 
 
 class EvalConfig(Section):
-    every: int = Field(10, ge=0)  # rounds between evaluations; 0: only at the end
+    every: int = Field(10, ge=0, le=MANY)  # rounds between evaluations; 0: only at the end
     clients: Literal["active", "all"] | int = (
         "active"  # whose personal models: the round's, all so far, or a sample of n
     )
@@ -77,7 +80,7 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: int = Field(5, ge=0)  # rounds between checkpoints; 0: none
+    every: int = Field(5, ge=0, le=MANY)  # rounds between checkpoints; 0: none
 
 
 class StoreConfig(Section):
@@ -98,8 +101,8 @@ class Config(Section):
     """Everything that a run depends on; the paper's common settings are the defaults."""
 
     seed: int = Field(0, ge=0, lt=2**31)
-    rounds: int = Field(200, ge=1)
-    workers: int = Field(0, ge=0)  # clients trained at once, one thread each; 0: one per core
+    rounds: int = Field(200, ge=1, le=MANY)
+    workers: int = Field(0, ge=0, le=1024)  # clients trained at once, one thread each; 0: one per core
     device: str = "cpu"
     aggregator: Literal["mean", "median", "trimmed_mean", "norm_clip"] = "mean"  # how uploads are averaged
     trim: float = Field(0.2, gt=0, lt=0.5)  # of trimmed_mean: the share that is cut off at each end
@@ -168,7 +171,20 @@ def load(source: str | None, overrides: Mapping[str, Any]) -> Config:
         tree, where = _read(Path(source)), f"{source}: "
     for key, value in overrides.items():
         _put(tree, key, value)
+    _make_paths_absolute(tree)
     return validate(tree, where)
+
+
+def _make_paths_absolute(tree: dict[str, Any]) -> None:
+    """Paths as seen from here, so that a written config works from anywhere."""
+    data = tree.get("data")
+    if not isinstance(data, dict):
+        return
+    if isinstance(data.get("dir"), str):
+        data["dir"] = str(Path(data["dir"]).expanduser().absolute())
+    kind, _, path = str(data.get("name")).partition(":")
+    if kind == "npz" and path:
+        data["name"] = f"npz:{Path(path).expanduser().absolute()}"
 
 
 def validate(tree: Mapping[str, Any], where: str = "") -> Config:

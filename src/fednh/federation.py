@@ -90,7 +90,7 @@ def split(labels: partition.Indices, how: PartitionConfig, seed: int) -> list[pa
 
 def check_device(device: str) -> None:
     try:
-        torch.zeros(1, device=device).add_(1)
+        float(torch.zeros(1, device=device).add_(1))
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"device = {device!r} cannot be used here: {reason}") from error

@@ -17,7 +17,10 @@ from fednh.tree import Tree, arranged
 
 def write_bytes(path: Path, content: bytes, sync: bool = True) -> str:
     """Put `content` at `path` in one step and return its SHA-256. A crash leaves the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if sync:
+            sync_path(path.parent.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with temporary.open("wb") as file:

@@ -1,8 +1,9 @@
 """Averages that a few broken or hostile clients cannot ruin, for every method that averages.
 
-Each rule takes a round's uploads and gives one tree, as `tree.mean` does. Prototypes, class gradients and ownership
-marks are zero for classes that a client lacks: a row of exact zeros is silence, not a vote. The robust value is taken
-over those who speak and scaled by their share of the round, which is what the plain mean does with silence.
+Each rule takes a round's uploads and gives one tree, as `tree.mean` does. What a method uploads by class (prototypes,
+class gradients, ownership marks: `Method.by_class`) is zero for classes that a client lacks: there a row of zeros is
+silence, not a vote. The robust value is taken over those who speak and scaled by their share of the round, which is
+what the plain mean does with silence.
 
 trimmed_mean and median: Yin, Chen, Ramchandran, Bartlett, "Byzantine-Robust Distributed Learning", ICML 2018.
 norm_clip: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated Learning?", 2019; the bound is the
@@ -22,26 +23,26 @@ from fednh.tree import Tree, mean, stack
 Rule = Callable[[Iterable[Tree]], Tree]
 
 
-def rule(name: str, server: Tree, trim: float) -> Rule:
+def rule(name: str, server: Tree, trim: float, by_class: tuple[str, ...] = ()) -> Rule:
     """The averaging rule called `name`; `server` is the state that the clients started from."""
     rules: dict[str, Rule] = {
         "mean": mean,
-        "median": partial(trimmed, share=0.5),
-        "trimmed_mean": partial(trimmed, share=trim),
+        "median": partial(trimmed, share=0.5, by_class=by_class),
+        "trimmed_mean": partial(trimmed, share=trim, by_class=by_class),
         "norm_clip": partial(norm_clipped, server=server),
     }
     return rules[name]
 
 
-def trimmed(trees: Iterable[Tree], share: float) -> Tree:
+def trimmed(trees: Iterable[Tree], share: float, by_class: tuple[str, ...] = ()) -> Tree:
     """Coordinate by coordinate, the mean without the `share` smallest and largest values; 0.5 is the median."""
-    return {name: _trimmed(values, share) for name, values in stack(trees).items()}
+    return {name: _trimmed(values, share, name in by_class) for name, values in stack(trees).items()}
 
 
-def _trimmed(values: Tensor, share: float) -> Tensor:  # (K, ...) -> (...)
+def _trimmed(values: Tensor, share: float, by_class: bool) -> Tensor:  # (K, ...) -> (...)
     count = len(values)
     rows = values.reshape(count, values.shape[1], -1) if values.ndim > 1 else values.reshape(count, 1, 1)
-    silent = (rows == 0).all(2, keepdim=True)  # (K, R, 1)
+    silent = (rows == 0).all(2, keepdim=True) & by_class  # (K, R, 1)
     speakers = (~silent).sum(0)  # (R, 1)
     ordered = rows.masked_fill(silent, torch.inf).sort(0).values  # silence goes last
     cut = torch.minimum((speakers * share).floor().long(), (speakers - 1).clamp(min=0) // 2)

@@ -62,13 +62,9 @@ class RunFolder:
         """Create the folder if need be and lock it; another process that holds it is named."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("a+")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = _locked(self.path / ".lock")
         except BlockingIOError:
-            assert self._lock is not None
-            self._lock.seek(0)
-            holder = self._lock.read().strip() or "another process"
-            self._lock.close()
+            holder = (self.path / ".lock").read_text().strip() or "another process"
             raise UserError(f"{self.path} is in use by {holder}; wait for it or choose another --out") from None
         except OSError as error:
             raise UserError(f"{self.path} cannot be written: {error.strerror}; choose another --out") from error
@@ -98,6 +94,10 @@ class RunFolder:
         with self.metrics_file.open("ab") as file:
             file.write(_line(record))
 
+    def rounds_written(self) -> int:
+        """How many rounds metrics.jsonl has."""
+        return len(self.metrics_file.read_bytes().splitlines()) if self.metrics_file.exists() else 0
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         """The last thing that a run writes: a folder with a summary is finished."""
         write_json(self.summary_file, summary)
@@ -111,6 +111,20 @@ class RunFolder:
 def _of_a_beginning(path: Path) -> bool:
     """Whether a file is one that a run leaves which was killed before its config was written: it can start again."""
     return path.name in (".lock", "environment.json", "partition.json") or path.suffix == ".tmp"
+
+
+def _locked(path: Path) -> IO[str]:
+    """The lock file, locked; BlockingIOError if another process has it."""
+    while True:
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            file.close()
+            raise
+        if path.exists() and os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+            return file
+        file.close()  # whoever had it before removed it between our two steps
 
 
 def _line(record: dict[str, Any]) -> bytes:
@@ -133,6 +147,8 @@ def read_summary(path: Path) -> dict[str, Any]:
     file = path / "summary.json"
     try:
         summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if missing := {"gm", "pm_v", "pm_l", "pm_l_std", "rounds", "data", "clients"} - set(summary):
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
     except FileNotFoundError:
         raise UserError(f"{path} holds no finished run (no summary.json)") from None
     except (OSError, ValueError) as error:

@@ -21,7 +21,7 @@ from fednh import evaluate, invariants, robust
 from fednh.checkpoint import Checkpoints
 from fednh.config import Config, parse_bytes
 from fednh.data.batches import ClientData
-from fednh.errors import RunError
+from fednh.errors import RunError, UserError
 from fednh.evaluate import Personal
 from fednh.federation import Federation
 from fednh.fit import Sgd
@@ -86,16 +86,17 @@ class Progress:
 
     round: int = 0
     records: list[dict[str, Any]] = field(default_factory=list)
+    closed: int = 0  # how many of the records are evaluated, where that is due, and written
     samples: int = 0
     seconds: float = 0.0  # wall time of everything
-    client_seconds: float = 0.0  # of client work and aggregation
+    client_seconds: float = 0.0  # of client work
     eval_seconds: float = 0.0
 
 
 def picked_clients(config: Config, round_: int) -> list[int]:
     """The clients of a round: ceil(gamma * K) of them, without replacement, the same for every method."""
     total = config.partition.clients
-    count = math.ceil(config.participation.rate * total - 1e-9)
+    count = max(1, math.ceil(config.participation.rate * total - 1e-9))  # less the rounding of 0.07 * 100
     return sorted(numpy_rng(config.seed, "picks", round_).choice(total, count, replace=False).tolist())
 
 
@@ -160,7 +161,9 @@ class Simulation:
         """All rounds, from where the folder stands to the end; returns the summary."""
         self._resume()
         workers = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,))
-        with one_thread(), workers as self.pool:
+        with one_thread(), self.checkpoints, workers as self.pool:
+            if self.progress.closed < self.progress.round < self.config.rounds:  # stopped while it was evaluated
+                self._close_round(self.progress.round)
             while self.progress.round < self.config.rounds:
                 self._one_round(self.progress.round + 1)
             summary = self._finish()
@@ -181,23 +184,34 @@ class Simulation:
         self.store.commit()
         self.progress.round = round_
         self.progress.samples += happened.processed
-        record = happened.record(time.perf_counter() - started)
-        self.progress.records.append(record)
-        if round_ < self.config.rounds:  # the last round is evaluated and recorded by `_finish`
-            if self.config.eval.every and round_ % self.config.eval.every == 0:
-                people = self._personal(self._whom(round_, record["clients"]), round_)
-                record |= self._figures(self._global(), people)
-                record["eval_seconds"] = round(time.perf_counter() - started - record["seconds"], 4)
-                self.progress.eval_seconds += record["eval_seconds"]
-            self.folder.append_metrics(record)
-            self.watcher.round_done(record)
+        self.progress.records.append(happened.record(time.perf_counter() - started))
         self.progress.seconds += time.perf_counter() - started
+        if round_ < self.config.rounds:  # the last round is closed by `_finish`
+            self._close_round(round_)
         if self.config.checkpoint.every and round_ % self.config.checkpoint.every == 0:
             self.checkpoints.begin(round_, self.server, asdict(self.progress))
 
+    def _close_round(self, round_: int) -> None:
+        """Evaluate the round if that is due, and write its line."""
+        started, record = time.perf_counter(), self.progress.records[-1]
+        if self.config.eval.every and round_ % self.config.eval.every == 0:
+            try:
+                people = self._personal(self._whom(round_, record["clients"]), round_)
+            except Interrupted:
+                self._checkpoint()
+                raise
+            record |= self._figures(self._global(), people)
+            record["eval_seconds"] = round(time.perf_counter() - started, 4)
+            self.progress.eval_seconds += record["eval_seconds"]
+        self.folder.append_metrics(record)
+        self.progress.closed = round_
+        self.progress.seconds += time.perf_counter() - started
+        self.watcher.round_done(record)
+
     def _train(self, round_: int) -> Round:
         """Downlink, client work, uplink, aggregation."""
-        started = time.perf_counter()
+        if self.stop.is_set():
+            raise Interrupted
         picked = picked_clients(self.config, round_)
         invariants.check_picks(picked, self.config.partition.clients, round_)
         dropped = dropped_clients(self.config, round_, picked)
@@ -211,23 +225,23 @@ class Simulation:
             self.watcher.note(f"round {round_}: no client of {len(picked)} reported; the server stays as it was")
             next_server = self.server
         else:
-            rule = robust.rule(self.config.aggregator, self.server, self.config.trim)
+            rule = robust.rule(self.config.aggregator, self.server, self.config.trim, self.method.by_class)
             next_server = self.method.aggregate(self.server, Uploads(chain([first], uploads), rule))
         self._stop_if_mostly_refused(happened)
         invariants.check_server(self.method, next_server, self.form, round_)
         self.server = next_server
-        self.progress.client_seconds += time.perf_counter() - started
         return happened
 
     def _uploads(self, order: list[int], down: Tree, happened: Round) -> Iterator[Tree]:
         """The round's uploads, one by one as they are ready; what a client keeps goes to the store."""
-        round_, sgd = happened.round, self._sgd(happened.round)
+        started, round_, sgd = time.perf_counter(), happened.round, self._sgd(happened.round)
 
         def work(client: int) -> tuple[int, clients.Update | Exception | None]:
             if self.stop.is_set():
                 return client, None
             try:
                 data, kept = self._data(client, round_, "train"), self.store.get(client)
+                invariants.check_share(data.share, client)
                 look = self.config.diagnostics.gradient_norm
                 return client, clients.update(self.method, self.net, kept, down, data, sgd, look)
             except Exception as error:  # whatever a method, a model or a disk may raise; told with names below
@@ -257,6 +271,7 @@ class Simulation:
             if update.gradient_norm is not None and math.isfinite(update.gradient_norm):
                 happened.gradient_norms[client] = update.gradient_norm
             yield update.upload
+        self.progress.client_seconds += time.perf_counter() - started
 
     def _failed(self, client: int, error: Exception, happened: Round) -> None:
         """A client's training raised an error: stop, or go on without it, as `on_error` says."""
@@ -318,14 +333,13 @@ class Simulation:
             model = clients.personal_model(self.method, self.net, self.store.get(client), down, data, sgd)
             if card is not None:
                 self.folder.write_model(f"personal/client-{client:06d}", model, {**card, "client": client})
-            invariants.check_share(data.share, client)
             return evaluate.personal(client, self._correct(model), total, data.counts)
 
         people = []
         for person in in_order(self.pool, work, whom, ahead=2 * self.workers):
             people.append(person)
             self.watcher.evaluating(len(people), len(whom))
-            if self.stop.is_set() and card is not None:  # the long final pass; it starts again after a resume
+            if self.stop.is_set():  # this pass starts again after a resume
                 raise Interrupted
         return people
 
@@ -349,8 +363,15 @@ class Simulation:
         if saved is not None:
             self.server, self.progress = saved.server, Progress(**saved.progress)
             self.watcher.note(f"going on after round {saved.round}")
-        recorded = self.progress.records
-        self.folder.write_metrics(recorded[:-1] if self.progress.round == self.config.rounds else recorded)
+        elif recorded := self.folder.rounds_written():
+            # The writer finishes one checkpoint before it starts the next: a kill can cost the first, not the second.
+            if self.config.checkpoint.every and recorded > 2 * self.config.checkpoint.every:
+                raise UserError(
+                    f"{self.folder.path}: {recorded} rounds are recorded but there is no checkpoint; restore "
+                    f"checkpoints/ and clients/ from a copy, or delete the folder to start from the beginning"
+                )
+            self.watcher.note("there is no checkpoint yet; starting again from the beginning")
+        self.folder.write_metrics(self.progress.records[: self.progress.closed])
 
     def _finish(self) -> dict[str, Any]:
         """Evaluate the global model and every client that took part; write the models; returns the summary."""
@@ -368,6 +389,7 @@ class Simulation:
         record["eval_seconds"] = round(time.perf_counter() - started, 4)
         self.folder.append_metrics(record)
         self.watcher.round_done(record)
+        self.progress.closed = round_
         self.progress.eval_seconds += record["eval_seconds"]
         self.progress.seconds += time.perf_counter() - started
         return self._summary(correct, people)

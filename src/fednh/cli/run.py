@@ -52,8 +52,8 @@ def run(
 
     overrides: dict[str, Any] = {
         "method.name": method,
-        "data.name": None if data is None else absolute(data),
-        "data.dir": None if data_dir is None else str(data_dir.expanduser().absolute()),
+        "data.name": data,
+        "data.dir": None if data_dir is None else str(data_dir),
         "partition.name": partition,
         "partition.beta": beta,
         "partition.clients": clients,
@@ -73,7 +73,7 @@ def run(
 @app.command()
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of an interrupted run.")],
-    workers: Annotated[int | None, typer.Option(help="Clients trained at once; the result is the same.")] = None,
+    workers: Annotated[int | None, typer.Option(min=0, help="Clients trained at once; the result is the same.")] = None,
     track: Annotated[
         list[str] | None, typer.Option(help="Also write to tensorboard or mlflow (extras). Repeatable.")
     ] = None,
@@ -97,7 +97,7 @@ def _execute(config: Config, out: Path, track: list[str], quiet: bool) -> None:
     from fednh.track import Tracking
     from fednh.track import check as check_trackers
 
-    console = console_for_people()
+    console = console_for_people(stderr=quiet)  # with --quiet, standard output has the folder and nothing else
     check_trackers(track)
     folder = RunFolder(out)
     folder.check(config)
@@ -113,7 +113,8 @@ def _execute(config: Config, out: Path, track: list[str], quiet: bool) -> None:
             Tracking(screen, track, folder, config) as watching,
         ):
             simulation = Simulation(config, federation, folder, watching, stop)
-            folder.begin(config, federation.dataset.classes, federation.class_counts())
+            if not folder.started:
+                folder.begin(config, federation.dataset.classes, federation.class_counts())
             try:
                 simulation.run()
             except Interrupted:
@@ -139,7 +140,7 @@ def _tell_losses(console: Console, summary: dict[str, Any]) -> None:
     """What the run went on without, if anything."""
     told = {"refused": "uploads were not finite and were refused", "failed": "clients failed and were skipped"}
     for key, words in told.items():
-        if summary[key]:
+        if summary.get(key):
             console.print(f"{summary[key]} {words}; metrics.jsonl says when and whose", style="yellow", highlight=False)
 
 
@@ -173,12 +174,6 @@ def settings_given(words: list[str]) -> dict[str, str]:
             raise UserError(f"--set {word!r} should be KEY=VALUE, for example --set method.rho=0.7")
         settings[key.strip()] = value.strip()
     return settings
-
-
-def absolute(data: str) -> str:
-    """npz:PATH with the path made absolute, so that the written config works from anywhere."""
-    kind, _, path = data.partition(":")
-    return f"npz:{Path(path).expanduser().absolute()}" if kind == "npz" and path else data
 
 
 def _new_folder(config: Config) -> Path:

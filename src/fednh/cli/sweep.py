@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fednh.cli.app import app, console_for_people
-from fednh.cli.run import absolute, settings_given, stop_on_signal
+from fednh.cli.run import settings_given, stop_on_signal
 from fednh.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ def sweep(
     }
     axes: dict[str, Sequence[Any]] = {key: values(str(text)) for key, text in lists.items() if text is not None}
     if data is not None:
-        axes["data.name"] = [absolute(data)]
+        axes["data.name"] = [data]
     if data_dir is not None:
-        axes["data.dir"] = [str(data_dir.expanduser().absolute())]
+        axes["data.dir"] = [str(data_dir)]
     named = settings_given(settings or [])
     for key, text in named.items():
         if key in axes:

@@ -42,8 +42,8 @@ class Ditto(Method):
         def proximal(v: Tree, x: Tensor, y: Tensor) -> Tensor:
             return loss(v, x, y) + self.lam / 2 * squared_distance(v, received)
 
-        personal = fit(personal, proximal, only=MODEL)
-        return prefix("personal", personal), fit(received, loss, only=MODEL)
+        shared = fit(received, loss, only=MODEL)  # first, so that it sees the very batches that FedAvg's would
+        return prefix("personal", fit(personal, proximal, only=MODEL)), shared
 
     def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
         return mean(uploads)

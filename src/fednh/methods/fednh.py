@@ -33,6 +33,7 @@ class FedNH(Method):
     """Uniform class prototypes as a fixed head; class semantics flow in by a moving average at the server."""
 
     cite = "Dai et al., Tackling Data Heterogeneity in Federated Learning with Class Prototypes, AAAI 2023"
+    by_class = ("prototypes",)
 
     rho: Annotated[float, Field(gt=0, lt=1)] = 0.9  # prototype smoothing, Eq. (4)
     aggregation: Literal["uniform", "count"] = "uniform"  # alpha in Eq. (4): 1/|S|, or the authors' code: class counts

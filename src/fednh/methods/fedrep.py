@@ -1,8 +1,8 @@
 """FedRep: Collins, Hassani, Mokhtari, Shakkottai,
 "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021, Algorithm 1.
 
-Head first with the body fixed (tau_h = 10 epochs), then the body with the head fixed (5 epochs), as in the authors'
-code and the FedNH paper's appendix.
+Head first with the body fixed (tau = 10 epochs), then the body with the head fixed (train.epochs, 5 by default),
+as in the authors' code and the FedNH paper's appendix.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class FedRep(Method):
     cite = "Collins et al., Exploiting Shared Representations for Personalized Federated Learning, ICML 2021"
 
     head_epochs: Annotated[int, Field(ge=0)] = 10  # tau, epochs on the head
-    body_epochs: Annotated[int, Field(ge=1)] = 5  # epochs on the body
 
     def enroll(self, initial: Tree) -> Tree:
         return select(initial, "head")
@@ -38,7 +37,7 @@ class FedRep(Method):
 
     def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
         own = fit(own, cross_entropy(net.logits), only=("head",), epochs=self.head_epochs)
-        own = fit(own, cross_entropy(net.logits), only=("body",), epochs=self.body_epochs)
+        own = fit(own, cross_entropy(net.logits), only=("body",))
         return own, select(own, "body")
 
     def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:

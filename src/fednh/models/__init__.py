@@ -66,8 +66,10 @@ def _imported(path: str) -> Callable[..., nn.Module]:
         sys.path.insert(0, here)
     try:
         factory: Callable[..., nn.Module] = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"model.name = {path!r} cannot be imported: {error}") from error
+    if not callable(factory):
+        raise UserError(f"model.name = {path!r} names a {type(factory).__name__}, not a class that can be called")
     return factory
 
 

@@ -51,7 +51,9 @@ def load_run(path: Path) -> Run:
         records = [json.loads(line) for line in lines]
         partition = json.loads((path / "partition.json").read_text(encoding="utf-8"))
         environment = json.loads((path / "environment.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        if not {"classes", "counts"} <= set(partition):
+            raise ValueError("partition.json lacks classes or counts")
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} is not a whole run folder: {error}") from error
     return Run(path, read_config(path), read_summary(path), records, partition, environment)
 

@@ -78,7 +78,7 @@ def cost_sheet(runs: Sequence[Run]) -> Sheet:
         rows.append(cells + (_beside(group, base.get(group.setting)) if base else []))
     workers = sorted({int(run.environment["workers"]) for group in layout.groups for run in group.runs})
     note = (
-        "Client seconds: wall time of the clients' work and the aggregation, without evaluation. Times hold for the "
+        "Client seconds: wall time of the clients' work, without aggregation and evaluation. Times hold for the "
         f"machine they were measured on, with {' or '.join(map(str, workers))} worker(s) a run, and grow when other "
         f"work shares its cores. Bytes: what the round's clients send up and receive. {_counts(layout)}"
     )
