@@ -19,7 +19,7 @@ from fednh.methods import METHODS
 from forked import Process, fednh
 
 TIMES = {"seconds", "eval_seconds", "client_seconds", "samples_per_second"}
-KILLS = 2  # for each of the eleven methods
+KILLS = 3  # for each of the eleven methods; at least two of them must find the process alive
 
 
 def command(method: str, out: Path, rounds: int = 6, every: int = 1) -> list[str]:
@@ -91,9 +91,9 @@ def survive(method: str, tmp_path: Path, kills: int, seed: int) -> int:
     ended = fednh(command(method, tmp_path / "whole"), tmp_path / "io")
     assert ended.code == 0, ended.stderr
     rng, hits, out = random.Random(seed), 0, tmp_path / "killed"
-    for round_ in sorted(rng.randrange(6) for _ in range(kills)):
+    for round_ in sorted(rng.randrange(5) for _ in range(kills)):  # of six rounds
         process = Process(command(method, out), tmp_path / "io")
-        hits += kill_at(process, out, round_, rng.uniform(0, 0.1))
+        hits += kill_at(process, out, round_, rng.uniform(0, 0.05))
     # A run that was killed before it wrote its config has nothing to resume: the same command starts it.
     again = ["resume", str(out), "--quiet"] if (out / "config.toml").exists() else command(method, out)
     ended = fednh(again, tmp_path / "io")
@@ -105,7 +105,7 @@ def survive(method: str, tmp_path: Path, kills: int, seed: int) -> int:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_sigkill_at_random_moments(method: str, tmp_path: Path) -> None:
-    assert survive(method, tmp_path, KILLS, seed=len(method)) > 0
+    assert survive(method, tmp_path, KILLS, seed=len(method)) >= 2
 
 
 @pytest.mark.soak
