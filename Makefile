@@ -6,11 +6,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test lint types unit soak clean
+.PHONY: help setup demo test lint types unit soak bench clean
 help:
 	@echo "make demo    four methods on handwritten digits, with a report, in under two minutes"
 	@echo "make test    lint, types and tests, in under six minutes"
 	@echo "make soak    the long versions of the tests"
+	@echo "make bench   speed and memory as ratios, in under ten minutes on an idle machine"
 	@echo "make clean   remove .venv, caches and the demo's run folders"
 
 # The environment is as new as what defines it. pip is called as a module, so that a path with a space does no harm.
@@ -45,6 +46,9 @@ unit: setup
 
 soak: setup
 	@$(BIN)/python -m pytest -m soak
+
+bench: setup
+	@$(BIN)/python -m benchmarks
 
 clean:
 	rm -rf .venv demo runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
