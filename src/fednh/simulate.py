@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any, Protocol, TypeVar
 
@@ -91,6 +91,14 @@ class Progress:
     seconds: float = 0.0  # wall time of everything
     client_seconds: float = 0.0  # of client work
     eval_seconds: float = 0.0
+
+    def split(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """What changes from round to round, as plain values, and the closed records, which never change again."""
+        return asdict(replace(self, records=self.records[self.closed :])), self.records[: self.closed]
+
+    @classmethod
+    def joined(cls, values: dict[str, Any], closed: list[dict[str, Any]]) -> Progress:
+        return cls(**{**values, "records": [*closed, *values["records"]]})
 
 
 def picked_clients(config: Config, round_: int) -> list[int]:
@@ -189,7 +197,7 @@ class Simulation:
         if round_ < self.config.rounds:  # the last round is closed by `_finish`
             self._close_round(round_)
         if self.config.checkpoint.every and round_ % self.config.checkpoint.every == 0:
-            self.checkpoints.begin(round_, self.server, asdict(self.progress))
+            self.checkpoints.begin(round_, self.server, *self.progress.split())
 
     def _close_round(self, round_: int) -> None:
         """Evaluate the round if that is due, and write its line."""
@@ -357,13 +365,13 @@ class Simulation:
 
     def _checkpoint(self) -> None:
         if self.config.checkpoint.every:
-            self.checkpoints.save(self.progress.round, self.server, asdict(self.progress))
+            self.checkpoints.save(self.progress.round, self.server, *self.progress.split())
 
     def _resume(self) -> None:
         """Go on from the newest whole checkpoint; metrics written after it are dropped, they will come again."""
         saved = self.checkpoints.latest(self.watcher.note, self.config.device)
         if saved is not None:
-            self.server, self.progress = saved.server, Progress(**saved.progress)
+            self.server, self.progress = saved.server, Progress.joined(saved.progress, saved.log)
             self.watcher.note(f"going on after round {saved.round}")
         elif recorded := self.folder.rounds_written():
             # The writer finishes one checkpoint before it starts the next: a kill can cost the first, not the second.
