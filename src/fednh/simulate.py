@@ -314,11 +314,15 @@ class Simulation:
         whom = self.config.eval.clients
         if whom == "active":
             return active
+        return self._sample(whom, round_)
+
+    def _sample(self, number: str | int, round_: int) -> list[int]:
+        """Of the clients that took part so far `number`, or all."""
         members = self.store.members
-        if whom == "all" or int(whom) >= len(members):
+        if number == "all" or int(number) >= len(members):
             return members
         rng = numpy_rng(self.config.seed, "eval", round_)
-        return sorted(rng.choice(members, int(whom), replace=False).tolist())
+        return sorted(rng.choice(members, int(number), replace=False).tolist())
 
     def _global(self) -> torch.Tensor | None:  # (C,) correct per class
         model = self.method.global_model(self.server)
@@ -384,7 +388,7 @@ class Simulation:
         self.folder.write_metrics(self.progress.records[: self.progress.closed])
 
     def _finish(self) -> dict[str, Any]:
-        """Evaluate the global model and every client that took part; write the models; returns the summary."""
+        """Evaluate the global model and the clients that `eval.final` says; write the models; returns the summary."""
         started = time.perf_counter()
         round_, record = self.progress.round, self.progress.records[-1]
         if self.config.checkpoint.every and round_ % self.config.checkpoint.every:
@@ -393,8 +397,8 @@ class Simulation:
         correct = self._global()
         if (model := self.method.global_model(self.server)) is not None:
             self.folder.write_model("global", model, card)
-        people = self._personal(self.store.members, round_, card)
-        chosen = set(self._whom(round_, record["clients"]))
+        final, chosen = set(self._sample(self.config.eval.final, round_)), set(self._whom(round_, record["clients"]))
+        people = self._personal(sorted(final | chosen), round_, card)
         record |= self._figures(correct, [p for p in people if p.client in chosen])
         record["eval_seconds"] = round(time.perf_counter() - started, 4)
         self.folder.append_metrics(record)
@@ -402,7 +406,7 @@ class Simulation:
         self.progress.closed = round_
         self.progress.eval_seconds += record["eval_seconds"]
         self.progress.seconds += time.perf_counter() - started
-        return self._summary(correct, people)
+        return self._summary(correct, [p for p in people if p.client in final])
 
     def _summary(self, correct: torch.Tensor | None, people: list[Personal]) -> dict[str, Any]:
         progress, total = self.progress, evaluate.total_per_class(self.fed.test)
