@@ -1,0 +1,287 @@
+"""A whole federation on this machine: SuperLink and SuperNodes as child processes that speak over the loopback.
+
+They are the same plain Flower commands that run on several machines. Whatever happens, all that was started is ended:
+the processes are sessions of their own, and carry the federation's folder in their environment, by which those that
+Flower starts in turn are found, and those that a killed `up` has left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from fednh.errors import RunError, UserError
+from fednh.files import write_bytes
+from fednh.flower import certs
+from fednh.flower.scaffold import Site, connections
+
+MARK = "FEDNH_FEDERATION"  # in the environment of every process of a federation: its folder
+# Nothing calls home, nothing is installed on the way, one thread a site, and no waiting where Flower lets one choose.
+ENVIRONMENT = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+RESTARTS = 3  # of a SuperNode or a ServerApp that ended by itself
+PATIENCE = 60.0  # seconds in which a server must answer
+
+
+Process = subprocess.Popen[bytes]
+
+
+class Told(Protocol):
+    """Who is told about the progress."""
+
+    def round_done(self, record: dict[str, Any]) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+class Stopped(Exception):
+    """Somebody asked to stop."""
+
+
+class Processes:
+    """The child processes of one federation; leaving the context ends them and all that they started."""
+
+    def __init__(self, folder: Path, home: Path):
+        self.folder, self.logs = folder, folder / "logs"
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        own = {MARK: str(folder), "FLWR_HOME": str(home), "PATH": path}
+        self.environment = {**ENVIRONMENT, **os.environ, **own}
+        self.running: dict[str, Process] = {}
+
+    def __enter__(self) -> Processes:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        end_marked(self.folder)  # what an earlier `up` left that was killed
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end(list(self.running.values()))
+        end_marked(self.folder)
+
+    def start(self, name: str, command: list[str], cwd: Path | None = None, talk: bool = False) -> Process:
+        """Start a command; what it says is appended to its log."""
+        program = shutil.which(command[0], path=self.environment["PATH"])
+        if program is None:
+            raise UserError(f"{command[0]} is not installed here: pip install 'fednh[flower]'")
+        with self.log(name).open("ab") as log:
+            self.running[name] = subprocess.Popen(
+                [program, *command[1:]],
+                cwd=cwd or self.folder,
+                env=self.environment,
+                stdin=subprocess.PIPE if talk else subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C in the terminal is ours to pass on
+            )
+        return self.running[name]
+
+    def log(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
+
+    def tail(self, name: str) -> str:
+        """The end of a log, for a sentence about what went wrong."""
+        lines = [line.strip() for line in self.log(name).read_text(errors="replace").splitlines() if line.strip()]
+        return " / ".join(lines[-3:])[-400:] or "it said nothing"
+
+
+def end(processes: list[Process], grace: float = 3.0) -> None:
+    """Ask, wait a little, then insist; each is the leader of a session of its own."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        deadline = time.monotonic() + grace
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def marked(folder: Path) -> list[int]:
+    """The processes of a federation, this one aside. Where there is no /proc the process groups must do."""
+    mark, found = f"{MARK}={folder}".encode(), []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        pid = int(path.parent.name)
+        with suppress(OSError):
+            if pid != os.getpid() and mark in path.read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
+
+
+def end_marked(folder: Path, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while (left := marked(folder)) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+class Local:
+    """One federation that runs here: start, watch, mend, until its run folder has a summary."""
+
+    def __init__(
+        self, folder: Path, run: Path, sites: list[Site], told: Told, stop: threading.Event, secure: bool, warm: bool
+    ):
+        self.folder, self.run_folder, self.sites, self.secure, self.warm = folder, run, sites, secure, warm
+        self.told, self.stop, self.keys = told, stop, certs.Keys(folder)
+        self.home = folder / ".flwr" / "local"
+        self.ports = free_ports(1 + len(sites))
+        self.address = f"127.0.0.1:{self.ports[0]}"
+        self.seen: dict[str, int] = {}  # lines of files of the run folder that were shown
+        for name in ("federation.log", "metrics.jsonl"):
+            self._new(name)
+        self.restarts: dict[str, int] = {}
+
+    def run(self) -> None:
+        """Everything from start to end; raises RunError when the federation cannot finish, Stopped when asked to."""
+        connection: dict[str, Any] = {"address": self.address}
+        connection |= {"root-certificates": str(self.keys.ca)} if self.secure else {"insecure": True}
+        write_bytes(self.home / "config.toml", connections("local", connection).encode())
+        with Processes(self.folder, self.home) as self.processes:
+            if self.warm:
+                command = [sys.executable, "-m", "fednh.flower.executor"]
+                self.executor = self.processes.start("executor", command, talk=True)
+            self._start_superlink()
+            self._register()
+            for number, _ in enumerate(self.sites):
+                self._start_supernode(number)
+            self._start_run()
+            self._watch()
+
+    # --- starting ----------------------------------------------------------------------------------------------
+
+    def _start_superlink(self) -> None:
+        command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(self.ports[0])]
+        command += ["--disable-runtime-dependency-installation"]
+        if self.secure:
+            files = {"ca": self.keys.ca, "": self.keys.server, "key": self.keys.server_key}
+            command += ["--ssl-ca-certfile", str(files["ca"]), "--ssl-certfile", str(files[""])]
+            command += ["--ssl-keyfile", str(files["key"]), "--enable-supernode-auth"]
+        else:
+            command += ["--insecure"]
+        process = self.processes.start("superlink", command)
+        deadline = time.monotonic() + PATIENCE
+        while not answers(self.ports[0]):
+            self._pause(0.05)
+            if process.poll() is not None:
+                raise RunError(f"the SuperLink ended with code {process.returncode}: {self.processes.tail('superlink')}")
+            if time.monotonic() > deadline:
+                raise RunError(f"the SuperLink does not answer after {PATIENCE:g} s; see {self.processes.log('superlink')}")
+
+    def _register(self) -> None:
+        """Tell the SuperLink the sites' public keys; others are refused."""
+        if not self.secure:
+            return
+        named = {f"register-{site.name}": self.keys.site_public(site.name) for site in self.sites}
+        started = {
+            name: self.processes.start(name, ["flwr", "supernode", "register", str(key), "local"])
+            for name, key in named.items()
+        }
+        while any(process.poll() is None for process in started.values()):
+            self._pause(0.05)
+        for name, process in started.items():
+            if process.returncode:
+                raise RunError(f"the SuperLink does not take the key {named[name]}: {self.processes.tail(name)}")
+            self.processes.log(name).unlink()
+            del self.processes.running[name]
+
+    def _start_supernode(self, number: int) -> None:
+        site = self.sites[number]
+        command = ["flower-supernode", "--superlink", self.address, "--node-config", str(site.node_config)]
+        command += ["--host", "127.0.0.1", "--port", str(self.ports[1 + number])]
+        if self.secure:
+            command += ["--root-certificates", str(self.keys.ca)]
+            command += ["--auth-supernode-private-key", str(self.keys.site_key(site.name))]
+        else:
+            command += ["--insecure"]
+        if self.warm:
+            command += ["--isolation", "process"]
+        process = self.processes.start(site.name, command, site.folder)
+        if self.warm:
+            address, log = f"127.0.0.1:{self.ports[1 + number]}", self.processes.log(site.name)
+            job = {"address": address, "folder": str(site.folder), "log": str(log), "pid": process.pid}
+            assert self.executor.stdin is not None
+            self.executor.stdin.write(json.dumps(job).encode() + b"\n")
+            self.executor.stdin.flush()
+
+    def _start_run(self) -> None:
+        self.processes.log("run").write_bytes(b"")
+        self.processes.start("run", ["flwr", "run", str(self.folder), "local", "--stream"])
+
+    # --- watching ----------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Show every round; start again what ended by itself; return when the run folder is finished."""
+        while not (self.run_folder / "summary.json").exists():
+            self._show()
+            self._look_after_supernodes()
+            link, run = self.processes.running["superlink"], self.processes.running["run"]
+            if link.poll() is not None:
+                raise RunError(f"the SuperLink ended with code {link.returncode}: {self.processes.tail('superlink')}")
+            if run.poll() is not None and not (self.run_folder / "summary.json").exists():
+                self._start_again("run", f"the run ended too early: {self.processes.tail('run')}", self._start_run)
+            self._pause(0.1)
+        self._show()
+
+    def _look_after_supernodes(self) -> None:
+        for number, site in enumerate(self.sites):
+            process = self.processes.running[site.name]
+            if process.poll() is not None:
+                what = f"the SuperNode of {site.name} ended with code {process.returncode}"
+                self._start_again(site.name, what, lambda number=number: self._start_supernode(number))
+
+    def _start_again(self, name: str, what: str, start: Any) -> None:
+        self.restarts[name] = self.restarts.get(name, 0) + 1
+        if self.restarts[name] > RESTARTS:
+            raise RunError(f"{what}; it was started again {RESTARTS} times; see {self.processes.log(name)}")
+        self.told.note(f"{what}; starting it again")
+        start()
+
+    def _show(self) -> None:
+        """What the server has written since the last look: rounds, and what it had to say."""
+        for line in self._new("federation.log"):
+            self.told.note(line.decode(errors="replace")[20:])  # without the time
+        for line in self._new("metrics.jsonl"):
+            self.told.round_done(json.loads(line))
+
+    def _new(self, name: str) -> list[bytes]:
+        """Whole lines of a file of the run folder that were not there at the last look."""
+        file = self.run_folder / name
+        lines = (file.read_bytes() if file.exists() else b"").split(b"\n")[:-1]
+        before, self.seen[name] = self.seen.get(name, 0), max(self.seen.get(name, 0), len(lines))
+        return lines[before:]
+
+    def _pause(self, seconds: float) -> None:
+        if self.stop.wait(seconds):
+            raise Stopped
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback that nobody listens on now."""
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(each.getsockname()[1]) for each in held]
+    for each in held:
+        each.close()
+    return ports
+
+
+def answers(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
