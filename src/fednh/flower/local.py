@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -16,8 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -123,6 +123,16 @@ def marked(folder: Path) -> list[int]:
     return found
 
 
+def named(folder: Path, word: str) -> list[int]:
+    """Those of a federation's processes whose command line has this word."""
+    found = []
+    for pid in marked(folder):
+        with suppress(OSError):
+            if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
 def end_marked(folder: Path, seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
     while (left := marked(folder)) and time.monotonic() < deadline:
@@ -206,7 +216,7 @@ class Local:
         command = ["flower-supernode", "--superlink", self.address, "--node-config", str(site.node_config)]
         command += ["--host", "127.0.0.1", "--port", str(self.ports[1 + number])]
         if self.secure:
-            command += ["--root-certificates", str(self.keys.ca)]
+            command += ["--root-certificates", str(self.keys.site_ca(site.name))]
             command += ["--auth-supernode-private-key", str(self.keys.site_key(site.name))]
         else:
             command += ["--insecure"]
@@ -221,6 +231,7 @@ class Local:
             self.executor.stdin.flush()
 
     def _start_run(self) -> None:
+        self.server_seen, self.server_gone = False, time.monotonic()
         self.processes.log("run").write_bytes(b"")
         self.processes.start("run", ["flwr", "run", str(self.folder), "local", "--stream"])
 
@@ -231,27 +242,63 @@ class Local:
         while not (self.run_folder / "summary.json").exists():
             self._show()
             self._look_after_supernodes()
-            link, run = self.processes.running["superlink"], self.processes.running["run"]
-            if link.poll() is not None:
-                raise RunError(f"the SuperLink ended with code {link.returncode}: {self.processes.tail('superlink')}")
-            if run.poll() is not None and not (self.run_folder / "summary.json").exists():
-                self._start_again("run", f"the run ended too early: {self.processes.tail('run')}", self._start_run)
+            self._look_after_server()
             self._pause(0.1)
         self._show()
 
     def _look_after_supernodes(self) -> None:
+        """One that ends is started again; one that cannot be is given up, unless nothing has begun without it."""
         for number, site in enumerate(self.sites):
-            process = self.processes.running[site.name]
-            if process.poll() is not None:
-                what = f"the SuperNode of {site.name} ended with code {process.returncode}"
-                self._start_again(site.name, what, lambda number=number: self._start_supernode(number))
+            process = self.processes.running.get(site.name)
+            if process is None or process.poll() is None:
+                continue
+            what = f"the SuperNode of {site.name} ended with code {process.returncode}: {self._why(site.name)}"
+            if self._again(site.name):
+                self.told.note(f"{what}; starting it again")
+                self._start_supernode(number)
+                continue
+            del self.processes.running[site.name]
+            if not any(each.name in self.processes.running for each in self.sites):
+                raise RunError(f"{what}; no site is left; see {self.processes.log(site.name)}")
+            self.told.note(f"{what}; going on without it; see {self.processes.log(site.name)}")
 
-    def _start_again(self, name: str, what: str, start: Any) -> None:
+    def _look_after_server(self) -> None:
+        """A ServerApp that was killed is started again, and goes on from its checkpoint; one that failed says why."""
+        link, run = self.processes.running["superlink"], self.processes.running["run"]
+        if link.poll() is not None:
+            raise RunError(f"the SuperLink ended with code {link.returncode}: {self.processes.tail('superlink')}")
+        alive = bool(named(self.folder, "flwr-serverapp"))
+        self.server_seen = self.server_seen or alive
+        if alive or (not self.server_seen and run.poll() is None):
+            self.server_gone = time.monotonic()
+            return
+        if time.monotonic() - self.server_gone < 2 or (self.run_folder / "summary.json").exists():
+            return  # it may be at its last words
+        if reason := self._reason():
+            raise RunError(f"{reason} (see {self.processes.log('run')})")
+        if not self._again("run"):
+            raise RunError(f"the ServerApp ended {1 + RESTARTS} times before its last round; see {self.processes.logs}")
+        self.told.note("the ServerApp ended before its last round; starting it again")
+        end([run])
+        self._start_run()
+
+    def _again(self, name: str) -> bool:
         self.restarts[name] = self.restarts.get(name, 0) + 1
-        if self.restarts[name] > RESTARTS:
-            raise RunError(f"{what}; it was started again {RESTARTS} times; see {self.processes.log(name)}")
-        self.told.note(f"{what}; starting it again")
-        start()
+        return self.restarts[name] <= RESTARTS
+
+    def _why(self, site: str) -> str:
+        """What a SuperNode said at its end: the lines that begin with Flower's exit code."""
+        text = self.processes.log(site).read_text(errors="replace")
+        _, code, rest = text.rpartition("Exit Code: ")
+        return " ".join(f"{code}{rest}".partition("For more information")[0].split())[:300] or "it did not say why"
+
+    def _reason(self) -> str:
+        """The sentence with which a ServerApp or `flwr run` failed, if it did by itself."""
+        text = self.processes.log("run").read_text(errors="replace")
+        found = re.findall(r"^(?:fednh\.errors\.\w+: |Error: )(.+)$", text, re.MULTILINE)
+        if found or "raised an exception" in text:
+            return str(found[-1]) if found else self.processes.tail("run")
+        return ""
 
     def _show(self) -> None:
         """What the server has written since the last look: rounds, and what it had to say."""
