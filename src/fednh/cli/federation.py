@@ -31,7 +31,8 @@ def init(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="SOURCE", help="A source for each site, in turn; or one set by name, divided among them. Repeatable."
+            metavar="SOURCE",
+            help="A source for each site, in turn; or one set by name, divided among them. Repeatable.",
         ),
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Communication rounds; default: 10.")] = None,

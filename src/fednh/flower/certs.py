@@ -56,7 +56,7 @@ def make(folder: Path, sites: Sequence[str], hosts: Sequence[str] = (), days: in
         made += _issue(keys, hosts, days)
     elif missing := set(hosts) - set(_names(_read(keys.server))):
         raise UserError(
-            f"{keys.server} exists and is not for {', '.join(sorted(missing))}; --renew issues it again with these names"
+            f"{keys.server} exists and is not for {', '.join(sorted(missing))}; --renew issues it again with them"
         )
     for site in sites:
         made += _make_site(keys, site)
@@ -78,7 +78,9 @@ def expires(folder: Path) -> datetime.datetime:
 
 def _make_ca(keys: Keys) -> list[Path]:
     if keys.ca_key.exists() or keys.server.exists():
-        raise UserError(f"{keys.ca} is missing but other files in {keys.ca.parent} exist; restore it, or move them away")
+        raise UserError(
+            f"{keys.ca} is missing but other files in {keys.ca.parent} exist; restore it, or move them away"
+        )
     keys.ca.parent.mkdir(parents=True, exist_ok=True)
     keys.ca.parent.chmod(0o700)
     key = ec.generate_private_key(ec.SECP384R1())
@@ -132,9 +134,11 @@ def _make_site(keys: Keys, site: str) -> list[Path]:
         made += [private, public]
     elif not public.exists():
         raise UserError(f"{public} is missing beside {private}; restore it: ssh-keygen -y -f {private} > {public}")
-    if not ca.exists() or ca.read_bytes() != keys.ca.read_bytes():
+    if not ca.exists():
         write_bytes(ca, keys.ca.read_bytes())
         made.append(ca)
+    elif ca.read_bytes() != keys.ca.read_bytes():
+        raise UserError(f"{ca} is of another authority than {keys.ca}; delete it to have it made again")
     return made
 
 

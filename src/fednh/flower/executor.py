@@ -48,7 +48,7 @@ def _serve(job: dict[str, Any]) -> None:
         os.dup2(os.open(path, flags), number)
     os.dup2(1, 2)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that have ended need nobody to wait for them
-    superexec.get_executor = lambda *_, **__: Forking()
+    setattr(superexec, "get_executor", lambda *_, **__: Forking())  # noqa: B010  Flower has no option for it
     superexec.run_superexec(job["address"], insecure=True, parent_pid=job["pid"])  # on the loopback of one machine
 
 

@@ -38,6 +38,7 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
 }
 RESTARTS = 3  # of a SuperNode or a ServerApp that ended by itself
+GIVE_UP = 30.0  # seconds after which a federation does not begin any more when a site cannot take part
 PATIENCE = 60.0  # seconds in which a server must answer
 
 
@@ -157,6 +158,7 @@ class Local:
         for name in ("federation.log", "metrics.jsonl"):
             self._new(name)
         self.restarts: dict[str, int] = {}
+        self.hopeless: tuple[float, str] | None = None  # since when a site says that it cannot take part
 
     def run(self) -> None:
         """Everything from start to end; raises RunError when the federation cannot finish, Stopped when asked to."""
@@ -190,9 +192,13 @@ class Local:
         while not answers(self.ports[0]):
             self._pause(0.05)
             if process.poll() is not None:
-                raise RunError(f"the SuperLink ended with code {process.returncode}: {self.processes.tail('superlink')}")
+                raise RunError(
+                    f"the SuperLink ended with code {process.returncode}: {self.processes.tail('superlink')}"
+                )
             if time.monotonic() > deadline:
-                raise RunError(f"the SuperLink does not answer after {PATIENCE:g} s; see {self.processes.log('superlink')}")
+                raise RunError(
+                    f"the SuperLink does not answer after {PATIENCE:g} s; see {self.processes.log('superlink')}"
+                )
 
     def _register(self) -> None:
         """Tell the SuperLink the sites' public keys; others are refused."""
@@ -243,6 +249,7 @@ class Local:
             self._show()
             self._look_after_supernodes()
             self._look_after_server()
+            self._give_up()
             self._pause(0.1)
         self._show()
 
@@ -282,6 +289,13 @@ class Local:
         end([run])
         self._start_run()
 
+    def _give_up(self) -> None:
+        """A server waits for its sites; here nobody will come to mend one that cannot take part."""
+        if self.hopeless and time.monotonic() - self.hopeless[0] > GIVE_UP:
+            if not (self.run_folder / "config.toml").exists():
+                raise RunError(f"the federation cannot begin: {self.hopeless[1]}")
+            self.hopeless = None
+
     def _again(self, name: str) -> bool:
         self.restarts[name] = self.restarts.get(name, 0) + 1
         return self.restarts[name] <= RESTARTS
@@ -303,7 +317,10 @@ class Local:
     def _show(self) -> None:
         """What the server has written since the last look: rounds, and what it had to say."""
         for line in self._new("federation.log"):
-            self.told.note(line.decode(errors="replace")[20:])  # without the time
+            words = line.decode(errors="replace")[20:]  # without the time
+            self.told.note(words)
+            if "cannot take part" in words and not (self.run_folder / "config.toml").exists():
+                self.hopeless = self.hopeless or (time.monotonic(), words)
         for line in self._new("metrics.jsonl"):
             self.told.round_done(json.loads(line))
 

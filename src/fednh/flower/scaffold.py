@@ -6,6 +6,7 @@ README.md        how to run it on many machines    certs/                 made b
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -123,12 +124,15 @@ def app(name: str, config: Config) -> str:
 
 
 def run_config(config: Config) -> dict[str, Any]:
-    """All settings as Flower takes them: nested tables of numbers and text, a list as text with commas."""
+    """All settings as Flower takes them: nested tables of numbers and text, a list as text."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: plain(each) for key, each in value.items() if each is not None}
-        return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+        if isinstance(value, list | tuple):
+            numbers = all(isinstance(each, int | float) for each in value)
+            return json.dumps(value) if numbers else ",".join(map(str, value))
+        return value
 
     tree: dict[str, Any] = plain(config.model_dump())
     return tree
