@@ -37,6 +37,7 @@ def run(
     epochs: Annotated[int | None, typer.Option(help="Local epochs a round.")] = None,
     seed: Annotated[int | None, typer.Option(help="Everything random derives from it.")] = None,
     workers: Annotated[int | None, typer.Option(help="Clients trained at once; default: one per core.")] = None,
+    engine: Annotated[str | None, typer.Option(help="loop, vmap (many small clients at once) or auto.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder; default: a new one below runs/.")] = None,
     settings: Annotated[
@@ -62,6 +63,7 @@ def run(
         "train.epochs": epochs,
         "seed": seed,
         "workers": workers,
+        "engine": engine,
         "device": device,
     }
     given = {key: value for key, value in overrides.items() if value is not None}
@@ -147,15 +149,18 @@ def _tell_losses(console: Console, summary: dict[str, Any]) -> None:
 
 
 @contextmanager
-def stop_on_signal() -> Iterator[threading.Event]:
-    """The first Ctrl-C or SIGTERM asks the run to stop and save; a second one ends it at once."""
+def stop_on_signal(
+    told: str = "fednh: stopping after the clients that are at work; once more to stop at once",
+    insist: bool = True,
+) -> Iterator[threading.Event]:
+    """The first Ctrl-C or SIGTERM asks the run to stop and save; a second one ends it at once, if one may `insist`."""
     stop = threading.Event()
 
     def ask(signum: int, _: object) -> None:
-        if stop.is_set():
+        if stop.is_set() and insist:
             os._exit(130)
         stop.set()
-        typer.echo("fednh: stopping after the clients that are at work; once more to stop at once", err=True)
+        typer.echo(told, err=True)
 
     before: dict[int, Callable[..., Any] | int | None] = {
         s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)
