@@ -64,7 +64,9 @@ class Server:
         watcher: Watcher,
         manner: Manner,
         stop: threading.Event | None = None,
+        federation: Federation | None = None,
     ):
+        """`federation` is what a simulation has built already."""
         self.config, self.grid, self.folder, self.watcher, self.manner = config, grid, folder, watcher, manner
         self.toml = dump(config)
         self.method = config.build_method()
@@ -76,6 +78,7 @@ class Server:
         self.arrivals: list[tuple[int, Hello]] = []
         self.told: set[str] = set()
         self.test: Samples | None = None
+        self.fed = federation
         self.people: dict[int, dict[str, Number]] = {}
         self.correct: torch.Tensor | None = None
 
@@ -166,7 +169,7 @@ class Server:
         self.server = saved or self.initial
         self.form = clients.form_of(self.initial)
         self.upload_form = clients.declared_upload(self.method, self.net, self.initial)
-        self.fed = self._divided_federation(task)
+        self.fed = self.fed or self._divided_federation(task)
         if config.federation.test is not None:
             self.test = balanced(config, config.federation.test, task)
         elif self.fed is not None and len(self.fed.test):

@@ -278,7 +278,14 @@ def _alone(data: Dataset, site: str) -> Dataset:
             mine = data.site_test == data.sites.index(site)
             x_test, y_test = x_test[mine], y_test[mine]
     here, there = np.zeros(len(y), np.int64), np.zeros(len(y_test), np.int64)
-    parts: dict[str, Any] = {"x_train": x, "y_train": y, "x_test": x_test, "y_test": y_test, "site_train": here, "site_test": there}
+    parts: dict[str, Any] = {
+        "x_train": x,
+        "y_train": y,
+        "x_test": x_test,
+        "y_test": y_test,
+        "site_train": here,
+        "site_test": there,
+    }
     return replace(data, sites=(site,), **parts)
 
 
