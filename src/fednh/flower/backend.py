@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fednh.errors import UserError
@@ -55,7 +56,7 @@ def simulate(
     sites = client_app(home=here / "clients", models=here / "models" / "personal")
     resources = {"num_cpus": 1, "num_gpus": 0.0 if config.device == "cpu" else 1.0}
     with _quiet(), _ray(config):
-        run_simulation(server_app, sites, len(federation.parts), backend_config={"client_resources": resources})
+        run_simulation(server_app, sites, len(federation.parts), backend_config={"client_resources": {**resources}})
 
 
 @contextmanager
@@ -65,7 +66,7 @@ def _ray(config: Config) -> Iterator[None]:
 
     handler, path = signal.getsignal(signal.SIGTERM), os.environ.get("PYTHONPATH")
     cpus = None if os.environ.get("RAY_ADDRESS") else worker_count(config)
-    os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(place) for place in sys.path)  # for actors started here
+    os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(p).absolute()) for p in sys.path)  # for actors started here
     try:
         ray.init(num_cpus=cpus, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
         signal.signal(signal.SIGTERM, handler)

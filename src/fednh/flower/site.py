@@ -161,8 +161,11 @@ class Site:
             shared = fed.method.global_model({**initial_state(self.config, fed.method, fed.net), **down})
             models = {"held": model} if shared is None else {"held": model, "held_gm": {**shared, **more}}
             for name, tree in models.items():
-                macro, share = evaluate.held_accuracy(self._correct(tree, held), total)
-                found |= {f"{name}_macro": macro, f"{name}_share": share}
+                for kind, value in zip(
+                    ("macro", "share"), evaluate.held_accuracy(self._correct(tree, held), total), strict=True
+                ):
+                    if value is not None:
+                        found[f"{name}_{kind}"] = value
         return found
 
     def _correct(self, model: Tree, test: Samples) -> Any:  # (C,)
