@@ -66,7 +66,7 @@ def crashed(reply: Message) -> None:
 
 WRONG: dict[Callable[[Message], None], tuple[str, str]] = {
     nan: ("refused", "the upload is not finite"),
-    wrong_shape: ("refused", "not (16, 64)"),
+    wrong_shape: ("refused", "is (1, 16) torch.float32, not (16,) torch.float32"),
     missing_name: ("refused", "is missing"),
     personal_beside: ("refused", "personal, which nobody asked for"),
     another_round: ("refused", "it is for client 1 and round 1"),

@@ -210,6 +210,7 @@ class Server:
         closing = progress.round if progress.closed < progress.round else 0
         round_ = progress.round + 1 if progress.round < self.config.rounds else 0
         online = self._online()
+        self._greet(online)  # who is new says so while the others work, and takes part from the next exchange on
         here = self.roster.present(online)
         picked = self._picked(round_, here) if round_ else []
         happened = Round(round_, bytes_down=0, dropped=dropped_clients(self.config, round_, picked))
@@ -226,7 +227,6 @@ class Server:
         if round_:
             self._aggregate(happened, [answer for answer in answers if answer.round == round_])
             self._keep_books(happened, time.perf_counter() - started)
-        self._greet(online)
         self._welcome()
 
     def _online(self) -> set[int]:
