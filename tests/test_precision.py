@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import fednh
 from safetensors import safe_open
 
 from fednh import machine
@@ -18,6 +17,7 @@ from fednh.errors import UserError
 from fednh.machine import check_bf16, check_machine
 from fednh.models import build_net
 from fednh.seeding import torch_rng
+from forked import fednh
 
 ILLEGAL = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
 
