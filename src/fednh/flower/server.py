@@ -31,6 +31,7 @@ from fednh.flower import records
 from fednh.flower.post import Letter, Post
 from fednh.flower.records import Answer, Hello, Number, Order, SiteProblem, Task
 from fednh.flower.roster import Roster, agree, disagreement
+from fednh.machine import check_machine
 from fednh.models import build_net
 from fednh.runs import RunFolder
 from fednh.seeding import numpy_rng, torch_rng
@@ -159,7 +160,9 @@ class Server:
         """The network, the server's state, and the test set if there is one; begin or check the run folder."""
         config, task = self.config, self.task
         assert task is not None
+        check_machine(config.device, config.precision)
         self.net = build_net(config.model.name, task.shape, len(task.classes), config.model.args)
+        self.net.precision = config.precision
         initial = arranged(self.method.init(self.net, torch_rng(config.seed, "init")))
         self.initial = {name: value.to(config.device) for name, value in initial.items()}
         self.server = saved or self.initial
