@@ -23,9 +23,10 @@ from fednh.cli import figures
 from fednh.cli import spiral
 from fednh.cli import federation
 from fednh.cli import about
+from fednh.cli import bench
 # isort: on
 
-__all__ = ["about", "app", "federation", "figures", "main", "report", "run", "spiral", "sweep"]
+__all__ = ["about", "app", "bench", "federation", "figures", "main", "report", "run", "spiral", "sweep"]
 
 
 def main() -> None:
