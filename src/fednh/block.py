@@ -101,7 +101,7 @@ class BlockFit:
     def __init__(self, data: OneOfBlock, sgd: Sgd):
         self.data, self.sgd = data, sgd
         self.samples = 0  # each client's, in units of its size
-        self.loss_sum = torch.zeros((), dtype=torch.float64)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=data.block.index.device)
 
     def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
         sgd, data = self.sgd, self.data
