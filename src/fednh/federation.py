@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fednh import __version__
+from fednh.card import FORMAT
 from fednh.config import Config, PartitionConfig
 from fednh.data import partition
 from fednh.data.batches import Samples, samples_of
@@ -17,6 +19,7 @@ from fednh.data.sources import default_folder, load
 from fednh.errors import UserError
 from fednh.methods import Method
 from fednh.models import Net, build_net
+from fednh.names import run_name
 from fednh.seeding import numpy_rng
 
 
@@ -40,12 +43,19 @@ class Federation:
         """What a saved model must say about itself to be used elsewhere."""
         data = self.dataset
         return {
+            "format": FORMAT,
+            "fednh": __version__,
             "method": config.method,
             "model": {"name": self.net.name, "args": config.model.args},
             "shape": data.shape,
             "classes": data.classes,
             "preprocessing": {"scale": data.scale, "mean": data.mean, "std": data.std},
-            "trained_on": {"data": data.name, "seed": config.seed, "rounds": config.rounds},
+            "trained_on": {
+                "run": run_name(config),
+                "data": data.name,
+                "seed": config.seed,
+                "rounds": config.rounds,
+            },
         }
 
 

@@ -22,9 +22,10 @@ from types import TracebackType
 from typing import IO, Any
 
 import fednh
+from fednh.card import write_model
 from fednh.config import Config, dump, validate
 from fednh.errors import UserError
-from fednh.files import write_bytes, write_json, write_tree
+from fednh.files import write_bytes, write_json
 from fednh.tree import Tree
 
 
@@ -104,8 +105,7 @@ class RunFolder:
 
     def write_model(self, name: str, tree: Tree, card: dict[str, Any]) -> None:
         """A model with what is needed to use it: `card` says its method, architecture, classes and preprocessing."""
-        text = json.dumps(card, sort_keys=True)
-        write_tree(self.path / "models" / f"{name}.safetensors", tree, {"fednh": text}, sync=False)
+        write_model(self.path / "models" / f"{name}.safetensors", tree, card)
 
 
 def _of_a_beginning(path: Path) -> bool:

@@ -14,10 +14,12 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fednh import client as clients
-from fednh import evaluate, invariants, robust
+from fednh import evaluate, invariants, novelty, robust
 from fednh.checkpoint import Checkpoints
 from fednh.config import Config, parse_bytes
 from fednh.data.batches import ClientData
@@ -334,7 +336,8 @@ class Simulation:
             data = self._data(client, round_, "personal")
             model = clients.personal_model(self.method, self.net, self.store.get(client), down, data, sgd)
             if card is not None:
-                self.folder.write_model(f"personal/client-{client:06d}", model, {**card, "client": client})
+                about = {**card, "client": client, "novelty": self._novelty(model, self.fed.parts[client])}
+                self.folder.write_model(f"personal/client-{client:06d}", model, about)
             return evaluate.personal(client, self._correct(model), total, data.counts)
 
         people = []
@@ -344,6 +347,11 @@ class Simulation:
             if self.stop.is_set():  # this pass starts again after a resume
                 raise Interrupted
         return people
+
+    def _novelty(self, model: Tree, *parts: NDArray[np.int64]) -> dict[str, Any] | None:
+        """How similar training samples are to their prototypes, where the method has them: for the model's card."""
+        index = np.concatenate(parts)
+        return novelty.look(self.method, self.net, model, self.fed.train, index, self.config.seed)
 
     def _figures(self, correct: torch.Tensor | None, people: list[Personal]) -> dict[str, float | None]:
         total = evaluate.total_per_class(self.fed.test)
@@ -384,7 +392,8 @@ class Simulation:
         card = self.fed.card(self.config)
         correct = self._global()
         if (model := self.method.global_model(self.server)) is not None:
-            self.folder.write_model("global", model, card)
+            self.folder.write_model("global", model, {**card, "novelty": self._novelty(model, *self.fed.parts)})
+        self.folder.write_model("broadcast", self.method.broadcast(self.server), card)  # what a newcomer would be sent
         people = self._personal(self.store.members, round_, card)
         chosen = set(self._whom(round_, record["clients"]))
         record |= self._figures(correct, [p for p in people if p.client in chosen])

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fednh.card import architecture, read_model
 from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
 from fednh.data.sources import default_folder, load
@@ -20,7 +21,7 @@ from fednh.report.figures.partition import two_clients
 from fednh.report.figures.style import CYCLE, MARKERS, muted, panels
 from fednh.report.grouping import by_variant
 from fednh.report.load import Run
-from fednh.report.saved import architecture, personal_models, read_model
+from fednh.report.saved import personal_models
 from fednh.seeding import torch_rng
 from fednh.tree import Tree
 
