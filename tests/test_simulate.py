@@ -263,7 +263,7 @@ def test_prototypes_off_the_sphere_are_an_error(tmp_path: Path) -> None:
 
 
 def test_picking_a_client_twice_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulate, "picked_clients", lambda config, round_: [1, 2, 2])
+    monkeypatch.setattr(simulate, "picked_clients", lambda config, round_, clients: [1, 2, 2])
     with pytest.raises(RunError, match="picked twice"):
         play(tmp_path / "r")
 
@@ -298,9 +298,9 @@ def test_whose_models_are_evaluated(
     seen: list[int] = []
     original = Simulation._personal
 
-    def spy(self: Simulation, chosen: list[int], round_: int, card: dict[str, Any] | None = None) -> Any:
+    def spy(self: Simulation, chosen: list[int], round_: int, save: bool = False) -> Any:
         seen.append(len(chosen))
-        return original(self, chosen, round_, card)
+        return original(self, chosen, round_, save)
 
     monkeypatch.setattr(Simulation, "_personal", spy)
     simulation, _, _ = play(tmp_path / "r", eval__clients=whom)

@@ -81,10 +81,13 @@ class RunFolder:
         if not any(self.path.iterdir()):  # nothing was begun: leave nothing behind
             self.path.rmdir()
 
-    def begin(self, config: Config, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> None:
-        """Write down what the run is, before it starts; `counts` is clients by classes."""
+    def begin(
+        self, config: Config, classes: Sequence[str], counts: Sequence[Sequence[int]], sites: Sequence[str] = ()
+    ) -> None:
+        """Write down what the run is, before it starts; `counts` is clients by classes, `sites` their names if any."""
         write_json(self.path / "environment.json", environment(config))
         partition = {"classes": list(classes), "counts": [list(row) for row in counts]}
+        partition |= {"sites": list(sites)} if sites else {}
         write_bytes(self.path / "partition.json", json.dumps(partition).encode())
         write_bytes(self.config_file, dump(config).encode())
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any, Protocol, TypeVar
 
@@ -22,7 +22,7 @@ from fednh import client as clients
 from fednh import evaluate, invariants, novelty, robust
 from fednh.checkpoint import Checkpoints
 from fednh.config import Config, parse_bytes
-from fednh.data.batches import ClientData
+from fednh.data.batches import ClientData, Samples, subset
 from fednh.errors import RunError, UserError
 from fednh.evaluate import Personal
 from fednh.federation import Federation
@@ -95,9 +95,12 @@ class Progress:
     eval_seconds: float = 0.0
 
 
-def picked_clients(config: Config, round_: int) -> list[int]:
-    """The clients of a round: ceil(gamma * K) of them, without replacement, the same for every method."""
-    total = config.partition.clients
+def picked_clients(config: Config, round_: int, clients: int | None = None) -> list[int]:
+    """The clients of a round: ceil(gamma * K) of them, without replacement, the same for every method.
+
+    K is the number of clients there are; partition.clients says it, except for natural sites.
+    """
+    total = config.partition.clients if clients is None else clients
     count = max(1, math.ceil(config.participation.rate * total - 1e-9))  # less the rounding of 0.07 * 100
     return sorted(numpy_rng(config.seed, "picks", round_).choice(total, count, replace=False).tolist())
 
@@ -214,8 +217,8 @@ class Simulation:
         """Downlink, client work, uplink, aggregation."""
         if self.stop.is_set():
             raise Interrupted
-        picked = picked_clients(self.config, round_)
-        invariants.check_picks(picked, self.config.partition.clients, round_)
+        picked = picked_clients(self.config, round_, len(self.fed.parts))
+        invariants.check_picks(picked, len(self.fed.parts), round_)
         dropped = dropped_clients(self.config, round_, picked)
         down = self.method.broadcast(self.server)
         happened = Round(round_, bytes_down=size(down) * len(picked), dropped=dropped)
@@ -316,29 +319,44 @@ class Simulation:
 
     def _global(self) -> torch.Tensor | None:  # (C,) correct per class
         model = self.method.global_model(self.server)
-        if model is None:
+        if model is None or not len(self.fed.test):
             return None
-        return self.pool.submit(self._correct, model).result()
+        return self.pool.submit(self._correct, model, self.fed.test).result()
 
-    def _correct(self, model: Tree) -> torch.Tensor:  # (C,)
+    def _correct(self, model: Tree, test: Samples) -> torch.Tensor:  # (C,)
         model = arranged(model)
-        return evaluate.correct_per_class(lambda x: self.method.logits(self.net, model, x), self.fed.test)
+        return evaluate.correct_per_class(lambda x: self.method.logits(self.net, model, x), test)
 
-    def _personal(self, whom: list[int], round_: int, card: dict[str, Any] | None = None) -> list[Personal]:
-        """The personal models' figures; with a `card`, the models are saved too."""
+    def _held_out(self, client: int, personal: Tree, shared: Tree | None) -> dict[str, Any]:
+        """What the client's own model and the global one achieve on the client's held-out samples."""
+        test, found = subset(self.fed.train, self.fed.held_out[client]), dict[str, float | None]()
+        total = evaluate.total_per_class(test)
+        for prefix, model in (("held", personal), ("held_gm", shared)):
+            if model is not None and len(test):
+                macro, share = evaluate.held_accuracy(self._correct(model, test), total)
+                found |= {f"{prefix}_macro": macro, f"{prefix}_share": share}
+        return found
+
+    def _personal(self, whom: list[int], round_: int, save: bool = False) -> list[Personal]:
+        """The personal models' figures; on request, the models are saved too."""
         down, sgd, total = (
             self.method.broadcast(self.server),
             self._sgd(round_),
             evaluate.total_per_class(self.fed.test),
         )
+        shared = self.method.global_model(self.server) if self.fed.measures_held_out else None
+        nothing = torch.zeros_like(total)
 
         def work(client: int) -> Personal:
             data = self._data(client, round_, "personal")
             model = clients.personal_model(self.method, self.net, self.store.get(client), down, data, sgd)
-            if card is not None:
-                about = {**card, "client": client, "novelty": self._novelty(model, self.fed.parts[client])}
-                self.folder.write_model(f"personal/client-{client:06d}", model, about)
-            return evaluate.personal(client, self._correct(model), total, data.counts)
+            if save:
+                about = self._novelty(model, self.fed.parts[client])
+                card = {**self.fed.card(self.config, client), "novelty": about}
+                self.folder.write_model(f"personal/client-{client:06d}", model, card)
+            correct = self._correct(model, self.fed.test) if len(self.fed.test) else nothing
+            person = evaluate.personal(client, correct, total, data.counts)
+            return replace(person, **self._held_out(client, model, shared))
 
         people = []
         for person in in_order(self.pool, work, whom, ahead=2 * self.workers):
@@ -357,9 +375,16 @@ class Simulation:
         total = evaluate.total_per_class(self.fed.test)
         return {
             "gm": None if correct is None else evaluate.accuracy(correct, total, torch.ones_like(total)),
-            "pm_v": evaluate.mean_and_spread(p.pm_v for p in people)[0] if people else None,
-            "pm_l": evaluate.mean_and_spread(p.pm_l for p in people)[0] if people else None,
+            "pm_v": evaluate.mean_and_spread(p.pm_v for p in people)[0],
+            "pm_l": evaluate.mean_and_spread(p.pm_l for p in people)[0],
+            **self._held_out_figures(people),
         }
+
+    def _held_out_figures(self, people: list[Personal]) -> dict[str, float | None]:
+        if not self.fed.measures_held_out:
+            return {}
+        keys = ("held_macro", "held_share", "held_gm_macro", "held_gm_share")
+        return {key: evaluate.mean_and_spread(getattr(p, key) for p in people)[0] for key in keys}
 
     # --- start and end -----------------------------------------------------------------------------------------
 
@@ -389,12 +414,11 @@ class Simulation:
         round_, record = self.progress.round, self.progress.records[-1]
         if self.config.checkpoint.every and round_ % self.config.checkpoint.every:
             self._checkpoint()
-        card = self.fed.card(self.config)
-        correct = self._global()
+        card, correct = self.fed.card(self.config), self._global()
         if (model := self.method.global_model(self.server)) is not None:
             self.folder.write_model("global", model, {**card, "novelty": self._novelty(model, *self.fed.parts)})
         self.folder.write_model("broadcast", self.method.broadcast(self.server), card)  # what a newcomer would be sent
-        people = self._personal(self.store.members, round_, card)
+        people = self._personal(self.store.members, round_, save=True)
         chosen = set(self._whom(round_, record["clients"]))
         record |= self._figures(correct, [p for p in people if p.client in chosen])
         record["eval_seconds"] = round(time.perf_counter() - started, 4)
@@ -407,15 +431,17 @@ class Simulation:
 
     def _summary(self, correct: torch.Tensor | None, people: list[Personal]) -> dict[str, Any]:
         progress, total = self.progress, evaluate.total_per_class(self.fed.test)
+        held = self.fed.measures_held_out
         return {
             "method": self.config.method["name"],
             "data": self.fed.dataset.name,
             "seed": self.config.seed,
             "rounds": progress.round,
             **self._figures(correct, people),
-            "pm_l_std": evaluate.mean_and_spread(p.pm_l for p in people)[1] if people else None,
+            "pm_l_std": evaluate.mean_and_spread(p.pm_l for p in people)[1],
+            **({"held_share_std": evaluate.mean_and_spread(p.held_share for p in people)[1]} if held else {}),
             "per_class": None if correct is None else (100 * correct / total.clamp(min=1)).tolist(),
-            "clients": [{**asdict(p), "samples": len(self.fed.parts[p.client])} for p in people],
+            "clients": [{**p.record(), "samples": len(self.fed.parts[p.client])} for p in people],
             "bytes_up": sum(r["bytes_up"] for r in progress.records),
             "bytes_down": sum(r["bytes_down"] for r in progress.records),
             "dropped": sum(len(r["dropped"]) for r in progress.records),

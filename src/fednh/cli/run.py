@@ -112,9 +112,11 @@ def _execute(config: Config, out: Path, track: list[str], quiet: bool) -> None:
             watcher(console, config.rounds, name, quiet) as screen,
             Tracking(screen, track, folder, config) as watching,
         ):
+            for note in federation.dataset.notes:
+                watching.note(note)
             simulation = Simulation(config, federation, folder, watching, stop)
             if not folder.started:
-                folder.begin(config, federation.dataset.classes, federation.class_counts())
+                folder.begin(config, federation.dataset.classes, federation.class_counts(), federation.sites)
             try:
                 simulation.run()
             except Interrupted:

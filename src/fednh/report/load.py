@@ -28,6 +28,14 @@ class Run:
     def method(self) -> str:
         return str(self.config.method["name"])
 
+    @property
+    def clients(self) -> int:
+        """How many there are; with natural sites the config does not know."""
+        return len(self.partition["counts"])
+
+    def has(self, *figures: str) -> bool:
+        return any(self.summary.get(figure) is not None for figure in figures)
+
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
     """The finished runs among `folders` and directly below them, in a stable order."""
