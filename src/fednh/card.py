@@ -82,5 +82,6 @@ def read_model(path: Path) -> tuple[Tree, Card]:
 
 def architecture(card: Card) -> tuple[Net, Method]:
     """The network and the method that a card describes."""
-    net = build_net(card.model.name, card.shape, len(card.classes), card.model.args)
+    own = {key: value for key, value in (card.model.model_extra or {}).items() if key in ("head", "norm")}
+    net = build_net(card.model.name, card.shape, len(card.classes), card.model.args, **own)
     return net, build_method(card.method)

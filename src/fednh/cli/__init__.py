@@ -20,11 +20,12 @@ from fednh.cli import run  # the order of imports is the order in `fednh --help`
 from fednh.cli import sweep
 from fednh.cli import report
 from fednh.cli import figures
+from fednh.cli import trained
 from fednh.cli import spiral
 from fednh.cli import about
 # isort: on
 
-__all__ = ["about", "app", "figures", "main", "report", "run", "spiral", "sweep"]
+__all__ = ["about", "app", "figures", "main", "report", "run", "spiral", "sweep", "trained"]
 
 
 def main() -> None:

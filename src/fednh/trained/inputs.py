@@ -123,7 +123,8 @@ def _vectors(x: NDArray[Any], card: Card) -> NDArray[np.float32]:
             f"this model takes numbers of shape (N, {features}), not {x.dtype} of shape {x.shape}; for one, x[None]"
         )
     vectors = x.astype(np.float32)
-    if not np.isfinite(vectors).all():
+    gaps = (card.preprocessing.model_extra or {}).get("kind") == "table"  # where a missing value takes the mean
+    if not (np.isfinite(vectors) | (np.isnan(vectors) & gaps)).all():
         raise UserError("the inputs hold NaN or infinite values; clean or impute them first")
     return vectors
 

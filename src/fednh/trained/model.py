@@ -37,8 +37,8 @@ class Scores(NamedTuple):
 class Model:
     """A trained model, complete: tensors, network, method, class names and preprocessing.
 
-    `x` below is an array of uint8 images (N, H, W) or (N, H, W, C), or of vectors (N, F), with values as in the training
-    data; or PIL images or paths of image files, one or a list. Images of another size are resized.
+    `x` below is an array of uint8 images (N, H, W) or (N, H, W, C), or of vectors (N, F), with values as in the
+    training data; or PIL images or paths of image files, one or a list. Images of another size are resized.
     """
 
     params: Tree
@@ -97,15 +97,20 @@ class Model:
     def scores(self, samples: Inputs) -> Scores:
         """Everything about samples as `inputs` makes them."""
         rows = [torch.from_numpy(samples[i : i + inputs.BATCH]) for i in range(0, len(samples), inputs.BATCH)]
-        logits = torch.cat([self.logits(part) for part in rows]) if rows else torch.zeros(0, len(self.classes))
+        here = (self.params, self.normalisation)
+        logits = torch.cat([self.logits(part, *here) for part in rows]) if rows else torch.zeros(0, len(self.classes))
         near = novelty.similarity(self.method, self.params, logits)
         return Scores(logits.numpy(), logits.softmax(1).numpy(), None if near is None else near.numpy())
 
-    def logits(self, stored: Tensor) -> Tensor:  # (B, H, W, C) or (B, F) -> (B, C)
+    def logits(
+        self, stored: Tensor, params: Tree, normalisation: tuple[Tensor, Tensor]
+    ) -> Tensor:  # (B, ...) -> (B, C)
         """From samples as they are stored to class scores: preprocessing, network, method."""
-        gain, shift = self.normalisation
+        gain, shift = normalisation
         x = stored.to(torch.float32) * gain + shift
-        return self.method.logits(self.net, self.params, x.permute(0, 3, 1, 2) if x.ndim == 4 else x)
+        if stored.is_floating_point():
+            x = torch.where(x.isnan(), 0.0, x)  # a missing value takes the mean
+        return self.method.logits(self.net, params, x.permute(0, 3, 1, 2) if x.ndim == 4 else x)
 
     @cached_property
     def normalisation(self) -> tuple[Tensor, Tensor]:
@@ -127,7 +132,7 @@ def load_model(path: str | Path, client: int | None = None) -> Model:
     try:
         net, method = architecture(card)
         model = Model(params, card, net, method)
-        model.logits(torch.zeros(1, *_stored(card.shape)))
+        model.logits(torch.zeros(1, *_stored(card.shape)), params, model.normalisation)
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
