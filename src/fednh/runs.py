@@ -82,10 +82,15 @@ class RunFolder:
             self.path.rmdir()
 
     def begin(
-        self, config: Config, classes: Sequence[str], counts: Sequence[Sequence[int]], sites: Sequence[str] = ()
+        self,
+        config: Config,
+        classes: Sequence[str],
+        counts: Sequence[Sequence[int]],
+        sites: Sequence[str] = (),
+        backend: str = "simulator",
     ) -> None:
         """Write down what the run is, before it starts; `counts` is clients by classes, `sites` their names if any."""
-        write_json(self.path / "environment.json", environment(config))
+        write_json(self.path / "environment.json", {**environment(config), "backend": backend})
         partition = {"classes": list(classes), "counts": [list(row) for row in counts]}
         partition |= {"sites": list(sites)} if sites else {}
         write_bytes(self.path / "partition.json", json.dumps(partition).encode())
@@ -113,7 +118,8 @@ class RunFolder:
 
 def _of_a_beginning(path: Path) -> bool:
     """Whether a file is one that a run leaves which was killed before its config was written: it can start again."""
-    return path.name in (".lock", "environment.json", "partition.json") or path.suffix == ".tmp"
+    names = (".lock", "environment.json", "partition.json", "federation.log")
+    return path.name in names or path.suffix == ".tmp"
 
 
 def _locked(path: Path) -> IO[str]:
