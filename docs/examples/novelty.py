@@ -2,8 +2,8 @@
 
 python docs/examples/novelty.py digits --without 8,9 --seed 0
 
-Trains on the other classes, then compares test samples of both kinds: AUROC of the similarity and, for comparison, of the
-largest probability of the same model; and what `--reject` would mark at the stored quantiles.
+Trains on the other classes, then compares test samples of both kinds: AUROC of the similarity and, for comparison, of
+the largest probability of the same model; and what `--reject` would mark at the stored quantiles.
 """
 
 from __future__ import annotations

@@ -12,12 +12,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from fednh.config import build_method, explain
 from fednh.errors import UserError
 from fednh.files import read_tree, write_tree
 from fednh.methods import Method
 from fednh.models import Net, build_net
+from fednh.models import _imported as imported
 from fednh.tree import Tree
 
 FORMAT = 1  # of the card; a reader refuses a newer one
@@ -81,7 +83,16 @@ def read_model(path: Path) -> tuple[Tree, Card]:
 
 
 def architecture(card: Card) -> tuple[Net, Method]:
-    """The network and the method that a card describes."""
+    """The network and the method that a card describes.
+
+    A model file may come from anybody: by import path it can name classes of networks, and nothing else to call.
+    """
+    if ":" in card.model.name and not _is_network(imported(card.model.name)):
+        raise UserError(f"model.name = {card.model.name!r} is not a torch.nn.Module, and a card may name nothing else")
     own = {key: value for key, value in (card.model.model_extra or {}).items() if key in ("head", "norm")}
     net = build_net(card.model.name, card.shape, len(card.classes), card.model.args, **own)
     return net, build_method(card.method)
+
+
+def _is_network(found: object) -> bool:
+    return isinstance(found, type) and issubclass(found, nn.Module)

@@ -132,7 +132,9 @@ def load_model(path: str | Path, client: int | None = None) -> Model:
     try:
         net, method = architecture(card)
         model = Model(params, card, net, method)
-        model.logits(torch.zeros(1, *_stored(card.shape)), params, model.normalisation)
+        tried = model.logits(torch.zeros(1, *_stored(card.shape)), params, model.normalisation)
+        if tried.shape != (1, len(card.classes)):
+            raise ValueError(f"it tells {tried.shape[-1]} classes apart, but names {len(card.classes)}")
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
