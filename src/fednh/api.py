@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fednh.config import Config, flat, load
+from fednh.config import Config, load
 from fednh.federation import build_federation
 from fednh.names import new_folder
 from fednh.report.load import load_run as _load_run
@@ -89,25 +89,27 @@ def load_run(path: str | Path) -> Result:
 def _settings(config: str | Path | Mapping[str, Any] | Config | None, overrides: Mapping[str, Any]) -> Config:
     given = _flat(overrides)
     if isinstance(config, Config):
-        return load(None, {**_complete(config), **given}) if given else config
+        return load(None, {**_complete(config, given), **given}) if given else config
     if isinstance(config, Mapping):
-        return load(
-            None, {**flat({SHORT.get(k, k) if isinstance(v, str) else k: v for k, v in config.items()}), **given}
-        )
+        return load(None, {**_flat(config), **given})
     return load(None if config is None else str(config), given)
 
 
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Settings by dotted name, from options, sections and names with underscores."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
-        if isinstance(value, Mapping):
-            found |= flat({key: value})
+        if isinstance(value, Mapping) and value:
+            found |= _flat(value, f"{prefix}{key}.")
+        elif prefix or isinstance(value, Mapping):
+            found[prefix + key] = value
         else:
             found[SHORT.get(key, key.replace("__", "."))] = str(value) if isinstance(value, Path) else value
     return found
 
 
-def _complete(config: Config) -> dict[str, Any]:
-    """Every setting of a config by dotted name."""
-    return {key: value for key, value in flat(config.model_dump()).items() if value is not None}
+def _complete(config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting of a config by dotted name; another method starts from its own defaults."""
+    other = given.get("method.name", config.method["name"]) != config.method["name"]
+    every = {key: value for key, value in _flat(config.model_dump()).items() if value is not None}
+    return {key: value for key, value in every.items() if not (other and key.startswith("method."))}

@@ -37,6 +37,7 @@ def run(
     epochs: Annotated[int | None, typer.Option(help="Local epochs a round.")] = None,
     seed: Annotated[int | None, typer.Option(help="Everything random derives from it.")] = None,
     workers: Annotated[int | None, typer.Option(help="Clients trained at once; default: one per core.")] = None,
+    engine: Annotated[str | None, typer.Option(help="loop, vmap (many small clients at once) or auto.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder; default: a new one below runs/.")] = None,
     settings: Annotated[
@@ -63,6 +64,7 @@ def run(
         "train.epochs": epochs,
         "seed": seed,
         "workers": workers,
+        "engine": engine,
         "device": device,
     }
     given = {key: value for key, value in overrides.items() if value is not None}

@@ -31,7 +31,8 @@ class Run:
     @property
     def clients(self) -> int:
         """How many there are; with natural sites the config does not know."""
-        return len(self.partition["counts"])
+        how = self.config.partition
+        return len(self.partition["counts"]) if how.name == "site" else how.clients
 
     def has(self, *figures: str) -> bool:
         return any(self.summary.get(figure) is not None for figure in figures)
