@@ -8,7 +8,6 @@ models/            global and personal, safetensors    checkpoints/, clients/   
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
@@ -25,7 +24,7 @@ import fednh
 from fednh.card import write_model
 from fednh.config import Config, dump, validate
 from fednh.errors import UserError
-from fednh.files import write_bytes, write_json
+from fednh.files import locked, write_bytes, write_json
 from fednh.tree import Tree
 
 
@@ -63,7 +62,7 @@ class RunFolder:
         """Create the folder if need be and lock it; another process that holds it is named."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(self.path / ".lock")
+            self._lock = locked(self.path / ".lock")
         except BlockingIOError:
             holder = (self.path / ".lock").read_text().strip() or "another process"
             raise UserError(f"{self.path} is in use by {holder}; wait for it or choose another --out") from None
@@ -120,20 +119,6 @@ def _of_a_beginning(path: Path) -> bool:
     """Whether a file is one that a run leaves which was killed before its config was written: it can start again."""
     names = (".lock", "environment.json", "partition.json", "federation.log")
     return path.name in names or path.suffix == ".tmp"
-
-
-def _locked(path: Path) -> IO[str]:
-    """The lock file, locked; BlockingIOError if another process has it."""
-    while True:
-        file = path.open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BaseException:
-            file.close()
-            raise
-        if path.exists() and os.fstat(file.fileno()).st_ino == path.stat().st_ino:
-            return file
-        file.close()  # whoever had it before removed it between our two steps
 
 
 def _line(record: dict[str, Any]) -> bytes:

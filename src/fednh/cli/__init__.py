@@ -22,10 +22,11 @@ from fednh.cli import report
 from fednh.cli import figures
 from fednh.cli import trained
 from fednh.cli import spiral
+from fednh.cli import federation
 from fednh.cli import about
 # isort: on
 
-__all__ = ["about", "app", "figures", "main", "report", "run", "spiral", "sweep", "trained"]
+__all__ = ["about", "app", "federation", "figures", "main", "report", "run", "spiral", "sweep", "trained"]
 
 
 def main() -> None:

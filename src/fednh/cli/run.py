@@ -150,15 +150,18 @@ def _tell_losses(console: Console, summary: dict[str, Any]) -> None:
 
 
 @contextmanager
-def stop_on_signal() -> Iterator[threading.Event]:
-    """The first Ctrl-C or SIGTERM asks the run to stop and save; a second one ends it at once."""
+def stop_on_signal(
+    told: str = "fednh: stopping after the clients that are at work; once more to stop at once",
+    insist: bool = True,
+) -> Iterator[threading.Event]:
+    """The first Ctrl-C or SIGTERM asks the run to stop and save; a second one ends it at once, if one may `insist`."""
     stop = threading.Event()
 
     def ask(signum: int, _: object) -> None:
-        if stop.is_set():
+        if stop.is_set() and insist:
             os._exit(130)
         stop.set()
-        typer.echo("fednh: stopping after the clients that are at work; once more to stop at once", err=True)
+        typer.echo(told, err=True)
 
     before: dict[int, Callable[..., Any] | int | None] = {
         s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)
