@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays, Dataset, Inputs, Labels
 from fednh.data.images import MEAN, STD
-from fednh.data.options import Options, in_order
+from fednh.data.options import NONE, Options, in_order
 from fednh.data.scaling import measure
 from fednh.errors import UserError
 
@@ -43,7 +43,7 @@ DEFLATE_LIMIT = 1032
 BROKEN = (zipfile.BadZipFile, zlib.error, LZMAError, EOFError, OSError, ValueError, RuntimeError, MemoryError)
 
 
-def dataset(name: str, path: Path, options: Options) -> Dataset:
+def dataset(name: str, path: Path, options: Options = NONE) -> Dataset:
     """The file at `path` as a data set."""
     return from_arrays(name, str(path), _members(path), options)
 

@@ -24,6 +24,9 @@ class Options:
     test_share: float = 0.0
 
 
+NONE = Options()
+
+
 def numbered(names: Sequence[str], agreed: Sequence[str], where: str) -> tuple[Labels, tuple[str, ...]]:
     """Class names as numbers, and the classes in their order: as agreed, else sorted (numbers as numbers)."""
     found = set(names)

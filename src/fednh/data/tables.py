@@ -63,6 +63,12 @@ def _parts(folder: Path) -> pa.Table:
         for file in files:
             rows = read(file)
             found.append(rows.append_column("split", pa.array([split] * len(rows), pa.string())))
+    text = {f.name for rows in found for f in rows.schema if pa.types.is_string(f.type)}
+    for at, rows in enumerate(found):  # a category may look like numbers in one of the files
+        for name in text & set(rows.column_names):
+            if not pa.types.is_string(rows.schema.field(name).type):
+                words = pa.array(_texts(rows, name), pa.string())
+                found[at] = rows = rows.set_column(rows.column_names.index(name), name, words)
     try:
         return pa.concat_tables(found, promote_options="permissive")
     except pa.ArrowException as error:
