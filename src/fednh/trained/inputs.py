@@ -20,6 +20,8 @@ from PIL import Image
 
 from fednh.card import Card
 from fednh.data.dataset import Inputs
+from fednh.data.images import decode, fitted
+from fednh.data.tables import read, vectors
 from fednh.errors import UserError
 
 BATCH = 256
@@ -64,35 +66,24 @@ def stream(paths: Sequence[Path], card: Card, failed: Callable[[str], None]) -> 
             yield from _image_files(_walk(path, failed), card, failed)
         elif path.suffix.lower() == ".npz":
             yield from _rows(path, samples(_npz(path), card))
-        elif path.suffix.lower() == ".csv":
-            yield from _csv(path, card)
+        elif path.suffix.lower() in (".csv", ".parquet"):
+            yield from _table(path, card)
         else:
             yield from _image_files([path], card, failed)
 
 
 def image(source: str | Path | Image.Image, card: Card) -> NDArray[np.uint8]:  # (H, W, C)
-    """One image as a sample."""
-    if isinstance(source, Image.Image):
-        return _brightness(_fitted(source, card), card)
+    """One image as a sample, brought to the model's size and channels as images were for training."""
+    channels, height, width = card.shape
+    if channels not in (1, 3):
+        raise UserError(f"this model takes images of {channels} channels, which no image file has; give it an array")
     try:
-        with Image.open(source) as opened:
-            return _brightness(_fitted(opened, card), card)
+        if isinstance(source, Image.Image):
+            pixels = fitted(source, (height, width), channels)
+        else:
+            pixels = decode(Path(source), (height, width), channels)
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise UserError(f"{source} is not an image that can be read: {error}") from error
-
-
-def _fitted(opened: Image.Image, card: Card) -> NDArray[np.uint8]:
-    channels, height, width = card.shape
-    modes = {1: "L", 3: "RGB", 4: "RGBA"}
-    if channels not in modes:
-        raise UserError(f"this model takes images of {channels} channels, which no image file has; give it an array")
-    fitted = opened.convert(modes[channels])
-    if fitted.size != (width, height):
-        fitted = fitted.resize((width, height), Image.Resampling.BILINEAR)
-    return np.asarray(fitted).reshape(height, width, channels)
-
-
-def _brightness(pixels: NDArray[np.uint8], card: Card) -> NDArray[np.uint8]:
     scale = card.preprocessing.scale
     return pixels if scale == 255 else np.rint(pixels * (scale / 255)).astype(np.uint8)
 
@@ -109,11 +100,11 @@ def _images(x: NDArray[Any], card: Card) -> NDArray[np.uint8]:
         raise UserError(f"this model takes {wanted}, not {x.dtype}; convert, for example (x * 255).astype('uint8')")
     if x.shape[1:] == (height, width, channels):
         return np.ascontiguousarray(x)
-    modes = {1: "L", 3: "RGB", 4: "RGBA"}
-    if x.shape[3] not in modes:
+    if x.shape[3] not in (1, 3, 4) or channels not in (1, 3):
         raise UserError(f"this model takes {wanted}, not an array of shape {x.shape}")
-    rows = [Image.fromarray(row[..., 0] if x.shape[3] == 1 else row, modes[x.shape[3]]) for row in x]
-    return np.stack([_fitted(row, card) for row in rows]) if rows else np.empty((0, height, width, channels), np.uint8)
+    rows = (Image.fromarray(row[..., 0] if x.shape[3] == 1 else row) for row in x)
+    found = [fitted(row, (height, width), channels) for row in rows]
+    return np.stack(found) if found else np.empty((0, height, width, channels), np.uint8)
 
 
 def _vectors(x: NDArray[Any], card: Card) -> NDArray[np.float32]:
@@ -185,10 +176,18 @@ def _npz(path: Path) -> NDArray[Any]:
         raise UserError(f"{path} cannot be read as an .npz file: {str(error) or type(error).__name__}") from error
 
 
-def _csv(path: Path, card: Card) -> Iterator[Batch]:
-    """Rows of numbers; a first line without numbers is a heading."""
+def _table(path: Path, card: Card) -> Iterator[Batch]:
+    """Rows with the columns that the model was trained on, or, where it was trained on arrays, rows of numbers."""
+    how = card.preprocessing.model_extra or {}
     if is_image(card):
         raise UserError(f"{path}: this model takes images, not tables")
+    if how.get("kind") == "table":
+        return _rows(path, samples(vectors(read(path), how, str(path)), card))
+    return _csv(path, card)
+
+
+def _csv(path: Path, card: Card) -> Iterator[Batch]:
+    """Rows of numbers; a first line without numbers is a heading."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             lines = csv.reader(file)

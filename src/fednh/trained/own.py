@@ -39,12 +39,15 @@ def _none(data: Dataset, card: Card) -> Any:
 def _as_in(card: Card, source: str) -> dict[str, Any]:
     """Settings under which a source is read as the model's own data were."""
     how, kind = card.preprocessing.model_extra or {}, source.partition(":")[0]
-    if kind in ("folder", "hf") and "size" in how:
-        return {"data.size": list(how["size"])}
-    if kind in ("csv", "parquet") and "columns" in how:
+    if kind not in ("folder", "hf", "csv", "parquet"):
+        return {}
+    settings: dict[str, Any] = {"data.classes": list(card.classes)}  # a site may lack some
+    if "size" in how:
+        settings["data.size"] = list(how["size"])
+    if "columns" in how:
         agreed = {c["name"]: list(c["values"]) if c["kind"] == "category" else "number" for c in how["columns"]}
-        return {"data.columns": agreed}
-    return {}
+        settings["data.columns"] = agreed
+    return settings
 
 
 def _renamed(labels: Labels, theirs: Sequence[str], ours: Sequence[str], source: str) -> Labels:
