@@ -48,7 +48,7 @@ soak: setup
 	@$(BIN)/python -m pytest -m soak
 
 docs: setup
-	@$(BIN)/python -W ignore -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -W ignore -m mkdocs build --strict --quiet
 	@echo "Open site/index.html in a browser."
 
 clean:
