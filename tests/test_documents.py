@@ -7,6 +7,7 @@ block: then they hold for all of it. Commands that train are run with fewer roun
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
