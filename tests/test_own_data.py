@@ -86,9 +86,8 @@ def test_the_readmes_commands_on_a_folder_of_sites(work: Path, monkeypatch: pyte
 
 def test_a_table_end_to_end_and_resumed_by_the_same_command(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    rows = ["age,blood,label,site"]
-    for k in range(120):
-        rows.append(f"{'' if k % 11 == 0 else k % 2 * 3 + rng.normal():.3},{'AB'[k % 3 % 2]},{k % 2},s{k % 3}")
+    ages = ["" if k % 11 == 0 else f"{k % 2 * 3 + rng.normal():.3f}" for k in range(120)]
+    rows = ["age,blood,label,site", *(f"{age},{'AB'[k % 3 % 2]},{k % 2},s{k % 3}" for k, age in enumerate(ages))]
     (tmp_path / "t.csv").write_text("\n".join(rows))
     command = ["run", "--data", f"csv:{tmp_path / 't.csv'}", "--partition", "site", "--rounds", "3"]
     ran = fednh([*command, "--out", str(tmp_path / "r")], tmp_path / "a")

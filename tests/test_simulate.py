@@ -16,6 +16,7 @@ from conftest import identical
 from fednh import invariants, simulate
 from fednh.config import Config, load
 from fednh.data.batches import ClientData
+from fednh.engine import in_order
 from fednh.errors import RunError
 from fednh.federation import Federation, build_federation
 from fednh.files import read_tree
@@ -24,7 +25,7 @@ from fednh.methods import METHODS
 from fednh.methods.fedavg import FedAvg
 from fednh.models import Net
 from fednh.runs import RunFolder
-from fednh.simulate import Simulation, dropped_clients, in_order, picked_clients
+from fednh.simulate import Simulation, dropped_clients, picked_clients
 from fednh.tree import Tree
 
 SMALL = {"rounds": 3, "train.epochs": 1, "partition.clients": 8, "eval.every": 2}

@@ -6,18 +6,17 @@ import math
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
 from fednh import client as clients
-from fednh import evaluate, invariants, robust
+from fednh import engine, evaluate, invariants, memory, robust
 from fednh.checkpoint import Checkpoints
 from fednh.config import Config, parse_bytes
 from fednh.data.batches import ClientData, Samples, subset
@@ -29,9 +28,6 @@ from fednh.runs import RunFolder, worker_count
 from fednh.seeding import numpy_rng, torch_rng
 from fednh.store import Store
 from fednh.tree import Tree, Uploads, arranged, finite, size
-
-A = TypeVar("A")
-B = TypeVar("B")
 
 
 class Interrupted(Exception):
@@ -109,21 +105,6 @@ def dropped_clients(config: Config, round_: int, picked: list[int]) -> list[int]
     return [client for client, f in zip(picked, fate, strict=True) if f < config.participation.dropout]
 
 
-def in_order(pool: ThreadPoolExecutor, work: Callable[[A], B], items: Iterable[A], ahead: int) -> Iterator[B]:
-    """`map` on the pool, results in the order of `items`, with at most `ahead` of them under way or waiting."""
-    waiting: deque[Future[B]] = deque()
-    try:
-        for item in items:
-            waiting.append(pool.submit(work, item))
-            if len(waiting) >= ahead:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        for future in waiting:
-            future.cancel()
-
-
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Let torch compute in this thread alone: a sum's last bits depend on how many threads share it."""
@@ -150,12 +131,15 @@ class Simulation:
         self.method, self.net = federation.method, federation.net
         self.stop = stop or threading.Event()
         self.workers = worker_count(config)
+        memory.keep_freed()
         with one_thread():
             initial = self.method.init(self.net, torch_rng(config.seed, "init"))
         self.server = {name: value.to(config.device) for name, value in arranged(initial).items()}
         budget = parse_bytes(config.store.memory, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         self.store = Store(run.path / "clients", budget, self.method.enroll(self.server), config.device)
         self.checkpoints = Checkpoints(run.path / "checkpoints", self.store)
+        with one_thread():
+            self.engine = engine.choose(config, federation, self.server)
         self.form = clients.form_of(self.server)
         self.upload_form = clients.declared_upload(self.method, self.net, self.server)
         self.progress = Progress()
@@ -239,20 +223,11 @@ class Simulation:
 
     def _uploads(self, order: list[int], down: Tree, happened: Round) -> Iterator[Tree]:
         """The round's uploads, one by one as they are ready; what a client keeps goes to the store."""
-        started, round_, sgd = time.perf_counter(), happened.round, self._sgd(happened.round)
-
-        def work(client: int) -> tuple[int, clients.Update | Exception | None]:
-            if self.stop.is_set():
-                return client, None
-            try:
-                data, kept = self._data(client, round_, "train"), self.store.get(client)
-                invariants.check_share(data.share, client)
-                look = self.config.diagnostics.gradient_norm
-                return client, clients.update(self.method, self.net, kept, down, data, sgd, look)
-            except Exception as error:  # whatever a method, a model or a disk may raise; told with names below
-                return client, error
-
-        for client, update in in_order(self.pool, work, order, ahead=2 * self.workers):
+        started, round_, look = time.perf_counter(), happened.round, self.config.diagnostics.gradient_norm
+        work = engine.Work(
+            self.fed, down, self._sgd(round_), self.config.seed, round_, self.store.get, self.stop.is_set, look
+        )
+        for client, update in engine.updates(self.engine, self.pool, work, order, ahead=2 * self.workers):
             if update is None:
                 raise Interrupted
             if isinstance(update, Exception):
@@ -356,7 +331,7 @@ class Simulation:
             return replace(person, **self._held_out(client, model, shared))
 
         people = []
-        for person in in_order(self.pool, work, whom, ahead=2 * self.workers):
+        for person in engine.in_order(self.pool, work, whom, ahead=2 * self.workers):
             people.append(person)
             self.watcher.evaluating(len(people), len(whom))
             if self.stop.is_set():  # this pass starts again after a resume

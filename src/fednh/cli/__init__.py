@@ -22,10 +22,11 @@ from fednh.cli import sweep
 from fednh.cli import report
 from fednh.cli import figures
 from fednh.cli import spiral
+from fednh.cli import federation
 from fednh.cli import about
 # isort: on
 
-__all__ = ["about", "app", "figures", "inspect", "main", "report", "run", "spiral", "sweep"]
+__all__ = ["about", "app", "federation", "figures", "inspect", "main", "report", "run", "spiral", "sweep"]
 
 
 def main() -> None:

@@ -56,6 +56,14 @@ def samples_of(data: Dataset, split: str, augment: str = "auto", device: str = "
     )
 
 
+def blank_samples(shape: tuple[int, ...], num_classes: int, device: torch.device | str = "cpu") -> Samples:
+    """One sample a class, all zeros: to find out what a method does without any data."""
+    stored = shape if len(shape) == 1 else (*shape[1:], shape[0])
+    one, zero = torch.ones(1, device=device), torch.zeros(1, device=device)
+    x, y = torch.zeros(num_classes, *stored, device=device), torch.arange(num_classes, device=device)
+    return Samples(x, y, num_classes, one, zero, augment=False)
+
+
 def subset(samples: Samples, index: NDArray[np.int64]) -> Samples:
     """Some of the samples, as they are."""
     rows = torch.from_numpy(np.asarray(index, np.int64)).to(samples.x.device)

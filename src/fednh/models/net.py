@@ -25,6 +25,7 @@ class Net:
         self.name, self.shape, self.num_classes = name, shape, num_classes
         self._build = build
         self._skeleton = self._checked(_seeded(build, 0))
+        self.parameter_shapes = [tuple(value.shape) for value in self._skeleton.parameters()]
         self._mine = threading.local()
         self.dim = self._probe()
 
