@@ -27,7 +27,15 @@ from forked import fednh
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_RUN = "not run by the tests"
-RUN = ("README.md", "index.md", "running.md", "using-models.md", "sweeps-and-tables.md", "figures-and-report.md")
+RUN = (
+    "README.md",
+    "index.md",
+    "own-data.md",
+    "running.md",
+    "using-models.md",
+    "sweeps-and-tables.md",
+    "figures-and-report.md",
+)
 ELSEWHERE = {  # commands that need what only other tests have: the words that must stand in that test
     ("federation", "init"): "tests/flower/test_scaffold.py",
     ("federation", "up"): "tests/flower/federations.py",

@@ -22,7 +22,7 @@ README = Path(__file__).parents[1] / "README.md"
 def three_commands() -> list[list[str]]:
     blocks = re.findall(r"^```sh\n(.*?)^```", README.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     (block,) = [text for text in blocks if "folder:photos" in text]
-    return [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
+    return [shlex.split(line, comments=True)[1:] for line in block.splitlines() if " inspect " not in line]
 
 
 def test_from_image_files_to_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fednh.card import read_model
 from fednh.data.builtin import digits
 from fednh.report.load import load_run
-from fednh.report.saved import personal_models, read_model
+from fednh.report.saved import personal_models
 from forked import fednh
 
 
@@ -72,7 +73,7 @@ def test_the_readmes_commands_on_a_folder_of_sites(work: Path, monkeypatch: pyte
     assert {"held_macro", "held_share", "held_gm_macro", "held_gm_share"} <= set(run.summary["clients"][0])
     assert "held-out macro" in ran.stdout
     _, card = read_model(personal_models(run)[1])
-    assert (card["site"], card["preprocessing"]["size"], card["preprocessing"]["channels"]) == ("north", [8, 8], 3)
+    assert (card.site, card.preprocessing.size, card.preprocessing.channels) == ("north", [8, 8], 3)
     for command in (["table", "runs/photos"], ["table", "--format", "csv", "runs/photos"]):
         shown = fednh(command, work / "d")
         assert (shown.code, "PM(L)" in shown.stdout) == (0, False)
@@ -86,10 +87,8 @@ def test_the_readmes_commands_on_a_folder_of_sites(work: Path, monkeypatch: pyte
 
 def test_a_table_end_to_end_and_resumed_by_the_same_command(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    rows = ["age,blood,label,site"]
-    rows += [
-        f"{'' if k % 11 == 0 else k % 2 * 3 + rng.normal():.3},{'AB'[k % 3 % 2]},{k % 2},s{k % 3}" for k in range(120)
-    ]
+    ages = ["" if k % 11 == 0 else f"{k % 2 * 3 + rng.normal():.3f}" for k in range(120)]
+    rows = ["age,blood,label,site", *(f"{age},{'AB'[k % 3 % 2]},{k % 2},s{k % 3}" for k, age in enumerate(ages))]
     (tmp_path / "t.csv").write_text("\n".join(rows))
     command = ["run", "--data", f"csv:{tmp_path / 't.csv'}", "--partition", "site", "--rounds", "3"]
     ran = fednh([*command, "--out", str(tmp_path / "r")], tmp_path / "a")

@@ -75,10 +75,17 @@ SOUTH = [f"{k + 50},{k},{k % 2},south,train" for k in range(12)]
 def standardised(path: Path, rows: list[str], partition: str, holdout: float = 0.25) -> tuple[np.ndarray, ...]:
     """Everybody's training samples as the model sees them, and what was held out, for rows north then south."""
     path.write_text(HEAD + "\n".join(rows))
-    given = (
-        {"data.name": f"csv:{path}", "partition.clients": 2} if partition != "site" else {"data.name": f"csv:{path}"}
+    many = {} if partition == "site" else {"partition.clients": 2}
+    config = load(
+        None,
+        {
+            "data.name": f"csv:{path}",
+            **many,
+            "partition.name": partition,
+            "data.holdout": holdout,
+            "partition.min_samples": 1,
+        },
     )
-    config = load(None, {**given, "partition.name": partition, "data.holdout": holdout, "partition.min_samples": 1})
     fed = build_federation(config)
     seen = fed.train.floats(fed.train.x.clone()).numpy()
     return tuple(seen[part] for part in (*fed.parts, *fed.held_out)) + tuple(fed.held_out)

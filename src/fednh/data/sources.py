@@ -150,8 +150,8 @@ def _own(name: str, kind: str, rest: str, options: Options) -> Dataset:
     elif kind == "hf":
         data = hf.dataset(name, rest, options)
     else:
-        read = {"npz": npz.dataset, "folder": folders.dataset, "csv": tables.dataset, "parquet": tables.dataset}[kind]
-        data = read(name, _expand(rest), options)
+        read: dict[str, Callable[[str, Path, Options], Dataset]] = {"npz": npz.dataset, "folder": folders.dataset}
+        data = read.get(kind, tables.dataset)(name, _expand(rest), options)
     return with_test_set(data, options.test_share)
 
 
