@@ -40,6 +40,7 @@ ENVIRONMENT = {
 }
 RESTARTS = 3  # of a SuperNode or a ServerApp that ended by itself
 GIVE_UP = 30.0  # seconds after which a federation does not begin any more when a site cannot take part
+FORGET = 120.0  # seconds in which Flower's server has surely missed the heartbeats of a SuperNode: twice its 2 x 30
 PATIENCE = 60.0  # seconds in which a server must answer
 
 
@@ -168,6 +169,8 @@ class Local:
         for name in ("federation.log", "metrics.jsonl"):
             self._new(name)
         self.restarts: dict[str, int] = {}
+        self.forgotten: dict[str, float] = {}  # when the server will have forgotten a SuperNode that was killed
+        self.retry: dict[str, float] = {}  # when to try again until then
         self.hopeless: tuple[float, str] | None = None  # since when a site says that it cannot take part
 
     def run(self) -> None:
@@ -270,16 +273,23 @@ class Local:
         self._show()
 
     def _look_after_supernodes(self) -> None:
-        """One that was killed is started again; one that ended by itself has a reason, and is given up."""
+        """One that was killed is started again; one that ended by itself has a reason, and is given up.
+
+        The server keeps the place of one that was killed until its heartbeats are missed, and refuses it so long.
+        """
         for number, site in enumerate(self.sites):
-            process = self.processes.running.get(site.name)
+            process, now = self.processes.running.get(site.name), time.monotonic()
             if process is None or process.poll() is None:
                 continue
             if process.returncode < 0 and self._again(site.name):
-                self.told.note(
-                    f"the SuperNode of {site.name} was killed by signal {-process.returncode}; starting it again"
-                )
-                self._start_supernode(number)
+                killed = f"the SuperNode of {site.name} was killed by signal {-process.returncode}"
+                self.told.note(f"{killed}; starting it again, which the server allows after a minute")
+                self.forgotten[site.name] = now + FORGET
+                self.retry[site.name] = now
+            if now < self.forgotten.get(site.name, 0.0):
+                if now >= self.retry[site.name]:
+                    self.retry[site.name] = now + 5
+                    self._start_supernode(number)
                 continue
             del self.processes.running[site.name]
             what = f"the SuperNode of {site.name} ended: {self._why(site.name)} (see {self.processes.log(site.name)})"
@@ -342,7 +352,8 @@ class Local:
         for line in self._new("federation.log"):
             words = line.decode(errors="replace")[20:]  # without the time
             self.told.note(words)
-            if "cannot take part" in words and not self._begun():
+            # "Unavailable" is Flower's word for a question that a slow site has not answered yet: it is asked again.
+            if "cannot take part" in words and "Unavailable" not in words and not self._begun():
                 self.hopeless = self.hopeless or (time.monotonic(), words)
         for line in self._new("metrics.jsonl"):
             self.told.round_done(json.loads(line))
