@@ -140,6 +140,14 @@ def read_config(path: Path) -> Config:
         raise UserError(f"{file} is not valid TOML: {error}") from error
 
 
+def read_backend(path: Path) -> str:
+    """What a run folder was made on; folders of earlier versions do not say it."""
+    try:
+        return str(json.loads((path / "environment.json").read_text(encoding="utf-8")).get("backend", "simulator"))
+    except (OSError, ValueError, AttributeError):
+        return "simulator"
+
+
 def read_summary(path: Path) -> dict[str, Any]:
     """The final figures of a finished run."""
     file = path / "summary.json"
