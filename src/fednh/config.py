@@ -109,12 +109,13 @@ class EvalConfig(Section):
     clients: Literal["active", "all"] | int = (
         "active"  # whose personal models: the round's, all so far, or a sample of n
     )
+    final: Literal["all"] | int = "all"  # whose, at the end, to evaluate and to save: all that took part, or n of them
 
-    @field_validator("clients")
+    @field_validator("clients", "final")
     @classmethod
     def _at_least_one(cls, value: str | int) -> str | int:
         if isinstance(value, int) and value < 1:
-            raise ValueError("should be 'active', 'all' or a number of clients, 1 or more")
+            raise ValueError("should be a word or a number of clients, 1 or more; see docs/running.md")
         return value
 
 
@@ -154,6 +155,7 @@ class Config(Section):
     workers: int = Field(0, ge=0, le=1024)  # clients trained at once, one thread each; 0: one per core
     engine: Literal["auto", "loop", "vmap"] = "auto"  # one client at a time on a worker, or a block of small ones
     device: str = "cpu"
+    precision: Literal["float32", "bf16"] = "float32"  # of the body's arithmetic; parameters are float32 always
     aggregator: Literal["mean", "median", "trimmed_mean", "norm_clip"] = "mean"  # how uploads are averaged
     trim: float = Field(0.2, gt=0, lt=0.5)  # of trimmed_mean: the share that is cut off at each end
     on_error: Literal["stop", "skip"] = "stop"  # when a client's training raises an error

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from fednh.config import Config, PartitionConfig
 from fednh.data import partition, scaling
@@ -15,6 +14,7 @@ from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
 from fednh.data.sources import default_folder, load
 from fednh.errors import UserError
+from fednh.machine import check_machine
 from fednh.methods import Method
 from fednh.models import Net, build_net
 from fednh.seeding import numpy_rng
@@ -47,8 +47,10 @@ class Federation:
 
     def class_counts(self) -> list[list[int]]:
         """Training samples of each class (columns) on every client (rows)."""
-        y, width = self.dataset.y_train, self.dataset.num_classes
-        return [np.bincount(y[part], minlength=width).tolist() for part in self.parts]
+        owner = np.repeat(np.arange(len(self.parts)), [len(part) for part in self.parts])
+        labels = self.dataset.y_train[np.concatenate(self.parts)]
+        table = partition.class_table(labels, owner, len(self.parts), self.dataset.num_classes)
+        return [row.tolist() for row in table]
 
     def card(self, config: Config, client: int | None = None) -> dict[str, Any]:
         """What a saved model must say about itself to be used elsewhere; with a client, a personal model.
@@ -68,7 +70,12 @@ class Federation:
             "shape": data.shape,
             "classes": data.classes,
             "preprocessing": {**data.preprocessing, **scale},
-            "trained_on": {"data": data.name, "seed": config.seed, "rounds": config.rounds},
+            "trained_on": {
+                "data": data.name,
+                "seed": config.seed,
+                "rounds": config.rounds,
+                "precision": config.precision,
+            },
             **whose,
         }
 
@@ -83,18 +90,20 @@ def build_federation(config: Config, dataset: Dataset | None = None) -> Federati
 
     Who builds several federations of the same data may load them once and pass them.
     """
-    check_device(config.device)
+    check_machine(config.device, config.precision)
     data = dataset or load_data(config)
     natural = config.partition.name == "site"
     parts, held_out = divide(data, config)
     raw_scale = data.scale
     data, scalings = scaling.fit(data, parts, held_out, natural)
+    net = build_net(config.model.name, data.shape, data.num_classes, config.model.args)
+    net.precision = config.precision
     return Federation(
         dataset=data,
         train=samples_of(data, "train", config.data.augment, config.device),
         test=samples_of(data, "test", device=config.device),
         parts=parts,
-        net=build_net(config.model.name, data.shape, data.num_classes, config.model.args),
+        net=net,
         method=config.build_method(),
         held_out=held_out,
         scalings=scalings,
@@ -140,11 +149,3 @@ def split(labels: partition.Indices, how: PartitionConfig, seed: int) -> list[pa
             return partition.quantity(labels, k, rng, how.beta, least)
         case "site":
             raise ValueError("natural sites are not drawn from labels")
-
-
-def check_device(device: str) -> None:
-    try:
-        float(torch.zeros(1, device=device).add_(1))
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"device = {device!r} cannot be used here: {reason}") from error

@@ -19,7 +19,12 @@ class Net:
 
     `functional_call` swaps parameters into the module that it is given, so two threads must never share one:
     each thread that calls a Net gets its own copy of the skeleton.
+
+    With precision "bf16" the body's convolutions and matrix products run in bfloat16, forward and backward. Features
+    come out as float32, and so does everything that is made of them.
     """
+
+    precision: str = "float32"  # or "bf16"; chosen once, by who makes the Net
 
     def __init__(self, build: Callable[[], nn.Module], shape: tuple[int, ...], num_classes: int, name: str = "model"):
         self.name, self.shape, self.num_classes = name, shape, num_classes
@@ -35,8 +40,11 @@ class Net:
         return arranged({name: value.detach().clone() for name, value in module.named_parameters()})
 
     def features(self, params: Tree, x: Tensor) -> Tensor:  # (B, ...) -> (B, D)
-        out: Tensor = functional_call(self._part("body"), below(params, "body"), (x,))
-        return out
+        if self.precision == "float32":
+            return self._features(params, x)
+        # Entered at every call: autocast holds for one thread. No weight is used twice, so none is worth caching.
+        with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):
+            return self._features(params, x).float()
 
     def classify(self, params: Tree, features: Tensor) -> Tensor:  # (B, D) -> (B, C)
         out: Tensor = functional_call(self._part("head"), below(params, "head"), (features,))
@@ -44,6 +52,10 @@ class Net:
 
     def logits(self, params: Tree, x: Tensor) -> Tensor:  # (B, ...) -> (B, C)
         return self.classify(params, self.features(params, x))
+
+    def _features(self, params: Tree, x: Tensor) -> Tensor:
+        out: Tensor = functional_call(self._part("body"), below(params, "body"), (x,))
+        return out
 
     def _part(self, name: str) -> nn.Module:
         """This thread's own `.body` or `.head`."""
