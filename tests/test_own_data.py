@@ -96,8 +96,8 @@ def test_a_table_end_to_end_and_resumed_by_the_same_command(tmp_path: Path) -> N
     assert "11 of 120 values of 'age' are missing and take the mean" in " ".join(ran.stdout.split())
     assert "finished already" in fednh([*command, "--out", str(tmp_path / "r")], tmp_path / "b").stdout
     _, card = read_model(tmp_path / "r" / "models" / "personal" / "client-000001.safetensors")
-    assert card["preprocessing"]["kind"] == "table"
-    assert len(card["preprocessing"]["mean"]) == 1 + 3
+    assert card.preprocessing.kind == "table"
+    assert len(card.preprocessing.mean) == 1 + 3
 
 
 def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
