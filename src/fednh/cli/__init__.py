@@ -17,6 +17,7 @@ from fednh.errors import Ignored, RunError, UserError
 
 # isort: off
 from fednh.cli import run  # the order of imports is the order in `fednh --help`
+from fednh.cli import inspect
 from fednh.cli import sweep
 from fednh.cli import report
 from fednh.cli import figures
@@ -25,7 +26,7 @@ from fednh.cli import federation
 from fednh.cli import about
 # isort: on
 
-__all__ = ["about", "app", "federation", "figures", "main", "report", "run", "spiral", "sweep"]
+__all__ = ["about", "app", "federation", "figures", "inspect", "main", "report", "run", "spiral", "sweep"]
 
 
 def main() -> None:
