@@ -8,15 +8,19 @@ from typing import Any
 
 import numpy as np
 
+from fednh import __version__
+from fednh.card import FORMAT
 from fednh.config import Config, PartitionConfig
 from fednh.data import partition, scaling
 from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
+from fednh.data.options import Options
 from fednh.data.sources import default_folder, load
 from fednh.errors import UserError
 from fednh.machine import check_machine
 from fednh.methods import Method
 from fednh.models import Net, build_net
+from fednh.names import run_name
 from fednh.seeding import numpy_rng
 
 DEFAULT_HOLDOUT = 0.2  # of each client's classes, where there is no balanced test set
@@ -65,12 +69,15 @@ class Federation:
             scale = {"scale": self.raw_scale, **mine._asdict()}
         whose = {} if client is None else {"client": client, **({"site": self.sites[client]} if self.sites else {})}
         return {
+            "format": FORMAT,
+            "fednh": __version__,
             "method": config.method,
             "model": {"name": self.net.name, "args": config.model.args},
             "shape": data.shape,
             "classes": data.classes,
             "preprocessing": {**data.preprocessing, **scale},
             "trained_on": {
+                "run": run_name(config),
                 "data": data.name,
                 "seed": config.seed,
                 "rounds": config.rounds,
@@ -82,7 +89,16 @@ class Federation:
 
 def load_data(config: Config) -> Dataset:
     """The samples that a config names."""
-    return load(config.data.name, Path(config.data.dir).expanduser() if config.data.dir else default_folder())
+    data = config.data
+    options = Options(
+        size=(data.size[0], data.size[1]) if data.size else None,
+        label=data.label,
+        site=data.site,
+        classes=tuple(data.classes or ()),
+        columns=data.columns or {},
+        test_share=data.test_share,
+    )
+    return load(data.name, Path(data.dir).expanduser() if data.dir else default_folder(), options)
 
 
 def build_federation(config: Config, dataset: Dataset | None = None) -> Federation:

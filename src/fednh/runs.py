@@ -21,9 +21,10 @@ from types import TracebackType
 from typing import IO, Any
 
 import fednh
+from fednh.card import write_model
 from fednh.config import Config, dump, validate
 from fednh.errors import UserError
-from fednh.files import locked, write_bytes, write_json, write_tree
+from fednh.files import locked, write_bytes, write_json
 from fednh.tree import Tree
 
 
@@ -112,11 +113,6 @@ class RunFolder:
     def write_model(self, name: str, tree: Tree, card: dict[str, Any]) -> None:
         """A model with what is needed to use it: `card` says its method, architecture, classes and preprocessing."""
         write_model(self.path / "models" / f"{name}.safetensors", tree, card)
-
-
-def write_model(path: Path, tree: Tree, card: dict[str, Any]) -> None:
-    """A model file: the tensors, and in the metadata what is needed to use them."""
-    write_tree(path, tree, {"fednh": json.dumps(card, sort_keys=True)}, sync=False)
 
 
 def _of_a_beginning(path: Path) -> bool:

@@ -17,16 +17,31 @@ from fednh.errors import Ignored, RunError, UserError
 
 # isort: off
 from fednh.cli import run  # the order of imports is the order in `fednh --help`
+from fednh.cli import inspect
 from fednh.cli import sweep
 from fednh.cli import report
 from fednh.cli import figures
+from fednh.cli import trained
 from fednh.cli import spiral
 from fednh.cli import federation
 from fednh.cli import about
 from fednh.cli import bench
 # isort: on
 
-__all__ = ["about", "app", "bench", "federation", "figures", "main", "report", "run", "spiral", "sweep"]
+__all__ = [
+    "about",
+    "app",
+    "bench",
+    "federation",
+    "figures",
+    "inspect",
+    "main",
+    "report",
+    "run",
+    "spiral",
+    "sweep",
+    "trained",
+]
 
 
 def main() -> None:

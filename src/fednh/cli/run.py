@@ -32,9 +32,11 @@ def run(
         str | None, typer.Argument(metavar="[CONFIG-OR-PRESET]", help="A TOML file, or a preset; none: digits.")
     ] = None,
     method: Annotated[str | None, typer.Option(help="See `fednh methods`.")] = None,
-    data: Annotated[str | None, typer.Option(help="A data set by name, or npz:PATH. See `fednh datasets`.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="A set by name, or folder:, csv:, npz:...; see `fednh datasets`.")
+    ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie.")] = None,
-    partition: Annotated[str | None, typer.Option(help="dirichlet, iid, classes, shards or quantity.")] = None,
+    partition: Annotated[str | None, typer.Option(help="dirichlet, iid, classes, shards, quantity, site.")] = None,
     beta: Annotated[float | None, typer.Option(help="Of the Dirichlet distribution; smaller is more uneven.")] = None,
     clients: Annotated[int | None, typer.Option(help="How many clients there are.")] = None,
     participation: Annotated[float | None, typer.Option(help="The share of clients picked in a round.")] = None,
@@ -58,6 +60,7 @@ def run(
 ) -> None:
     """Run one method on one federation, and write a run folder."""
     from fednh.config import load, parse_value
+    from fednh.names import new_folder
 
     overrides: dict[str, Any] = {
         "method.name": method,
@@ -77,7 +80,7 @@ def run(
     given = {key: value for key, value in overrides.items() if value is not None}
     given |= {key: parse_value(value) for key, value in settings_given(settings or []).items()}
     config = load(source, given)
-    _execute(config, out or _new_folder(config), track or [], quiet, backend)
+    _execute(config, out or new_folder(config), track or [], quiet, backend)
 
 
 @app.command()
@@ -212,15 +215,3 @@ def settings_given(words: list[str]) -> dict[str, str]:
             raise UserError(f"--set {word!r} should be KEY=VALUE, for example --set method.rho=0.7")
         settings[key.strip()] = value.strip()
     return settings
-
-
-def _new_folder(config: Config) -> Path:
-    """runs/<name>, with a number behind it if that is taken."""
-    from fednh.names import run_name
-
-    name = run_name(config)
-    for number in range(1, 100_000):
-        path = Path("runs") / (name if number == 1 else f"{name}-{number}")
-        if not path.exists():
-            return path
-    raise UserError("runs/ is full; choose a folder with --out")

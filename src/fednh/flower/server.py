@@ -20,8 +20,9 @@ import torch
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
+from fednh import __version__, evaluate, invariants, robust
 from fednh import client as clients
-from fednh import evaluate, invariants, robust
+from fednh.card import FORMAT
 from fednh.checkpoint import Checkpoints
 from fednh.config import Config, dump
 from fednh.data.batches import Samples
@@ -34,6 +35,7 @@ from fednh.flower.roster import Roster, agree, disagreement
 from fednh.flower.site import balanced, initial_state
 from fednh.machine import check_machine
 from fednh.models import build_net
+from fednh.names import run_name
 from fednh.runs import RunFolder
 from fednh.seeding import numpy_rng
 from fednh.simulate import Interrupted, Progress, Round, Watcher, dropped_clients, one_thread, picked_clients
@@ -402,6 +404,7 @@ class Server:
             model = self.method.global_model(self.server)
             if model is not None:
                 self.folder.write_model("global", model, self._card())
+            self.folder.write_model("broadcast", self.method.broadcast(self.server), self._card())
         self._write_line(record)
 
     def _write_line(self, record: dict[str, Any]) -> None:
@@ -467,12 +470,19 @@ class Server:
             return self.fed.card(config)
         scale = {"scale": task.scale, "mean": task.mean, "std": task.std}
         return {
+            "format": FORMAT,
+            "fednh": __version__,
             "method": config.method,
             "model": {"name": self.net.name, "args": config.model.args},
             "shape": task.shape,
             "classes": task.classes,
             "preprocessing": {**json.loads(task.preprocessing), **scale},
-            "trained_on": {"data": task.data, "seed": config.seed, "rounds": config.rounds},
+            "trained_on": {
+                "run": run_name(config),
+                "data": task.data,
+                "seed": config.seed,
+                "rounds": config.rounds,
+            },
         }
 
     def _books(self) -> dict[str, Any]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fednh.card import architecture, read_model
 from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
-from fednh.data.sources import default_folder, load
+from fednh.data.scaling import fit
 from fednh.errors import UserError
+from fednh.federation import divide, load_data
 from fednh.losses import unit
 from fednh.models import Net
 from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed
@@ -20,7 +21,7 @@ from fednh.report.figures.partition import two_clients
 from fednh.report.figures.style import CYCLE, MARKERS, muted, panels
 from fednh.report.grouping import by_variant
 from fednh.report.load import Run
-from fednh.report.saved import architecture, personal_models, read_model
+from fednh.report.saved import personal_models
 from fednh.seeding import torch_rng
 from fednh.tree import Tree
 
@@ -135,8 +136,12 @@ def _classes(choice: Choice, names: list[str], counts: NDArray[np.int64], pair: 
 
 def _load(run: Run) -> Dataset:
     try:
-        folder = Path(run.config.data.dir).expanduser() if run.config.data.dir else default_folder()
-        return load(run.config.data.name, folder)
+        data = load_data(run.config)
+        if not len(data.y_test):
+            raise NotAllowed("there is no test set")
+        return fit(data, *divide(data, run.config), run.config.partition.name == "site")[0]
+    except NotAllowed:
+        raise
     except UserError as error:
         raise NotAllowed(f"the data set cannot be loaded here: {error}") from error
 
