@@ -12,6 +12,8 @@ import torch
 from fednh.data.batches import ClientData, Samples
 from fednh.diagnostics import GradientNorm
 from fednh.fit import LocalFit, Sgd
+from fednh.localnorm import LocalNorm, without_norm
+from fednh.losses import Loss
 from fednh.methods.base import Method
 from fednh.models.net import Net
 from fednh.tree import Tree
@@ -33,9 +35,10 @@ def update(
 ) -> Update:
     """Train: what the client keeps and what it uploads."""
     probe = GradientNorm(data, received) if gradient_norm else None
-    fit = LocalFit(data, sgd, probe)
-    keep, upload = method.client_update(net, {**kept, **received}, data, fit)
-    return Update(keep, upload, fit.samples, fit.loss_sum, probe.value if probe else None)
+    with LocalNorm(net, kept, data.index.device) as norm:
+        fit = LocalFit(data, sgd, norm.undisturbed(probe))
+        keep, upload = method.client_update(net, {**without_norm(kept), **received}, data, norm.fit(fit))
+    return Update({**keep, **norm.kept()}, upload, fit.samples, fit.loss_sum, probe.value if probe else None)
 
 
 Form = dict[str, tuple[tuple[int, ...], torch.dtype]]  # what a Tree looks like: name -> shape and type
@@ -54,9 +57,22 @@ def declared_upload(method: Method, net: Net, initial: Tree) -> Form:
     samples = Samples(blank, torch.arange(classes, device=device), classes, one, zero, augment=False)
     data = ClientData(samples, torch.arange(classes).numpy())
     own = {**method.enroll(initial), **method.broadcast(initial)}
-    return form_of(method.client_update(net, own, data, lambda params, loss, *, only, epochs=None: params)[1])
+    return form_of(method.client_update(net, own, data, _Still())[1])
+
+
+class _Still:
+    """`fit` that trains nothing."""
+
+    def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
+        return params
+
+    def reach(self, epochs: int | None = None) -> float:
+        return 1.0
 
 
 def personal_model(method: Method, net: Net, kept: Tree, received: Tree, data: ClientData, sgd: Sgd) -> Tree:
-    """The client's own model, as `method.logits` takes it."""
-    return method.personal_model(net, {**received, **kept}, data, LocalFit(data, sgd))
+    """The client's own model, as `method.logits` takes it; its normalisation is part of it."""
+    with LocalNorm(net, kept, data.index.device) as norm:
+        fit = norm.fit(LocalFit(data, sgd))
+        model = method.personal_model(net, {**received, **without_norm(kept)}, data, fit)
+    return {**model, **norm.state}

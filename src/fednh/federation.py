@@ -41,7 +41,12 @@ class Federation:
         data = self.dataset
         return {
             "method": config.method,
-            "model": {"name": self.net.name, "args": config.model.args},
+            "model": {
+                "name": self.net.name,
+                "args": config.model.args,
+                "head": self.net.head,
+                "norm": config.model.norm,
+            },
             "shape": data.shape,
             "classes": data.classes,
             "preprocessing": {"scale": data.scale, "mean": data.mean, "std": data.std},
@@ -66,7 +71,15 @@ def build_federation(config: Config, dataset: Dataset | None = None) -> Federati
         train=samples_of(data, "train", config.data.augment, config.device),
         test=samples_of(data, "test", device=config.device),
         parts=split(data.y_train, config.partition, config.seed),
-        net=build_net(config.model.name, data.shape, data.num_classes, config.model.args),
+        net=build_net(
+            config.model.name,
+            data.shape,
+            data.num_classes,
+            config.model.args,
+            head=config.model.head,
+            norm=config.model.norm,
+            weights=config.model.weights,
+        ),
         method=config.build_method(),
     )
 

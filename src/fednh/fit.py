@@ -25,11 +25,20 @@ class Sgd:
     batch_size: int = 64
     epochs: int = 5
 
+    def reach(self, steps: int) -> float:
+        """How far so many steps carry a parameter whose gradient is always 1: lr * steps, and more with momentum."""
+        m = self.momentum  # a gradient acts again in every later step: 1 + m + m^2 + ...
+        return self.lr * (steps - m * (1 - m**steps) / (1 - m)) / (1 - m)
+
 
 class Fit(Protocol):
     """What a method is given to train with."""
 
     def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree: ...
+
+    def reach(self, epochs: int | None = None) -> float | Tensor:
+        """How far one call carries a parameter whose gradient is always 1; a method divides a move by it."""
+        ...
 
 
 class LocalFit:
@@ -67,6 +76,10 @@ class LocalFit:
                 self.samples += len(y)
         self.loss_sum += float(total)
         return {name: value.detach() if name in moving else value for name, value in working.items()}
+
+    def reach(self, epochs: int | None = None) -> float:
+        batches = -(-len(self.data) // self.sgd.batch_size)
+        return self.sgd.reach((self.sgd.epochs if epochs is None else epochs) * batches)
 
 
 class Momentum:

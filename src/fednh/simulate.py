@@ -384,7 +384,7 @@ class Simulation:
         card = self.fed.card(self.config)
         correct = self._global()
         if (model := self.method.global_model(self.server)) is not None:
-            self.folder.write_model("global", model, card)
+            self.folder.write_model("global", {**self.net.norm, **model}, card)
         people = self._personal(self.store.members, round_, card)
         chosen = set(self._whom(round_, record["clients"]))
         record |= self._figures(correct, [p for p in people if p.client in chosen])

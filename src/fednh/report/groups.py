@@ -42,8 +42,8 @@ _LAID_OUT = (
 
 
 def method_name(name: str) -> str:
-    """As the paper writes it; a method that it does not have keeps its own name."""
-    return PAPER_NAMES.get(name, name)
+    """As the paper writes it, or as the class is called; a method by import path keeps the path."""
+    return PAPER_NAMES.get(name) or (METHODS[name].__name__ if name in METHODS else name)
 
 
 @dataclass(frozen=True)

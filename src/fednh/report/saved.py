@@ -42,5 +42,6 @@ def read_model(path: Path) -> tuple[Tree, dict[str, Any]]:
 def architecture(card: dict[str, Any]) -> tuple[Net, Method]:
     """The network and the method that a card describes."""
     model = card["model"]
-    net = build_net(model["name"], tuple(card["shape"]), len(card["classes"]), model["args"])
+    own = {key: model[key] for key in ("head", "norm") if key in model}
+    net = build_net(model["name"], tuple(card["shape"]), len(card["classes"]), model["args"], **own)
     return net, build_method(card["method"])
