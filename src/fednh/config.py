@@ -113,6 +113,16 @@ class DiagnosticsConfig(Section):
     gradient_norm: bool = False  # log the squared norm of the body's full gradient on every picked client's data
 
 
+class FederationConfig(Section):
+    """Of federations on Flower; the in-process simulator needs none of it."""
+
+    name: str = Field("fednh", min_length=1)  # sites keep their personal state by it
+    folder: str | None = None  # the server's run folder
+    min_clients: int = Field(2, ge=1, le=MANY)  # so many sites must be there before the first round
+    timeout: float = Field(600.0, gt=0)  # seconds in which a site must answer
+    test: str | None = None  # a data source whose test part is a balanced test set at the server
+
+
 class Config(Section):
     """Everything that a run depends on; the paper's common settings are the defaults."""
 
@@ -133,6 +143,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     store: StoreConfig = StoreConfig()
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
+    federation: FederationConfig = FederationConfig()
 
     @model_validator(mode="after")
     def _complete_method(self, info: ValidationInfo) -> Config:

@@ -80,9 +80,11 @@ class RunFolder:
         if not any(self.path.iterdir()):  # nothing was begun: leave nothing behind
             self.path.rmdir()
 
-    def begin(self, config: Config, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> None:
+    def begin(
+        self, config: Config, classes: Sequence[str], counts: Sequence[Sequence[int]], backend: str = "simulator"
+    ) -> None:
         """Write down what the run is, before it starts; `counts` is clients by classes."""
-        write_json(self.path / "environment.json", environment(config))
+        write_json(self.path / "environment.json", {**environment(config), "backend": backend})
         partition = {"classes": list(classes), "counts": [list(row) for row in counts]}
         write_bytes(self.path / "partition.json", json.dumps(partition).encode())
         write_bytes(self.config_file, dump(config).encode())
@@ -104,13 +106,18 @@ class RunFolder:
 
     def write_model(self, name: str, tree: Tree, card: dict[str, Any]) -> None:
         """A model with what is needed to use it: `card` says its method, architecture, classes and preprocessing."""
-        text = json.dumps(card, sort_keys=True)
-        write_tree(self.path / "models" / f"{name}.safetensors", tree, {"fednh": text}, sync=False)
+        write_model(self.path / "models" / f"{name}.safetensors", tree, card)
+
+
+def write_model(path: Path, tree: Tree, card: dict[str, Any]) -> None:
+    """A model file: the tensors, and in the metadata what is needed to use them."""
+    write_tree(path, tree, {"fednh": json.dumps(card, sort_keys=True)}, sync=False)
 
 
 def _of_a_beginning(path: Path) -> bool:
     """Whether a file is one that a run leaves which was killed before its config was written: it can start again."""
-    return path.name in (".lock", "environment.json", "partition.json") or path.suffix == ".tmp"
+    names = (".lock", "environment.json", "partition.json", "federation.log")
+    return path.name in names or path.suffix == ".tmp"
 
 
 def _locked(path: Path) -> IO[str]:

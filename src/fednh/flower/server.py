@@ -1,0 +1,513 @@
+"""The server's rounds on Flower: the simulator's bookkeeping, with sites that may be late, lost or wrong.
+
+An exchange asks some sites to evaluate what the last round left and some to train the next: mostly the same ones, in
+one message each. So a federation of R rounds has R + 1 exchanges, and the line of a round that is evaluated is written
+after the next one. What a site should not have sent is refused, told in words, and the round goes on without it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from flwr.app import Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from fednh import client as clients
+from fednh import evaluate, invariants, robust
+from fednh.checkpoint import Checkpoints
+from fednh.config import Config, dump
+from fednh.data.batches import Samples, samples_of
+from fednh.data.dataset import Dataset
+from fednh.errors import RunError, UserError
+from fednh.federation import build_federation, load_data
+from fednh.flower import records
+from fednh.flower.post import Letter, Post
+from fednh.flower.records import Answer, Hello, Number, Order, SiteProblem, Task
+from fednh.flower.roster import Roster, agree, disagreement
+from fednh.models import build_net
+from fednh.runs import RunFolder
+from fednh.seeding import numpy_rng, torch_rng
+from fednh.simulate import Interrupted, Progress, Round, Watcher, dropped_clients, one_thread, picked_clients
+from fednh.store import Store
+from fednh.tree import Tree, Uploads, arranged, finite, size
+
+REMINDER = 60.0  # seconds between two messages that sites are missing
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How the sites are reached: over a network, or as a simulation on this machine or cluster."""
+
+    timeout: float  # seconds for an answer
+    enough: int  # sites that must be there before the first round
+    simulated: bool = False  # an error at a client stops the run, if on_error says so; latecomers are not looked after
+    pause: float = 0.5  # seconds between two looks for answers
+
+
+class Server:
+    """One federation's server, in one run folder."""
+
+    def __init__(
+        self,
+        config: Config,
+        grid: Grid,
+        folder: RunFolder,
+        watcher: Watcher,
+        manner: Manner,
+        stop: threading.Event | None = None,
+    ):
+        self.config, self.grid, self.folder, self.watcher, self.manner = config, grid, folder, watcher, manner
+        self.toml = dump(config)
+        self.method = config.build_method()
+        self.post = Post(grid, stop or threading.Event(), self._stray, manner.pause)
+        # Personal states are the sites': what a checkpoint has of them is the round of each.
+        unused = Store(folder.path / "checkpoints" / "clients", 0, {})
+        self.checkpoints = Checkpoints(folder.path / "checkpoints", unused)
+        self.progress, self.roster, self.task = Progress(), Roster(), None
+        self.arrivals: list[tuple[int, Hello]] = []
+        self.told: set[str] = set()
+        self.test: Samples | None = None
+        self.people: dict[int, dict[str, Number]] = {}
+        self.correct: torch.Tensor | None = None
+
+    task: Task | None
+    server: Tree
+
+    def run(self) -> dict[str, Any]:
+        """All rounds, from where the folder stands to the end; returns the summary."""
+        with one_thread(), self.checkpoints:
+            saved = self._resume()
+            self._gather()
+            self._prepare(saved)
+            try:
+                while self.progress.closed < self.config.rounds:
+                    self._exchange()
+            except (Interrupted, RunError):
+                self._checkpoint()
+                raise
+            self.checkpoints.wait()
+            summary = self._summary()
+            self.folder.write_summary(summary)
+            return summary
+
+    def note(self, text: str) -> None:
+        """To the log, and to a file of the run folder."""
+        self.watcher.note(text)
+        with (self.folder.path / "federation.log").open("a", encoding="utf-8") as file:
+            file.write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {text}\n")
+
+    # --- before the first round --------------------------------------------------------------------------------
+
+    def _gather(self) -> None:
+        """Wait until enough sites have said who they are."""
+        asked, last = 0.0, ""
+        while True:
+            self._greet(set(self.grid.get_node_ids()))
+            self.post.rest()
+            here = {hello.site for _, hello in self.arrivals}
+            if len(here) >= self.manner.enough:
+                break
+            words = (
+                f"waiting for sites: {len(here)} of {self.manner.enough} are here ({', '.join(sorted(here)) or 'none'})"
+            )
+            if not self.manner.simulated and (words != last or time.monotonic() - asked > REMINDER):
+                asked, last = time.monotonic(), words
+                self.note(words)
+        if self.task is None:
+            self.task = agree([hello.task for _, hello in sorted(self.arrivals, key=lambda row: row[1].site)])
+        self._welcome()
+
+    def _greet(self, online: set[int]) -> None:
+        """Ask nodes that nobody knows who they are."""
+        met = self.post.asked() | {node for node, _ in self.arrivals}
+        strangers = [node for node in sorted(online - met) if not self.roster.knows(node)]
+        question = records.question(self.toml)
+        self.post.send([(Letter(node, MessageType.QUERY), question) for node in strangers], self.manner.timeout)
+
+    def _welcome(self) -> None:
+        """Admit those who said who they are, if their data fits."""
+        assert self.task is not None
+        fitting = []
+        for node, hello in self.arrivals:
+            if problem := disagreement(self.task, hello.task):
+                self._once(f"site {hello.site} cannot take part: {problem}")
+            else:
+                fitting.append((node, hello))
+        self.arrivals = []
+        for words in self.roster.admit(fitting):
+            self.note(words)
+
+    def _stray(self, letter: Letter, reply: Message) -> None:
+        """A reply that nobody waits for: of a newcomer, or of somebody late."""
+        if letter.kind != MessageType.QUERY:
+            if not reply.has_error():  # an error is Flower's own: the letter has expired
+                self.note(f"round {letter.round}: {self._who(letter.client)} answered too late; refused")
+            return
+        try:
+            self.arrivals.append((letter.node, Hello.read(_content(reply))))
+        except (SiteProblem, ValueError) as error:
+            self._once(f"a site cannot take part: {error}")
+
+    def _prepare(self, saved: Tree | None) -> None:
+        """The network, the server's state, and the test set if there is one; begin or check the run folder."""
+        config, task = self.config, self.task
+        assert task is not None
+        self.net = build_net(config.model.name, task.shape, len(task.classes), config.model.args)
+        initial = arranged(self.method.init(self.net, torch_rng(config.seed, "init")))
+        self.initial = {name: value.to(config.device) for name, value in initial.items()}
+        self.server = saved or self.initial
+        self.form = clients.form_of(self.initial)
+        self.upload_form = clients.declared_upload(self.method, self.net, self.initial)
+        data, counts = self._own_data(task)
+        if data is not None:
+            data = replace(data, scale=task.scale, mean=task.mean, std=task.std)
+            self.test = samples_of(data, "test", device=config.device)
+        if not self.folder.started:
+            self.folder.begin(config, task.classes, counts, backend="flower")
+        self.folder.write_metrics(self.progress.records[: self.progress.closed])
+
+    def _own_data(self, task: Task) -> tuple[Dataset | None, list[list[int]]]:
+        """A test set at the server, and how a set that everybody has is divided; sites' own counts are not known."""
+        config = self.config
+        if config.federation.test is not None:
+            named = config.model_copy(update={"data": config.data.model_copy(update={"name": config.federation.test})})
+            data = load_data(named)
+            if problem := disagreement(task, Task.of(data, task.data, task.divided)):
+                raise UserError(f"federation.test = {config.federation.test!r} does not fit the sites: {problem}")
+            return data, []
+        if not task.divided:
+            return None, []
+        try:
+            fed = build_federation(config)
+        except UserError as error:
+            self.note(f"the server has no test set, so GM is left out: {error}")
+            return None, []
+        return fed.dataset, fed.class_counts()
+
+    def _resume(self) -> Tree | None:
+        """Go on from the newest whole checkpoint: returns the server's state."""
+        saved = self.checkpoints.latest(self.note, self.config.device)
+        if saved is None:
+            if self.folder.rounds_written():
+                self.note("there is no checkpoint yet; starting again from the beginning")
+            return None
+        rest = dict(saved.progress)
+        self.roster, self.task = Roster(rest.pop("sites")), Task.read(rest.pop("task"))
+        self.progress = Progress(**rest)
+        self.note(f"going on after round {saved.round}")
+        return saved.server
+
+    # --- one exchange ------------------------------------------------------------------------------------------
+
+    def _exchange(self) -> None:
+        """Evaluate the last round, if that is due, and train the next, if there is one."""
+        started, progress = time.perf_counter(), self.progress
+        closing = progress.round if progress.closed < progress.round else 0
+        round_ = progress.round + 1 if progress.round < self.config.rounds else 0
+        online = self._online()
+        here = self.roster.present(online)
+        picked = self._picked(round_, here) if round_ else []
+        happened = Round(round_, bytes_down=0, dropped=dropped_clients(self.config, round_, picked))
+        down = self.method.broadcast(self.server)
+        happened.bytes_down = size(down) * len(picked)
+        train = set(picked) - set(happened.dropped)
+        look = set(self._looked_at(closing)) & set(here) if closing else set()
+        orders = [
+            self._order(k, round_ if k in train else 0, closing if k in look else 0) for k in sorted(train | look)
+        ]
+        answers = self._ask(orders, down, happened)
+        if closing:
+            self._close(closing, answers)
+        if round_:
+            self._aggregate(happened, [answer for answer in answers if answer.round == round_])
+            self._keep_books(happened, time.perf_counter() - started)
+        self._greet(online)
+        self._welcome()
+
+    def _online(self) -> set[int]:
+        """The nodes that are there; if none of them is known, some time is given for one to come."""
+        deadline = time.monotonic() + self.manner.timeout
+        while True:
+            online = set(self.grid.get_node_ids())
+            if self.roster.present(online) or time.monotonic() > deadline:
+                return online
+            self._once(f"after round {self.progress.round} no site is there; waiting for one")
+            self._greet(online)
+            self.post.rest()
+            self._welcome()
+
+    def _picked(self, round_: int, here: list[int]) -> list[int]:
+        """Of those who are there: with all there, the very clients that the simulator picks."""
+        if not here:
+            return []
+        division = self.config.partition.model_copy(update={"clients": len(here)})
+        return [here[k] for k in picked_clients(self.config.model_copy(update={"partition": division}), round_)]
+
+    def _looked_at(self, round_: int) -> list[int]:
+        """Who evaluates: after the last round everybody."""
+        if round_ < self.config.rounds:
+            return self._whom(round_)
+        return self.roster.took_part() if self.manner.simulated else sorted(self.roster.members)
+
+    def _whom(self, round_: int) -> list[int]:
+        """Whose personal models make the round's figures: `eval.clients`."""
+        chosen, members = self.config.eval.clients, self.roster.took_part()
+        if chosen == "active":
+            active: list[int] = self.progress.records[-1]["clients"]
+            return active
+        if chosen == "all" or int(chosen) >= len(members):
+            return members
+        rng = numpy_rng(self.config.seed, "eval", round_)
+        return sorted(rng.choice(members, int(chosen), replace=False).tolist())
+
+    def _order(self, client: int, round_: int, closing: int) -> Order:
+        member = self.roster.members[client]
+        # The newest whole checkpoint may be the last but one, and one may be damaged.
+        since = member.since(self.progress.round - 3 * self.config.checkpoint.every)
+        return Order(client, round_, closing, member.last, since, final=closing == self.config.rounds)
+
+    def _ask(self, orders: list[Order], down: Tree, happened: Round) -> list[Answer]:
+        """Send the orders and wait; returns the answers that can be used."""
+        assert self.task is not None
+        arrays, more = records.to_arrays(down), records.to_arrays(self._beyond(down))
+        letters = [
+            (
+                Letter(
+                    self.roster.node(order.client),
+                    MessageType.TRAIN if order.round else MessageType.EVALUATE,
+                    order.client,
+                    order.round or order.evaluate,
+                ),
+                order.write(self.toml, self.task, arrays, more),
+            )
+            for order in orders
+        ]
+        sent = self.post.send(letters, keep=2 * self.manner.timeout)
+        started, by_client = time.perf_counter(), {order.client: order for order in orders}
+        answers: list[Answer] = []
+        for letter, reply in self.post.replies(sent, self.manner.timeout):
+            order = by_client.pop(letter.client)
+            answers += self._read(order, reply, happened)
+        for client, order in sorted(by_client.items()):
+            when = f"round {order.round or order.evaluate}"
+            self.note(f"{when}: {self._who(client)} did not answer in {self.manner.timeout:g} s; going on without it")
+            if order.round:
+                happened.dropped = sorted([*happened.dropped, client])
+        self.progress.client_seconds += time.perf_counter() - started
+        return sorted(answers, key=lambda answer: answer.client)
+
+    def _beyond(self, down: Tree) -> Tree:
+        """What the global model has that a site cannot make from the broadcast and the config."""
+        model = self.method.global_model(self.server) or {}
+        theirs = self.method.global_model({**self.initial, **down}) or {}
+        return {n: v for n, v in model.items() if n not in theirs or not torch.equal(v, theirs[n])}
+
+    def _read(self, order: Order, reply: Message, happened: Round) -> Iterator[Answer]:
+        """The answer, if it is one; what is wrong with it is told."""
+        who, when = self._who(order.client), f"round {order.round or order.evaluate}"
+        try:
+            answer = Answer.read(_content(reply), self.config.device)
+            if (answer.client, answer.round) != (order.client, order.round):
+                raise ValueError(f"it is for client {answer.client} and round {answer.round}")
+            if order.round:
+                self._check_upload(answer)
+        except SiteProblem as error:
+            self._failed(f"{when}: {who} failed: {error}")
+            if order.round:
+                happened.failed.append(order.client)
+        except ValueError as error:
+            self.note(f"{when}: the answer of {who} was refused: {error}")
+            if order.round:
+                happened.refused.append(order.client)
+        else:
+            yield answer
+
+    def _check_upload(self, answer: Answer) -> None:
+        if answer.upload is None:
+            raise ValueError("it has no upload")
+        if problem := invariants.upload_problem(answer.upload, self.upload_form):
+            raise ValueError(problem)
+        if not (math.isfinite(answer.loss_sum) and finite(answer.upload)):
+            raise ValueError("the upload is not finite")
+        if answer.samples < 1:
+            raise ValueError(f"it says that it trained on {answer.samples} samples")
+
+    def _failed(self, told: str) -> None:
+        if self.manner.simulated and self.config.on_error == "stop":
+            raise RunError(f"{type(self.method).__name__}: {told}")
+        self.note(f"{told}; going on without it")
+
+    def _aggregate(self, happened: Round, answers: list[Answer]) -> None:
+        """The server's next state; one that breaks an invariant is not taken."""
+        # As in the simulator: the largest first. A sum's last bits depend on the order.
+        answers = sorted(answers, key=lambda answer: (-answer.samples, answer.client))
+        uploads = [answer.upload for answer in answers if answer.upload is not None]
+        if not uploads:
+            self.note(f"round {happened.round}: no upload could be used; the server stays as it was")
+            return
+        rule = robust.rule(self.config.aggregator, self.server, self.config.trim, self.method.by_class)
+        try:
+            server = self.method.aggregate(self.server, Uploads(uploads, rule))
+            invariants.check_server(self.method, server, self.form, happened.round)
+        except RunError as error:
+            if self.manner.simulated:
+                raise
+            self.note(f"{error}; the server stays as it was")
+            return
+        self.server = server
+        for answer in answers:
+            assert answer.upload is not None
+            self.roster.members[answer.client].rounds.append(happened.round)
+            happened.clients.append(answer.client)
+            happened.bytes_up += size(answer.upload)
+            happened.processed += answer.samples
+            happened.samples += answer.samples
+            happened.loss_sum += answer.loss_sum
+            if answer.gradient_norm is not None and math.isfinite(answer.gradient_norm):
+                happened.gradient_norms[answer.client] = answer.gradient_norm
+
+    def _keep_books(self, happened: Round, seconds: float) -> None:
+        """Count the round; close it unless the next exchange evaluates it; save."""
+        progress, every, round_ = self.progress, self.config.eval.every, happened.round
+        progress.round = round_
+        progress.samples += happened.processed
+        progress.records.append(happened.record(seconds))
+        progress.seconds += seconds
+        if round_ < self.config.rounds and not (every and round_ % every == 0):
+            self._write_line(progress.records[-1])
+        save = self.config.checkpoint.every
+        if save and (round_ % save == 0 or round_ == self.config.rounds):
+            self.checkpoints.begin(round_, self.server, self._books())
+
+    # --- evaluation and the end --------------------------------------------------------------------------------
+
+    def _close(self, round_: int, answers: list[Answer]) -> None:
+        """Figures of a round, from what the sites say and from the server's test set."""
+        started, record = time.perf_counter(), self.progress.records[-1]
+        self.people = {a.client: _checked(a.figures, self.net.num_classes) for a in answers if a.figures}
+        self.correct = self._correct()
+        chosen = set(self._whom(round_))
+        record |= self._figures([row for k, row in self.people.items() if k in chosen])
+        record["eval_seconds"] = round(time.perf_counter() - started, 4)
+        self.progress.eval_seconds += record["eval_seconds"]
+        self.progress.seconds += record["eval_seconds"]
+        if round_ == self.config.rounds:
+            model = self.method.global_model(self.server)
+            if model is not None:
+                self.folder.write_model("global", model, self._card())
+        self._write_line(record)
+
+    def _write_line(self, record: dict[str, Any]) -> None:
+        self.folder.append_metrics(record)
+        self.progress.closed = record["round"]
+        self.watcher.round_done(record)
+
+    def _correct(self) -> torch.Tensor | None:  # (C,)
+        model = self.method.global_model(self.server)
+        if model is None or self.test is None:
+            return None
+        model = arranged(model)
+        return evaluate.correct_per_class(lambda x: self.method.logits(self.net, model, x), self.test)
+
+    def _figures(self, people: list[dict[str, Number]]) -> dict[str, float | None]:
+        gm = None
+        if self.correct is not None and self.test is not None:
+            total = evaluate.total_per_class(self.test)
+            gm = evaluate.accuracy(self.correct, total, torch.ones_like(total))
+        return {"gm": gm, "pm_v": _mean(people, "pm_v"), "pm_l": _mean(people, "pm_l")}
+
+    def _summary(self) -> dict[str, Any]:
+        progress, task = self.progress, self.task
+        assert task is not None
+        took_part = set(self.roster.took_part())
+        people = [{"client": k, **row} for k, row in sorted(self.people.items()) if k in took_part]
+        spread = [value for row in people if isinstance(value := row.get("pm_l"), float)]
+        per_class = None
+        if self.correct is not None and self.test is not None:
+            per_class = (100 * self.correct / evaluate.total_per_class(self.test).clamp(min=1)).tolist()
+        empty: dict[str, Any] = {"pm_v": None, "pm_l": None, "per_class": []}
+        return {
+            "method": self.config.method["name"],
+            "data": task.data,
+            "seed": self.config.seed,
+            "rounds": progress.round,
+            **self._figures(people),
+            "pm_l_std": evaluate.mean_and_spread(spread)[1] if spread else None,
+            "per_class": per_class,
+            "clients": [{**empty, **row} for row in people],
+            "sites": [{"client": m.number, "site": m.site, "rounds": len(m.rounds)} for m in self._members()],
+            "bytes_up": sum(r["bytes_up"] for r in progress.records),
+            "bytes_down": sum(r["bytes_down"] for r in progress.records),
+            "dropped": sum(len(r["dropped"]) for r in progress.records),
+            "refused": sum(len(r["refused"]) for r in progress.records),
+            "failed": sum(len(r["failed"]) for r in progress.records),
+            "samples": progress.samples,
+            "seconds": round(progress.seconds, 3),
+            "client_seconds": round(progress.client_seconds, 3),
+            "eval_seconds": round(progress.eval_seconds, 3),
+            "samples_per_second": round(progress.samples / max(progress.client_seconds, 1e-9), 1),
+        }
+
+    def _members(self) -> list[Any]:
+        return [member for _, member in sorted(self.roster.members.items())]
+
+    def _card(self) -> dict[str, Any]:
+        """What the global model's file says about itself."""
+        task, config = self.task, self.config
+        assert task is not None
+        return {
+            "method": config.method,
+            "model": {"name": self.net.name, "args": config.model.args},
+            "shape": task.shape,
+            "classes": task.classes,
+            "preprocessing": {"scale": task.scale, "mean": task.mean, "std": task.std},
+            "trained_on": {"data": task.data, "seed": config.seed, "rounds": config.rounds},
+        }
+
+    def _books(self) -> dict[str, Any]:
+        assert self.task is not None
+        return {**asdict(self.progress), "sites": self.roster.rows(), "task": self.task.text()}
+
+    def _checkpoint(self) -> None:
+        if self.config.checkpoint.every and self.progress.round:
+            self.checkpoints.save(self.progress.round, self.server, self._books())
+
+    def _who(self, client: int) -> str:
+        return f"client {client}" if self.manner.simulated else f"site {self.roster.site(client)} (client {client})"
+
+    def _once(self, words: str) -> None:
+        if words not in self.told:
+            self.told.add(words)
+            self.note(words)
+
+
+def _content(reply: Message) -> RecordDict:
+    if reply.has_error():
+        raise SiteProblem(" ".join(str(reply.error.reason or f"error {reply.error.code}").split())[:500])
+    return reply.content
+
+
+def _checked(figures: dict[str, Number], classes: int) -> dict[str, Number]:
+    """Of the figures those that can be true: accuracies in percent, and a number of samples."""
+    found: dict[str, Number] = {}
+    for key in ("pm_v", "pm_l"):
+        value = figures.get(key)
+        if isinstance(value, int | float) and 0 <= value <= 100:
+            found[key] = float(value)
+    rows = figures.get("per_class")
+    if isinstance(rows, list) and len(rows) == classes and all(0 <= value <= 100 for value in rows):
+        found["per_class"] = rows
+    samples = figures.get("samples")
+    return {**found, "samples": samples if isinstance(samples, int) else 0}
+
+
+def _mean(people: list[dict[str, Number]], key: str) -> float | None:
+    values = [float(value) for row in people if isinstance(value := row.get(key), int | float)]
+    return evaluate.mean_and_spread(values)[0] if values else None

@@ -1,0 +1,253 @@
+"""A site: its own data, its personal state on its own disk, and what it does when it is asked.
+
+HOME/<federation>/<site>/state.round-000007.safetensors   what the client kept after round 7; never leaves this disk
+HOME/<federation>/<site>/personal.safetensors             its personal model, with the card that says how to use it
+
+The server says which round's state to start from: the last one whose upload it took. So an order that comes twice, a
+server that starts again from a checkpoint, or an answer that came too late leave no trace in the result.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from safetensors import SafetensorError
+
+from fednh import client as clients
+from fednh import evaluate, invariants
+from fednh.config import Config, validate
+from fednh.data.batches import ClientData, Samples
+from fednh.errors import UserError
+from fednh.federation import Federation, build_federation, load_data
+from fednh.files import read_tree, write_tree
+from fednh.fit import Sgd
+from fednh.flower.records import Answer, Hello, Number, Order, Task
+from fednh.runs import write_model
+from fednh.seeding import torch_rng
+from fednh.tree import Tree, arranged, finite
+
+log = logging.getLogger("flwr")
+PATHS = {".npz": "npz", ".csv": "csv", ".parquet": "parquet"}  # sources that a bare path stands for
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the owner of a site says when it starts: Flower's node-config."""
+
+    site: str
+    home: Path  # below it lies all that the site keeps
+    data: str | None = None  # the site's own data source; None: its part of the set that the config names
+    part: int = -1
+    parts: int = 0
+    test: str | None = None  # a source whose test part is the balanced test set
+    device: str | None = None
+    models: Path | None = None  # a simulation collects personal models here
+
+    @property
+    def divided(self) -> bool:
+        """Whether the data is a part of a set that everybody has: then nothing about it is a secret."""
+        return self.data is None
+
+
+def read_place(node: Mapping[str, Any], home: Path | None = None, models: Path | None = None) -> Place:
+    """From a node-config: data, site, state, partition-id, num-partitions, test, device."""
+    known = {"data", "site", "state", "partition-id", "num-partitions", "test", "device"}
+    if unknown := sorted(set(node) - known):
+        raise UserError(f"node-config: {unknown[0]} is not known; it takes {', '.join(sorted(known))}")
+    part, parts = node.get("partition-id", -1), node.get("num-partitions", 0)
+    text = {key: str(node[key]) for key in ("data", "site", "state", "test", "device") if key in node}
+    if "data" not in text and not (isinstance(part, int) and isinstance(parts, int) and 0 <= part < parts):
+        raise UserError("node-config: give data=SOURCE, the site's own data, or partition-id=K and num-partitions=N")
+    if "data" in text and "site" not in text:
+        raise UserError(
+            "node-config: data= needs site=NAME beside it; state and numbers of a site are kept by its name"
+        )
+    if "state" in text:
+        home = Path(text["state"]).expanduser().absolute()
+    if home is None:
+        raise UserError("node-config: give state=FOLDER, where the site keeps its personal state and model")
+    return Place(
+        site=text.get("site", f"client-{part:06d}"),
+        home=home,
+        data=_source(text["data"]) if "data" in text else None,
+        part=-1 if "data" in text else part,
+        parts=0 if "data" in text else parts,
+        test=_source(text["test"]) if "test" in text else None,
+        device=text.get("device"),
+        models=models,
+    )
+
+
+def _source(text: str) -> str:
+    """A data source; a bare path stands for the kind of its file."""
+    path = Path(text).expanduser()
+    if path.suffix in PATHS and ":" not in text:
+        return f"{PATHS[path.suffix]}:{path.absolute()}"
+    return f"folder:{path.absolute()}" if ":" not in text and path.is_dir() else text
+
+
+class Site:
+    """One site at work on one order."""
+
+    def __init__(self, place: Place, toml: str, task: Task | None):
+        self.place = place
+        self.config = _config(toml, place.device)
+        self.fed = _federation(toml, place.data, place.parts, task, place.device)
+        self.index = self.fed.parts[max(place.part, 0)]
+        self.folder = place.home / _safe(self.config.federation.name) / _safe(place.site)
+
+    def hello(self) -> Hello:
+        """Who it is and the form of its data. A name of its own data's file stays here."""
+        divided = self.place.divided
+        name = self.fed.dataset.name if divided else self.config.federation.name
+        return Hello(self.place.site, Task.of(self.fed.dataset, name, divided), self.place.part)
+
+    def answer(self, order: Order, down: Tree, more: Tree) -> Answer:
+        """Evaluate, train, keep; `more` is what the global model has beyond the broadcast."""
+        kept = self._kept(order.last)
+        figures: dict[str, Number] = {}
+        if order.evaluate:
+            if order.final and order.last == 0:  # it came too late for any round
+                kept = self._update(order.client, order.evaluate, kept, down).keep
+            figures = self._figures(order, kept, down, more)
+        if not order.round:
+            return Answer(order.client, 0, figures=figures)
+        update = self._update(order.client, order.round, kept, down)
+        if finite(update.upload) and finite(update.keep):
+            write_tree(self._state(order.round), update.keep)
+        self._forget(order.since)
+        return Answer(
+            order.client, order.round, update.upload, update.samples, update.loss_sum, update.gradient_norm, figures
+        )
+
+    def _update(self, client: int, round_: int, kept: Tree, down: Tree) -> clients.Update:
+        data = self._data(client, round_, "train")
+        invariants.check_share(data.share, client)
+        look = self.config.diagnostics.gradient_norm
+        return clients.update(self.fed.method, self.fed.net, kept, down, data, sgd(self.config, round_), look)
+
+    def _data(self, client: int, round_: int, purpose: str) -> ClientData:
+        return ClientData(self.fed.train, self.index, self.config.seed, round_, client, purpose)
+
+    # --- evaluation --------------------------------------------------------------------------------------------
+
+    def _figures(self, order: Order, kept: Tree, down: Tree, more: Tree) -> dict[str, Number]:
+        """What the personal and the global model achieve here: aggregate numbers."""
+        fed, round_ = self.fed, order.evaluate
+        data = self._data(order.client, round_, "personal")
+        model = clients.personal_model(fed.method, fed.net, kept, down, data, sgd(self.config, round_))
+        self._save(model, order)
+        found: dict[str, Number] = {"samples": len(data)}
+        if (test := self._test()) is not None:
+            total = evaluate.total_per_class(test)
+            person = evaluate.personal(order.client, self._correct(model, test), total, data.counts)
+            found |= {"pm_v": person.pm_v, "pm_l": person.pm_l}
+            if self.place.divided:
+                found["per_class"] = person.per_class
+        return found
+
+    def _correct(self, model: Tree, test: Samples) -> Any:  # (C,)
+        model = arranged(model)
+        return evaluate.correct_per_class(lambda x: self.fed.method.logits(self.fed.net, model, x), test)
+
+    def _test(self) -> Samples | None:
+        """The balanced test set, if this site has it."""
+        return self.fed.test if self.place.divided else None
+
+    def _save(self, model: Tree, order: Order) -> None:
+        card = {**self.fed.card(self.config), "client": order.client}
+        if self.place.models is None:
+            write_model(self.folder / "personal.safetensors", model, card)
+        elif order.final:
+            write_model(self.place.models / f"client-{order.client:06d}.safetensors", model, card)
+
+    # --- personal state ----------------------------------------------------------------------------------------
+
+    def _state(self, round_: int) -> Path:
+        return self.folder / f"state.round-{round_:06d}.safetensors"
+
+    def _states(self) -> dict[int, Path]:
+        """The states on disk by round, oldest first."""
+        found = sorted(self.folder.glob("state.round-*.safetensors"))
+        return {int(path.name.split("-")[1].split(".")[0]): path for path in found}
+
+    def _kept(self, last: int) -> Tree:
+        """What the site kept after round `last`; if that is lost, the newest before it, or a new start."""
+        if last > 0:
+            for round_, path in sorted(self._states().items(), reverse=True):
+                if round_ > last:
+                    continue
+                try:
+                    tree = read_tree(path, self.config.device)
+                except (OSError, SafetensorError) as error:
+                    log.warning("%s is damaged (%s); looking for an older one", path, error)
+                    continue
+                if round_ < last:
+                    log.warning("the state of round %d is not in %s; using that of round %d", last, self.folder, round_)
+                return tree
+            log.warning("no state is left in %s: this site starts anew", self.folder)
+        return self.fed.method.enroll(initial_state(self.config, self.fed))
+
+    def _forget(self, since: int) -> None:
+        for round_, path in self._states().items():
+            if round_ < since:
+                path.unlink(missing_ok=True)
+
+
+def sgd(config: Config, round_: int) -> Sgd:
+    """The optimiser's settings in a round."""
+    t = config.train
+    return Sgd(t.lr * t.lr_decay ** (round_ - 1), t.momentum, t.weight_decay, t.clip, t.batch_size, t.epochs)
+
+
+def initial_state(config: Config, fed: Federation) -> Tree:
+    """The server's state before the first round; every site can make it."""
+    initial = fed.method.init(fed.net, torch_rng(config.seed, "init"))
+    return {name: value.to(config.device) for name, value in arranged(initial).items()}
+
+
+def _config(toml: str, device: str | None) -> Config:
+    """The server's config as it holds here."""
+    config = validate(tomllib.loads(toml), "the server's config: ")
+    return config.model_copy(update={"device": device or config.device})
+
+
+@lru_cache(maxsize=2)
+def _federation(toml: str, source: str | None, parts: int, task: Task | None, device: str | None) -> Federation:
+    """This site's part of the federation, as far as it does not depend on which part it is; loaded once."""
+    config = _config(toml, device)
+    if source is None:
+        return build_federation(config.model_copy(update={"partition": _changed(config.partition, clients=parts)}))
+    config = config.model_copy(
+        update={
+            "data": _changed(config.data, name=source),
+            "partition": _changed(config.partition, name="iid", clients=1, min_samples=1),
+        }
+    )
+    data = load_data(config)
+    if task is not None:
+        if (data.shape, data.classes) != (task.shape, task.classes):
+            raise UserError(
+                f"{source} has samples of shape {data.shape} and the classes {', '.join(data.classes)}, but the "
+                f"federation agreed on {task.shape} and {', '.join(task.classes)}"
+            )
+        data = replace(data, scale=task.scale, mean=task.mean, std=task.std)
+    return build_federation(config, data)
+
+
+def _changed(section: Any, **values: Any) -> Any:
+    return section.model_copy(update=values)
+
+
+def _safe(name: str) -> str:
+    """A name as a folder's name, whatever it holds; different names stay different."""
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".")[:100]
+    return safe if safe == name else f"{safe or 'x'}-{crc32(name.encode()):08x}"

@@ -1,0 +1,58 @@
+"""The same numbers on Flower as in the simulator, from the same config, for every method."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from wire import federate, simulate
+
+from conftest import identical
+from fednh.config import Config, load
+from fednh.files import read_tree
+from fednh.methods import METHODS
+
+FAST = {"creff": {"method.match_steps": 5, "method.retrain_epochs": 5}}
+
+
+def small(method: str, **more: object) -> Config:
+    """Digits on five clients, of which three train in each of three rounds."""
+    settings = {
+        "method.name": method,
+        "partition.clients": 5,
+        "participation.rate": 0.6,
+        "rounds": 3,
+        "train.epochs": 1,
+        "train.batch_size": 64,
+        "model.args": {"hidden": [16]},
+        "eval.every": 2,
+        "workers": 1,
+        **FAST.get(method, {}),
+        **more,
+    }
+    return load("digits", settings)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_same_models_and_figures_as_the_simulator(method: str, tmp_path: Path) -> None:
+    config = small(method)
+    simulate(config, tmp_path / "simulator")
+    federate(config, tmp_path / "flower")
+    compare(tmp_path / "simulator", tmp_path / "flower")
+
+
+def compare(one: Path, other: Path) -> None:
+    """All models to the bit, all figures."""
+    models = sorted(path.relative_to(one) for path in (one / "models").rglob("*.safetensors"))
+    assert models == sorted(path.relative_to(other) for path in (other / "models").rglob("*.safetensors"))
+    for path in models:
+        identical(read_tree(one / path), read_tree(other / path))
+    timing = {"seconds", "client_seconds", "eval_seconds", "samples_per_second", "sites"}
+    for left, right in zip(lines(one), lines(other), strict=True):
+        assert {k: v for k, v in left.items() if k not in timing} == {k: v for k, v in right.items() if k not in timing}
+
+
+def lines(run: Path) -> list[dict[str, object]]:
+    texts = [*(run / "metrics.jsonl").read_text().splitlines(), (run / "summary.json").read_text()]
+    return [json.loads(text) for text in texts]
