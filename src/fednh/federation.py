@@ -41,17 +41,18 @@ class Federation:
         data = self.dataset
         return {
             "method": config.method,
-            "model": {
-                "name": self.net.name,
-                "args": config.model.args,
-                "head": self.net.head,
-                "norm": config.model.norm,
-            },
+            "model": {**self.net.card, "args": config.model.args},
             "shape": data.shape,
             "classes": data.classes,
             "preprocessing": {"scale": data.scale, "mean": data.mean, "std": data.std},
             "trained_on": {"data": data.name, "seed": config.seed, "rounds": config.rounds},
         }
+
+
+def network(config: Config, shape: tuple[int, ...], num_classes: int) -> Net:
+    """The network that a config describes, for samples of this shape."""
+    m = config.model
+    return build_net(m.name, shape, num_classes, m.args, head=m.head, norm=m.norm, weights=m.weights)
 
 
 def load_data(config: Config) -> Dataset:
@@ -71,15 +72,7 @@ def build_federation(config: Config, dataset: Dataset | None = None) -> Federati
         train=samples_of(data, "train", config.data.augment, config.device),
         test=samples_of(data, "test", device=config.device),
         parts=split(data.y_train, config.partition, config.seed),
-        net=build_net(
-            config.model.name,
-            data.shape,
-            data.num_classes,
-            config.model.args,
-            head=config.model.head,
-            norm=config.model.norm,
-            weights=config.model.weights,
-        ),
+        net=network(config, data.shape, data.num_classes),
         method=config.build_method(),
     )
 

@@ -26,12 +26,11 @@ from fednh.config import Config, dump
 from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
 from fednh.errors import RunError, UserError
-from fednh.federation import build_federation, load_data
+from fednh.federation import build_federation, load_data, network
 from fednh.flower import records
 from fednh.flower.post import Letter, Post
 from fednh.flower.records import Answer, Hello, Number, Order, SiteProblem, Task
 from fednh.flower.roster import Roster, agree, disagreement
-from fednh.models import build_net
 from fednh.runs import RunFolder
 from fednh.seeding import numpy_rng, torch_rng
 from fednh.simulate import Interrupted, Progress, Round, Watcher, dropped_clients, one_thread, picked_clients
@@ -159,7 +158,7 @@ class Server:
         """The network, the server's state, and the test set if there is one; begin or check the run folder."""
         config, task = self.config, self.task
         assert task is not None
-        self.net = build_net(config.model.name, task.shape, len(task.classes), config.model.args)
+        self.net = network(config, task.shape, len(task.classes))
         initial = arranged(self.method.init(self.net, torch_rng(config.seed, "init")))
         self.initial = {name: value.to(config.device) for name, value in initial.items()}
         self.server = saved or self.initial
@@ -401,7 +400,7 @@ class Server:
         if round_ == self.config.rounds:
             model = self.method.global_model(self.server)
             if model is not None:
-                self.folder.write_model("global", model, self._card())
+                self.folder.write_model("global", {**self.net.norm, **model}, self._card())
         self._write_line(record)
 
     def _write_line(self, record: dict[str, Any]) -> None:
@@ -464,7 +463,7 @@ class Server:
         assert task is not None
         return {
             "method": config.method,
-            "model": {"name": self.net.name, "args": config.model.args},
+            "model": {**self.net.card, "args": config.model.args},
             "shape": task.shape,
             "classes": task.classes,
             "preprocessing": {"scale": task.scale, "mean": task.mean, "std": task.std},

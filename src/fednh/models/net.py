@@ -58,6 +58,11 @@ class Net:
         self.dim = self._probe()
 
     @property
+    def card(self) -> dict[str, str | None]:
+        """What `build_net` must be told, beside the constructor's arguments, to build it again."""
+        return {"name": self.name, "head": self.head, "norm": "local" if self.norm else "refuse"}
+
+    @property
     def stateful(self) -> bool:
         """Whether clients have a normalisation of their own: what is computed then depends on whose turn it is."""
         return bool(self.norm)
