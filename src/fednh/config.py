@@ -35,6 +35,8 @@ PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet")
 
 WRITTEN = {"written": True}  # context of a config that a run has written: complete, so nothing need be imported
 
+FRESH = ("method.name", "model.name")  # another one has other settings, so those given before are dropped
+
 MANY = 10**9  # of anything that is counted; more is a slip of the keyboard
 
 
@@ -195,8 +197,8 @@ def load(source: str | None, overrides: Mapping[str, Any]) -> Config:
         tree, where = _preset(source), ""
     else:
         tree, where = _read(Path(source)), f"{source}: "
-    for key, value in overrides.items():
-        _put(tree, key, value)
+    for key in sorted(overrides, key=lambda key: key not in FRESH):  # a name first, then what belongs to it
+        _put(tree, key, overrides[key])
     _make_paths_absolute(tree)
     return validate(tree, where)
 
@@ -311,13 +313,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key. Another method than before starts from its own defaults."""
+    """Set a dotted key. Another method or model than before starts from its own defaults."""
     *sections, last = key.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
             raise UserError(f"{key}: {section} is a value, not a section")
-    if key == "method.name" and tree.get("name") != value:
+    if key in FRESH and tree.get("name") != value:
         tree.clear()
     tree[last] = value
 

@@ -189,10 +189,14 @@ def _by(groups: Iterable[Group], key: Any) -> list[list[Group]]:
     return list(found.values())
 
 
+def method_order(name: str) -> tuple[int, str]:
+    """Sorts methods as the paper's Table 1 does, then our further ones, then those by import path."""
+    order = [*PAPER_NAMES, *(other for other in METHODS if other not in PAPER_NAMES)]
+    return (order.index(name) if name in order else len(order)), name
+
+
 def _row_order(row: Row) -> tuple[Any, ...]:
-    order = [*PAPER_NAMES, *METHODS]
-    at = order.index(row.method) if row.method in order else len(order)
-    return row.data, row.rate, at, row.method, _natural(row.apart)
+    return row.data, row.rate, method_order(row.method), _natural(row.apart)
 
 
 def _natural(text: str) -> list[tuple[float, str]]:
