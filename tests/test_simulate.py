@@ -16,6 +16,7 @@ from conftest import identical
 from fednh import invariants, simulate
 from fednh.config import Config, load
 from fednh.data.batches import ClientData
+from fednh.engine import in_order
 from fednh.errors import RunError
 from fednh.federation import Federation, build_federation
 from fednh.files import read_tree
@@ -24,7 +25,7 @@ from fednh.methods import METHODS
 from fednh.methods.fedavg import FedAvg
 from fednh.models import Net
 from fednh.runs import RunFolder
-from fednh.simulate import Simulation, dropped_clients, in_order, picked_clients
+from fednh.simulate import Simulation, dropped_clients, picked_clients
 from fednh.tree import Tree
 
 SMALL = {"rounds": 3, "train.epochs": 1, "partition.clients": 8, "eval.every": 2}
@@ -263,7 +264,7 @@ def test_prototypes_off_the_sphere_are_an_error(tmp_path: Path) -> None:
 
 
 def test_picking_a_client_twice_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulate, "picked_clients", lambda config, round_: [1, 2, 2])
+    monkeypatch.setattr(simulate, "picked_clients", lambda config, round_, clients: [1, 2, 2])
     with pytest.raises(RunError, match="picked twice"):
         play(tmp_path / "r")
 
@@ -298,9 +299,9 @@ def test_whose_models_are_evaluated(
     seen: list[int] = []
     original = Simulation._personal
 
-    def spy(self: Simulation, chosen: list[int], round_: int, card: dict[str, Any] | None = None) -> Any:
+    def spy(self: Simulation, chosen: list[int], round_: int, save: bool = False) -> Any:
         seen.append(len(chosen))
-        return original(self, chosen, round_, card)
+        return original(self, chosen, round_, save)
 
     monkeypatch.setattr(Simulation, "_personal", spy)
     simulation, _, _ = play(tmp_path / "r", eval__clients=whom)

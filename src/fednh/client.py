@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from fednh.data.batches import ClientData, Samples
+from fednh.data.batches import ClientData, blank_samples
 from fednh.diagnostics import GradientNorm
 from fednh.fit import LocalFit, Sgd
 from fednh.localnorm import LocalNorm, without_norm
@@ -50,12 +51,8 @@ def form_of(tree: Tree) -> Form:
 
 def declared_upload(method: Method, net: Net, initial: Tree) -> Form:
     """What an upload of this method looks like, found by a round without training on one blank sample a class."""
-    classes = net.num_classes
-    device = next(iter(initial.values())).device
-    blank = torch.zeros(classes, *(net.shape if len(net.shape) == 1 else (*net.shape[1:], net.shape[0])), device=device)
-    one, zero = torch.ones(1, device=device), torch.zeros(1, device=device)
-    samples = Samples(blank, torch.arange(classes, device=device), classes, one, zero, augment=False)
-    data = ClientData(samples, torch.arange(classes).numpy())
+    samples = blank_samples(net.shape, net.num_classes, next(iter(initial.values())).device)
+    data = ClientData(samples, np.arange(len(samples)))
     own = {**method.enroll(initial), **method.broadcast(initial)}
     return form_of(method.client_update(net, own, data, _Still())[1])
 

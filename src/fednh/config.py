@@ -11,11 +11,12 @@ import warnings
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     TypeAdapter,
@@ -30,6 +31,7 @@ from fednh.errors import Ignored, UserError, did_you_mean
 from fednh.methods import METHODS, Method
 from fednh.methods.find import find_method, hyper_parameters
 
+PATH_KINDS = ("npz", "folder", "csv", "parquet")  # of data sources: what follows is a path
 PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet")
 
 
@@ -44,15 +46,44 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
+def _words(value: Any) -> Any:
+    """A list; as flat settings have it, also text with commas."""
+    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+
+
+def _column(value: Any) -> Any:
+    return value if value == "number" else _words(value)
+
+
+def _sizes(value: Any) -> Any:
+    """[height, width] from that, from one number, or from text such as 32 or 24,32."""
+    found = value
+    if isinstance(value, str):
+        found = [int(word) if word.strip().isdecimal() else word for word in value.replace("x", ",").split(",")]
+    found = [found] if isinstance(found, int) else found
+    if not isinstance(found, list) or not all(type(n) is int and 1 <= n <= 4096 for n in found) or len(found) > 2:
+        raise ValueError("should be a number of pixels or [height, width], from 1 to 4096")
+    return [*found, *found][:2]
+
+
 class DataConfig(Section):
-    name: str = "digits"  # a data set by name, or npz:PATH
+    name: str = "digits"  # a data set by name, or one of your own: npz:, folder:, csv:, parquet:, hf: or py:
     dir: str | None = None  # where named data sets lie; None: $FEDNH_DATA or ~/.cache/fednh
     augment: Literal["auto", "none", "crop_flip"] = "auto"  # auto: as the data set's literature does
+    size: Annotated[list[int], BeforeValidator(_sizes)] | None = None  # of images of any size: [height, width]
+    label: str | None = None  # the column that holds the class; None: "label"
+    site: str | None = None  # the column that holds the site; None: "site", if there is one
+    classes: Annotated[list[str], BeforeValidator(_words)] | None = None  # agreed beforehand: a site may lack some
+    columns: dict[str, Annotated[str | list[str], BeforeValidator(_column)]] | None = (
+        None  # of a table, agreed beforehand: name = "number" or the list of its values
+    )
+    test_share: float = Field(0.0, ge=0, lt=1)  # of every class, cut off as a test set where the source has none
+    holdout: float | None = Field(None, ge=0, lt=1)  # of every client's classes; None: 0.2 without a test set, else 0
 
 
 class PartitionConfig(Section):
-    name: Literal["dirichlet", "iid", "classes", "shards", "quantity"] = "dirichlet"
-    clients: int = Field(100, ge=1, le=MANY)
+    name: Literal["dirichlet", "iid", "classes", "shards", "quantity", "site"] = "dirichlet"
+    clients: int = Field(100, ge=1, le=MANY)  # not of site: there are as many as the data has
     beta: float = Field(0.3, gt=0)  # of dirichlet and quantity: smaller is more uneven
     classes_per_client: int = Field(2, ge=1, le=MANY)
     shards_per_client: int = Field(2, ge=1, le=MANY)
@@ -131,6 +162,7 @@ class Config(Section):
     seed: int = Field(0, ge=0, lt=2**31)
     rounds: int = Field(200, ge=1, le=MANY)
     workers: int = Field(0, ge=0, le=1024)  # clients trained at once, one thread each; 0: one per core
+    engine: Literal["auto", "loop", "vmap"] = "auto"  # one client at a time on a worker, or a block of small ones
     device: str = "cpu"
     aggregator: Literal["mean", "median", "trimmed_mean", "norm_clip"] = "mean"  # how uploads are averaged
     trim: float = Field(0.2, gt=0, lt=0.5)  # of trimmed_mean: the share that is cut off at each end
@@ -200,6 +232,7 @@ def load(source: str | None, overrides: Mapping[str, Any]) -> Config:
     for key in sorted(overrides, key=lambda key: key not in FRESH):  # a name first, then what belongs to it
         _put(tree, key, overrides[key])
     _make_paths_absolute(tree)
+    _natural_sites(tree, overrides)
     return validate(tree, where)
 
 
@@ -214,8 +247,20 @@ def _make_paths_absolute(tree: dict[str, Any]) -> None:
     if isinstance(data.get("dir"), str):
         data["dir"] = str(Path(data["dir"]).expanduser().absolute())
     kind, _, path = str(data.get("name")).partition(":")
-    if kind == "npz" and path:
-        data["name"] = f"npz:{Path(path).expanduser().absolute()}"
+    if path and (kind in PATH_KINDS or (kind == "hf" and Path(path).expanduser().exists())):
+        data["name"] = f"{kind}:{Path(path).expanduser().absolute()}"
+
+
+def _natural_sites(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Natural sites are few and reliable: unless told otherwise, all take part in every round."""
+    partition = tree.get("partition")
+    if not isinstance(partition, dict) or partition.get("name") != "site":
+        return
+    if "partition.clients" in overrides:
+        warnings.warn("partition.clients is not a setting of natural sites: ignored", Ignored, stacklevel=3)
+    participation = tree.setdefault("participation", {})
+    if isinstance(participation, dict):
+        participation.setdefault("rate", 1.0)
 
 
 def validate(tree: Mapping[str, Any], where: str = "", written: bool = False) -> Config:

@@ -5,12 +5,18 @@ With `correct` and `total` per class, acc(w) = sum(w * correct) / sum(w * total)
     PM(V)   w = 1 where the client owns the class    the personal model, all its classes alike
     PM(L)   w = the client's class share             the personal model, on its own class distribution
 Fairness is the standard deviation of PM(L) over clients.
+
+What clients hold out of their own data is another measure, with names of its own and never mixed with these:
+    held_macro   the mean over the classes in the held-out samples of the accuracy on each
+    held_share   plain accuracy on them, so every class counts by its share
+for the personal model, and held_gm_macro and held_gm_share for the global model on the same samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +29,17 @@ class Personal:
     """What one client's personal model achieves, in percent."""
 
     client: int
-    pm_v: float
-    pm_l: float
-    per_class: list[float]  # a class without test samples scores 0
+    pm_v: float | None  # None: there is no test set
+    pm_l: float | None
+    per_class: list[float] | None  # a class without test samples scores 0
+    held_macro: float | None = None  # on the client's held-out samples, if it has any
+    held_share: float | None = None
+    held_gm_macro: float | None = None  # the global model on the same samples
+    held_gm_share: float | None = None
+
+    def record(self) -> dict[str, Any]:
+        """For the summary: held-out figures only where there are some."""
+        return {key: v for key, v in asdict(self).items() if v is not None or not key.startswith("held_")}
 
 
 @torch.no_grad()
@@ -48,16 +62,28 @@ def accuracy(correct: Tensor, total: Tensor, weight: Tensor) -> float:
     return float(100 * (weight * correct).sum() / (weight * total).sum().clamp(min=1e-12))
 
 
+def held_accuracy(correct: Tensor, total: Tensor) -> tuple[float, float] | tuple[None, None]:
+    """Macro over the classes that are there, and by share; without samples there is nothing to say."""
+    there = total > 0
+    if not there.any():
+        return None, None
+    return float(100 * (correct[there] / total[there]).mean()), float(100 * correct.sum() / total.sum())
+
+
 def personal(client: int, correct: Tensor, total: Tensor, counts: Tensor) -> Personal:
     """PM(V) and PM(L) of one client, from its training counts per class."""
+    if not total.any():
+        return Personal(client, None, None, None)
     counts = counts.cpu()
     owned = (counts > 0).to(torch.float64)
     per_class = (100 * correct / total.clamp(min=1)).tolist()
     return Personal(client, accuracy(correct, total, owned), accuracy(correct, total, counts / counts.sum()), per_class)
 
 
-def mean_and_spread(values: Iterable[float]) -> tuple[float, float]:
-    """Mean and population standard deviation over clients."""
-    rows: Sequence[float] = list(values)
+def mean_and_spread(values: Iterable[float | None]) -> tuple[float, float] | tuple[None, None]:
+    """Mean and population standard deviation over the clients that have a value."""
+    rows: Sequence[float] = [value for value in values if value is not None]
+    if not rows:
+        return None, None
     column = torch.tensor(rows, dtype=torch.float64)
     return float(column.mean()), float(column.std(correction=0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fednh.config import Config, PartitionConfig
-from fednh.data import partition
+from fednh.data import partition, scaling
 from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
 from fednh.data.sources import default_folder, load
@@ -18,6 +18,8 @@ from fednh.errors import UserError
 from fednh.methods import Method
 from fednh.models import Net, build_net
 from fednh.seeding import numpy_rng
+
+DEFAULT_HOLDOUT = 0.2  # of each client's classes, where there is no balanced test set
 
 
 @dataclass(frozen=True)
@@ -27,25 +29,47 @@ class Federation:
     dataset: Dataset
     train: Samples
     test: Samples
-    parts: list[partition.Indices]  # client -> indices into `train`
+    parts: list[partition.Indices]  # client -> indices into `train`, to train on
     net: Net
     method: Method
+    held_out: list[partition.Indices] = field(default_factory=list)  # client -> indices into `train`, to measure on
+    scalings: tuple[scaling.Scaling, ...] = ()  # of each natural site, where every one has its own
+    raw_scale: float = 1.0  # what raw inputs are divided by before a site's own scaling
+    sites: tuple[str, ...] = ()  # the clients' names, where they are natural sites
+
+    def __post_init__(self) -> None:
+        if not self.held_out:
+            object.__setattr__(self, "held_out", [part[:0] for part in self.parts])
+
+    @property
+    def measures_held_out(self) -> bool:
+        return any(map(len, self.held_out))
 
     def class_counts(self) -> list[list[int]]:
         """Training samples of each class (columns) on every client (rows)."""
         y, width = self.dataset.y_train, self.dataset.num_classes
         return [np.bincount(y[part], minlength=width).tolist() for part in self.parts]
 
-    def card(self, config: Config) -> dict[str, Any]:
-        """What a saved model must say about itself to be used elsewhere."""
+    def card(self, config: Config, client: int | None = None) -> dict[str, Any]:
+        """What a saved model must say about itself to be used elsewhere; with a client, a personal model.
+
+        Where every site scales its inputs by its own statistics, a personal model's card has those of its site, and
+        the global model's card the mean of all sites'.
+        """
         data = self.dataset
+        scale = {"scale": data.scale, "mean": data.mean, "std": data.std}
+        if self.scalings:
+            mine = scaling.average(self.scalings) if client is None else self.scalings[client]
+            scale = {"scale": self.raw_scale, **mine._asdict()}
+        whose = {} if client is None else {"client": client, **({"site": self.sites[client]} if self.sites else {})}
         return {
             "method": config.method,
             "model": {**self.net.card, "args": config.model.args},
             "shape": data.shape,
             "classes": data.classes,
-            "preprocessing": {"scale": data.scale, "mean": data.mean, "std": data.std},
+            "preprocessing": {**data.preprocessing, **scale},
             "trained_on": {"data": data.name, "seed": config.seed, "rounds": config.rounds},
+            **whose,
         }
 
 
@@ -67,14 +91,42 @@ def build_federation(config: Config, dataset: Dataset | None = None) -> Federati
     """
     check_device(config.device)
     data = dataset or load_data(config)
+    natural = config.partition.name == "site"
+    parts, held_out = divide(data, config)
+    raw_scale = data.scale
+    data, scalings = scaling.fit(data, parts, held_out, natural)
     return Federation(
         dataset=data,
         train=samples_of(data, "train", config.data.augment, config.device),
         test=samples_of(data, "test", device=config.device),
-        parts=split(data.y_train, config.partition, config.seed),
+        parts=parts,
         net=network(config, data.shape, data.num_classes),
         method=config.build_method(),
+        held_out=held_out,
+        scalings=scalings,
+        raw_scale=raw_scale,
+        sites=data.sites if natural else (),
     )
+
+
+def divide(data: Dataset, config: Config) -> tuple[list[partition.Indices], list[partition.Indices]]:
+    """Each client's samples to train on, and those that it holds out."""
+    how, share = config.partition, config.data.holdout
+    if how.name == "site":
+        if data.site_train is None:
+            raise UserError(f"partition.name = 'site', but {data.name} does not say which site a sample comes from")
+        owned = partition.by_site(data.site_train, data.sites, how.min_samples)
+        names = [f"holdout {site}" for site in data.sites]  # by name: a site alone holds out what it does among others
+    else:
+        owned = split(data.y_train, how, config.seed)
+        names = [f"holdout client {k}" for k in range(len(owned))]
+    if share is None:
+        share = 0.0 if len(data.y_test) else DEFAULT_HOLDOUT
+    both = [
+        partition.hold_out(data.y_train, part, share, numpy_rng(config.seed, name))
+        for part, name in zip(owned, names, strict=True)
+    ]
+    return [train for train, _ in both], [held for _, held in both]
 
 
 def split(labels: partition.Indices, how: PartitionConfig, seed: int) -> list[partition.Indices]:
@@ -92,6 +144,8 @@ def split(labels: partition.Indices, how: PartitionConfig, seed: int) -> list[pa
             return partition.shards(labels, k, rng, how.shards_per_client, least)
         case "quantity":
             return partition.quantity(labels, k, rng, how.beta, least)
+        case "site":
+            raise ValueError("natural sites are not drawn from labels")
 
 
 def check_device(device: str) -> None:

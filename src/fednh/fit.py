@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch import Tensor
 from fednh.data.batches import ClientData
 from fednh.losses import Loss
 from fednh.tree import Tree, arranged, belongs
+
+Steps = TypeVar("Steps", float, Tensor)  # a number, or one for each of many clients
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,11 @@ class Sgd:
     batch_size: int = 64
     epochs: int = 5
 
-    def reach(self, steps: int) -> float:
+    def reach(self, steps: Steps) -> Steps:
         """How far so many steps carry a parameter whose gradient is always 1: lr * steps, and more with momentum."""
         m = self.momentum  # a gradient acts again in every later step: 1 + m + m^2 + ...
-        return self.lr * (steps - m * (1 - m**steps) / (1 - m)) / (1 - m)
+        far: Steps = self.lr * (steps - m * (1 - m**steps) / (1 - m)) / (1 - m)
+        return far
 
 
 class Fit(Protocol):
@@ -79,7 +82,7 @@ class LocalFit:
 
     def reach(self, epochs: int | None = None) -> float:
         batches = -(-len(self.data) // self.sgd.batch_size)
-        return self.sgd.reach((self.sgd.epochs if epochs is None else epochs) * batches)
+        return self.sgd.reach(float((self.sgd.epochs if epochs is None else epochs) * batches))
 
 
 class Momentum:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -20,7 +20,7 @@ import torch
 
 from fednh import client, evaluate
 from fednh.config import Config
-from fednh.data.batches import EVAL_BATCH, ClientData
+from fednh.data.batches import EVAL_BATCH, ClientData, subset
 from fednh.data.dataset import Dataset
 from fednh.federation import Federation, build_federation, load_data
 from fednh.fit import Sgd
@@ -46,7 +46,7 @@ class Pace:
     def seconds(self, config: Config, fed: Federation, rounds_done: int = 0) -> float:
         """What is left of a run."""
         size = float(np.mean([len(part) for part in fed.parts]))
-        total, picked = len(fed.parts), len(picked_clients(config, 1))
+        total, picked = len(fed.parts), len(picked_clients(config, 1, len(fed.parts)))
         seen = total * (1 - (1 - picked / total) ** config.rounds)  # clients that ever take part
         rounds = max(config.rounds - rounds_done, 0)
         person = size * self.tune + self.test
@@ -85,14 +85,16 @@ def measure(config: Config, fed: Federation) -> Pace:
             spent, update = all_at_once(partial(train, count))
         data = ClientData(fed.train, part[:count], config.seed)
         tune, model = all_at_once(lambda: client.personal_model(method, net, update.keep, down, data, sgd))
-        some = min(len(fed.test), EVAL_BATCH)
-        test = replace(fed.test, x=fed.test.x[:some], y=fed.test.y[:some])
+        seen = fed.test if len(fed.test) else fed.train
+        some = min(len(seen), EVAL_BATCH)
+        test = subset(seen, np.arange(some))
         model = arranged(model)
         look, _ = all_at_once(lambda: evaluate.correct_per_class(lambda x: method.logits(net, model, x), test))
         began = time.perf_counter()
         pool.submit(method.aggregate, server, [update.upload]).result()
         aggregate = time.perf_counter() - began
-    return Pace(spent / count, tune / count, look * len(fed.test) / some, aggregate)
+    looked_at = len(fed.test) + 2 * float(np.mean([len(held) for held in fed.held_out]))  # the global model looks too
+    return Pace(spent / count, tune / count, look * looked_at / some, aggregate)
 
 
 def start_seconds() -> float:

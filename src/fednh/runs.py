@@ -81,11 +81,17 @@ class RunFolder:
             self.path.rmdir()
 
     def begin(
-        self, config: Config, classes: Sequence[str], counts: Sequence[Sequence[int]], backend: str = "simulator"
+        self,
+        config: Config,
+        classes: Sequence[str],
+        counts: Sequence[Sequence[int]],
+        sites: Sequence[str] = (),
+        backend: str = "simulator",
     ) -> None:
-        """Write down what the run is, before it starts; `counts` is clients by classes."""
+        """Write down what the run is, before it starts; `counts` is clients by classes, `sites` their names if any."""
         write_json(self.path / "environment.json", {**environment(config), "backend": backend})
         partition = {"classes": list(classes), "counts": [list(row) for row in counts]}
+        partition |= {"sites": list(sites)} if sites else {}
         write_bytes(self.path / "partition.json", json.dumps(partition).encode())
         write_bytes(self.config_file, dump(config).encode())
 

@@ -6,21 +6,20 @@ import math
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
 from fednh import client as clients
-from fednh import evaluate, invariants, robust
+from fednh import engine, evaluate, invariants, memory, robust
 from fednh.checkpoint import Checkpoints
 from fednh.config import Config, parse_bytes
-from fednh.data.batches import ClientData
+from fednh.data.batches import ClientData, Samples, subset
 from fednh.errors import RunError, UserError
 from fednh.evaluate import Personal
 from fednh.federation import Federation
@@ -29,9 +28,6 @@ from fednh.runs import RunFolder, worker_count
 from fednh.seeding import numpy_rng, torch_rng
 from fednh.store import Store
 from fednh.tree import Tree, Uploads, arranged, finite, size
-
-A = TypeVar("A")
-B = TypeVar("B")
 
 
 class Interrupted(Exception):
@@ -93,9 +89,12 @@ class Progress:
     eval_seconds: float = 0.0
 
 
-def picked_clients(config: Config, round_: int) -> list[int]:
-    """The clients of a round: ceil(gamma * K) of them, without replacement, the same for every method."""
-    total = config.partition.clients
+def picked_clients(config: Config, round_: int, clients: int | None = None) -> list[int]:
+    """The clients of a round: ceil(gamma * K) of them, without replacement, the same for every method.
+
+    K is the number of clients there are; partition.clients says it, except for natural sites.
+    """
+    total = config.partition.clients if clients is None else clients
     count = max(1, math.ceil(config.participation.rate * total - 1e-9))  # less the rounding of 0.07 * 100
     return sorted(numpy_rng(config.seed, "picks", round_).choice(total, count, replace=False).tolist())
 
@@ -104,21 +103,6 @@ def dropped_clients(config: Config, round_: int, picked: list[int]) -> list[int]
     """Those of the picked that never report."""
     fate = numpy_rng(config.seed, "dropout", round_).random(len(picked))
     return [client for client, f in zip(picked, fate, strict=True) if f < config.participation.dropout]
-
-
-def in_order(pool: ThreadPoolExecutor, work: Callable[[A], B], items: Iterable[A], ahead: int) -> Iterator[B]:
-    """`map` on the pool, results in the order of `items`, with at most `ahead` of them under way or waiting."""
-    waiting: deque[Future[B]] = deque()
-    try:
-        for item in items:
-            waiting.append(pool.submit(work, item))
-            if len(waiting) >= ahead:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        for future in waiting:
-            future.cancel()
 
 
 @contextmanager
@@ -147,12 +131,15 @@ class Simulation:
         self.method, self.net = federation.method, federation.net
         self.stop = stop or threading.Event()
         self.workers = worker_count(config)
+        memory.keep_freed()
         with one_thread():
             initial = self.method.init(self.net, torch_rng(config.seed, "init"))
         self.server = {name: value.to(config.device) for name, value in arranged(initial).items()}
         budget = parse_bytes(config.store.memory, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         self.store = Store(run.path / "clients", budget, self.method.enroll(self.server), config.device)
         self.checkpoints = Checkpoints(run.path / "checkpoints", self.store)
+        with one_thread():
+            self.engine = engine.choose(config, federation, self.server)
         self.form = clients.form_of(self.server)
         self.upload_form = clients.declared_upload(self.method, self.net, self.server)
         self.progress = Progress()
@@ -212,8 +199,8 @@ class Simulation:
         """Downlink, client work, uplink, aggregation."""
         if self.stop.is_set():
             raise Interrupted
-        picked = picked_clients(self.config, round_)
-        invariants.check_picks(picked, self.config.partition.clients, round_)
+        picked = picked_clients(self.config, round_, len(self.fed.parts))
+        invariants.check_picks(picked, len(self.fed.parts), round_)
         dropped = dropped_clients(self.config, round_, picked)
         down = self.method.broadcast(self.server)
         happened = Round(round_, bytes_down=size(down) * len(picked), dropped=dropped)
@@ -236,20 +223,11 @@ class Simulation:
 
     def _uploads(self, order: list[int], down: Tree, happened: Round) -> Iterator[Tree]:
         """The round's uploads, one by one as they are ready; what a client keeps goes to the store."""
-        started, round_, sgd = time.perf_counter(), happened.round, self._sgd(happened.round)
-
-        def work(client: int) -> tuple[int, clients.Update | Exception | None]:
-            if self.stop.is_set():
-                return client, None
-            try:
-                data, kept = self._data(client, round_, "train"), self.store.get(client)
-                invariants.check_share(data.share, client)
-                look = self.config.diagnostics.gradient_norm
-                return client, clients.update(self.method, self.net, kept, down, data, sgd, look)
-            except Exception as error:  # whatever a method, a model or a disk may raise; told with names below
-                return client, error
-
-        for client, update in in_order(self.pool, work, order, ahead=2 * self.workers):
+        started, round_, look = time.perf_counter(), happened.round, self.config.diagnostics.gradient_norm
+        work = engine.Work(
+            self.fed, down, self._sgd(round_), self.config.seed, round_, self.store.get, self.stop.is_set, look
+        )
+        for client, update in engine.updates(self.engine, self.pool, work, order, ahead=2 * self.workers):
             if update is None:
                 raise Interrupted
             if isinstance(update, Exception):
@@ -314,31 +292,46 @@ class Simulation:
 
     def _global(self) -> torch.Tensor | None:  # (C,) correct per class
         model = self.method.global_model(self.server)
-        if model is None:
+        if model is None or not len(self.fed.test):
             return None
-        return self.pool.submit(self._correct, model).result()
+        return self.pool.submit(self._correct, model, self.fed.test).result()
 
-    def _correct(self, model: Tree) -> torch.Tensor:  # (C,)
+    def _correct(self, model: Tree, test: Samples) -> torch.Tensor:  # (C,)
         model = arranged(model)
-        return evaluate.correct_per_class(lambda x: self.method.logits(self.net, model, x), self.fed.test)
+        return evaluate.correct_per_class(lambda x: self.method.logits(self.net, model, x), test)
 
-    def _personal(self, whom: list[int], round_: int, card: dict[str, Any] | None = None) -> list[Personal]:
-        """The personal models' figures; with a `card`, the models are saved too."""
+    def _held_out(self, client: int, personal: Tree, shared: Tree | None) -> dict[str, Any]:
+        """What the client's own model and the global one achieve on the client's held-out samples."""
+        test, found = subset(self.fed.train, self.fed.held_out[client]), dict[str, float | None]()
+        total = evaluate.total_per_class(test)
+        for prefix, model in (("held", personal), ("held_gm", shared)):
+            if model is not None and len(test):
+                macro, share = evaluate.held_accuracy(self._correct(model, test), total)
+                found |= {f"{prefix}_macro": macro, f"{prefix}_share": share}
+        return found
+
+    def _personal(self, whom: list[int], round_: int, save: bool = False) -> list[Personal]:
+        """The personal models' figures; on request, the models are saved too."""
         down, sgd, total = (
             self.method.broadcast(self.server),
             self._sgd(round_),
             evaluate.total_per_class(self.fed.test),
         )
+        shared = self.method.global_model(self.server) if self.fed.measures_held_out else None
+        nothing = torch.zeros_like(total)
 
         def work(client: int) -> Personal:
             data = self._data(client, round_, "personal")
             model = clients.personal_model(self.method, self.net, self.store.get(client), down, data, sgd)
-            if card is not None:
-                self.folder.write_model(f"personal/client-{client:06d}", model, {**card, "client": client})
-            return evaluate.personal(client, self._correct(model), total, data.counts)
+            if save:
+                card = self.fed.card(self.config, client)
+                self.folder.write_model(f"personal/client-{client:06d}", model, card)
+            correct = self._correct(model, self.fed.test) if len(self.fed.test) else nothing
+            person = evaluate.personal(client, correct, total, data.counts)
+            return replace(person, **self._held_out(client, model, shared))
 
         people = []
-        for person in in_order(self.pool, work, whom, ahead=2 * self.workers):
+        for person in engine.in_order(self.pool, work, whom, ahead=2 * self.workers):
             people.append(person)
             self.watcher.evaluating(len(people), len(whom))
             if self.stop.is_set():  # this pass starts again after a resume
@@ -349,9 +342,16 @@ class Simulation:
         total = evaluate.total_per_class(self.fed.test)
         return {
             "gm": None if correct is None else evaluate.accuracy(correct, total, torch.ones_like(total)),
-            "pm_v": evaluate.mean_and_spread(p.pm_v for p in people)[0] if people else None,
-            "pm_l": evaluate.mean_and_spread(p.pm_l for p in people)[0] if people else None,
+            "pm_v": evaluate.mean_and_spread(p.pm_v for p in people)[0],
+            "pm_l": evaluate.mean_and_spread(p.pm_l for p in people)[0],
+            **self._held_out_figures(people),
         }
+
+    def _held_out_figures(self, people: list[Personal]) -> dict[str, float | None]:
+        if not self.fed.measures_held_out:
+            return {}
+        keys = ("held_macro", "held_share", "held_gm_macro", "held_gm_share")
+        return {key: evaluate.mean_and_spread(getattr(p, key) for p in people)[0] for key in keys}
 
     # --- start and end -----------------------------------------------------------------------------------------
 
@@ -381,11 +381,10 @@ class Simulation:
         round_, record = self.progress.round, self.progress.records[-1]
         if self.config.checkpoint.every and round_ % self.config.checkpoint.every:
             self._checkpoint()
-        card = self.fed.card(self.config)
         correct = self._global()
         if (model := self.method.global_model(self.server)) is not None:
-            self.folder.write_model("global", {**self.net.norm, **model}, card)
-        people = self._personal(self.store.members, round_, card)
+            self.folder.write_model("global", {**self.net.norm, **model}, self.fed.card(self.config))
+        people = self._personal(self.store.members, round_, save=True)
         chosen = set(self._whom(round_, record["clients"]))
         record |= self._figures(correct, [p for p in people if p.client in chosen])
         record["eval_seconds"] = round(time.perf_counter() - started, 4)
@@ -398,15 +397,17 @@ class Simulation:
 
     def _summary(self, correct: torch.Tensor | None, people: list[Personal]) -> dict[str, Any]:
         progress, total = self.progress, evaluate.total_per_class(self.fed.test)
+        held = self.fed.measures_held_out
         return {
             "method": self.config.method["name"],
             "data": self.fed.dataset.name,
             "seed": self.config.seed,
             "rounds": progress.round,
             **self._figures(correct, people),
-            "pm_l_std": evaluate.mean_and_spread(p.pm_l for p in people)[1] if people else None,
+            "pm_l_std": evaluate.mean_and_spread(p.pm_l for p in people)[1],
+            **({"held_share_std": evaluate.mean_and_spread(p.held_share for p in people)[1]} if held else {}),
             "per_class": None if correct is None else (100 * correct / total.clamp(min=1)).tolist(),
-            "clients": [{**asdict(p), "samples": len(self.fed.parts[p.client])} for p in people],
+            "clients": [{**p.record(), "samples": len(self.fed.parts[p.client])} for p in people],
             "bytes_up": sum(r["bytes_up"] for r in progress.records),
             "bytes_down": sum(r["bytes_down"] for r in progress.records),
             "dropped": sum(len(r["dropped"]) for r in progress.records),

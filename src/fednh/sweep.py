@@ -30,6 +30,7 @@ from fednh.runs import RunFolder
 # Which partitions use a setting; those not named here are used by all.
 _PARTITION_USES = {
     "partition.beta": ("dirichlet", "quantity"),
+    "partition.clients": ("dirichlet", "iid", "classes", "shards", "quantity"),
     "partition.min_classes": ("dirichlet",),
     "partition.classes_per_client": ("classes",),
     "partition.shards_per_client": ("shards",),

@@ -83,7 +83,7 @@ def test_the_explorer_knows_every_clients_classes_and_pm(tmp_path: Path) -> None
     assert group["label"].endswith("seed 3")
     assert group["counts"] == [[5, 5], [2, 0]]
     [method] = group["methods"]
-    assert (method["label"], method["pm_l"], method["pm_v"]) == ("FedNH", {"1": 81.23}, {"1": 44.4})
+    assert (method["label"], method["values"]) == ("FedNH", {"pm_l": {"1": 81.23}, "pm_v": {"1": 44.4}})
 
 
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>'

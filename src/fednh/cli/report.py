@@ -45,7 +45,7 @@ def table(
     if short:
         sheets = [tables.comparison_sheet(runs)]
     else:
-        sheets = [tables.accuracy_sheet(runs, paper), tables.fairness_sheet(runs, paper), tables.cost_sheet(runs)]
+        sheets = [*tables.result_sheets(runs, paper), tables.cost_sheet(runs)]
         sheets += [sheet for sheet in [tables.paired_sheet(runs, reference)] if sheet.rows]
     if form is Format.RICH:
         console = console_for_people()

@@ -37,6 +37,7 @@ def run(
     epochs: Annotated[int | None, typer.Option(help="Local epochs a round.")] = None,
     seed: Annotated[int | None, typer.Option(help="Everything random derives from it.")] = None,
     workers: Annotated[int | None, typer.Option(help="Clients trained at once; default: one per core.")] = None,
+    engine: Annotated[str | None, typer.Option(help="loop, vmap (many small clients at once) or auto.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder; default: a new one below runs/.")] = None,
     settings: Annotated[
@@ -62,6 +63,7 @@ def run(
         "train.epochs": epochs,
         "seed": seed,
         "workers": workers,
+        "engine": engine,
         "device": device,
     }
     given = {key: value for key, value in overrides.items() if value is not None}
@@ -112,9 +114,11 @@ def _execute(config: Config, out: Path, track: list[str], quiet: bool) -> None:
             watcher(console, config.rounds, name, quiet) as screen,
             Tracking(screen, track, folder, config) as watching,
         ):
+            for note in federation.dataset.notes:
+                watching.note(note)
             simulation = Simulation(config, federation, folder, watching, stop)
             if not folder.started:
-                folder.begin(config, federation.dataset.classes, federation.class_counts())
+                folder.begin(config, federation.dataset.classes, federation.class_counts(), federation.sites)
             try:
                 simulation.run()
             except Interrupted:

@@ -134,12 +134,14 @@ def _tell(outcome: Outcome, plan: Sequence[Planned], out: Path, quiet: bool) -> 
     """The end of a sweep: what came out, what failed and why, and the exit code."""
     from fednh.report.load import load_runs
     from fednh.report.render import to_rich
-    from fednh.report.tables import accuracy_sheet
+    from fednh.report.tables import result_sheets
 
     done = [run.folder.path for run in plan if run.folder.finished]
     if done and not quiet and not outcome.interrupted:
         console = console_for_people()
-        console.print(to_rich(accuracy_sheet(load_runs(done)), console.width))
+        for sheet in result_sheets(load_runs(done)):
+            if sheet.name != "fairness":
+                console.print(to_rich(sheet, console.width))
         typer.echo(f"{len(outcome.finished)} runs finished now, {len(outcome.skipped)} before. All: fednh table {out}")
     if outcome.talked:
         typer.echo(f"fednh: finished runs had something to say: {' '.join(map(str, outcome.talked))}", err=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -47,13 +47,32 @@ def samples_of(data: Dataset, split: str, augment: str = "auto", device: str = "
         raise UserError(f"data.augment = 'crop_flip' needs images, but {data.name} holds vectors")
     mean, std = torch.tensor(data.mean), torch.tensor(data.std).clamp(min=1e-8)
     return Samples(
-        x=torch.from_numpy(np.ascontiguousarray(x)).to(device),
+        x=_without_gaps(torch.from_numpy(np.ascontiguousarray(x)), mean * data.scale).to(device),
         y=torch.from_numpy(np.ascontiguousarray(y)).to(device),
         num_classes=data.num_classes,
         gain=(1 / (data.scale * std)).to(device),
         shift=(-mean / std).to(device),
         augment=chosen == "crop_flip" and split == "train",
     )
+
+
+def blank_samples(shape: tuple[int, ...], num_classes: int, device: torch.device | str = "cpu") -> Samples:
+    """One sample a class, all zeros: to find out what a method does without any data."""
+    stored = shape if len(shape) == 1 else (*shape[1:], shape[0])
+    one, zero = torch.ones(1, device=device), torch.zeros(1, device=device)
+    x, y = torch.zeros(num_classes, *stored, device=device), torch.arange(num_classes, device=device)
+    return Samples(x, y, num_classes, one, zero, augment=False)
+
+
+def subset(samples: Samples, index: NDArray[np.int64]) -> Samples:
+    """Some of the samples, as they are."""
+    rows = torch.from_numpy(np.asarray(index, np.int64)).to(samples.x.device)
+    return replace(samples, x=samples.x[rows], y=samples.y[rows], augment=False)
+
+
+def _without_gaps(x: Tensor, mean: Tensor) -> Tensor:
+    """A missing value takes the mean."""
+    return x if x.dtype == torch.uint8 else torch.where(x.isnan(), mean, x)
 
 
 class ClientData:

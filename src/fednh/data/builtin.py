@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Dataset
-from fednh.data.npz import channel_stats
+from fednh.data.scaling import measure
 
 SPIRAL_CLASSES = 6
 SPIRAL_BALANCED = (3000,) * SPIRAL_CLASSES
@@ -24,7 +24,7 @@ def digits() -> Dataset:
     test = np.zeros(len(y), dtype=bool)
     for c in range(10):
         test[np.flatnonzero(y == c)[4::5]] = True
-    mean, std = channel_stats(x[~test], 16.0)
+    mean, std = measure(x[~test], 16.0)
     names = tuple(str(c) for c in range(10))
     return Dataset("digits", x[~test], y[~test], x[test], y[test], names, mean, std, scale=16.0)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,9 @@ class Dataset:
     """Training and test samples of one classification task.
 
     Images are uint8 (N, H, W, C) and stay so in memory; vectors are float32 (N, F). Labels are int64 (N,) in
-    [0, C). A channel (or feature) `v` reaches the model as `(v / scale - mean) / std`.
+    [0, C). A channel (or feature) `v` reaches the model as `(v / scale - mean) / std`; a missing value of a table is
+    NaN here and takes the mean. Without test samples there is no balanced test set, and clients hold out some of
+    their own.
     """
 
     name: str
@@ -42,6 +44,12 @@ class Dataset:
     std: tuple[float, ...]
     scale: float = 255.0
     augment: str = "none"  # what the data set's literature does: "none" or "crop_flip"
+    sites: tuple[str, ...] = ()  # where the samples come from, sorted
+    site_train: Labels | None = None  # the site number of every training sample
+    site_test: Labels | None = None  # the same of test samples, where it is known; -1: of none of the sites
+    fitted: bool = False  # mean and std were measured on the training samples, and are again when some are held out
+    preprocessing: dict[str, Any] = field(default_factory=dict)  # how a raw input becomes a sample, for model cards
+    notes: tuple[str, ...] = ()  # what was done to the raw data, in sentences for the person who owns it
 
     @property
     def is_image(self) -> bool:
@@ -60,6 +68,9 @@ class Dataset:
         return len(self.classes)
 
     def __post_init__(self) -> None:
+        if not self.preprocessing:
+            object.__setattr__(self, "preprocessing", self._described())
+        self._check_sites()
         for part, x, y in (("train", self.x_train, self.y_train), ("test", self.x_test, self.y_test)):
             where = f"{self.name}: {part}"
             image = x.ndim == 4 and x.dtype == np.uint8
@@ -70,16 +81,46 @@ class Dataset:
                 )
             if len(x) != len(y):
                 raise UserError(f"{where} has {len(x)} inputs but {len(y)} labels")
-            if len(y) == 0:
+            if len(y) == 0 and part == "train":
                 raise UserError(f"{where} is empty")
+            if len(y) == 0:
+                continue
             if y.min() < 0 or y.max() >= self.num_classes:
                 bad = int(y.min()) if y.min() < 0 else int(y.max())
                 raise UserError(
                     f"{where} label {bad} lies outside the {self.num_classes} classes (0 to {self.num_classes - 1})"
                 )
-            if not image and not np.isfinite(x).all():
+            missing = self.preprocessing["kind"] == "table"
+            if not image and not (np.isfinite(x) | (np.isnan(x) & missing)).all():
                 raise UserError(f"{where} inputs hold NaN or infinite values; clean or impute them first")
         if self.x_train.shape[1:] != self.x_test.shape[1:]:
             raise UserError(
                 f"{self.name}: train inputs have shape {self.x_train.shape[1:]}, test inputs {self.x_test.shape[1:]}"
             )
+
+    def _described(self) -> dict[str, Any]:
+        if not self.is_image:
+            return {"kind": "vector"}
+        height, width, channels = self.x_train.shape[1:]
+        return {"kind": "image", "size": [height, width], "channels": channels}
+
+    def _check_sites(self) -> None:
+        if self.site_train is None:
+            if self.sites:
+                raise UserError(f"{self.name}: the sites are named, but not which sample comes from which")
+            return
+        if len(self.site_train) != len(self.y_train):
+            raise UserError(f"{self.name}: {len(self.y_train)} training samples but {len(self.site_train)} sites")
+        if len(self.site_train) and not 0 <= self.site_train.min() <= self.site_train.max() < len(self.sites):
+            raise UserError(f"{self.name}: a sample's site number lies outside the {len(self.sites)} sites")
+
+
+def one_site(data: Dataset, name: str) -> Dataset:
+    """What one site holds: its rows if the data know it, else all of them. The test set stays."""
+    if name in data.sites:
+        mine = data.site_train == data.sites.index(name)
+        data = replace(data, x_train=data.x_train[mine], y_train=data.y_train[mine])
+    elif data.sites:
+        raise UserError(f"{data.name} has no site {name!r}; it has {', '.join(data.sites)}")
+    here = np.zeros(len(data.y_train), np.int64)
+    return replace(data, sites=(name,), site_train=here, site_test=None)

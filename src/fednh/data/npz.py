@@ -26,6 +26,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays, Dataset, Inputs, Labels
+from fednh.data.scaling import measure
 from fednh.errors import UserError
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
@@ -41,9 +42,10 @@ def dataset(name: str, path: Path) -> Dataset:
     """The file at `path` as a data set, normalised by the mean and deviation of its own training part."""
     found = read(path)
     scale = 255.0 if found.x_train.ndim == 4 else 1.0
-    mean, std = channel_stats(found.x_train, scale)
+    mean, std = measure(found.x_train, scale)
     classes = found.classes or tuple(str(c) for c in range(_count_classes(path, found.y_train, found.y_test)))
-    return Dataset(name, found.x_train, found.y_train, found.x_test, found.y_test, classes, mean, std, scale)
+    x_train, y_train, x_test, y_test, _ = found
+    return Dataset(name, x_train, y_train, x_test, y_test, classes, mean, std, scale, fitted=True)
 
 
 def read(path: Path) -> Arrays:
@@ -60,23 +62,6 @@ def read(path: Path) -> Arrays:
             f"{path} cannot be read as an .npz file ({_reason(error)}); it is damaged, incomplete or something else: "
             "write it again with numpy.savez"
         ) from error
-
-
-def channel_stats(x: Inputs, scale: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel (or feature) of `x / scale`; a constant one gets deviation 1."""
-    channels = x.shape[-1]
-    count = x.size // channels
-    # In blocks, so that a large uint8 set is never held as float64 as a whole.
-    blocks = [slice(start, start + 4096) for start in range(0, len(x), 4096)]
-
-    def rows(block: slice) -> NDArray[np.float64]:
-        return x[block].reshape(-1, channels).astype(np.float64)
-
-    mean = sum((rows(b).sum(axis=0) for b in blocks), np.zeros(channels)) / count
-    variance = sum((np.square(rows(b) - mean).sum(axis=0) for b in blocks), np.zeros(channels)) / count
-    std = np.sqrt(variance) / scale
-    std[std == 0] = 1.0
-    return tuple((mean / scale).tolist()), tuple(std.tolist())
 
 
 def _read_members(path: Path, archive: zipfile.ZipFile) -> Arrays:

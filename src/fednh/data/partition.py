@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -114,6 +116,34 @@ def quantity(labels: Indices, clients: int, rng: np.random.Generator, beta: floa
         f"partition: no Dirichlet({beta:g}) draw of sizes in {TRIES} gave all {clients} clients at least {min_samples} "
         f"samples; use fewer clients, a larger beta, or lower partition.min_samples"
     )
+
+
+def by_site(site: Indices, sites: Sequence[str], min_samples: int) -> list[Indices]:
+    """The natural sites: client k holds what the k-th site holds."""
+    parts = [np.flatnonzero(site == k) for k in range(len(sites))]
+    for name, part in zip(sites, parts, strict=True):
+        if len(part) < min_samples:
+            raise UserError(
+                f"partition: the site {name!r} has only {len(part)} training samples, fewer than {min_samples}; "
+                f"leave it out or lower partition.min_samples"
+            )
+    return parts
+
+
+def hold_out(labels: Indices, part: Indices, share: float, rng: np.random.Generator) -> tuple[Indices, Indices]:
+    """A client's samples to train on and to measure on: `share` of each class, to the nearest whole number.
+
+    Every class keeps a training sample, so a class with one sample is not measured.
+    """
+    if share == 0:
+        return part, part[:0]
+    held = []
+    for label in np.unique(labels[part]):
+        members = part[labels[part] == label]
+        count = min(int(share * len(members) + 0.5), len(members) - 1)
+        held.append(rng.choice(members, count, replace=False))
+    chosen = np.sort(np.concatenate(held)) if held else part[:0]
+    return np.setdiff1d(part, chosen), chosen
 
 
 def class_table(labels: Indices, owner: Indices, clients: int) -> NDArray[np.int64]:  # (K, C)

@@ -149,9 +149,9 @@ class Site:
         if (test := self._test()) is not None:
             total = evaluate.total_per_class(test)
             person = evaluate.personal(order.client, self._correct(model, test), total, data.counts)
-            found |= {"pm_v": person.pm_v, "pm_l": person.pm_l}
-            if self.place.divided:
-                found["per_class"] = person.per_class
+            measured: dict[str, Number | None] = {"pm_v": person.pm_v, "pm_l": person.pm_l}
+            measured |= {"per_class": person.per_class} if self.place.divided else {}
+            found |= {key: value for key, value in measured.items() if value is not None}
         return found
 
     def _correct(self, model: Tree, test: Samples) -> Any:  # (C,)
@@ -160,7 +160,7 @@ class Site:
 
     def _test(self) -> Samples | None:
         """The balanced test set, if this site has it."""
-        return self.fed.test if self.place.divided else None
+        return self.fed.test if self.place.divided and len(self.fed.test) else None
 
     def _save(self, model: Tree, order: Order) -> None:
         card = {**self.fed.card(self.config), "client": order.client}
@@ -239,7 +239,7 @@ def _federation(toml: str, source: str | None, parts: int, task: Task | None, de
                 f"{source} has samples of shape {data.shape} and the classes {', '.join(data.classes)}, but the "
                 f"federation agreed on {task.shape} and {', '.join(task.classes)}"
             )
-        data = replace(data, scale=task.scale, mean=task.mean, std=task.std)
+        data = replace(data, scale=task.scale, mean=task.mean, std=task.std, fitted=False)
     return build_federation(config, data)
 
 

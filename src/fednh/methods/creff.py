@@ -76,7 +76,7 @@ class CReFF(Method):
     def draw_weights(self, keys: Tensor, y: Tensor, real: Tensor, counts: Tensor) -> Tensor:  # (T, n) keys -> (n,)
         """Each sample's weight in the average over draws: a draw takes the `draw_size` smallest keys of a class."""
         order = (y + keys * 0.999 + (1 - real) * 2 * len(counts)).argsort(1)  # by class, then by key; padding last
-        place = torch.empty_like(order).scatter_(1, order, torch.arange(len(y)).expand_as(order).to(order.device))
+        place = order.argsort(1)  # where in that order a sample stands
         first = (counts.cumsum(0) - counts)[y]  # where the sample's class starts in that order
         taken = (place - first < self.draw_size) * real
         return taken.to(keys.dtype).mean(0) / counts[y].clamp(min=1, max=self.draw_size)

@@ -54,6 +54,7 @@ class Net:
             state = self._skeleton.state_dict()
             self.norm = arranged({name: state[name].detach().clone() for name in inside})
         self.trained_norms = frozenset(self.norm.keys() & parameters)
+        self.parameter_shapes = [tuple(value.shape) for value in self._skeleton.parameters()]
         self._mine = threading.local()
         self.dim = self._probe()
 

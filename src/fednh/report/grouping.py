@@ -51,9 +51,9 @@ def seeds(runs: Iterable[Run]) -> list[int]:
 def _task(run: Run) -> str:
     """digits, Dirichlet(0.3), 20 clients, 50% a round."""
     how, rate = run.config.partition, run.config.participation.rate
-    kind = {"dirichlet": "Dirichlet", "quantity": "Dirichlet sizes"}.get(how.name, how.name)
+    kind = {"dirichlet": "Dirichlet", "quantity": "Dirichlet sizes", "site": "natural sites"}.get(how.name, how.name)
     spread = f"{kind}({how.beta:g})" if how.name in ("dirichlet", "quantity") else kind
-    return f"{run.summary['data']}, {spread}, {how.clients} clients, {rate:.0%} a round"
+    return f"{run.summary['data']}, {spread}, {run.clients} clients, {rate:.0%} a round"
 
 
 def _below(key: str, parts: Sequence[str]) -> bool:

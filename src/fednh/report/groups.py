@@ -72,7 +72,7 @@ class Group:
 
     @property
     def clients(self) -> int:
-        return self.runs[0].config.partition.clients
+        return self.runs[0].clients
 
     @property
     def column(self) -> str:
@@ -83,6 +83,7 @@ class Group:
             "iid": "IID",
             "classes": f"{how.classes_per_client} classes",
             "shards": f"{how.shards_per_client} shards",
+            "site": "sites",
         }
         return words.get(how.name, how.name)
 

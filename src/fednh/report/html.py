@@ -30,8 +30,15 @@ from fednh.report.figures.write import scopes, to_csv
 from fednh.report.grouping import by_setting, by_variant, seeds, settings_of
 from fednh.report.groups import method_name, show
 from fednh.report.load import Run
+from fednh.report.pairs import HELD_OUT, METRICS
 from fednh.report.sheet import Cell, Sheet
 
+EXPLORED = {
+    "pm_l": "PM(L): its own mix of classes",
+    "pm_v": "PM(V): its classes, all alike",
+    "held_share": "Its held-out samples",
+    "held_macro": "Its held-out samples, classes alike",
+}
 TABS = {"round": "by round", "bytes": "by bytes", "seconds": "by seconds"}
 
 
@@ -47,7 +54,7 @@ def write_report(runs: Sequence[Run], out: Path, title: str, paper: bool = False
 
 def render(runs: Sequence[Run], title: str, paper: bool = False, groups: Path | None = None) -> str:
     """The report as text."""
-    sheets = [tables.accuracy_sheet(runs, paper), tables.fairness_sheet(runs, paper), tables.cost_sheet(runs)]
+    sheets = [*tables.result_sheets(runs, paper), tables.cost_sheet(runs)]
     paired = tables.paired_sheet(runs)
     sheets += [paired] if paired.rows else []
     listing = _runs_sheet(runs)
@@ -135,7 +142,7 @@ def _lead(runs: Sequence[Run]) -> str:
 def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     moved = sum(run.summary["bytes_up"] + run.summary["bytes_down"] for run in runs)
     rounds = sorted({run.summary["rounds"] for run in runs})
-    clients = sorted({run.config.partition.clients for run in runs})
+    clients = sorted({run.clients for run in runs})
     return [
         ("runs", str(len(runs))),
         ("methods", str(len({run.method for run in runs}))),
@@ -180,7 +187,8 @@ def _settings(runs: Sequence[Run]) -> tuple[list[tuple[str, str]], list[tuple[st
 
 
 def _runs_sheet(runs: Sequence[Run]) -> Sheet:
-    columns = ["run", "method", "data", "seed", "rounds", "GM", "PM(V)", "PM(L)", "seconds", "commit"]
+    figures = {key: name for key, name in (METRICS | HELD_OUT).items() if any(run.has(key) for run in runs)}
+    columns = ["run", "method", "data", "seed", "rounds", *figures.values(), "seconds", "commit"]
     rows = []
     for run in runs:
         words = [run.path.name, method_name(run.method), str(run.summary["data"])]
@@ -189,7 +197,7 @@ def _runs_sheet(runs: Sequence[Run]) -> Sheet:
             [
                 *(Cell(word, word) for word in words),
                 *(Cell(str(n), n) for n in (run.config.seed, run.summary["rounds"])),
-                *(_number(run.summary[key], ".2f") for key in ("gm", "pm_v", "pm_l")),
+                *(_number(run.summary.get(key), ".2f") for key in figures),
                 _number(run.summary["seconds"], ".1f"),
                 Cell(commit, commit),
             ]
@@ -208,12 +216,17 @@ def _explorer(runs: Sequence[Run]) -> list[dict[str, Any]]:
             variants = by_variant(same)
             paint = style.colours(list(variants), [g[0].method for g in variants.values()])
             methods = []
+            shown = [key for key in EXPLORED if any(p.get(key) is not None for r in same for p in r.summary["clients"])]
             for variant, (run, *_) in variants.items():
-                pm = {key: {p["client"]: round(p[key], 2) for p in run.summary["clients"]} for key in ("pm_v", "pm_l")}
-                methods.append({"label": variant, "colour": paint[variant], **pm})
-            partition = same[0].partition
-            found.append({"label": f"{label}, seed {seed}", **partition, "methods": methods})
+                values = {key: _by_client(run, key) for key in shown}
+                methods.append({"label": variant, "colour": paint[variant], "values": values})
+            partition, names = same[0].partition, {key: EXPLORED[key] for key in shown}
+            found.append({"label": f"{label}, seed {seed}", **partition, "figures": names, "methods": methods})
     return found
+
+
+def _by_client(run: Run, figure: str) -> dict[int, float]:
+    return {p["client"]: round(p[figure], 2) for p in run.summary["clients"] if p.get(figure) is not None}
 
 
 # --- small things --------------------------------------------------------------------------------------------------

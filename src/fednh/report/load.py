@@ -28,6 +28,15 @@ class Run:
     def method(self) -> str:
         return str(self.config.method["name"])
 
+    @property
+    def clients(self) -> int:
+        """How many there are; with natural sites the config does not know."""
+        how = self.config.partition
+        return len(self.partition["counts"]) if how.name == "site" else how.clients
+
+    def has(self, *figures: str) -> bool:
+        return any(self.summary.get(figure) is not None for figure in figures)
+
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
     """The finished runs among `folders` and directly below them, in a stable order."""

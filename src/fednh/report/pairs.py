@@ -10,6 +10,13 @@ from fednh.report.groups import Group, Layout, Row
 from fednh.report.stats import WILCOXON_FROM, Paired, holm, paired
 
 METRICS = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)"}
+# On what clients hold out of their own data: other samples for every client, so never mixed with the paper's.
+HELD_OUT = {
+    "held_macro": "held-out macro",
+    "held_share": "held-out share",
+    "held_gm_macro": "GM held-out macro",
+    "held_gm_share": "GM held-out share",
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ def compare(layout: Layout, reference: str | None) -> list[Comparison]:
         rivals = [place for place in here if chosen in (place[0].method, place[0].label)]
         if rivals:
             base = min(rivals, key=lambda place: not _by_default(place[2]))
-            for metric in METRICS:
+            for metric in (*METRICS, *HELD_OUT):
                 found += _one_metric([place for place in here if place is not base], base, metric)
     return sorted(found, key=lambda c: (layout.rows.index(c.row), layout.columns.index(c.column)))
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from fednh.report.groups import lay_out, show
 from fednh.report.load import Run
-from fednh.report.pairs import METRICS, compare
+from fednh.report.pairs import HELD_OUT, METRICS, compare
 from fednh.report.published import published
 from fednh.report.stats import spread
 
-FIGURES = (*METRICS, "pm_l_std", "seconds", "client_seconds", "bytes_up", "bytes_down")
+FIGURES = (*METRICS, "pm_l_std", *HELD_OUT, "held_share_std", "seconds", "client_seconds", "bytes_up", "bytes_down")
 COLUMNS = ["data", "partition", "beta", "clients", "participation", "rounds", "method", "settings", "metric"]
 COLUMNS += ["n", "mean", "std", "seeds"]
 PAIRED = ["reference", "pairs", "difference", "low", "high", "effect", "test", "p", "p_holm"]
@@ -32,7 +32,7 @@ def records(runs: Sequence[Run], reference: str | None = None, paper: bool = Fal
             "data": group.data,
             "partition": how.name,
             "beta": how.beta if how.name in ("dirichlet", "quantity") else None,
-            "clients": how.clients,
+            "clients": group.clients,
             "participation": group.rate,
             "rounds": group.settings["rounds"],
             "method": group.method,

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from fednh.report.cells import DASH, measured, number, probability, rank, size, word
 from fednh.report.groups import Group, Layout, Row, lay_out
 from fednh.report.load import Run
-from fednh.report.pairs import METRICS, Comparison, compare
+from fednh.report.pairs import HELD_OUT, METRICS, Comparison, compare
 from fednh.report.published import departures, published
 from fednh.report.sheet import Cell, Sheet
 from fednh.report.stats import WILCOXON_FROM, spread, worst_tenth
@@ -33,7 +34,12 @@ class Figure:
 
 
 def _worst(group: Group) -> list[float]:
-    return [worst_tenth([c["pm_l"] for c in run.summary["clients"]]) for run in group.runs if run.summary["clients"]]
+    return _worst_of(group, "pm_l")
+
+
+def _worst_of(group: Group, figure: str) -> list[float]:
+    people = [[c[figure] for c in run.summary["clients"] if c.get(figure) is not None] for run in group.runs]
+    return [worst_tenth(values) for values in people if values]
 
 
 ACCURACY = (
@@ -45,6 +51,15 @@ FAIRNESS = (
     Figure("PM(L)", lambda g: g.values("pm_l"), paper="fairness"),
     Figure("spread", lambda g: g.values("pm_l_std"), lowest_is_best=True, paper="fairness", paper_prints="std"),
     Figure("worst 10%", _worst),
+)
+HELD = (
+    *(Figure(name, partial(Group.values, figure=key)) for key, name in HELD_OUT.items()),
+    Figure("spread", lambda g: g.values("held_share_std"), lowest_is_best=True),
+    Figure("worst 10%", lambda g: _worst_of(g, "held_share")),
+)
+_HELD_WORDS = (
+    "On samples that every client holds out of its own data. Macro: its classes alike; share: plain accuracy, each "
+    "class by its share; personal models, and the global model (GM) on the same samples, mean over clients"
 )
 
 
@@ -60,6 +75,21 @@ def fairness_sheet(runs: Sequence[Run], paper: bool = False) -> Sheet:
         "worst 10%: mean PM(L) of the tenth of clients with the lowest."
     )
     return _figures("fairness", "Fairness: PM(L) over clients, in percent", words, FAIRNESS, lay_out(runs), paper)
+
+
+def held_out_sheet(runs: Sequence[Run]) -> Sheet:
+    """What models achieve on the clients' own held-out samples: not comparable with figures on a balanced test set."""
+    words = f"{_HELD_WORDS}; spread and worst 10%: of the personal models' share over clients."
+    return _figures("held-out", "Accuracy on held-out samples in percent", words, HELD, lay_out(runs), False)
+
+
+def result_sheets(runs: Sequence[Run], paper: bool = False) -> list[Sheet]:
+    """Accuracy and fairness on the test set, and accuracy on held-out samples; each for the runs that have it."""
+    tested, held = [run for run in runs if run.has(*METRICS)], [run for run in runs if run.has(*HELD_OUT)]
+    if not tested and not held:
+        tested = list(runs)
+    sheets = [accuracy_sheet(tested, paper), fairness_sheet(tested, paper)] if tested else []
+    return sheets + ([held_out_sheet(held)] if held else [])
 
 
 def cost_sheet(runs: Sequence[Run]) -> Sheet:
@@ -101,20 +131,24 @@ def paired_sheet(runs: Sequence[Run], reference: str | None = None) -> Sheet:
 
 def comparison_sheet(runs: Sequence[Run]) -> Sheet:
     """A short look: one row a run, nothing averaged."""
-    keys = {**METRICS, "pm_l_std": "fairness"}
+    tested, held = any(run.has(*METRICS) for run in runs), any(run.has(*HELD_OUT) for run in runs)
+    keys = {**METRICS, "pm_l_std": "fairness"} if tested or not held else {}
+    keys |= HELD_OUT if held else {}
     rows = [
         [
             *(word(value) for value in (run.method, run.summary["data"], run.config.seed, run.summary["rounds"])),
-            *(number(run.summary[key]) for key in keys),
+            *(number(run.summary.get(key)) for key in keys),
             number(run.summary["samples_per_second"], "{:,.0f}"),
         ]
         for run in runs
     ]
     for at, key in enumerate(keys, start=4):
         rank(rows, at, lowest=key == "pm_l_std", places=1)
-    note = f"{_ACCURACY_WORDS}; fairness: standard deviation of PM(L) over clients, lower is more even."
+    said = f"{_ACCURACY_WORDS}; fairness: standard deviation of PM(L) over clients, lower is more even."
+    note = " ".join([said] * ("gm" in keys) + [f"{_HELD_WORDS}."] * held)
     columns = ["method", "data", "seed", "rounds", *keys.values(), "samples/s"]
-    return Sheet("comparison", "Test accuracy in percent" + _common(lay_out(runs), data=False), columns, rows, note)
+    title = "Test accuracy in percent" if "gm" in keys else "Accuracy on held-out samples in percent"
+    return Sheet("comparison", title + _common(lay_out(runs), data=False), columns, rows, note)
 
 
 # --- accuracy and fairness -----------------------------------------------------------------------------------------
@@ -205,7 +239,7 @@ def _ratio(value: float, base: float) -> float | None:
 def _paired_cells(c: Comparison) -> list[Cell]:
     r = c.result
     return [
-        word(METRICS[c.metric]),
+        word((METRICS | HELD_OUT)[c.metric]),
         word(r.n),
         number(r.mean, "{:+.2f}"),
         Cell(f"{r.low:+.2f} to {r.high:+.2f}", r.low),

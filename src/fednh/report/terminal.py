@@ -96,7 +96,8 @@ class Bar(Silent):
 def figures(record: dict[str, Any]) -> list[str]:
     """The figures of a round in words, those that it has."""
     words = [] if record["train_loss"] is None else [f"loss {record['train_loss']:.3f}"]
-    for key, name in (("gm", "GM"), ("pm_v", "PM(V)"), ("pm_l", "PM(L)")):
+    shown = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)", "held_macro": "held-out macro", "held_share": "share"}
+    for key, name in shown.items():
         if record.get(key) is not None:
             words.append(f"{name} {record[key]:.1f}")
     return words

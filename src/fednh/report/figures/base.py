@@ -11,12 +11,18 @@ from matplotlib.figure import Figure
 
 from fednh.errors import UserError
 from fednh.report.load import Run
-
-METRICS = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)"}
+from fednh.report.pairs import HELD_OUT, METRICS
 
 
 class NotAllowed(UserError):
     """These runs do not hold what the figure shows; the sentence says what is missing."""
+
+
+def metrics_of(runs: Iterable[Run]) -> dict[str, str]:
+    """The figures on the test set; for runs without one, those on held-out samples."""
+    known = list(runs)
+    tested = any(run.has(*METRICS) for run in known)
+    return METRICS if tested or not any(run.has(*HELD_OUT) for run in known) else HELD_OUT
 
 
 def stated_n(counts: Iterable[int]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from fednh.errors import UserError, did_you_mean
-from fednh.report.figures.base import METRICS, Choice, Drawing, Kind, NotAllowed, stated_n
+from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, metrics_of, stated_n
 from fednh.report.figures.style import DASHES, colours, grid, legend_below, panels
 from fednh.report.grouping import by_variant, seeds
 from fednh.report.load import Run
@@ -58,15 +58,15 @@ def _evaluated(run: Run, metric: str, x: str) -> dict[int, tuple[float, float]]:
 def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     if choice.x not in AXES:
         raise UserError(f"--x {choice.x!r} is not an axis{did_you_mean(choice.x, AXES)}")
-    variants = by_variant(runs)
+    variants, metrics = by_variant(runs), metrics_of(runs)
     curves = {
-        (label, metric): curve(group, metric, choice.x) for label, group in variants.items() for metric in METRICS
+        (label, metric): curve(group, metric, choice.x) for label, group in variants.items() for metric in metrics
     }
     if max(len(points) for points in curves.values()) < 2:
         raise NotAllowed("no run evaluated more than one round that its other seeds evaluated too (see eval.every)")
     paint = colours(list(variants), [group[0].method for group in variants.values()])
-    figure, axes = panels(1, 3, 3.1, 3.1)
-    for ax, (metric, name) in zip(axes[0], METRICS.items(), strict=True):
+    figure, axes = panels(1, len(metrics), 3.1, 3.1)
+    for ax, (metric, name) in zip(axes[0], metrics.items(), strict=True):
         for i, label in enumerate(variants):
             points = curves[label, metric]
             if not points:
@@ -77,7 +77,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         grid(ax)
         ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=choice.x == "round"))
         ax.set(title=name, xlabel=AXES[choice.x][0])
-    axes[0, 0].set_ylabel("test accuracy, %")
+    axes[0, 0].set_ylabel("test accuracy, %" if "gm" in metrics else "accuracy, %")
     legend_below(figure, axes[0, 2])
     several = max(map(len, variants.values())) > 1
     band = "the band is ± one standard deviation over seeds" if several else "one seed, so no band"
@@ -86,7 +86,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         f"Mean over {stated_n(map(len, variants.values()))} runs a method (seeds {', '.join(map(str, seeds(runs)))}); "
         f"{band}. Personal models before the end are those of eval.clients = {', '.join(whom)}."
     )
-    rows = [[label, METRICS[metric], p.x, p.mean, p.spread, p.n] for (label, metric), ps in curves.items() for p in ps]
+    rows = [[label, metrics[metric], p.x, p.mean, p.spread, p.n] for (label, metric), ps in curves.items() for p in ps]
     return Drawing(figure, caption, ["method", "metric", choice.x, "mean", "sd_over_seeds", "n"], rows)
 
 
@@ -94,6 +94,7 @@ CURVES = Kind(
     "curves",
     "Accuracy as training goes on",
     "Higher is better, and further left is cheaper. GM is the global model on all classes; PM(V) and PM(L) are the "
-    "personal models on their owners' classes, all alike or by their share.",
+    "personal models on their owners' classes, all alike or by their share; held-out figures are on each client's own "
+    "held-out samples.",
     draw,
 )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, stated_n
+from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, metrics_of, stated_n
 from fednh.report.figures.style import ALARM, colours, ink, muted, panels
 from fednh.report.grouping import by_variant
 from fednh.report.load import Run
@@ -23,29 +24,41 @@ def worst_tenth(values: NDArray[np.float64]) -> NDArray[np.bool_]:
     return marked
 
 
+def _people(run: Run, figure: str) -> list[tuple[int, dict[str, Any]]]:
+    """The run's seed and what it says of each client that has the figure."""
+    return [(run.config.seed, person) for person in run.summary["clients"] if person.get(figure) is not None]
+
+
 def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
-    variants = {label: group for label, group in by_variant(runs).items() if any(r.summary["clients"] for r in group)}
+    figure_key = "pm_l" if "pm_l" in metrics_of(runs) else "held_share"
+    name = {"pm_l": "PM(L)", "held_share": "held-out accuracy"}[figure_key]
+    variants = {
+        label: group for label, group in by_variant(runs).items() if any(_people(run, figure_key) for run in group)
+    }
     if not variants:
         raise NotAllowed("no client took part in any run")
     paint = colours(list(variants), [group[0].method for group in variants.values()])
     figure, axes = panels(1, 1, 7.6, 0.9 + 0.46 * len(variants))
-    ax, rows, total = axes[0, 0], [], sum(len(r.summary["clients"]) for r in runs)
+    ax, rows = axes[0, 0], []
+    measured = {label: [p for run in group for p in _people(run, figure_key)] for label, group in variants.items()}
+    total = sum(map(len, measured.values()))
     for place, (label, group) in enumerate(variants.items()):
-        people = [(run.config.seed, person) for run in group for person in run.summary["clients"]]
-        values = np.array([person["pm_l"] for _, person in people])
+        people = measured[label]
+        values = np.array([person[figure_key] for _, person in people])
         marked = worst_tenth(values)
         height = place + np.random.default_rng(0).uniform(-0.27, 0.27, len(values))
         dots = {"s": 13, "linewidths": 0, "rasterized": total > RASTER}
         ax.scatter(values[~marked], height[~marked], color=paint[label], alpha=0.6, **dots)
         ax.scatter(values[marked], height[marked], color=ALARM, marker="D", **dots)
         ax.plot([values.mean()] * 2, [place - 0.38, place + 0.38], color=ink(), linewidth=1.6)
-        spread = float(np.mean([run.summary["pm_l_std"] for run in group if run.summary["pm_l_std"] is not None]))
+        spread = float(np.mean([run.summary[f"{figure_key}_std"] for run in group if run.has(figure_key)]))
         note = f"{values.mean():.1f} ± {spread:.1f}, worst tenth {values[marked].mean():.1f}"
         ax.annotate(note, (1.01, place), xycoords=("axes fraction", "data"), va="center", fontsize=8, color=muted())
-        rows += [[label, seed, p["client"], p["pm_l"], bool(m)] for (seed, p), m in zip(people, marked, strict=True)]
+        for (seed, person), mark in zip(people, marked, strict=True):
+            rows.append([label, seed, person["client"], person[figure_key], bool(mark)])
     ax.set_yticks(range(len(variants)), variants, color=ink())
     ax.set_ylim(len(variants) - 0.5, -0.5)
-    ax.set_xlabel("PM(L) of one client, %")
+    ax.set_xlabel(f"{name} of one client, %")
     ax.grid(True, axis="x")
     ax.set_axisbelow(True)
     ax.tick_params(length=0)
@@ -55,7 +68,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         "the bar is the mean, ± the standard deviation over clients averaged over seeds; red diamonds are each "
         "method's worst 10%."
     )
-    return Drawing(figure, caption, ["method", "seed", "client", "pm_l", "worst_tenth"], rows)
+    return Drawing(figure, caption, ["method", "seed", "client", figure_key, "worst_tenth"], rows)
 
 
 FAIRNESS = Kind(

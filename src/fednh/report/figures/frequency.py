@@ -45,7 +45,7 @@ def global_groups(run: Run, bounds: tuple[int, int]) -> dict[str, tuple[float, i
 
 
 def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
-    able = [run for run in runs if run.summary["clients"] and "per_class" in run.summary["clients"][0]]
+    able = [run for run in runs if run.summary["clients"] and run.summary["clients"][0].get("per_class")]
     if not able:
         raise NotAllowed("the runs' summaries do not hold the personal models' accuracy by class")
     variants = by_variant(able)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fednh.errors import UserError
-from fednh.report.figures.base import METRICS, Choice, Drawing, Kind, NotAllowed, stated_n
+from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, metrics_of, stated_n
 from fednh.report.figures.style import CYCLE, DASHES, MARKERS, grid, legend_below, line, panels
 from fednh.report.grouping import settings_of
 from fednh.report.groups import method_name
@@ -41,7 +41,7 @@ def swept(runs: Sequence[Run]) -> list[str]:
 
 def gains(runs: Sequence[Run], key: str, metric: str, base: float) -> list[Gain]:
     """For every value of `key`: the metric minus the metric at `base` with the same seed."""
-    at = {(float(settings_of(r)[key]), r.config.seed): r.summary[metric] for r in runs if r.summary[metric] is not None}
+    at = {(float(settings_of(r)[key]), r.config.seed): r.summary[metric] for r in runs if r.has(metric)}
     found = []
     for value in sorted({v for v, _ in at}):
         pairs = [at[v, s] - at[base, s] for v, s in sorted(at) if v == value and (base, s) in at]
@@ -67,9 +67,10 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     base = values[0] if choice.base is None else choice.base
     if base not in values:
         raise UserError(f"no run has {key} = {base:g}; the base may be {', '.join(f'{v:g}' for v in values)}")
-    figure, axes = panels(1, 3, 3.0, 2.9)
+    metrics = metrics_of(runs)
+    figure, axes = panels(1, len(metrics), 3.0, 2.9)
     rows, counts = [], set()
-    for ax, (metric, name) in zip(axes[0], METRICS.items(), strict=True):
+    for ax, (metric, name) in zip(axes[0], metrics.items(), strict=True):
         ax.axhline(0, color=line(), linewidth=1)
         for i, (_, group) in enumerate(sorted(groups.items(), key=lambda g: _label(g[1], groups))):
             points = gains(group, key, metric, base)
@@ -79,7 +80,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
             x, mean, spread = (np.array([getattr(p, k) for p in points]) for k in ("value", "mean", "spread"))
             look = {"color": CYCLE[i % len(CYCLE)], "linestyle": DASHES[i % 4], "marker": MARKERS[i % 11]}
             ax.errorbar(x, mean, yerr=spread, markersize=4, capsize=2, label=label, **look)
-            rows += [[label, METRICS[metric], p.value, p.mean, p.spread, p.n] for p in points]
+            rows += [[label, name, p.value, p.mean, p.spread, p.n] for p in points]
             counts |= {p.n for p in points}
         grid(ax)
         ax.set_xticks(values, [f"{v:g}" for v in values])

@@ -88,25 +88,29 @@
     if (colour) bar.style.background = colour;
     const track = element("div");
     track.append(bar);
-    return [element("b", name), track, element("span", value === null ? "did not take part" : show(value))];
+    return [element("b", name), track, element("span", value === null ? "not measured" : show(value))];
   }));
+  const name = (group, client) => group.sites ? `${group.sites[client]} (client ${client})` : `Client ${client}`;
   const showClient = () => {
     const group = data.explorer[pick.group.value], client = Number(pick.client.value);
     const counts = group.counts[client], total = counts.reduce((a, b) => a + b, 0);
     const owned = counts.map((n, c) => [group.classes[c], n]).filter(([, n]) => n > 0).sort((a, b) => b[1] - a[1]);
     const shown = owned.slice(0, 20);
     explorer.querySelector("#client-says").textContent =
-      `Client ${client} holds ${total.toLocaleString("en")} training samples of ${owned.length} of ${group.classes.length} classes` +
+      `${name(group, client)} holds ${total.toLocaleString("en")} training samples of ${owned.length} of ${group.classes.length} classes` +
       (owned.length > shown.length ? `; the ${shown.length} largest are shown.` : ".");
     bars(explorer.querySelector("#client-classes"), shown, Math.max(...owned.map(([, n]) => n)), (n) => n.toLocaleString("en"));
-    for (const metric of ["pm_l", "pm_v"]) {
-      const rows = group.methods.map((m) => [m.label, m[metric][client] ?? null, m.colour]).sort((a, b) => (b[1] ?? -1) - (a[1] ?? -1));
-      bars(explorer.querySelector(`#client-${metric}`), rows, 100, (value) => value.toFixed(1));
-    }
+    explorer.querySelector("#client-figures").replaceChildren(...Object.entries(group.figures).flatMap(([metric, title]) => {
+      const rows = group.methods.map((m) => [m.label, m.values[metric][client] ?? null, m.colour]).sort((a, b) => (b[1] ?? -1) - (a[1] ?? -1));
+      const chart = element("div", undefined, "bars");
+      chart.id = `client-${metric}`;
+      bars(chart, rows, 100, (value) => value.toFixed(1));
+      return [element("h3", title), chart];
+    }));
   };
   const showGroup = () => {
     const group = data.explorer[pick.group.value];
-    fill(pick.client, group.counts.map((_, i) => `client ${i}`));
+    fill(pick.client, group.counts.map((_, i) => name(group, i)));
     showClient();
   };
   fill(pick.group, data.explorer.map((group) => group.label));

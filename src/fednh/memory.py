@@ -1,0 +1,22 @@
+"""What the C library does with memory that is given back."""
+
+from __future__ import annotations
+
+import ctypes
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
+LARGEST_ON_HEAP = 32 << 20  # the most that glibc accepts
+
+
+def keep_freed() -> None:
+    """Have glibc keep freed blocks for the next request, where it would hand them back to the system at once.
+
+    A training step frees and asks for the same tens of megabytes again; every return costs fresh, zeroed pages: about
+    a tenth of a convolution step's time. Elsewhere than on glibc nothing happens.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return
+    mallopt(M_MMAP_THRESHOLD, LARGEST_ON_HEAP)
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
