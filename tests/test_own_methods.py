@@ -116,7 +116,7 @@ def test_a_new_method_runs_everywhere(here: Path) -> None:
     assert ended.code == 0, ended.stderr
     card = json.loads((here / "runs/a/summary.json").read_text())
     assert card["method"] == "my_method:MyMethod"
-    ended = fednh(["sweep", "--method", "my_method:MyMethod,fedavg", *SHORT, "--out", "runs"], here / "log")
+    ended = fednh(["sweep", "--method", "my_method:MyMethod", *SHORT, "--out", "runs"], here / "log")
     assert ended.code == 0, ended.stderr
     assert fednh(["resume", "runs/a", "--quiet"], here / "log").code == 0
     config = fednh(["run", "runs/a/config.toml", "--out", "runs/b", "--quiet"], here / "log")

@@ -8,7 +8,6 @@ models/            global and personal, safetensors    checkpoints/, clients/   
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
@@ -24,7 +23,7 @@ from typing import IO, Any
 import fednh
 from fednh.config import Config, dump, validate
 from fednh.errors import UserError
-from fednh.files import write_bytes, write_json, write_tree
+from fednh.files import locked, write_bytes, write_json, write_tree
 from fednh.tree import Tree
 
 
@@ -62,7 +61,7 @@ class RunFolder:
         """Create the folder if need be and lock it; another process that holds it is named."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(self.path / ".lock")
+            self._lock = locked(self.path / ".lock")
         except BlockingIOError:
             holder = (self.path / ".lock").read_text().strip() or "another process"
             raise UserError(f"{self.path} is in use by {holder}; wait for it or choose another --out") from None
@@ -126,20 +125,6 @@ def _of_a_beginning(path: Path) -> bool:
     return path.name in names or path.suffix == ".tmp"
 
 
-def _locked(path: Path) -> IO[str]:
-    """The lock file, locked; BlockingIOError if another process has it."""
-    while True:
-        file = path.open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BaseException:
-            file.close()
-            raise
-        if path.exists() and os.fstat(file.fileno()).st_ino == path.stat().st_ino:
-            return file
-        file.close()  # whoever had it before removed it between our two steps
-
-
 def _line(record: dict[str, Any]) -> bytes:
     return (json.dumps(record, allow_nan=False) + "\n").encode()
 
@@ -153,6 +138,14 @@ def read_config(path: Path, finished: bool = False) -> Config:
         raise UserError(f"{path} is not a run folder: its config.toml cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise UserError(f"{file} is not valid TOML: {error}") from error
+
+
+def read_backend(path: Path) -> str:
+    """What a run folder was made on; folders of earlier versions do not say it."""
+    try:
+        return str(json.loads((path / "environment.json").read_text(encoding="utf-8")).get("backend", "simulator"))
+    except (OSError, ValueError, AttributeError):
+        return "simulator"
 
 
 def read_summary(path: Path) -> dict[str, Any]:

@@ -111,6 +111,6 @@ def simulate(config: Config, out: Path) -> Quiet:
 
     federation, watcher = build_federation(config), Quiet()
     with RunFolder(out) as folder:
-        folder.begin(config, federation.dataset.classes, federation.class_counts())
+        folder.begin(config, federation.dataset.classes, federation.class_counts(), federation.sites)
         Simulation(config, federation, folder, watcher).run()
     return watcher

@@ -21,11 +21,12 @@ from fednh.cli import sweep
 from fednh.cli import report
 from fednh.cli import figures
 from fednh.cli import spiral
+from fednh.cli import federation
 from fednh.cli import about
 from fednh.cli import new
 # isort: on
 
-__all__ = ["about", "app", "figures", "main", "new", "report", "run", "spiral", "sweep"]
+__all__ = ["about", "app", "federation", "figures", "main", "new", "report", "run", "spiral", "sweep"]
 
 
 def main() -> None:

@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fednh.cli.app import app, console_for_people
-from fednh.errors import UserError
+from fednh.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from fednh.config import Config
+    from fednh.federation import Federation
+    from fednh.runs import RunFolder
+    from fednh.simulate import Watcher
+
+    Engine = Callable[[Config, Federation, RunFolder, Watcher, threading.Event], None]
 
 
 @app.command()
@@ -46,6 +51,9 @@ def run(
     track: Annotated[
         list[str] | None, typer.Option(help="Also write to tensorboard or mlflow (extras). Repeatable.")
     ] = None,
+    backend: Annotated[
+        str, typer.Option(help="simulator (in this process), or flower: Flower's simulation engine on Ray (extra).")
+    ] = "simulator",
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the run folder.")] = False,
 ) -> None:
     """Run one method on one federation, and write a run folder."""
@@ -69,7 +77,7 @@ def run(
     given = {key: value for key, value in overrides.items() if value is not None}
     given |= {key: parse_value(value) for key, value in settings_given(settings or []).items()}
     config = load(source, given)
-    _execute(config, out or _new_folder(config), track or [], quiet)
+    _execute(config, out or _new_folder(config), track or [], quiet, backend)
 
 
 @app.command()
@@ -82,27 +90,30 @@ def resume(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the run folder.")] = False,
 ) -> None:
     """Go on with an interrupted run; the result is what it would have been without the interruption."""
-    from fednh.runs import read_config
+    from fednh.runs import read_backend, read_config
 
     config = read_config(folder)
     if workers is not None:
         config = config.model_copy(update={"workers": workers})
-    _execute(config, folder, track or [], quiet)
+    _execute(config, folder, track or [], quiet, read_backend(folder))
 
 
-def _execute(config: Config, out: Path, track: list[str], quiet: bool) -> None:
+def _execute(config: Config, out: Path, track: list[str], quiet: bool, backend: str) -> None:
     """Start, continue, or recognise as finished the run in `out`."""
     from fednh.federation import build_federation
     from fednh.report.terminal import watcher
-    from fednh.runs import RunFolder, read_summary
-    from fednh.simulate import Interrupted, Simulation
+    from fednh.runs import RunFolder, read_backend, read_summary
+    from fednh.simulate import Interrupted
     from fednh.track import Tracking
     from fednh.track import check as check_trackers
 
     console = console_for_people(stderr=quiet)  # with --quiet, standard output has the folder and nothing else
     check_trackers(track)
+    engine = _engine(backend)
     folder = RunFolder(out)
     folder.check(config)
+    if folder.started and read_backend(out) != backend:
+        raise UserError(f"{out} holds a run on the backend {read_backend(out)}; continue with: fednh resume {out}")
     if folder.finished:
         console.print(f"{out} is finished already", highlight=False, soft_wrap=True)
     else:
@@ -116,18 +127,15 @@ def _execute(config: Config, out: Path, track: list[str], quiet: bool) -> None:
         ):
             for note in federation.dataset.notes:
                 watching.note(note)
-            simulation = Simulation(config, federation, folder, watching, stop)
-            if not folder.started:
-                folder.begin(config, federation.dataset.classes, federation.class_counts(), federation.sites)
             try:
-                simulation.run()
+                engine(config, federation, folder, watching, stop)
             except Interrupted:
                 kept = (
                     f"continue with: fednh resume {out}"
                     if config.checkpoint.every
                     else "checkpoint.every = 0: not saved"
                 )
-                typer.echo(f"fednh: interrupted after round {simulation.progress.round}; {kept}", err=True)
+                typer.echo(f"fednh: interrupted after round {folder.rounds_written()}; {kept}", err=True)
                 raise typer.Exit(130) from None
     _tell_losses(console, read_summary(out))
     if not quiet:
@@ -140,6 +148,29 @@ def _execute(config: Config, out: Path, track: list[str], quiet: bool) -> None:
     typer.echo(str(out))
 
 
+def _engine(backend: str) -> Engine:
+    """What trains: this process, or Flower's simulation engine."""
+    if backend == "flower":
+        from fednh.flower import backend as flower
+
+        flower.check()
+        return flower.simulate
+    if backend == "simulator":
+        return _simulate
+    raise UserError(f"--backend {backend!r} is not known{did_you_mean(backend, ('simulator', 'flower'))}")
+
+
+def _simulate(
+    config: Config, federation: Federation, folder: RunFolder, watcher: Watcher, stop: threading.Event
+) -> None:
+    from fednh.simulate import Simulation
+
+    simulation = Simulation(config, federation, folder, watcher, stop)
+    if not folder.started:
+        folder.begin(config, federation.dataset.classes, federation.class_counts(), federation.sites)
+    simulation.run()
+
+
 def _tell_losses(console: Console, summary: dict[str, Any]) -> None:
     """What the run went on without, if anything."""
     told = {"refused": "uploads were not finite and were refused", "failed": "clients failed and were skipped"}
@@ -149,15 +180,18 @@ def _tell_losses(console: Console, summary: dict[str, Any]) -> None:
 
 
 @contextmanager
-def stop_on_signal() -> Iterator[threading.Event]:
-    """The first Ctrl-C or SIGTERM asks the run to stop and save; a second one ends it at once."""
+def stop_on_signal(
+    told: str = "fednh: stopping after the clients that are at work; once more to stop at once",
+    insist: bool = True,
+) -> Iterator[threading.Event]:
+    """The first Ctrl-C or SIGTERM asks the run to stop and save; a second one ends it at once, if one may `insist`."""
     stop = threading.Event()
 
     def ask(signum: int, _: object) -> None:
-        if stop.is_set():
+        if stop.is_set() and insist:
             os._exit(130)
         stop.set()
-        typer.echo("fednh: stopping after the clients that are at work; once more to stop at once", err=True)
+        typer.echo(told, err=True)
 
     before: dict[int, Callable[..., Any] | int | None] = {
         s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)

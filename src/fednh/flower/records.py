@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from fednh.data.dataset import Dataset
+from fednh.federation import Federation
 from fednh.tree import Tree, arranged
 
 FORMAT = 1  # of these messages; server and sites must have the same
@@ -50,10 +50,16 @@ class Task:
     scale: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    preprocessing: str  # JSON, how a raw input becomes a sample
 
     @classmethod
-    def of(cls, data: Dataset, name: str, divided: bool) -> Task:
-        return cls(name, divided, data.shape, data.classes, data.scale, data.mean, data.std)
+    def of(cls, fed: Federation, name: str, divided: bool) -> Task:
+        """Of a site's data; a site that scales features by its own statistics says which."""
+        data, scale, mean, std = fed.dataset, fed.dataset.scale, fed.dataset.mean, fed.dataset.std
+        if fed.scalings and not divided:
+            scale, (mean, std) = fed.raw_scale, fed.scalings[0]
+        how = json.dumps(data.preprocessing, sort_keys=True)
+        return cls(name, divided, data.shape, data.classes, scale, mean, std, how)
 
     @classmethod
     def read(cls, text: str) -> Task:
@@ -69,6 +75,7 @@ class Task:
                 scale=float(found["scale"]),
                 mean=tuple(float(v) for v in mean),
                 std=tuple(float(v) for v in std),
+                preprocessing=json.dumps(json.loads(found["preprocessing"]), sort_keys=True),
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"the description of its data cannot be read: {error}") from error

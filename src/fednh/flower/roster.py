@@ -103,10 +103,13 @@ def disagreement(agreed: Task, task: Task) -> str | None:
         )
     if task.divided != agreed.divided:
         return "it has data of its own and others a part of one set, or the other way round"
+    if task.preprocessing != agreed.preprocessing:
+        return f"its samples are made by {task.preprocessing}, not by {agreed.preprocessing}"
     if _form(task) != _form(agreed):
         return f"its samples have shape {task.shape} and scale {task.scale:g}, not {agreed.shape} and {agreed.scale:g}"
     return None
 
 
 def _form(task: Task) -> tuple[Any, ...]:
-    return task.divided, task.shape, task.classes, task.scale, len(task.mean), len(task.std)
+    form = task.shape, task.scale, len(task.mean), len(task.std), task.preprocessing
+    return task.divided, task.classes, *form

@@ -7,11 +7,12 @@ after the next one. What a site should not have sent is refused, told in words, 
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,20 +24,21 @@ from fednh import client as clients
 from fednh import evaluate, invariants, robust
 from fednh.checkpoint import Checkpoints
 from fednh.config import Config, dump
-from fednh.data.batches import Samples, samples_of
-from fednh.data.dataset import Dataset
+from fednh.data.batches import Samples
 from fednh.errors import RunError, UserError
-from fednh.federation import build_federation, load_data, network
+from fednh.federation import Federation, build_federation, network
 from fednh.flower import records
 from fednh.flower.post import Letter, Post
 from fednh.flower.records import Answer, Hello, Number, Order, SiteProblem, Task
 from fednh.flower.roster import Roster, agree, disagreement
+from fednh.flower.site import balanced, initial_state
 from fednh.runs import RunFolder
-from fednh.seeding import numpy_rng, torch_rng
+from fednh.seeding import numpy_rng
 from fednh.simulate import Interrupted, Progress, Round, Watcher, dropped_clients, one_thread, picked_clients
 from fednh.store import Store
 from fednh.tree import Tree, Uploads, arranged, finite, size
 
+HELD = ("held_macro", "held_share", "held_gm_macro", "held_gm_share")
 REMINDER = 60.0  # seconds between two messages that sites are missing
 
 
@@ -61,7 +63,9 @@ class Server:
         watcher: Watcher,
         manner: Manner,
         stop: threading.Event | None = None,
+        federation: Federation | None = None,
     ):
+        """`federation` is what a simulation has built already."""
         self.config, self.grid, self.folder, self.watcher, self.manner = config, grid, folder, watcher, manner
         self.toml = dump(config)
         self.method = config.build_method()
@@ -73,6 +77,7 @@ class Server:
         self.arrivals: list[tuple[int, Hello]] = []
         self.told: set[str] = set()
         self.test: Samples | None = None
+        self.fed = federation
         self.people: dict[int, dict[str, Number]] = {}
         self.correct: torch.Tensor | None = None
 
@@ -159,36 +164,29 @@ class Server:
         config, task = self.config, self.task
         assert task is not None
         self.net = network(config, task.shape, len(task.classes))
-        initial = arranged(self.method.init(self.net, torch_rng(config.seed, "init")))
-        self.initial = {name: value.to(config.device) for name, value in initial.items()}
+        self.initial = initial_state(config, self.method, self.net)
         self.server = saved or self.initial
         self.form = clients.form_of(self.initial)
         self.upload_form = clients.declared_upload(self.method, self.net, self.initial)
-        data, counts = self._own_data(task)
-        if data is not None:
-            data = replace(data, scale=task.scale, mean=task.mean, std=task.std)
-            self.test = samples_of(data, "test", device=config.device)
-        if not self.folder.started:
-            self.folder.begin(config, task.classes, counts, backend="flower")
+        self.fed = self.fed or self._divided_federation(task)
+        if config.federation.test is not None:
+            self.test = balanced(config, config.federation.test, task)
+        elif self.fed is not None and len(self.fed.test):
+            self.test = self.fed.test
+        if not self.folder.started:  # how the samples of sites with data of their own are spread is not known here
+            counts, sites = (self.fed.class_counts(), self.fed.sites) if self.fed else ([], ())
+            self.folder.begin(config, task.classes, counts, sites, backend="flower")
         self.folder.write_metrics(self.progress.records[: self.progress.closed])
 
-    def _own_data(self, task: Task) -> tuple[Dataset | None, list[list[int]]]:
-        """A test set at the server, and how a set that everybody has is divided; sites' own counts are not known."""
-        config = self.config
-        if config.federation.test is not None:
-            named = config.model_copy(update={"data": config.data.model_copy(update={"name": config.federation.test})})
-            data = load_data(named)
-            if problem := disagreement(task, Task.of(data, task.data, task.divided)):
-                raise UserError(f"federation.test = {config.federation.test!r} does not fit the sites: {problem}")
-            return data, []
+    def _divided_federation(self, task: Task) -> Federation | None:
+        """Where each site has a part of a set that everybody has: that set."""
         if not task.divided:
-            return None, []
+            return None
         try:
-            fed = build_federation(config)
+            return build_federation(self.config)
         except UserError as error:
-            self.note(f"the server has no test set, so GM is left out: {error}")
-            return None, []
-        return fed.dataset, fed.class_counts()
+            self.note(f"{task.data} cannot be read at the server, so it has no test set: {error}")
+            return None
 
     def _resume(self) -> Tree | None:
         """Go on from the newest whole checkpoint: returns the server's state."""
@@ -211,6 +209,7 @@ class Server:
         closing = progress.round if progress.closed < progress.round else 0
         round_ = progress.round + 1 if progress.round < self.config.rounds else 0
         online = self._online()
+        self._greet(online)  # who is new says so while the others work, and takes part from the next exchange on
         here = self.roster.present(online)
         picked = self._picked(round_, here) if round_ else []
         happened = Round(round_, bytes_down=0, dropped=dropped_clients(self.config, round_, picked))
@@ -227,7 +226,6 @@ class Server:
         if round_:
             self._aggregate(happened, [answer for answer in answers if answer.round == round_])
             self._keep_books(happened, time.perf_counter() - started)
-        self._greet(online)
         self._welcome()
 
     def _online(self) -> set[int]:
@@ -246,8 +244,7 @@ class Server:
         """Of those who are there: with all there, the very clients that the simulator picks."""
         if not here:
             return []
-        division = self.config.partition.model_copy(update={"clients": len(here)})
-        return [here[k] for k in picked_clients(self.config.model_copy(update={"partition": division}), round_)]
+        return [here[k] for k in picked_clients(self.config, round_, len(here))]
 
     def _looked_at(self, round_: int) -> list[int]:
         """Who evaluates: after the last round everybody."""
@@ -420,25 +417,26 @@ class Server:
         if self.correct is not None and self.test is not None:
             total = evaluate.total_per_class(self.test)
             gm = evaluate.accuracy(self.correct, total, torch.ones_like(total))
-        return {"gm": gm, "pm_v": _mean(people, "pm_v"), "pm_l": _mean(people, "pm_l")}
+        held = {key: _mean(people, key) for key in HELD} if any(key in row for row in people for key in HELD) else {}
+        return {"gm": gm, "pm_v": _mean(people, "pm_v"), "pm_l": _mean(people, "pm_l"), **held}
 
     def _summary(self) -> dict[str, Any]:
         progress, task = self.progress, self.task
         assert task is not None
         took_part = set(self.roster.took_part())
         people = [{"client": k, **row} for k, row in sorted(self.people.items()) if k in took_part]
-        spread = [value for row in people if isinstance(value := row.get("pm_l"), float)]
         per_class = None
         if self.correct is not None and self.test is not None:
             per_class = (100 * self.correct / evaluate.total_per_class(self.test).clamp(min=1)).tolist()
-        empty: dict[str, Any] = {"pm_v": None, "pm_l": None, "per_class": []}
+        empty: dict[str, Any] = {"pm_v": None, "pm_l": None, "per_class": None}
         return {
             "method": self.config.method["name"],
             "data": task.data,
             "seed": self.config.seed,
             "rounds": progress.round,
             **self._figures(people),
-            "pm_l_std": evaluate.mean_and_spread(spread)[1] if spread else None,
+            "pm_l_std": _spread(people, "pm_l"),
+            **({"held_share_std": _spread(people, "held_share")} if any("held_share" in row for row in people) else {}),
             "per_class": per_class,
             "clients": [{**empty, **row} for row in people],
             "sites": [{"client": m.number, "site": m.site, "rounds": len(m.rounds)} for m in self._members()],
@@ -461,12 +459,15 @@ class Server:
         """What the global model's file says about itself."""
         task, config = self.task, self.config
         assert task is not None
+        if self.fed is not None:
+            return self.fed.card(config)
+        scale = {"scale": task.scale, "mean": task.mean, "std": task.std}
         return {
             "method": config.method,
             "model": {**self.net.card, "args": config.model.args},
             "shape": task.shape,
             "classes": task.classes,
-            "preprocessing": {"scale": task.scale, "mean": task.mean, "std": task.std},
+            "preprocessing": {**json.loads(task.preprocessing), **scale},
             "trained_on": {"data": task.data, "seed": config.seed, "rounds": config.rounds},
         }
 
@@ -496,7 +497,7 @@ def _content(reply: Message) -> RecordDict:
 def _checked(figures: dict[str, Number], classes: int) -> dict[str, Number]:
     """Of the figures those that can be true: accuracies in percent, and a number of samples."""
     found: dict[str, Number] = {}
-    for key in ("pm_v", "pm_l"):
+    for key in ("pm_v", "pm_l", *HELD):
         value = figures.get(key)
         if isinstance(value, int | float) and 0 <= value <= 100:
             found[key] = float(value)
@@ -508,5 +509,12 @@ def _checked(figures: dict[str, Number], classes: int) -> dict[str, Number]:
 
 
 def _mean(people: list[dict[str, Number]], key: str) -> float | None:
-    values = [float(value) for row in people if isinstance(value := row.get(key), int | float)]
-    return evaluate.mean_and_spread(values)[0] if values else None
+    return evaluate.mean_and_spread(_column(people, key))[0]
+
+
+def _spread(people: list[dict[str, Number]], key: str) -> float | None:
+    return evaluate.mean_and_spread(_column(people, key))[1]
+
+
+def _column(people: list[dict[str, Number]], key: str) -> list[float]:
+    return [float(value) for row in people if isinstance(value := row.get(key), int | float)]

@@ -19,17 +19,21 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 from safetensors import SafetensorError
 
 from fednh import client as clients
 from fednh import evaluate, invariants
 from fednh.config import Config, validate
-from fednh.data.batches import ClientData, Samples
+from fednh.data.batches import ClientData, Samples, samples_of, subset
+from fednh.data.dataset import Dataset
 from fednh.errors import UserError
 from fednh.federation import Federation, build_federation, load_data
 from fednh.files import read_tree, write_tree
 from fednh.fit import Sgd
 from fednh.flower.records import Answer, Hello, Number, Order, Task
+from fednh.methods import Method
+from fednh.models import Net
 from fednh.runs import write_model
 from fednh.seeding import torch_rng
 from fednh.tree import Tree, arranged, finite
@@ -100,7 +104,7 @@ class Site:
     def __init__(self, place: Place, toml: str, task: Task | None):
         self.place = place
         self.config = _config(toml, place.device)
-        self.fed = _federation(toml, place.data, place.parts, task, place.device)
+        self.fed = _federation(toml, replace(place, part=-1, site="" if place.divided else place.site), task)
         self.index = self.fed.parts[max(place.part, 0)]
         self.folder = place.home / _safe(self.config.federation.name) / _safe(place.site)
 
@@ -108,7 +112,8 @@ class Site:
         """Who it is and the form of its data. A name of its own data's file stays here."""
         divided = self.place.divided
         name = self.fed.dataset.name if divided else self.config.federation.name
-        return Hello(self.place.site, Task.of(self.fed.dataset, name, divided), self.place.part)
+        site = self.fed.sites[self.place.part] if divided and self.fed.sites else self.place.site
+        return Hello(site, Task.of(self.fed, name, divided), self.place.part)
 
     def answer(self, order: Order, down: Tree, more: Tree) -> Answer:
         """Evaluate, train, keep; `more` is what the global model has beyond the broadcast."""
@@ -146,24 +151,42 @@ class Site:
         model = clients.personal_model(fed.method, fed.net, kept, down, data, sgd(self.config, round_))
         self._save(model, order)
         found: dict[str, Number] = {"samples": len(data)}
-        if (test := self._test()) is not None:
+        if len(test := self._test()):
             total = evaluate.total_per_class(test)
             person = evaluate.personal(order.client, self._correct(model, test), total, data.counts)
-            measured: dict[str, Number | None] = {"pm_v": person.pm_v, "pm_l": person.pm_l}
-            measured |= {"per_class": person.per_class} if self.place.divided else {}
-            found |= {key: value for key, value in measured.items() if value is not None}
+            words = ("pm_v", "pm_l", "per_class") if self.place.divided else ("pm_v", "pm_l")
+            found |= {key: getattr(person, key) for key in words}
+        if len(held := self._held_out()):
+            total = evaluate.total_per_class(held)
+            shared = fed.method.global_model({**initial_state(self.config, fed.method, fed.net), **down})
+            models = {"held": model} if shared is None else {"held": model, "held_gm": {**shared, **more}}
+            for name, tree in models.items():
+                for kind, value in zip(
+                    ("macro", "share"), evaluate.held_accuracy(self._correct(tree, held), total), strict=True
+                ):
+                    if value is not None:
+                        found[f"{name}_{kind}"] = value
         return found
 
     def _correct(self, model: Tree, test: Samples) -> Any:  # (C,)
         model = arranged(model)
         return evaluate.correct_per_class(lambda x: self.fed.method.logits(self.fed.net, model, x), test)
 
-    def _test(self) -> Samples | None:
-        """The balanced test set, if this site has it."""
-        return self.fed.test if self.place.divided and len(self.fed.test) else None
+    def _test(self) -> Samples:
+        """The balanced test set; empty if this site has none."""
+        if self.place.divided:
+            return self.fed.test
+        if self.place.test is None:
+            return subset(self.fed.test, self.index[:0])
+        return balanced(self.config, self.place.test, Task.of(self.fed, "", divided=False))
+
+    def _held_out(self) -> Samples:
+        """The site's own samples that it does not train on: those held out, or the test part of its own source."""
+        held = self.fed.held_out[max(self.place.part, 0)]
+        return self.fed.test if not len(held) and not self.place.divided else subset(self.fed.train, held)
 
     def _save(self, model: Tree, order: Order) -> None:
-        card = {**self.fed.card(self.config), "client": order.client}
+        card = {**self.fed.card(self.config, max(self.place.part, 0)), "client": order.client}
         if self.place.models is None:
             write_model(self.folder / "personal.safetensors", model, card)
         elif order.final:
@@ -194,7 +217,7 @@ class Site:
                     log.warning("the state of round %d is not in %s; using that of round %d", last, self.folder, round_)
                 return tree
             log.warning("no state is left in %s: this site starts anew", self.folder)
-        return self.fed.method.enroll(initial_state(self.config, self.fed))
+        return self.fed.method.enroll(initial_state(self.config, self.fed.method, self.fed.net))
 
     def _forget(self, since: int) -> None:
         for round_, path in self._states().items():
@@ -208,9 +231,9 @@ def sgd(config: Config, round_: int) -> Sgd:
     return Sgd(t.lr * t.lr_decay ** (round_ - 1), t.momentum, t.weight_decay, t.clip, t.batch_size, t.epochs)
 
 
-def initial_state(config: Config, fed: Federation) -> Tree:
+def initial_state(config: Config, method: Method, net: Net) -> Tree:
     """The server's state before the first round; every site can make it."""
-    initial = fed.method.init(fed.net, torch_rng(config.seed, "init"))
+    initial = method.init(net, torch_rng(config.seed, "init"))
     return {name: value.to(config.device) for name, value in arranged(initial).items()}
 
 
@@ -221,26 +244,65 @@ def _config(toml: str, device: str | None) -> Config:
 
 
 @lru_cache(maxsize=2)
-def _federation(toml: str, source: str | None, parts: int, task: Task | None, device: str | None) -> Federation:
-    """This site's part of the federation, as far as it does not depend on which part it is; loaded once."""
-    config = _config(toml, device)
-    if source is None:
-        return build_federation(config.model_copy(update={"partition": _changed(config.partition, clients=parts)}))
+def _federation(toml: str, place: Place, task: Task | None) -> Federation:
+    """What a site works on; parts of one set share it. Loaded once in a process."""
+    config = _config(toml, place.device)
+    if place.data is None:
+        return build_federation(
+            config.model_copy(update={"partition": _changed(config.partition, clients=place.parts)})
+        )
     config = config.model_copy(
         update={
-            "data": _changed(config.data, name=source),
-            "partition": _changed(config.partition, name="iid", clients=1, min_samples=1),
+            "data": _changed(config.data, name=place.data),
+            "partition": _changed(config.partition, name="site"),
         }
     )
-    data = load_data(config)
+    data = _alone(load_data(config), place.site)
     if task is not None:
         if (data.shape, data.classes) != (task.shape, task.classes):
             raise UserError(
-                f"{source} has samples of shape {data.shape} and the classes {', '.join(data.classes)}, but the "
+                f"{place.data} has samples of shape {data.shape} and the classes {', '.join(data.classes)}, but the "
                 f"federation agreed on {task.shape} and {', '.join(task.classes)}"
             )
-        data = replace(data, scale=task.scale, mean=task.mean, std=task.std, fitted=False)
+        if data.is_image:  # features are scaled by the site's own statistics, channels by the average of all sites'
+            data = replace(data, scale=task.scale, mean=task.mean, std=task.std, fitted=False)
     return build_federation(config, data)
+
+
+def _alone(data: Dataset, site: str) -> Dataset:
+    """One site's samples as a data set of one natural site; of a source that holds several, those of this name."""
+    x, y, x_test, y_test = data.x_train, data.y_train, data.x_test, data.y_test
+    if data.site_train is not None:
+        if site not in data.sites:
+            raise UserError(f"{data.name} holds the sites {', '.join(data.sites)}, not {site!r}")
+        mine = data.site_train == data.sites.index(site)
+        x, y = x[mine], y[mine]
+        if data.site_test is not None:
+            mine = data.site_test == data.sites.index(site)
+            x_test, y_test = x_test[mine], y_test[mine]
+    here, there = np.zeros(len(y), np.int64), np.zeros(len(y_test), np.int64)
+    parts: dict[str, Any] = {
+        "x_train": x,
+        "y_train": y,
+        "x_test": x_test,
+        "y_test": y_test,
+        "site_train": here,
+        "site_test": there,
+    }
+    return replace(data, sites=(site,), **parts)
+
+
+def balanced(config: Config, source: str, task: Task) -> Samples:
+    """The test part of a source, all of it if it has no parts, scaled as the task says."""
+    data = load_data(config.model_copy(update={"data": _changed(config.data, name=source)}))
+    if not len(data.y_test):
+        data = replace(data, x_test=data.x_train, y_test=data.y_train, site_test=data.site_train)
+    if (data.shape, data.classes) != (task.shape, task.classes):
+        raise UserError(
+            f"{source} as a test set has samples of shape {data.shape} and the classes {', '.join(data.classes)}, but "
+            f"the sites have {task.shape} and {', '.join(task.classes)}"
+        )
+    return samples_of(replace(data, scale=task.scale, mean=task.mean, std=task.std), "test", device=config.device)
 
 
 def _changed(section: Any, **values: Any) -> Any:

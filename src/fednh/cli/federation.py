@@ -1,0 +1,166 @@
+"""Commands about real federations: a folder to start from, its keys, and a trial on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fednh.cli.app import app, console_for_people
+from fednh.cli.run import settings_given, stop_on_signal
+from fednh.errors import UserError
+
+if TYPE_CHECKING:
+    from fednh.config import Config
+    from fednh.flower.scaffold import Site
+
+federation_app = typer.Typer(help="Federations of sites that keep their data, on Flower.", no_args_is_help=True)
+app.add_typer(federation_app, name="federation")
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The federation's folder.")]
+
+
+@federation_app.command()
+def init(
+    folder: Folder,
+    method: Annotated[str | None, typer.Option(help="See `fednh methods`.")] = None,
+    sites: Annotated[int | None, typer.Option(min=1, help="How many sites there are; default: 3.")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="A source for each site, in turn; or one set by name, divided among them. Repeatable.",
+        ),
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Communication rounds; default: 10.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. method.rho=0.7.")
+    ] = None,
+) -> None:
+    """Write a ready Flower app into a new folder; without data of its own it is digits, divided among the sites."""
+    from fednh.config import parse_value
+    from fednh.flower import scaffold
+
+    given: dict[str, Any] = {"method.name": method, "rounds": rounds}
+    given = {key: value for key, value in given.items() if value is not None}
+    given |= {key: parse_value(value) for key, value in settings_given(settings or []).items()}
+    made = scaffold.write(folder, sites, data or [], given)
+    typer.echo(f"{folder}: a federation of {len(made)} sites, {made[0].name} to {made[-1].name}")
+    typer.echo(f"try it on this machine: fednh federation up {folder} --local")
+    typer.echo(f"on several machines: see {folder / 'README.md'}")
+
+
+@federation_app.command()
+def certs(
+    folder: Folder,
+    host: Annotated[
+        list[str] | None, typer.Option(metavar="NAME|IP", help="What sites call the server by. Repeatable.")
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, max=3650, help="How long the server's certificate is valid.")] = 365,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Issue the server's certificate again, from the same authority.")
+    ] = False,
+) -> None:
+    """Make a certificate authority, the server's certificate and a key pair for every site: whatever is missing."""
+    _need_extra()
+    from fednh.flower import certs as keys
+    from fednh.flower.scaffold import sites_of
+
+    names = [site.name for site in sites_of(folder)]
+    made = keys.renew(folder, host or [], days) if renew else keys.make(folder, names, host or [], days)
+    for path in made:
+        typer.echo(f"made {path}")
+    if not made:
+        typer.echo("all keys exist; nothing was made")
+    typer.echo(f"the server's certificate is valid until {keys.expires(folder):%Y-%m-%d %H:%M} UTC")
+
+
+@federation_app.command()
+def up(
+    folder: Folder,
+    local: Annotated[bool, typer.Option("--local", help="All of it on this machine, over the loopback.")] = False,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and without the sites' keys.")] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="A new Python for every message, as Flower does by itself; slower.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the run folder.")] = False,
+) -> None:
+    """Run a federation on this machine: start its server and sites, train, show progress, stop all of it.
+
+    After an interruption the same command goes on where it was.
+    """
+    if not local:
+        raise UserError(f"fednh starts federations on this machine only: add --local, or see {folder / 'README.md'}")
+    _need_extra()
+    from fednh.flower import certs as keys
+    from fednh.flower import scaffold
+    from fednh.flower.local import Local, Stopped
+    from fednh.report.terminal import watcher
+
+    folder = folder.absolute()
+    config, sites = scaffold.read(folder)
+    run = Path(str(config.federation.folder))
+    console = console_for_people(stderr=quiet)
+    if (run / "summary.json").exists():
+        console.print(f"{run} is finished already", highlight=False, soft_wrap=True)
+    else:
+        with _only_one(folder), stop_on_signal("fednh: stopping the federation", insist=False) as stop:
+            if not insecure:
+                keys.make(folder, [site.name for site in sites])
+            name = f"{config.method['name']} at {len(sites)} sites"
+            with watcher(console, config.rounds, name, quiet) as screen:
+                screen.note(f"starting the server and {len(sites)} sites; logs: {folder / 'logs'}")
+                try:
+                    Local(folder, run, sites, screen, stop, secure=not insecure, warm=not plain).run()
+                except Stopped:
+                    typer.echo(f"fednh: interrupted; go on with: fednh federation up {folder} --local", err=True)
+                    raise typer.Exit(130) from None
+    _tell(folder, run, config, sites, quiet)
+
+
+def _tell(folder: Path, run: Path, config: Config, sites: list[Site], quiet: bool) -> None:
+    """What came out, and where it lies."""
+    if not quiet:
+        from fednh.report.load import load_runs
+        from fednh.report.render import to_rich
+        from fednh.report.tables import comparison_sheet
+
+        console = console_for_people()
+        console.print(to_rich(comparison_sheet(load_runs([run])), console.width))
+        if (run / "models/global.safetensors").exists():
+            typer.echo(f"global model: {run / 'models/global.safetensors'}")
+        for site in sites:
+            for model in sorted(site.folder.glob(f"state/{config.federation.name}/*/personal.safetensors")):
+                typer.echo(f"{site.name}: {model}")
+        typer.echo("run folder:")
+    typer.echo(str(run))
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """One `up` at a time in a folder."""
+    from fednh.files import locked
+
+    path = folder / ".flwr" / "up.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = locked(path)
+    except BlockingIOError:
+        raise UserError(f"{folder} is running already, by another `fednh federation up`; wait for it") from None
+    with lock:
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _need_extra() -> None:
+    """Federations need packages that a simulation can do without."""
+    from importlib.util import find_spec
+
+    missing = [name for name in ("flwr", "cryptography") if find_spec(name) is None]
+    if missing:
+        raise UserError(f"federations need {missing[0]}: pip install 'fednh[flower]'")

@@ -1,0 +1,91 @@
+"""`fednh run --backend flower`: the config on Flower's simulation engine, with Ray actors as clients.
+
+On this machine, or on the Ray cluster that RAY_ADDRESS names; then the run folder must be on a disk that all of its
+machines share, and each needs the same fednh and the data.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fednh.errors import UserError
+from fednh.runs import RunFolder, worker_count
+from fednh.simulate import Watcher
+
+if TYPE_CHECKING:
+    from fednh.config import Config
+    from fednh.federation import Federation
+
+PATIENCE = 7 * 24 * 3600.0  # seconds: simulated clients are waited for
+
+
+def check() -> None:
+    """Refuse at once where Flower or Ray is not installed."""
+    if find_spec("flwr") is None or find_spec("ray") is None:
+        raise UserError("--backend flower needs the extra `flower`: pip install 'fednh[flower]'")
+
+
+def simulate(
+    config: Config, federation: Federation, folder: RunFolder, watcher: Watcher, stop: threading.Event
+) -> None:
+    """All rounds of a config, from where the folder stands to the end; one virtual node for every client."""
+    from flwr.app import Context
+    from flwr.serverapp import Grid, ServerApp
+    from flwr.simulation import run_simulation
+
+    from fednh.flower.client_app import client_app
+    from fednh.flower.server import Manner, Server
+
+    manner = Manner(PATIENCE, len(federation.parts), simulated=True, pause=0.02)
+    server_app = ServerApp()
+
+    @server_app.main()
+    def main(grid: Grid, context: Context) -> None:
+        Server(config, grid, folder, watcher, manner, stop, federation).run()
+
+    here = folder.path.absolute()
+    sites = client_app(home=here / "clients", models=here / "models" / "personal")
+    resources = {"num_cpus": 1, "num_gpus": 0.0 if config.device == "cpu" else 1.0}
+    with _quiet(), _ray(config):
+        run_simulation(server_app, sites, len(federation.parts), backend_config={"client_resources": {**resources}})
+
+
+@contextmanager
+def _ray(config: Config) -> Iterator[None]:
+    """Ray, started here or joined, and left again. Its own handler of SIGTERM would end the run without saving."""
+    import ray
+
+    handler, path = signal.getsignal(signal.SIGTERM), os.environ.get("PYTHONPATH")
+    cpus = None if os.environ.get("RAY_ADDRESS") else worker_count(config)
+    os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(p).absolute()) for p in sys.path)  # for actors started here
+    try:
+        ray.init(num_cpus=cpus, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+        signal.signal(signal.SIGTERM, handler)
+        yield
+    except ConnectionError as error:
+        raise UserError(f"the Ray cluster at RAY_ADDRESS={os.environ.get('RAY_ADDRESS')} cannot be reached") from error
+    finally:
+        ray.shutdown()
+        os.environ.pop("PYTHONPATH")
+        os.environ |= {} if path is None else {"PYTHONPATH": path}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The run's own watcher says what there is to say."""
+    log = logging.getLogger("flwr")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

@@ -1,0 +1,132 @@
+"""Real federations for tests: SuperLink and SuperNodes on the loopback, bounded in time, with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fednh.config import Config
+from fednh.federation import build_federation
+from fednh.files import read_tree
+from fednh.flower import local, scaffold
+from fednh.runs import RunFolder
+from fednh.simulate import Simulation
+from forked import Process
+
+# Small and quick: what is tested is the way that messages take.
+SMALL = {"train.epochs": 1, "train.batch_size": 64, "model.args": {"hidden": [16]}, "federation.timeout": 120.0}
+FAST = {"creff": {"method.match_steps": 5, "method.retrain_epochs": 5}}
+
+
+class Trial:
+    """One federation's folder and the `fednh federation up` that runs it."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.run, self.io = folder / "fed", folder / "fed/run", folder / "io"
+
+    def init(self, sites: int, method: str = "fednh", sources: list[str] | None = None, **more: Any) -> Trial:
+        settings = {**SMALL, "method.name": method, **FAST.get(method, {}), **more}
+        scaffold.write(self.folder, sites, sources or [], settings)
+        return self
+
+    def up(self, *options: str) -> Process:
+        return Process(["federation", "up", str(self.folder), "--local", *options], self.io)
+
+    def go(self, seconds: float = 300) -> None:
+        """The same without the command's own care for keys: as it is."""
+        stop = threading.Event()
+        timer = threading.Timer(seconds, stop.set)
+        timer.start()
+        try:
+            sites = scaffold.sites_of(self.folder)
+            local.Local(self.folder, self.run, sites, Quiet(), stop, secure=True, warm=True).run()
+        finally:
+            timer.cancel()
+
+    def said(self) -> str:
+        return (self.io / "stdout.txt").read_text() + (self.io / "stderr.txt").read_text()
+
+    def notes(self) -> str:
+        file = self.run / "federation.log"
+        return file.read_text() if file.exists() else ""
+
+    def lines(self) -> list[dict[str, Any]]:
+        file = self.run / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def summary(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.run / "summary.json").read_text())
+        return found
+
+    def personal(self) -> list[Path]:
+        return sorted(self.folder.glob("sites/*/state/*/*/personal.safetensors"))
+
+    def wait_for(self, condition: Callable[[], Any], process: Process, seconds: float = 240) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert not process.ended(), f"it ended before: {self.said()}"
+            assert time.monotonic() < deadline, f"it did not happen in time: {self.said()}"
+            time.sleep(0.05)
+
+    def kill(self, word: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal to those of this federation's processes whose command line has the word."""
+        found = local.named(self.folder, word)
+        assert found, f"no process with {word}"
+        for pid in found:
+            os.kill(pid, number)
+
+
+@contextmanager
+def trial(folder: Path) -> Iterator[Trial]:
+    """A federation, of which no process is left at the end: that is asserted, and seen to."""
+    made = Trial(folder)
+    try:
+        yield made
+        deadline = time.monotonic() + 5
+        while local.marked(made.folder) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert local.marked(made.folder) == [], "processes are left"
+    finally:
+        local.end_marked(made.folder)
+
+
+class Quiet:
+    def round_done(self, record: dict[str, Any]) -> None: ...
+    def evaluating(self, done: int, total: int) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+def simulate(config: Config, path: Path) -> Path:
+    """The same settings in the simulator."""
+    federation = build_federation(config)
+    with RunFolder(path) as folder:
+        folder.begin(config, federation.dataset.classes, federation.class_counts())
+        Simulation(config, federation, folder, Quiet()).run()
+    return path
+
+
+def assert_same_as_simulated(made: Trial, path: Path) -> None:
+    """Global and personal models within 1e-6, figures equal."""
+    config, sites = scaffold.read(made.folder)
+    simulate(config, path)
+    pairs = [(made.run / "models/global.safetensors", path / "models/global.safetensors")]
+    for client, model in enumerate(made.personal()):
+        pairs.append((model, path / f"models/personal/client-{client:06d}.safetensors"))
+    assert len(pairs) == 1 + len(sites)
+    for one, other in pairs:
+        left, right = read_tree(one), read_tree(other)
+        assert left.keys() == right.keys()
+        for name in left:
+            torch.testing.assert_close(left[name], right[name], atol=1e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+    theirs = json.loads((path / "summary.json").read_text())
+    for key in ("gm", "pm_v", "pm_l", "pm_l_std", "rounds", "samples", "bytes_up", "bytes_down"):
+        assert made.summary()[key] == theirs[key], key

@@ -1,0 +1,109 @@
+"""Federations of real processes over TLS: the simulator's numbers, interruptions, and that nothing is left running."""
+
+from __future__ import annotations
+
+import signal
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from federations import Trial, assert_same_as_simulated, trial
+
+from fednh.flower import local
+
+
+@pytest.fixture
+def fed(tmp_path: Path) -> Iterator[Trial]:
+    with trial(tmp_path) as made:
+        yield made
+
+
+def test_from_nothing_to_personal_models_over_tls(fed: Trial, tmp_path: Path) -> None:
+    process = fed.init(2, rounds=1).up()
+    ended = process.wait(240)
+    assert ended.code == 0, fed.said()
+    assert "fednh at 2 sites round 1/1" in ended.stdout
+    assert f"site-2: {fed.personal()[1]}" in ended.stdout
+    assert ended.stdout.rstrip().endswith(str(fed.run))
+    assert local.marked(fed.folder) == []
+    assert stat.S_IMODE((fed.folder / "sites/site-1/key").stat().st_mode) == 0o600
+    link = (fed.folder / "logs/superlink.log").read_text()
+    assert "https://127.0.0.1:" in link
+    assert "SuperNode authentication is disabled" not in link
+    assert_same_as_simulated(fed, tmp_path / "simulated")
+    again = fed.up("--quiet").wait(60)
+    assert (again.code, again.stdout.strip()) == (0, str(fed.run))
+    assert "is finished already" in again.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("method", ["fednh", "fedavg", "fedper", "ditto", "creff"])
+def test_the_simulators_numbers(method: str, fed: Trial, tmp_path: Path) -> None:
+    assert fed.init(3, method, rounds=3).up().wait(400).code == 0, fed.said()
+    assert_same_as_simulated(fed, tmp_path / "simulated")
+
+
+@pytest.mark.soak
+def test_flowers_own_way_of_starting_sites_without_tls(fed: Trial, tmp_path: Path) -> None:
+    assert fed.init(2, rounds=2).up("--plain", "--insecure").wait(400).code == 0, fed.said()
+    assert not (fed.folder / "certs").exists()
+    assert_same_as_simulated(fed, tmp_path / "simulated")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_stops_everything_and_goes_on_later(number: int, fed: Trial, tmp_path: Path) -> None:
+    process = fed.init(2, "ditto", rounds=4).up()
+    fed.wait_for(lambda: len(fed.lines()) >= 1, process)
+    process.kill(number)
+    ended = process.wait(60)
+    assert ended.code == 130, fed.said()
+    assert f"go on with: fednh federation up {fed.folder} --local" in ended.stderr
+    assert local.marked(fed.folder) == []
+    assert not (fed.run / "summary.json").exists()
+    assert fed.up().wait(400).code == 0, fed.said()
+    assert "going on after round" in fed.notes()
+    assert_same_as_simulated(fed, tmp_path / "simulated")
+
+
+@pytest.mark.soak
+def test_what_a_killed_up_left_running_is_ended_by_the_next(fed: Trial, tmp_path: Path) -> None:
+    process = fed.init(2, "fedper", rounds=3).up()
+    fed.wait_for(lambda: len(fed.lines()) >= 1, process)
+    other = fed.up()
+    assert other.wait(60).code == 2
+    assert "is running already" in fed.said()
+    left = set(local.marked(fed.folder))
+    process.kill(signal.SIGKILL)
+    process.wait()
+    assert left
+    assert fed.up().wait(400).code == 0, fed.said()
+    assert not left & set(local.marked(fed.folder))
+    assert_same_as_simulated(fed, tmp_path / "simulated")
+
+
+@pytest.mark.soak
+def test_sites_with_data_of_their_own(fed: Trial, tmp_path: Path) -> None:
+    """Two npz files; the sites' numbers are their own, and no file name leaves a site."""
+    rng, sources = np.random.default_rng(3), []
+    for site in range(2):
+        y = np.arange(60) % 3
+        x = (rng.normal(size=(60, 4)) + 3 * y[:, None] + site).astype(np.float32)
+        np.savez(tmp_path / f"secret-{site}.npz", x_train=x, y_train=y, x_test=x[:30], y_test=y[:30])
+        sources.append(f"npz:{tmp_path}/secret-{site}.npz")
+    assert fed.init(2, "fedper", sources, rounds=3, **{"model.name": "mlp"}).up().wait(400).code == 0, fed.said()
+    assert len(fed.personal()) == 2
+    assert [row["site"] for row in fed.summary()["sites"]] == ["site-1", "site-2"]
+    written = b"".join(path.read_bytes() for path in fed.run.rglob("*") if path.is_file())
+    assert b"secret-" not in written
+
+
+@pytest.mark.soak
+def test_a_run_that_cannot_start_says_why_and_leaves_nothing(fed: Trial) -> None:
+    fed.init(2, rounds=1, **{"federation.test": "npz:/nowhere.npz"})
+    ended = fed.up().wait(400)
+    assert ended.code == 1, fed.said()
+    assert "/nowhere.npz" in ended.stderr
+    assert local.marked(fed.folder) == []

@@ -1,0 +1,137 @@
+"""What goes wrong in real federations, with real processes: each ends with a model and says what happened."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from federations import Trial, assert_same_as_simulated, trial
+
+from conftest import count
+from fednh.files import read_tree
+from fednh.flower import certs
+
+pytestmark = pytest.mark.soak
+
+# The site's own ClientApp, but what site-2 uploads in round 2 is spoilt on its way.
+SPOILT = """
+import numpy as np
+from flwr.app import Array, ArrayRecord
+from flwr.clientapp import ClientApp
+from fednh.flower.client_app import app as honest
+
+app = ClientApp()
+
+
+@app.query()
+@app.evaluate()
+def pass_on(message, context):
+    return honest(message, context)
+
+
+@app.train()
+def spoil(message, context):
+    reply = honest(message, context)
+    if context.node_config["site"] == "site-2" and message.content["order"]["round"] == 2:
+        arrays = {name: array.numpy() for name, array in reply.content["upload"].items()}
+        arrays = {name: SPOIL for name, value in arrays.items()}
+        reply.content["upload"] = ArrayRecord({k: Array.from_numpy_ndarray(np.array(v)) for k, v in arrays.items()})
+    return reply
+"""
+
+
+@pytest.fixture
+def fed(tmp_path: Path) -> Iterator[Trial]:
+    with trial(tmp_path) as made:
+        yield made
+    count("faults injected")
+
+
+def finished(fed: Trial, rounds: int) -> None:
+    """It came to its end, with a global model that is finite."""
+    assert fed.summary()["rounds"] == rounds
+    model = read_tree(fed.run / "models/global.safetensors")
+    assert all(bool(value.isfinite().all()) for value in model.values())
+
+
+def test_a_supernode_is_killed_and_started_again(fed: Trial) -> None:
+    process = fed.init(2, "fedper", rounds=4, **{"federation.timeout": 30.0}).up()
+    fed.wait_for(lambda: len(fed.lines()) >= 1, process)
+    fed.kill("site-1/site.toml")
+    assert process.wait(400).code == 0, fed.said()
+    assert "the SuperNode of site-1 ended with code -9" in fed.said()
+    assert "starting it again" in fed.said()
+    finished(fed, 4)
+    assert len(fed.personal()) == 2
+    assert fed.lines()[-1]["clients"] == [0, 1], "it is back in the last round"
+
+
+def test_a_site_that_never_answers(fed: Trial) -> None:
+    process = fed.init(2, rounds=3, **{"federation.timeout": 15.0}).up()
+    fed.wait_for(lambda: len(fed.lines()) >= 1, process)
+    fed.kill("site-2/site.toml", signal.SIGSTOP)
+    assert process.wait(400).code == 0, fed.said()
+    assert re.search(r"site site-2 \(client 1\) did not answer in 15 s; going on without it", fed.said())
+    finished(fed, 3)
+    assert fed.lines()[-1]["clients"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        ("value * np.nan", "the upload is not finite"),
+        ("value[..., :-1] if value.ndim else value", "refused: "),
+        ("value.astype(np.float64)", "refused: "),
+    ],
+)
+def test_a_site_that_sends_nonsense(spoil: str, words: str, fed: Trial) -> None:
+    fed.init(3, "fedavg", rounds=3)
+    (fed.folder / "spoilt.py").write_text(SPOILT.replace("SPOIL", spoil))
+    project = fed.folder / "pyproject.toml"
+    project.write_text(project.read_text().replace("fednh.flower.client_app:app", "spoilt:app"))
+    assert fed.up().wait(400).code == 0, fed.said()
+    assert "round 2: the answer of site site-2 (client 1) was refused" in fed.notes()
+    assert words in fed.notes()
+    assert [line["refused"] for line in fed.lines()] == [[], [1], []]
+    assert [line["clients"] for line in fed.lines()] == [[0, 1, 2], [0, 2], [0, 1, 2]]
+    finished(fed, 3)
+
+
+def test_a_key_that_is_not_registered_is_refused(fed: Trial, tmp_path: Path) -> None:
+    fed.init(2, rounds=2, **{"federation.min_clients": 1})
+    certs.make(fed.folder, ["site-1", "site-2"])
+    certs.make(tmp_path / "other", ["site-2"])  # a stranger's key in place of the one whose public half is registered
+    (tmp_path / "other/sites/site-2/key").replace(fed.folder / "sites/site-2/key")
+    assert fed.up().wait(400).code == 0, fed.said()
+    assert "Exit Code: 305 Failed to initialize the connection to the SuperLink" in fed.said()
+    finished(fed, 2)
+    assert {tuple(line["clients"]) for line in fed.lines()} == {(0,)}
+
+
+def test_a_site_that_trusts_another_authority_does_not_speak(fed: Trial, tmp_path: Path) -> None:
+    """It is the site that refuses here: whoever answers at the server's address is not the server it knows."""
+    fed.init(2, rounds=2, **{"federation.min_clients": 1})
+    certs.make(fed.folder, ["site-1", "site-2"])
+    certs.make(tmp_path / "other", [])
+    wrong = fed.folder / "sites/site-2/ca.crt"
+    wrong.write_bytes((tmp_path / "other/certs/ca.crt").read_bytes())
+    ended = fed.up().wait(60)
+    assert ended.code == 2
+    assert "ca.crt is of another authority" in ended.stderr
+    fed.go()
+    assert "CERTIFICATE_VERIFY_FAILED" in (fed.folder / "logs/site-2.log").read_text()
+    finished(fed, 2)
+    assert {tuple(line["clients"]) for line in fed.lines()} == {(0,)}
+
+
+def test_the_serverapp_is_killed_and_goes_on_from_its_checkpoint(fed: Trial, tmp_path: Path) -> None:
+    process = fed.init(2, "ditto", rounds=4).up()
+    fed.wait_for(lambda: len(fed.lines()) >= 2, process)
+    fed.kill("flwr-serverapp")
+    assert process.wait(400).code == 0, fed.said()
+    assert "the ServerApp ended before its last round; starting it again" in fed.said()
+    assert "going on after round" in fed.notes()
+    assert_same_as_simulated(fed, tmp_path / "simulated")

@@ -1,0 +1,134 @@
+"""Every message of a federation, looked into: what leaves a site is the declared upload and aggregate numbers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from test_parity import small
+from wire import Wire, federate, serve
+
+from fednh.client import declared_upload
+from fednh.config import METHODS, load
+from fednh.federation import build_federation
+from fednh.flower.client_app import client_app
+from fednh.flower.records import to_arrays, to_tree
+from fednh.flower.site import initial_state
+
+FACTS = {"client", "round", "samples", "loss_sum"}
+FIGURES = {"samples", "pm_v", "pm_l", "per_class"}
+HELD = {"held_macro", "held_share", "held_gm_macro", "held_gm_share"}
+PAGE = Path(__file__).parents[2] / "docs" / "what-leaves-a-site.md"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_exactly_the_declared_upload_leaves_a_site(method: str, tmp_path: Path) -> None:
+    config = small(method, rounds=2, **{"eval.every": 1, "participation.rate": 1.0, "partition.clients": 3})
+    fed = build_federation(config)
+    declared = declared_upload(fed.method, fed.net, initial_state(config, fed.method, fed.net))
+    wire, _ = federate(config, tmp_path)
+    kinds = [request.metadata.message_type for request, _ in wire.seen]
+    assert kinds == ["query"] * 3 + ["train"] * 6 + ["evaluate"] * 3  # one message a site and round, and one at the end
+    for request, reply in wire.seen:
+        assert reply is not None
+        content, kind = reply.content, request.metadata.message_type
+        if kind == "query":
+            assert set(content) == {"said"}
+            assert set(content["said"]) == {"format", "site", "number", "task"}
+            continue
+        first = kind == "train" and request.metadata.group_id == "1"
+        assert set(content) == {"said", "facts"} | ({"upload"} if kind == "train" else set()) | (
+            set() if first else {"figures"}
+        )
+        assert dict(content["said"]) == {"format": 1}
+        assert set(content["facts"]) == (FACTS if kind == "train" else {"client", "round"})
+        if kind == "train":
+            upload = to_tree(content["upload"])
+            assert {n: (tuple(v.shape), v.dtype) for n, v in upload.items()} == declared
+        if not first:
+            assert set(content["figures"]) == FIGURES
+
+
+def test_a_site_with_data_of_its_own_says_less(tmp_path: Path) -> None:
+    """No accuracy by class, which would show its classes; no path; no count but that of samples."""
+    wire = own_sites(tmp_path, {"method.name": "fednh"})
+    for _, reply in wire.seen:
+        assert reply is not None
+        for record in reply.content.values():
+            if isinstance(record, ConfigRecord):
+                assert str(tmp_path) not in str(dict(record))
+            if isinstance(record, MetricRecord):
+                assert set(record) <= FACTS | {"samples"} | HELD
+
+
+def own_sites(folder: Path, settings: dict[str, object], names: tuple[str, ...] = ("b", "a", "c")) -> Wire:
+    """Three sites with npz files of their own, each half its own test part, and a test set at the server."""
+    from fednh.data.builtin import digits
+
+    data, nodes = digits(), {}
+    for k, name in enumerate(names):
+        rows = slice(k * 60, (k + 1) * 60)
+        x, y = data.x_train[rows], data.y_train[rows]
+        np.savez(
+            folder / f"{name}.npz", x_train=x, y_train=y, x_test=x[:20], y_test=y[:20], classes=np.array(data.classes)
+        )
+        nodes[7 + k] = {"data": str(folder / f"{name}.npz"), "site": name, "state": str(folder / "sites")}
+    defaults = {"rounds": 2, "model.name": "mlp", "participation.rate": 1.0, "eval.every": 1, "federation.name": "own"}
+    config = load(None, {"data.name": "digits", **defaults, "federation.test": "digits", **settings})
+    wire = Wire(nodes, client_app())
+    serve(config, wire, folder / "run")
+    return wire
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_page_names_every_upload(method: str) -> None:
+    """docs/what-leaves-a-site.md against what methods declare; class counts only where it says so."""
+    config = small(method)
+    fed = build_federation(config)
+    declared = declared_upload(fed.method, fed.net, initial_state(config, fed.method, fed.net))
+    row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{method}`"))
+    named = re.findall(r"`([a-z]+)`", row.split("|")[2])
+    assert sorted(named) == sorted({name.partition(".")[0] for name in declared})
+
+
+def test_uniform_prototypes_carry_no_counts() -> None:
+    """FedNH: class means do not depend on how many samples stand behind them, unless aggregation = "count"."""
+    import torch
+
+    from fednh.client import update
+    from fednh.data.batches import ClientData
+    from fednh.fit import Sgd
+
+    for aggregation in ("uniform", "count"):
+        config = small("fednh", **{"method.aggregation": aggregation, "partition.clients": 3})
+        fed = build_federation(config)
+        state = initial_state(config, fed.method, fed.net)
+        once, twice = (
+            update(
+                fed.method, fed.net, {}, state, ClientData(fed.train, np.tile(fed.parts[0], n)), Sgd(lr=1e-12)
+            ).upload
+            for n in (1, 2)
+        )
+        same = torch.allclose(once["prototypes"], twice["prototypes"], atol=1e-5)
+        assert same == (aggregation == "uniform")
+
+
+def test_trees_travel_as_they_are() -> None:
+    """Numbers without axes, whole numbers, empty trees, other memory orders."""
+    import torch
+
+    from conftest import identical
+
+    tree = {
+        "scale": torch.tensor(20.0),
+        "seed": torch.tensor(7),
+        "conv": torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last),
+        "none": torch.zeros(0, 3),
+    }
+    back = to_tree(to_arrays(tree))
+    identical(dict(sorted(tree.items())), back)
+    assert back["conv"].is_contiguous(memory_format=torch.channels_last)
+    assert to_tree(ArrayRecord()) == {}

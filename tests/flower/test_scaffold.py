@@ -1,0 +1,103 @@
+"""A new federation's folder: settings come back as they went in, sites are in order, nothing secret is in the app."""
+
+from __future__ import annotations
+
+import tomllib
+import zipfile
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+from fednh import config as settings
+from fednh.errors import UserError
+from fednh.flower import certs, scaffold
+from fednh.methods import METHODS
+from forked import fednh
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_settings_come_back_as_they_went_in(method: str, tmp_path: Path) -> None:
+    scaffold.write(tmp_path / "fed", 3, [], {"method.name": method, "train.lr": 0.125, "model.args": {"hidden": [7]}})
+    config, sites = scaffold.read(tmp_path / "fed")
+    assert config.method["name"] == method
+    assert (config.train.lr, config.rounds, config.partition.clients) == (0.125, 10, 3)
+    assert config.model.args == {"hidden": [7]}
+    assert config.federation.folder == str(tmp_path / "fed" / "run")
+    assert config.federation.min_clients == 3
+    assert [site.name for site in sites] == ["site-1", "site-2", "site-3"]
+
+
+def test_the_kth_site_by_name_has_the_kth_part(tmp_path: Path) -> None:
+    sites = scaffold.write(tmp_path / "fed", 11, [], {})
+    told = [tomllib.loads(site.node_config.read_text()) for site in scaffold.sites_of(tmp_path / "fed")]
+    assert [site.name for site in sites] == sorted(site.name for site in sites)
+    assert [row["partition-id"] for row in told] == list(range(11))
+    assert {row["num-partitions"] for row in told} == {11}
+    assert told[1]["site"] == "site-02"
+
+
+def test_sources_of_the_sites_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    scaffold.write(tmp_path / "fed", None, ["npz:a.npz", "csv:/srv/b.csv"], {})
+    told = [tomllib.loads(site.node_config.read_text()) for site in scaffold.sites_of(tmp_path / "fed")]
+    assert [row["data"] for row in told] == [f"npz:{tmp_path}/a.npz", "csv:/srv/b.csv"]
+    assert "partition-id" not in told[0]
+    with pytest.raises(UserError, match="--sites 3 does not fit 2 sources"):
+        scaffold.write(tmp_path / "other", 3, ["npz:a.npz", "npz:b.npz"], {})
+
+
+def test_the_app_that_flower_builds_holds_no_key_and_no_run(tmp_path: Path) -> None:
+    from flwr.cli.build import build_fab_from_disk
+
+    folder = tmp_path / "fed"
+    sites = scaffold.write(folder, 2, [], {})
+    certs.make(folder, [site.name for site in sites])
+    for name in ("run/config.toml", "logs/x.md", "sites/site-1/state/x.json", ".flwr/local/config.toml"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+    (folder / "mine.py").write_text("x = 1\n")
+    with zipfile.ZipFile(BytesIO(build_fab_from_disk(folder))) as bundle:
+        assert sorted(bundle.namelist()) == [".info/CONTENT", "README.md", "mine.py", "pyproject.toml"]
+
+
+def test_the_command_and_what_it_refuses(tmp_path: Path) -> None:
+    out = tmp_path / "fed"
+    ended = fednh(
+        ["federation", "init", str(out), "--sites", "2", "--method", "ditto", "--rounds", "4"], tmp_path / "io"
+    )
+    assert ended.code == 0, ended.stderr
+    assert f"fednh federation up {out} --local" in ended.stdout
+    config, _ = scaffold.read(out)
+    assert (config.method["name"], config.rounds) == ("ditto", 4)
+    refused = [
+        (["federation", "init", str(out)], "is not empty"),
+        (["federation", "init", str(tmp_path / "n"), "--method", "fednn"], "did you mean 'fednh'?"),
+        (["federation", "init", str(tmp_path / "n"), "--set", "train.lr=-1"], "train.lr = -1"),
+        (["federation", "up", str(out)], "add --local"),
+        (["federation", "up", str(tmp_path / "n"), "--local"], "is not a federation"),
+        (["federation", "certs", str(tmp_path / "n")], "has no sites"),
+    ]
+    for words, why in refused:
+        ended = fednh(words, tmp_path / "io")
+        assert ended.code == 2, words
+        assert why in ended.stderr
+        assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "n").exists()
+
+
+@pytest.mark.parametrize(("word", "name"), [("fed", "fed"), ("a b_c.d", "a-b-c-d"), ("7x", "fed-7x"), ("ü", "fed")])
+def test_names_that_flower_takes(word: str, name: str) -> None:
+    assert scaffold.project_name(word) == name
+
+
+def test_a_pyproject_without_settings_is_named(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    with pytest.raises(UserError, match=r"has no \[tool.flwr.app.config\]"):
+        scaffold.read(tmp_path)
+
+
+def test_run_config_has_only_what_flower_takes() -> None:
+    flat = settings.flat(scaffold.run_config(settings.load("digits", {})))
+    assert all(isinstance(value, int | float | str | bool) for value in flat.values())
+    assert flat["model.args.hidden"] == "[128, 64]"

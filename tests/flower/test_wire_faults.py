@@ -1,0 +1,230 @@
+"""Sites that are late, wrong, lost or new, and a server that is started again: the federation ends, and says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from test_messages import own_sites
+from test_parity import compare, small
+from wire import Wire, federate, serve, simulate
+
+from conftest import identical
+from fednh.files import read_tree
+from fednh.flower.client_app import client_app
+from fednh.flower.records import to_arrays, to_tree
+
+
+def upload_of(reply: Message) -> dict[str, torch.Tensor]:
+    return to_tree(reply.content["upload"])
+
+
+def nan(reply: Message) -> None:
+    reply.content["upload"] = to_arrays({n: v * torch.nan for n, v in upload_of(reply).items()})
+
+
+def wrong_shape(reply: Message) -> None:
+    reply.content["upload"] = to_arrays({n: v[None] for n, v in upload_of(reply).items()})
+
+
+def missing_name(reply: Message) -> None:
+    reply.content["upload"] = to_arrays(dict(list(upload_of(reply).items())[1:]))
+
+
+def personal_beside(reply: Message) -> None:
+    reply.content["personal"] = to_arrays({"head.weight": torch.zeros(2)})
+
+
+def another_round(reply: Message) -> None:
+    facts = reply.content["facts"]
+    assert isinstance(facts, MetricRecord)
+    facts["round"] = 1
+
+
+def no_arrays(reply: Message) -> None:
+    upload = reply.content["upload"]
+    assert isinstance(upload, ArrayRecord)
+    for array in upload.values():
+        array.data = b"nonsense"
+
+
+def nothing(reply: Message) -> None:
+    reply.content = RecordDict()
+
+
+def sorry(reply: Message) -> None:
+    reply.content = RecordDict({"said": ConfigRecord({"format": 1, "problem": "the disk\nis full"})})
+
+
+def crashed(reply: Message) -> None:
+    reply.__dict__.update(_content=None, _error=Error(2, "the app raised an exception"))
+
+
+WRONG: dict[Callable[[Message], None], tuple[str, str]] = {
+    nan: ("refused", "the upload is not finite"),
+    wrong_shape: ("refused", "is (1, 16) torch.float32, not (16,) torch.float32"),
+    missing_name: ("refused", "is missing"),
+    personal_beside: ("refused", "personal, which nobody asked for"),
+    another_round: ("refused", "it is for client 1 and round 1"),
+    no_arrays: ("refused", "its arrays cannot be read"),
+    nothing: ("refused", "it has no ConfigRecord 'said'"),
+    sorry: ("failed", "the disk is full"),
+    crashed: ("failed", "the app raised an exception"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
+def test_a_wrong_answer_is_refused_and_told(wrong: Callable[[Message], None], tmp_path: Path) -> None:
+    """Client 1 answers wrongly in round 2 of 3: the others go on, and it is taken again in round 3."""
+    config = small("fedavg", **{"partition.clients": 3, "participation.rate": 1.0})
+
+    def tamper(node: int, request: Message, reply: Message) -> Message:
+        if node == 1001 and request.metadata.message_type == "train" and request.metadata.group_id == "2":
+            wrong(reply)
+        return reply
+
+    _, watcher = federate(config, tmp_path, tamper, simulated=False)
+    kind, words = WRONG[wrong]
+    rounds = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [r["clients"] for r in rounds] == [[0, 1, 2], [0, 2], [0, 1, 2]]
+    assert [r[kind] for r in rounds] == [[], [1], []]
+    (told,) = [note for note in watcher.notes if "client 1" in note]
+    assert told.startswith("round 2: ")
+    assert words in told
+    assert told in (tmp_path / "federation.log").read_text()
+    assert (tmp_path / "models" / "global.safetensors").exists()
+
+
+def test_who_does_not_answer_is_left_out_and_late_answers_are_refused(tmp_path: Path) -> None:
+    config = small("fedavg", **{"partition.clients": 3, "participation.rate": 1.0})
+    held: list[Message] = []
+
+    def tamper(node: int, request: Message, reply: Message) -> Message | None:
+        if node == 1002 and request.metadata.message_type == "train" and request.metadata.group_id == "1":
+            held.append(reply)
+            return None
+        return reply
+
+    wire = Wire(
+        {1000 + k: {"partition-id": k, "num-partitions": 3} for k in range(3)}, client_app(tmp_path / "s"), tamper
+    )
+    pull = wire.pull_messages
+
+    def pull_with_late(ids: list[str]) -> list[Message]:
+        asked = any(request.metadata.group_id == "2" for request, _ in wire.seen)
+        late = [held.pop() for _ in list(held) if asked]
+        return [*pull(ids), *late]
+
+    wire.pull_messages = pull_with_late  # type: ignore[method-assign, assignment]
+    watcher = serve(config, wire, tmp_path / "run")
+    first, second, _ = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert first["clients"] == [0, 1]
+    assert first["dropped"] == [2]
+    assert second["clients"] == [0, 1, 2]
+    assert any("did not answer in 0.2 s" in note for note in watcher.notes)
+    assert any(note == "round 1: site client-000002 (client 2) answered too late; refused" for note in watcher.notes)
+
+
+@pytest.mark.parametrize("method", ["fednh", "ditto"])
+def test_a_killed_server_goes_on_and_ends_as_if_nothing_had_happened(method: str, tmp_path: Path) -> None:
+    """Killed after sites have done round 3 and before anybody saved it: their states of that round are not used."""
+    config = small(method, rounds=4, **{"checkpoint.every": 1, "eval.every": 1})
+    simulate(config, tmp_path / "simulator")
+
+    class Killed(BaseException):
+        pass
+
+    def kill(node: int, request: Message, reply: Message) -> Message:
+        if request.metadata.group_id == "3" and len([1 for q, _ in wire_of[0].seen if q.metadata.group_id == "3"]) == 2:
+            raise Killed
+        return reply
+
+    out = tmp_path / "flower"
+    nodes = {1000 + k: {"partition-id": k, "num-partitions": 5} for k in range(5)}
+    app = client_app(out / "clients", out / "models" / "personal")
+    wire_of = [Wire(nodes, app, kill)]
+    with pytest.raises(Killed):
+        serve(config, wire_of[0], out, simulated=True)
+    renamed = {node + 50: place for node, place in nodes.items()}  # nodes come back under other ids
+    watcher = serve(config, Wire(renamed, app), out, simulated=True)
+    assert "going on after round 2" in watcher.notes
+    compare(tmp_path / "simulator", out)
+
+
+def test_an_order_that_comes_twice_gives_the_same_answer(tmp_path: Path) -> None:
+    config = small("ditto", **{"eval.every": 1})
+    federate(config, tmp_path / "once")
+
+    def twice(node: int, request: Message, reply: Message) -> Message:
+        again = wire_of[0].app(request, context_of(wire_of[0], node))
+        if "upload" in reply.content:
+            identical(upload_of(reply), upload_of(again))
+        assert again.content.get("figures") == reply.content.get("figures")
+        return again
+
+    out = tmp_path / "twice"
+    nodes = {1000 + k: {"partition-id": k, "num-partitions": 5} for k in range(5)}
+    wire_of = [Wire(nodes, client_app(out / "clients", out / "models" / "personal"), twice)]
+    serve(config, wire_of[0], out, simulated=True)
+    compare(tmp_path / "once", out)
+
+
+def context_of(wire: Wire, node: int):  # type: ignore[no-untyped-def]
+    from flwr.app import Context
+
+    return Context(0, node, wire.nodes[node], RecordDict(), {})
+
+
+def test_sites_with_data_of_their_own(tmp_path: Path) -> None:
+    """Numbers by name; personal models on the sites' disks; one line of normalisation for all; a test set gives GM."""
+    own_sites(tmp_path, {"method.name": "fedper"})
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert [row["site"] for row in summary["sites"]] == ["a", "b", "c"]
+    assert summary["gm"] is not None
+    assert summary["pm_v"] is None
+    assert summary["held_share"] == pytest.approx(sum(row["held_share"] for row in summary["clients"]) / 3)
+    models = sorted((tmp_path / "sites" / "own").glob("*/personal.safetensors"))
+    assert [path.parent.name for path in models] == ["a", "b", "c"]
+    heads = [read_tree(path)["head.weight"] for path in models]
+    assert not torch.equal(heads[0], heads[1])
+    assert json.loads((tmp_path / "run" / "partition.json").read_text())["counts"] == []
+
+
+def test_a_site_that_joins_late(tmp_path: Path) -> None:
+    """It gets the next number, takes part from then on, and has a personal model at the end."""
+    wire = Wire({}, client_app())
+    config = small("fedper", rounds=3, **{"participation.rate": 1.0, "eval.every": 1, "partition.clients": 3})
+
+    def later(node: int, request: Message, reply: Message) -> Message:
+        if request.metadata.group_id == "2":
+            wire.nodes[9] = {"partition-id": 2, "num-partitions": 3, "state": str(tmp_path / "s"), "site": "late"}
+        return reply
+
+    wire.tamper = later
+    for k in range(2):
+        wire.nodes[k + 1] = {"partition-id": k, "num-partitions": 3, "state": str(tmp_path / "s"), "site": f"early{k}"}
+    serve(config, wire, tmp_path / "run", enough=2)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert [(row["site"], row["rounds"]) for row in summary["sites"]] == [("early0", 3), ("early1", 3), ("late", 0)]
+    assert (tmp_path / "s" / "fednh" / "late" / "personal.safetensors").exists()
+    assert [row["client"] for row in summary["clients"]] == [0, 1]
+
+
+def test_data_that_does_not_fit_is_told(tmp_path: Path) -> None:
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    nodes = {}
+    for k, width in enumerate((4, 4, 5)):
+        x, y = rng.normal(size=(30, width)).astype(np.float32), np.arange(30) % 3
+        np.savez(tmp_path / f"{k}.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+        nodes[k + 1] = {"data": str(tmp_path / f"{k}.npz"), "site": f"s{k}", "state": str(tmp_path / "sites")}
+    nodes[9] = {"data": str(tmp_path / "gone.npz"), "site": "gone", "state": str(tmp_path / "sites")}
+    config = small("fedavg", rounds=1, **{"participation.rate": 1.0})
+    watcher = serve(config, Wire(nodes, client_app()), tmp_path / "run", enough=3)
+    assert any(note.startswith("site s2 cannot take part: its samples have shape (5,)") for note in watcher.notes)
+    assert any("gone.npz does not exist" in note for note in watcher.notes)
