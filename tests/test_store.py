@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import identical
-from fednh.store import Store
+from fednh.files import read_tree
+from fednh.store import Saved, Store
 from fednh.tree import Tree, arranged
 
 NEWCOMER = {"w": torch.zeros(25)}
@@ -67,6 +69,7 @@ def test_any_sequence_agrees_with_a_dict(
     store = Store(tmp_path_factory.mktemp("s"), 500, NEWCOMER)
     truth: dict[int, Tree] = {}
     pending: dict[int, Tree] = {}
+    kept: dict[int, Saved] = {}  # as a checkpoint would have it
     for number, (client, action) in enumerate(actions):
         if action == "put":
             pending[client] = state(number)
@@ -79,8 +82,11 @@ def test_any_sequence_agrees_with_a_dict(
             pending = {}
             store.rollback()
         else:
-            assert store.flush(store.snapshot()).keys() == truth.keys()
-            store.prune([])
+            for saved in store.flush(store.changes()):
+                kept[saved.client] = saved
+            assert kept.keys() == truth.keys()
+            assert all(store.path(k, saved.round).exists() for k, saved in kept.items())
+        assert store._in_memory <= 500
         assert store.members == sorted(truth)
         for k, tree in truth.items():
             identical(store.get(k), tree)
@@ -105,3 +111,79 @@ def test_readers_and_a_writer_at_once(tmp_path: Path) -> None:
     for t in threads:
         t.join()
     assert not wrong
+
+
+def files(store: Store) -> list[str]:
+    return sorted(path.name for path in store.folder.iterdir()) if store.folder.exists() else []
+
+
+def test_changes_are_told_once_with_what_they_replace(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s", 10**6, NEWCOMER)
+    for round_, clients in ((1, (0, 1)), (2, (0,)), (3, (2,))):
+        for k in clients:
+            store.put(k, state(k), round_)
+        store.commit()
+        if round_ == 1:
+            first = store.flush(store.changes())
+    second = store.flush(store.changes())
+    assert [(s.client, s.round, s.replaces) for s in first] == [(0, 1, None), (1, 1, None)]
+    assert [(s.client, s.round, s.replaces) for s in second] == [(0, 2, 1), (2, 3, None)]
+    assert store.flush(store.changes()) == []
+    assert len(files(store)) == 4, "what a checkpoint has named is not the store's to delete"
+
+
+def test_what_no_checkpoint_knows_leaves_no_file_behind(tmp_path: Path) -> None:
+    """Without checkpoints, on disk alone: one file a client, however many rounds there were."""
+    store = Store(tmp_path / "s", 0, NEWCOMER)
+    for round_ in range(1, 6):
+        for k in range(3):
+            store.put(k, state(k), round_)
+        store.commit()
+    assert files(store) == [f"client-{k:06d}.round-000005.safetensors" for k in range(3)]
+    store.put(0, state(9), 6)
+    store.rollback()
+    assert len(files(store)) == 3
+
+
+def test_changes_stay_as_they_were_while_rounds_go_on(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s", 10**6, NEWCOMER)
+    store.put(0, state(1), 1)
+    store.commit()
+    changes = store.changes()
+    store.put(0, state(2), 2)
+    store.commit()
+    (saved,) = store.flush(changes)
+    identical(read_tree(store.path(0, saved.round)), state(1))
+    identical(store.get(0), state(2))
+
+
+def test_a_view_does_not_keep_what_it_looks_at(tmp_path: Path) -> None:
+    """A block of clients trained at once hands out views; each would hold the whole block in memory."""
+    store = Store(tmp_path / "s", 10**6, NEWCOMER)
+    block = torch.randn(64, 25)
+    store.put(0, {"w": block[3]}, 1)
+    store.commit()
+    assert store.get(0)["w"].untyped_storage().nbytes() == 100
+    identical(store.get(0), {"w": block[3]})
+
+
+def test_a_put_does_not_look_at_all_clients(tmp_path: Path) -> None:
+    """Counted, not timed: the slots that are visited by a round do not grow with the clients there are."""
+    store = Store(tmp_path / "s", 100 * 196, NEWCOMER)
+    store.restore(Saved(k, 1, "") for k in range(20_000))
+
+    class Counting(dict):  # type: ignore[type-arg]
+        visits = 0
+
+        def items(self) -> Any:
+            Counting.visits += len(self)
+            return super().items()
+
+        values = __iter__ = items  # type: ignore[assignment]
+
+    store._slots = Counting(store._slots)
+    for k in range(10):
+        store.put(k, state(k), 2)
+    store.commit()
+    store.flush(store.changes())
+    assert Counting.visits == 0

@@ -119,12 +119,13 @@ class EvalConfig(Section):
     clients: Literal["active", "all"] | int = (
         "active"  # whose personal models: the round's, all so far, or a sample of n
     )
+    final: Literal["all"] | int = "all"  # whose, at the end, to evaluate and to save: all that took part, or n of them
 
-    @field_validator("clients")
+    @field_validator("clients", "final")
     @classmethod
     def _at_least_one(cls, value: str | int) -> str | int:
         if isinstance(value, int) and value < 1:
-            raise ValueError("should be 'active', 'all' or a number of clients, 1 or more")
+            raise ValueError("should be a word or a number of clients, 1 or more; see docs/running.md")
         return value
 
 

@@ -47,8 +47,10 @@ class Federation:
 
     def class_counts(self) -> list[list[int]]:
         """Training samples of each class (columns) on every client (rows)."""
-        y, width = self.dataset.y_train, self.dataset.num_classes
-        return [np.bincount(y[part], minlength=width).tolist() for part in self.parts]
+        owner = np.repeat(np.arange(len(self.parts)), [len(part) for part in self.parts])
+        labels = self.dataset.y_train[np.concatenate(self.parts)]
+        table = partition.class_table(labels, owner, len(self.parts), self.dataset.num_classes)
+        return [row.tolist() for row in table]
 
     def card(self, config: Config, client: int | None = None) -> dict[str, Any]:
         """What a saved model must say about itself to be used elsewhere; with a client, a personal model.

@@ -51,9 +51,14 @@ class Pace:
         rounds = max(config.rounds - rounds_done, 0)
         person = size * self.tune + self.test
         looks = rounds // config.eval.every if config.eval.every else 0
-        active = picked if config.eval.clients == "active" else seen
+        active = picked if config.eval.clients == "active" else at_most(config.eval.clients, seen)
         training = rounds * (picked * size * self.sample + self.aggregate)
-        return training + looks * active * person + seen * person
+        return training + looks * active * person + at_most(config.eval.final, seen) * person
+
+
+def at_most(number: str | int, seen: float) -> float:
+    """How many clients of those seen a setting such as `eval.final` means."""
+    return min(number, seen) if isinstance(number, int) else seen
 
 
 def measure(config: Config, fed: Federation) -> Pace:

@@ -88,6 +88,14 @@ class Progress:
     client_seconds: float = 0.0  # of client work
     eval_seconds: float = 0.0
 
+    def split(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """What changes from round to round, as plain values, and the closed records, which never change again."""
+        return asdict(replace(self, records=self.records[self.closed :])), self.records[: self.closed]
+
+    @classmethod
+    def joined(cls, values: dict[str, Any], closed: list[dict[str, Any]]) -> Progress:
+        return cls(**{**values, "records": [*closed, *values["records"]]})
+
 
 def picked_clients(config: Config, round_: int, clients: int | None = None) -> list[int]:
     """The clients of a round: ceil(gamma * K) of them, without replacement, the same for every method.
@@ -176,7 +184,7 @@ class Simulation:
         if round_ < self.config.rounds:  # the last round is closed by `_finish`
             self._close_round(round_)
         if self.config.checkpoint.every and round_ % self.config.checkpoint.every == 0:
-            self.checkpoints.begin(round_, self.server, asdict(self.progress))
+            self.checkpoints.begin(round_, self.server, *self.progress.split())
 
     def _close_round(self, round_: int) -> None:
         """Evaluate the round if that is due, and write its line."""
@@ -284,11 +292,15 @@ class Simulation:
         whom = self.config.eval.clients
         if whom == "active":
             return active
+        return self._sample(whom, round_)
+
+    def _sample(self, number: str | int, round_: int) -> list[int]:
+        """Of the clients that took part so far `number`, or all."""
         members = self.store.members
-        if whom == "all" or int(whom) >= len(members):
+        if number == "all" or int(number) >= len(members):
             return members
         rng = numpy_rng(self.config.seed, "eval", round_)
-        return sorted(rng.choice(members, int(whom), replace=False).tolist())
+        return sorted(rng.choice(members, int(number), replace=False).tolist())
 
     def _global(self) -> torch.Tensor | None:  # (C,) correct per class
         model = self.method.global_model(self.server)
@@ -357,13 +369,13 @@ class Simulation:
 
     def _checkpoint(self) -> None:
         if self.config.checkpoint.every:
-            self.checkpoints.save(self.progress.round, self.server, asdict(self.progress))
+            self.checkpoints.save(self.progress.round, self.server, *self.progress.split())
 
     def _resume(self) -> None:
         """Go on from the newest whole checkpoint; metrics written after it are dropped, they will come again."""
         saved = self.checkpoints.latest(self.watcher.note, self.config.device)
         if saved is not None:
-            self.server, self.progress = saved.server, Progress(**saved.progress)
+            self.server, self.progress = saved.server, Progress.joined(saved.progress, saved.log)
             self.watcher.note(f"going on after round {saved.round}")
         elif recorded := self.folder.rounds_written():
             # The writer finishes one checkpoint before it starts the next: a kill can cost the first, not the second.
@@ -376,7 +388,7 @@ class Simulation:
         self.folder.write_metrics(self.progress.records[: self.progress.closed])
 
     def _finish(self) -> dict[str, Any]:
-        """Evaluate the global model and every client that took part; write the models; returns the summary."""
+        """Evaluate the global model and the clients that `eval.final` says; write the models; returns the summary."""
         started = time.perf_counter()
         round_, record = self.progress.round, self.progress.records[-1]
         if self.config.checkpoint.every and round_ % self.config.checkpoint.every:
@@ -384,8 +396,8 @@ class Simulation:
         correct = self._global()
         if (model := self.method.global_model(self.server)) is not None:
             self.folder.write_model("global", {**self.net.norm, **model}, self.fed.card(self.config))
-        people = self._personal(self.store.members, round_, save=True)
-        chosen = set(self._whom(round_, record["clients"]))
+        final, chosen = set(self._sample(self.config.eval.final, round_)), set(self._whom(round_, record["clients"]))
+        people = self._personal(sorted(final | chosen), round_, save=True)
         record |= self._figures(correct, [p for p in people if p.client in chosen])
         record["eval_seconds"] = round(time.perf_counter() - started, 4)
         self.folder.append_metrics(record)
@@ -393,7 +405,7 @@ class Simulation:
         self.progress.closed = round_
         self.progress.eval_seconds += record["eval_seconds"]
         self.progress.seconds += time.perf_counter() - started
-        return self._summary(correct, people)
+        return self._summary(correct, [p for p in people if p.client in final])
 
     def _summary(self, correct: torch.Tensor | None, people: list[Personal]) -> dict[str, Any]:
         progress, total = self.progress, evaluate.total_per_class(self.fed.test)

@@ -1,13 +1,14 @@
 """Where clients' states live between their rounds: in memory up to a budget, on disk beyond it.
 
 Each state on disk is a file of its own, named by client and round and never overwritten: so a checkpoint is a list of
-file names, and a round that was not finished can be forgotten.
+clients and rounds, and a round that was not finished can be forgotten. Nothing here looks at all clients: what a round
+costs depends on the clients that took part in it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,23 +17,26 @@ from fednh.tree import Tree, size
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A state on disk: the file's name and checksum."""
+class Saved:
+    """A state that is safely on disk, and the round of the state that it takes the place of in checkpoints."""
 
-    file: str
+    client: int
+    round: int
     sha256: str
+    replaces: int | None = None
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class _Slot:
     round: int
     bytes: int
     tree: Tree | None  # None: only on disk
-    entry: Entry | None = None  # None: only in memory
-    synced: bool = False
+    sha256: str | None = None  # None: only in memory
+    shared: bool = False  # a checkpoint has it, or is being made of it: its file goes when the checkpoint does
+    replaces: int | None = None
 
 
-Snapshot = dict[int, tuple[_Slot, Tree | None]]
+Changes = dict[int, tuple[_Slot, Tree | None]]
 
 
 class Store:
@@ -42,6 +46,8 @@ class Store:
         self.folder, self.budget, self.newcomer, self.device = folder, budget, newcomer, device
         self._slots: dict[int, _Slot] = {}
         self._pending: dict[int, _Slot] = {}
+        self._changed: dict[int, _Slot] = {}  # committed since the last `changes`
+        self._resident: dict[tuple[int, int], _Slot] = {}  # (client, round) in memory, those unused for longest first
         self._in_memory = 0
         self._lock = threading.Lock()
 
@@ -56,92 +62,104 @@ class Store:
             slot = self._slots.get(client)
             if slot is None:
                 return self.newcomer
-            tree, entry = slot.tree, slot.entry
-        if tree is not None:
-            return tree
-        assert entry is not None
-        return read_tree(self.folder / entry.file, self.device)
+            tree = slot.tree
+        return tree if tree is not None else read_tree(self.path(client, slot.round), self.device)
 
     def put(self, client: int, tree: Tree, round_: int) -> None:
+        own = {
+            name: value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+            for name, value in tree.items()
+        }  # a view would keep all that it looks at in memory
         with self._lock:
-            self._pending[client] = _Slot(round_, size(tree), tree)
-            self._in_memory += size(tree)
+            if client in self._pending:
+                self._forget(client, self._pending.pop(client))
+            slot = _Slot(round_, size(own), own)
+            self._pending[client] = self._resident[client, round_] = slot
+            self._in_memory += slot.bytes
             self._shrink()
 
     def commit(self) -> None:
         """The round is over: what was put is now what `get` gives."""
         with self._lock:
             for client, slot in self._pending.items():
-                old = self._slots.pop(client, None)  # popped, so that the order of `_slots` is that of last use
-                if old is not None:
-                    self._release(old)
-                self._slots[client] = slot
+                if (old := self._slots.get(client)) is not None:
+                    slot.replaces = old.round if old.shared else old.replaces
+                    self._forget(client, old)
+            self._slots |= self._pending
+            self._changed |= self._pending
             self._pending = {}
 
     def rollback(self) -> None:
         """The round was broken off: forget what was put since the last commit."""
         with self._lock:
-            for slot in self._pending.values():
-                self._release(slot)
+            for client, slot in self._pending.items():
+                self._forget(client, slot)
             self._pending = {}
 
-    def snapshot(self) -> Snapshot:
-        """The committed states as they are now; what is committed later does not change it."""
+    def changes(self) -> Changes:
+        """The states committed since the last call, as they are now; what is committed later does not change them."""
         with self._lock:
-            return {client: (slot, slot.tree) for client, slot in sorted(self._slots.items())}
+            for slot in self._changed.values():
+                slot.shared = True
+            taken: Changes = {client: (slot, slot.tree) for client, slot in self._changed.items()}
+            self._changed = {}
+            return taken
 
-    def flush(self, snapshot: Snapshot) -> dict[int, tuple[int, Entry]]:
-        """Write down for good what a snapshot holds only in memory; returns each one's round and file.
+    def flush(self, changes: Changes) -> list[Saved]:
+        """Write down for good what changed, giving up the hold on what is in memory.
 
-        It may run in a thread of its own while later rounds go on: trees are values, so the snapshot stays as it was.
+        It may run in a thread of its own while later rounds go on: trees are values, so the changes stay as they were.
         """
-        written: dict[int, tuple[int, Entry]] = {}
-        for client, (slot, tree) in snapshot.items():
-            if slot.entry is None:
+        for client, (slot, tree) in changes.items():
+            if slot.sha256 is None:
                 assert tree is not None
-                slot.entry = self._write(client, slot.round, tree)
-            written[client] = slot.round, slot.entry
-        fresh = [slot for slot, _ in snapshot.values() if not slot.synced]
-        for slot in fresh:
-            assert slot.entry is not None
-            sync_path(self.folder / slot.entry.file)
-            slot.synced = True
-        if fresh:
+                slot.sha256 = self._write(client, slot.round, tree)
+            changes[client] = slot, None
+            del tree
+        saved = []
+        for client, (slot, _) in changes.items():
+            assert slot.sha256 is not None
+            sync_path(self.path(client, slot.round))
+            saved.append(Saved(client, slot.round, slot.sha256, slot.replaces))
+        if saved:
             sync_path(self.folder)
-        return written
+        return saved
 
-    def restore(self, entries: dict[int, tuple[int, Entry]]) -> None:
-        """Start from states on disk: client -> (round, entry)."""
-        self._slots = {k: _Slot(round_, 0, None, entry, True) for k, (round_, entry) in entries.items()}
+    def restore(self, states: Iterable[Saved]) -> None:
+        """Start from states on disk."""
+        self._slots = {s.client: _Slot(s.round, 0, None, s.sha256, shared=True) for s in states}
 
-    def prune(self, keep: Iterable[str]) -> None:
-        """Delete state files that are neither in `keep` nor current."""
-        with self._lock:
-            current = {slot.entry.file for slot in self._everything() if slot.entry is not None}
-            wanted = current | set(keep)
-            if self.folder.exists():
-                for path in self.folder.iterdir():
-                    if path.name not in wanted:
-                        path.unlink(missing_ok=True)
+    def sweep(self, keep: set[Path]) -> None:
+        """Delete all files but these: what rounds have left that were never finished."""
+        if self.folder.exists():
+            for path in self.folder.iterdir():
+                if path not in keep:
+                    path.unlink(missing_ok=True)
 
-    def _everything(self) -> Iterator[_Slot]:
-        yield from self._slots.values()
-        yield from self._pending.values()
+    def path(self, client: int, round_: int) -> Path:
+        """Where the state of a client after a round is, once it is on disk."""
+        return self.folder / f"client-{client:06d}.round-{round_:06d}.safetensors"
 
     def _shrink(self) -> None:
         """Move the states that were unused for longest to disk until the rest fits the budget."""
-        for client, slot in [*self._slots.items(), *self._pending.items()]:
-            if self._in_memory <= self.budget:
-                return
-            if slot.tree is not None:
-                slot.entry = slot.entry or self._write(client, slot.round, slot.tree)
-                self._release(slot)
+        while self._in_memory > self.budget:
+            (client, round_), slot = next(iter(self._resident.items()))
+            if slot.sha256 is None:
+                assert slot.tree is not None
+                slot.sha256 = self._write(client, round_, slot.tree)
+            self._release(client, slot)
 
-    def _write(self, client: int, round_: int, tree: Tree) -> Entry:
-        name = f"client-{client:06d}.round-{round_:06d}.safetensors"
-        return Entry(name, write_tree(self.folder / name, tree, sync=False))
+    def _write(self, client: int, round_: int, tree: Tree) -> str:
+        return write_tree(self.path(client, round_), tree, sync=False)
 
-    def _release(self, slot: _Slot) -> None:
+    def _forget(self, client: int, slot: _Slot) -> None:
+        """Nobody will ask for this state again; its file goes too, unless a checkpoint needs it."""
+        self._release(client, slot)
+        if slot.sha256 is not None and not slot.shared:
+            self.path(client, slot.round).unlink(missing_ok=True)
+
+    def _release(self, client: int, slot: _Slot) -> None:
         if slot.tree is not None:
+            del self._resident[client, slot.round]
             self._in_memory -= slot.bytes
             slot.tree = None

@@ -71,8 +71,8 @@ def subset(samples: Samples, index: NDArray[np.int64]) -> Samples:
 
 
 def _without_gaps(x: Tensor, mean: Tensor) -> Tensor:
-    """A missing value takes the mean."""
-    return x if x.dtype == torch.uint8 else torch.where(x.isnan(), mean, x)
+    """A missing value takes the mean; what has none is not copied."""
+    return torch.where(x.isnan(), mean, x) if x.is_floating_point() and x.isnan().any() else x
 
 
 class ClientData:

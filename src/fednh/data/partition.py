@@ -11,6 +11,7 @@ from fednh.errors import UserError
 
 Indices = NDArray[np.int64]
 TRIES = 1000  # draws of a random partition before giving up
+HOPELESS = 20, 30  # if in so many draws never fewer clients fell short, that none should is one chance in e^30 a draw
 
 
 def dirichlet(
@@ -28,13 +29,18 @@ def dirichlet(
             f"partition: every client should have {min_classes} classes, but the data has only {len(present)}; "
             f"lower partition.min_classes"
         )
-    for _ in range(TRIES):
+    fewest = clients
+    for tried in range(1, TRIES + 1):
         owner = _dirichlet_owner(labels, present, clients, rng, beta)
         table = class_table(labels, owner, clients)
-        if table.sum(1).min() >= min_samples and (table > 0).sum(1).min() >= min_classes:
+        short = int(((table.sum(1) < min_samples) | ((table > 0).sum(1) < min_classes)).sum())
+        if short == 0:
             return _by_owner(owner, clients)
+        fewest = min(fewest, short)
+        if tried >= HOPELESS[0] and fewest >= HOPELESS[1]:
+            break
     raise UserError(
-        f"partition: no Dirichlet({beta:g}) draw in {TRIES} gave all {clients} clients at least {min_samples} "
+        f"partition: no Dirichlet({beta:g}) draw in {tried} gave all {clients} clients at least {min_samples} "
         f"samples of {min_classes} classes; use fewer clients, a larger beta, or lower partition.min_samples"
     )
 
@@ -57,7 +63,10 @@ def _dirichlet_owner(labels: Indices, present: Indices, clients: int, rng: np.ra
 def iid(labels: Indices, clients: int, rng: np.random.Generator, min_samples: int) -> list[Indices]:
     """A random split into equal parts."""
     _enough(labels, clients, min_samples)
-    return [np.sort(part) for part in np.array_split(rng.permutation(len(labels)), clients)]
+    order = rng.permutation(len(labels))
+    owner = np.empty(len(labels), np.int64)
+    owner[order] = np.repeat(np.arange(clients), [len(part) for part in np.array_split(order, clients)])
+    return _by_owner(owner, clients)
 
 
 def classes(
@@ -120,7 +129,7 @@ def quantity(labels: Indices, clients: int, rng: np.random.Generator, beta: floa
 
 def by_site(site: Indices, sites: Sequence[str], min_samples: int) -> list[Indices]:
     """The natural sites: client k holds what the k-th site holds."""
-    parts = [np.flatnonzero(site == k) for k in range(len(sites))]
+    parts = _by_owner(site, len(sites))
     for name, part in zip(sites, parts, strict=True):
         if len(part) < min_samples:
             raise UserError(
@@ -146,9 +155,9 @@ def hold_out(labels: Indices, part: Indices, share: float, rng: np.random.Genera
     return np.setdiff1d(part, chosen), chosen
 
 
-def class_table(labels: Indices, owner: Indices, clients: int) -> NDArray[np.int64]:  # (K, C)
-    """How many samples of each class every client holds."""
-    width = int(labels.max()) + 1
+def class_table(labels: Indices, owner: Indices, clients: int, width: int | None = None) -> NDArray[np.int64]:  # (K, C)
+    """How many samples of each class every client holds; `width` is the number of classes, if not the labels' own."""
+    width = width or int(labels.max()) + 1
     return np.bincount(owner * width + labels, minlength=clients * width).reshape(clients, width)
 
 

@@ -1,0 +1,1 @@
+"""Speed and memory of fednh, measured on this machine as ratios: `make bench`."""

@@ -1,0 +1,176 @@
+"""Memory and time per round against the number of clients that exist.
+
+Every run is a child process of its own: `python -m benchmarks.scale '{"clients": 1000, ...}'` trains and prints a line
+of JSON with its peak memory and the seconds of each round. Clients have few samples and train one epoch, so that the
+bookkeeping shows. Times are ratios of medians of runs that take turns.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.row import Row
+
+GIB = 2**30
+BUDGET = "256MiB"  # store.memory in all of these runs: small enough that client state lives on disk
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: `clients` exist, `picked` of them train in each of `rounds`."""
+
+    clients: int
+    samples: int  # of the whole data set
+    rounds: int
+    picked: int = 100
+    model: str = "conv2"  # on 32x32 colour images; or "mlp", on 64 features
+    final: int = 20  # eval.final
+    checkpoint: int = 5  # checkpoint.every
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """Run a job in a process of its own: peak memory in bytes, seconds by round, seconds to build the federation."""
+    command = [sys.executable, "-m", "benchmarks.scale", json.dumps(asdict(job))]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{job} failed: {done.stderr.strip()[-2000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def run(job: Job, folder: Path) -> dict[str, Any]:
+    """The job, in this process."""
+    from rich.console import Console
+
+    from fednh.config import load
+    from fednh.federation import build_federation
+    from fednh.report.terminal import Silent
+    from fednh.runs import RunFolder
+    from fednh.simulate import Simulation
+
+    config = load(
+        None,
+        {
+            "data.name": "npz:unused",
+            "data.augment": "none",
+            "rounds": job.rounds,
+            "partition.name": "iid",
+            "partition.clients": job.clients,
+            "partition.min_samples": 1,
+            "participation.rate": job.picked / job.clients,
+            "model.name": job.model,
+            "train.epochs": 1,
+            "eval.every": 0,
+            "eval.clients": job.final,
+            "eval.final": job.final,
+            "checkpoint.every": job.checkpoint,
+            "store.memory": BUDGET,
+        },
+    )
+    started = time.perf_counter()
+    federation = build_federation(config, synthetic(job))
+    built = time.perf_counter() - started
+    with RunFolder(folder) as place:
+        simulation = Simulation(config, federation, place, Silent(Console(stderr=True)))
+        place.begin(config, federation.dataset.classes, federation.class_counts())
+        begun = time.perf_counter() - started
+        simulation.run()
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "rounds": [record["seconds"] for record in records],
+        "built": built,
+        "begun": begun,
+        "total": time.perf_counter() - started,
+        "members": len(simulation.store.members),
+    }
+
+
+def synthetic(job: Job) -> Any:
+    """Noise with labels: what is learnt does not matter here."""
+    import numpy as np
+
+    from fednh.data.dataset import Dataset
+
+    rng = np.random.default_rng(0)
+    shape, scale, channels = ((32, 32, 3), 255.0, 3) if job.model == "conv2" else ((64,), 1.0, 64)
+
+    def part(count: int) -> Any:
+        if job.model == "conv2":
+            x = rng.integers(0, 256, (count, *shape), np.uint8)
+        else:
+            x = rng.standard_normal((count, *shape), np.float32)
+        return x, rng.integers(0, 10, count)
+
+    classes = tuple(str(c) for c in range(10))
+    return Dataset("noise", *part(job.samples), *part(100), classes, (0.0,) * channels, (1.0,) * channels, scale)
+
+
+def rows(quick: bool) -> list[Row]:
+    """The goals of scale; `quick` runs fewer rounds of the large ones."""
+    return [*memory_rows(quick), *time_rows(quick)]
+
+
+def memory_rows(quick: bool) -> list[Row]:
+    rounds = 5 if quick else 20
+    many = measure(Job(clients=10_000, samples=20_000, rounds=rounds))
+    few = measure(Job(clients=100, samples=20_000, rounds=2))
+    peak = f"{few['peak'] / GIB:.2f} GiB and {many['peak'] / GIB:.2f} GiB"
+    setting = f"Conv2, 20,000 images of 32x32x3, 100 clients a round, store.memory = {BUDGET}"
+    return [
+        Row(
+            "peak memory, 10,000 clients of Conv2",
+            round(many["peak"] / GIB, 3),
+            "GiB",
+            3.0,
+            True,
+            f"{setting}, {rounds} rounds, {many['members']} clients took part; the last evaluation is of 20 of them",
+        ),
+        Row(
+            "peak memory, 10,000 clients / 100 clients",
+            round(many["peak"] / few["peak"], 3),
+            "x",
+            1.3,
+            True,
+            f"{setting}: {peak}; {rounds} rounds, and 2 of the 100 clients, which then all have taken part",
+        ),
+    ]
+
+
+def time_rows(quick: bool) -> list[Row]:
+    """The same clients (10 samples of 64 features each, MLP), of which there are more or fewer."""
+    rounds, turns = (10, 2) if quick else (30, 3)
+    seconds: dict[int, list[float]] = {1_000: [], 100_000: []}
+    total = 0.0
+    for _ in range(turns):
+        for clients, found in seconds.items():
+            # Checkpoints are written in the background, at a cost that depends on the disk: every 10 rounds.
+            result = measure(Job(clients, 10 * clients, rounds, model="mlp", checkpoint=10))
+            found += result["rounds"][2:]  # without the first ones, which warm up
+            total = max(total, result["total"])
+    few, many = (statistics.median(found) for found in seconds.values())
+    return [
+        Row(
+            "time a round, 100,000 clients / 1,000 clients",
+            round(many / few, 3),
+            "x",
+            1.2,
+            True,
+            f"MLP, 10 samples a client, 100 clients a round: medians {1000 * few:.1f} ms and {1000 * many:.1f} ms over "
+            f"{turns} runs each of {rounds} rounds; the whole run of 100,000 clients took {total:.0f} s",
+        )
+    ]
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        print(json.dumps(run(Job(**json.loads(sys.argv[1])), Path(temporary) / "run")))
