@@ -171,7 +171,7 @@ def test_the_page_on_adding_a_method(here: Path) -> None:
     assert len(code.splitlines()) <= 50
     assert sum(bool(line.strip()) for line in code.splitlines()) <= 40
     (here / "apfl.py").write_text(code)
-    commands = [line for b in blocks if b.startswith("sh") for line in b.splitlines()]
+    commands = [line for b in blocks if b.startswith("sh") for line in b.splitlines() if line.startswith("fednh ")]
     assert len(commands) == 3
     for line in commands:
         quick = [] if " table " in line else ["--epochs", "1", "--clients", "6", "--quiet"]
