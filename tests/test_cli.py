@@ -207,15 +207,29 @@ def test_a_terminal_shows_a_bar(tmp_path: Path) -> None:
     assert "GM" in text
 
 
-def test_help_and_version_are_quick_and_do_not_import_torch() -> None:
+HEAVY = ("torch", "numpy", "scipy", "sklearn", "pydantic")
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["run", "--help"]], ids=" ".join)
+def test_help_and_version_import_nothing_heavy(args: list[str]) -> None:
     code = (
-        "import sys; sys.argv = ['fednh', '--help']\nfrom fednh.cli import main\ntry: main()\nexcept SystemExit: pass\n"
+        f"import sys; sys.argv = ['fednh', *{args}]\nfrom fednh.cli import main\ntry: main()\nexcept SystemExit: pass\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code + "print('torch' in sys.modules)"], capture_output=True, text=True
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.rstrip().endswith("[]"), done.stdout
+    assert "fednh" in done.stdout
+
+
+def test_a_run_on_digits_starts_without_what_it_does_not_need(tmp_path: Path) -> None:
+    """Each of these takes as long to import as the first round takes to train."""
+    code = (
+        f"import sys; sys.argv = ['fednh', 'run', '--rounds', '1', '--quiet', '--out', {str(tmp_path / 'r')!r}]\n"
+        "from fednh.cli import main\ntry: main()\nexcept SystemExit: pass\n"
+        "print([name for name in ('scipy', 'sklearn', 'pandas', 'torch._dynamo', 'onnx') if name in sys.modules])"
     )
-    assert done.stdout.rstrip().endswith("False")
-    assert "run" in done.stdout
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines() == [str(tmp_path / "r"), "[]"], done.stderr
 
 
 @pytest.mark.skipif(not cifar10_file().exists(), reason="CIFAR-10 is not in the data folder; see `fednh datasets`")

@@ -165,6 +165,7 @@ class Config(Section):
     workers: int = Field(0, ge=0, le=1024)  # clients trained at once, one thread each; 0: one per core
     engine: Literal["auto", "loop", "vmap"] = "auto"  # one client at a time on a worker, or a block of small ones
     device: str = "cpu"
+    precision: Literal["float32", "bf16"] = "float32"  # of the body's arithmetic; parameters are float32 always
     aggregator: Literal["mean", "median", "trimmed_mean", "norm_clip"] = "mean"  # how uploads are averaged
     trim: float = Field(0.2, gt=0, lt=0.5)  # of trimmed_mean: the share that is cut off at each end
     on_error: Literal["stop", "skip"] = "stop"  # when a client's training raises an error

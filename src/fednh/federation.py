@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from fednh.config import Config, PartitionConfig
 from fednh.data import partition, scaling
@@ -15,6 +14,7 @@ from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
 from fednh.data.sources import default_folder, load
 from fednh.errors import UserError
+from fednh.machine import check_machine
 from fednh.methods import Method
 from fednh.models import Net, build_net
 from fednh.seeding import numpy_rng
@@ -70,7 +70,12 @@ class Federation:
             "shape": data.shape,
             "classes": data.classes,
             "preprocessing": {**data.preprocessing, **scale},
-            "trained_on": {"data": data.name, "seed": config.seed, "rounds": config.rounds},
+            "trained_on": {
+                "data": data.name,
+                "seed": config.seed,
+                "rounds": config.rounds,
+                "precision": config.precision,
+            },
             **whose,
         }
 
@@ -78,7 +83,9 @@ class Federation:
 def network(config: Config, shape: tuple[int, ...], num_classes: int) -> Net:
     """The network that a config describes, for samples of this shape."""
     m = config.model
-    return build_net(m.name, shape, num_classes, m.args, head=m.head, norm=m.norm, weights=m.weights)
+    net = build_net(m.name, shape, num_classes, m.args, head=m.head, norm=m.norm, weights=m.weights)
+    net.precision = config.precision
+    return net
 
 
 def load_data(config: Config) -> Dataset:
@@ -91,7 +98,7 @@ def build_federation(config: Config, dataset: Dataset | None = None) -> Federati
 
     Who builds several federations of the same data may load them once and pass them.
     """
-    check_device(config.device)
+    check_machine(config.device, config.precision)
     data = dataset or load_data(config)
     natural = config.partition.name == "site"
     parts, held_out = divide(data, config)
@@ -148,11 +155,3 @@ def split(labels: partition.Indices, how: PartitionConfig, seed: int) -> list[pa
             return partition.quantity(labels, k, rng, how.beta, least)
         case "site":
             raise ValueError("natural sites are not drawn from labels")
-
-
-def check_device(device: str) -> None:
-    try:
-        float(torch.zeros(1, device=device).add_(1))
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"device = {device!r} cannot be used here: {reason}") from error

@@ -70,7 +70,7 @@ class LocalFit:
             self.watch(params, loss, only)
         working = {name: moving[name].requires_grad_() if name in moving else params[name] for name in params}
         step = Momentum(list(moving.values()), sgd)
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=step.params[0].device)
         for _ in range(sgd.epochs if epochs is None else epochs):
             for x, y in self.data.shuffled(sgd.batch_size):
                 value = loss(working, x, y).mean()

@@ -25,8 +25,6 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from scipy.linalg import hadamard, helmert
-from scipy.optimize import linprog, minimize
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from torch import Tensor
 
@@ -140,10 +138,16 @@ def _simplices(classes: int, dim: int, parts: int) -> Array:
     x = np.zeros((classes, dim))
     column = row = 0
     for size in (len(part) for part in np.array_split(np.arange(classes), parts)):  # size points span size - 1 axes
-        # Helmert's rows are an orthonormal basis of the complement of (1, .., 1): its columns are a centred simplex
-        x[row : row + size, column : column + size - 1] = helmert(size).T
+        x[row : row + size, column : column + size - 1] = _helmert(size).T
         column, row = column + size - 1, row + size
     return _unit(x)
+
+
+def _helmert(size: int) -> Array:  # (size - 1, size)
+    """An orthonormal basis of the complement of (1, .., 1): its columns are a centred simplex."""
+    k = np.arange(1, size)[:, None]  # row k has k ones, then -k
+    rows: Array = np.where(np.arange(size) < k, 1.0, np.where(np.arange(size) == k, -k, 0.0)) / np.sqrt(k * (k + 1))
+    return rows
 
 
 def _best(classes: int, dim: int) -> Separation:
@@ -174,7 +178,7 @@ def _unbiased_bases(classes: int, dim: int) -> Array | None:
     if dim != 1 << m or m - 1 not in IRREDUCIBLE or classes > dim * (dim + 2):
         return None
     bits = (np.arange(dim)[:, None] >> np.arange(m)) & 1  # (d, m)
-    walsh = hadamard(dim) / math.sqrt(dim)
+    walsh = (1 - 2 * (bits @ bits.T % 2)) / math.sqrt(dim)  # Sylvester's Hadamard matrix
     found = [np.eye(dim)]
     for s in range(-(-classes // (2 * dim)) - 1):
         traces = np.array([*(_trace(_product(s, 1 << i, m - 1), m - 1) for i in range(m - 1)), 1])
@@ -234,6 +238,8 @@ def _search(classes: int, dim: int) -> tuple[Array, int]:
 
 
 def _descend(x: Array, sharpness: tuple[float, ...], steps: int) -> Array:
+    from scipy.optimize import minimize  # takes a while to import, and most runs need no search
+
     for p in sharpness:
         found = minimize(
             _energy,
@@ -270,6 +276,8 @@ def _energy(flat: Array, shape: tuple[int, int], p: float) -> tuple[float, Array
 
 def _polish(x: Array) -> Array:
     """Sequential linear programming: the step within a trust region that most lowers the linearised largest cosine."""
+    from scipy.optimize import linprog
+
     classes, dim = x.shape
     first, second = np.triu_indices(classes, 1)
     every = np.arange(classes)

@@ -176,6 +176,7 @@ def environment(config: Config) -> dict[str, Any]:
         "workers": worker_count(config),
         "threads_per_worker": 1,
         "device": config.device,
+        "precision": config.precision,
     }
 
 

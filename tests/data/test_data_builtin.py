@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from sklearn.datasets import load_digits
 
 from fednh.data import builtin
 
@@ -27,6 +28,15 @@ def test_digits_is_learnable_by_its_nearest_class_mean() -> None:
     means = np.stack([train[found.y_train == c].mean(axis=0) for c in range(10)])
     nearest = ((test[:, np.newaxis] - means) ** 2).sum(axis=-1).argmin(axis=1)
     assert (nearest == found.y_test).mean() > 0.85
+
+
+@pytest.mark.parametrize("lies_elsewhere", [False, True])
+def test_digits_are_scikit_learns_in_its_order(lies_elsewhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read from its file, or through its function should the file lie elsewhere one day."""
+    images, labels = load_digits(return_X_y=True)
+    if lies_elsewhere:
+        monkeypatch.setattr(builtin, "find_spec", lambda name: None)
+    np.testing.assert_array_equal(builtin._digits_table(), np.column_stack([images, labels]))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,11 +18,9 @@ SPIRAL_IMBALANCED = (3000, 1500, 750, 375, 187, 93)
 
 def digits() -> Dataset:
     """1,797 handwritten digits of 8x8 pixels with 17 grey levels; every fifth image of a class is a test image."""
-    from sklearn.datasets import load_digits  # takes a second to import, and only this function needs it
-
-    images, labels = load_digits(return_X_y=True)
-    x = images.reshape(-1, 8, 8, 1).astype(np.uint8)
-    y = labels.astype(np.int64)
+    table = _digits_table()
+    x = table[:, :-1].reshape(-1, 8, 8, 1).astype(np.uint8)
+    y = table[:, -1].astype(np.int64)
     # Counting instead of drawing: the same split under every version of every library.
     test = np.zeros(len(y), dtype=bool)
     for c in range(10):
@@ -27,6 +28,19 @@ def digits() -> Dataset:
     mean, std = measure(x[~test], 16.0)
     names = tuple(str(c) for c in range(10))
     return Dataset("digits", x[~test], y[~test], x[test], y[test], names, mean, std, scale=16.0)
+
+
+def _digits_table() -> NDArray[np.float64]:  # (1797, 64 pixels and the label)
+    """scikit-learn's file as it lies there: importing scikit-learn for it takes longer than everything else here."""
+    package = find_spec("sklearn")
+    places = list(package.submodule_search_locations or ()) if package is not None else []
+    for place in places:
+        if (file := Path(place, "datasets", "data", "digits.csv.gz")).is_file():
+            return np.loadtxt(file, delimiter=",")
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    return np.column_stack([images, labels])
 
 
 def spiral(*, imbalanced: bool = False, noise: float = 0.5, seed: int = 0) -> Dataset:

@@ -32,6 +32,7 @@ from fednh.flower.post import Letter, Post
 from fednh.flower.records import Answer, Hello, Number, Order, SiteProblem, Task
 from fednh.flower.roster import Roster, agree, disagreement
 from fednh.flower.site import balanced, initial_state
+from fednh.machine import check_machine
 from fednh.runs import RunFolder
 from fednh.seeding import numpy_rng
 from fednh.simulate import Interrupted, Progress, Round, Watcher, dropped_clients, one_thread, picked_clients
@@ -163,6 +164,7 @@ class Server:
         """The network, the server's state, and the test set if there is one; begin or check the run folder."""
         config, task = self.config, self.task
         assert task is not None
+        check_machine(config.device, config.precision)
         self.net = network(config, task.shape, len(task.classes))
         self.initial = initial_state(config, self.method, self.net)
         self.server = saved or self.initial

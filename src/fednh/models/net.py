@@ -27,7 +27,12 @@ class Net:
     With `norm="local"` the normalisation layers' parameters and statistics are in no Tree that a method sees: they are
     `norm` at first, and a client at work lends its own to its thread; see `localnorm.py`. `head` is the name that the
     head has in a module that was split; `weights` a safetensors file to start from.
+
+    With precision "bf16" the body's convolutions and matrix products run in bfloat16, forward and backward. Features
+    come out as float32, and so does everything that is made of them.
     """
+
+    precision: str = "float32"  # or "bf16"; chosen once, by who makes the Net
 
     def __init__(
         self,
@@ -75,11 +80,11 @@ class Net:
         return arranged({name: self._weights[name].clone() if name in self._weights else fresh[name] for name in fresh})
 
     def features(self, params: Tree, x: Tensor) -> Tensor:  # (B, ...) -> (B, D)
-        body, state = self._part("body"), below(params, "body")
-        if self.norm:
-            state = {**below(getattr(self._mine, "norm", self.norm), "body"), **state}
-        out: Tensor = functional_call(body, state, (x,))
-        return out
+        if self.precision == "float32":
+            return self._features(params, x)
+        # Entered at every call: autocast holds for one thread. No weight is used twice, so none is worth caching.
+        with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):
+            return self._features(params, x).float()
 
     def classify(self, params: Tree, features: Tensor) -> Tensor:  # (B, D) -> (B, C)
         out: Tensor = functional_call(self._part("head"), below(params, "head"), (features,))
@@ -95,6 +100,13 @@ class Net:
         """
         self._mine.norm = self.norm if norm is None else norm
         _use_batch_statistics(self._part("body"), training)
+
+    def _features(self, params: Tree, x: Tensor) -> Tensor:
+        body, state = self._part("body"), below(params, "body")
+        if self.norm:
+            state = {**below(getattr(self._mine, "norm", self.norm), "body"), **state}
+        out: Tensor = functional_call(body, state, (x,))
+        return out
 
     def _part(self, name: str) -> nn.Module:
         """This thread's own `.body` or `.head`."""

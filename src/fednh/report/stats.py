@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
-from scipy import stats
 
 # With n pairs the smallest two-sided p of a Wilcoxon test is 2 / 2^n: from six pairs on it can fall below 0.05.
 WILCOXON_FROM = 6
@@ -48,6 +47,8 @@ def worst_tenth(values: Sequence[float]) -> float:
 
 def paired(differences: Sequence[float]) -> Paired:
     """Wilcoxon's signed-rank test from six non-zero differences on, Student's paired t-test below; n >= 2."""
+    from scipy import stats  # takes a second to import; the table of a single run tests nothing
+
     d = np.asarray(differences, dtype=np.float64)
     n, mean, std = len(d), float(d.mean()), float(d.std(ddof=1))
     if std <= 1e-9 * max(1.0, float(np.abs(d).max())):

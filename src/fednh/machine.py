@@ -1,0 +1,77 @@
+"""Whether this machine can do what a config asks of it: found out before a run, not in the middle of one."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from functools import cache
+
+import torch
+
+from fednh.errors import UserError
+
+SECONDS = 120.0  # for the trial, most of it to import torch on a busy machine
+# No core file: a trial leaves nothing behind, however it ends.
+_QUIETLY = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+TRIAL = """
+import sys, torch
+from torch import nn
+torch.set_num_threads(1)
+device = sys.argv[1]
+body = nn.Sequential(
+    nn.Conv2d(3, 64, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(64, 64, 5), nn.GroupNorm(2, 64), nn.Flatten(),
+    nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 64),
+).to(device)
+for batch in (64, 3):
+    x = torch.ones(batch, 3, 16, 16, device=device).contiguous(memory_format=torch.channels_last)
+    with torch.autocast(device.partition(":")[0], torch.bfloat16):
+        out = body(x)
+    out.float().square().sum().backward()
+if not all(bool(p.grad.isfinite().all()) for p in body.parameters()):
+    sys.exit("the gradients are not finite")
+"""
+
+
+def check_machine(device: str, precision: str) -> None:
+    """A UserError when the device or the precision cannot be used here."""
+    check_device(device)
+    if precision == "bf16":
+        check_bf16(device)
+
+
+def check_device(device: str) -> None:
+    try:
+        float(torch.zeros(1, device=device).add_(1))
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"device = {device!r} cannot be used here: {reason}") from error
+
+
+def check_bf16(device: str = "cpu", trial: str = TRIAL, seconds: float = SECONDS) -> None:
+    """Try bfloat16 in a child process: where the CPU promises what it does not have, an instruction kills the process.
+
+    The trial is made once in a process.
+    """
+    if reason := _outcome(device, trial, seconds):
+        raise UserError(
+            f"precision = 'bf16' cannot be used on this machine: a trial of it in a process of its own {reason}; "
+            f"use precision = 'float32'"
+        )
+
+
+@cache
+def _outcome(device: str, trial: str, seconds: float) -> str | None:
+    """What went wrong with the trial, in words; None if nothing did."""
+    command = [sys.executable, "-c", _QUIETLY + trial, device]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return f"did not end within {seconds:g} seconds"
+    except OSError as error:
+        return f"could not be started ({error.strerror})"
+    if done.returncode < 0:
+        return f"was killed by {signal.Signals(-done.returncode).name}"
+    if done.returncode > 0:
+        return f"failed ({(done.stderr.strip().splitlines() or ['it gave no reason'])[-1]})"
+    return None
