@@ -12,6 +12,7 @@ from fednh.config import Config, PartitionConfig
 from fednh.data import partition, scaling
 from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
+from fednh.data.options import Options
 from fednh.data.sources import default_folder, load
 from fednh.errors import UserError
 from fednh.machine import check_machine
@@ -90,7 +91,16 @@ def network(config: Config, shape: tuple[int, ...], num_classes: int) -> Net:
 
 def load_data(config: Config) -> Dataset:
     """The samples that a config names."""
-    return load(config.data.name, Path(config.data.dir).expanduser() if config.data.dir else default_folder())
+    data = config.data
+    options = Options(
+        size=(data.size[0], data.size[1]) if data.size else None,
+        label=data.label,
+        site=data.site,
+        classes=tuple(data.classes or ()),
+        columns=data.columns or {},
+        test_share=data.test_share,
+    )
+    return load(data.name, Path(data.dir).expanduser() if data.dir else default_folder(), options)
 
 
 def build_federation(config: Config, dataset: Dataset | None = None) -> Federation:

@@ -141,7 +141,7 @@ def test_own_npz_by_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sources.load(f"npz:{folder / 'own.npz'}", Path("unused")).num_classes == 4
     monkeypatch.chdir(folder)
     assert sources.load("npz:own.npz", Path("unused")).shape == (1, 9, 9)
-    with pytest.raises(UserError, match="lacks the path"):
+    with pytest.raises(UserError, match="lacks what comes behind it"):
         sources.load("npz:", folder)
 
 
@@ -153,7 +153,7 @@ def test_built_in_sets_need_no_folder(name: str, tmp_path: Path) -> None:
 def test_unknown_names(folder: Path) -> None:
     with pytest.raises(UserError, match=r"no data set 'cifar-10'; did you mean 'cifar10'\?"):
         sources.load("cifar-10", folder)
-    with pytest.raises(UserError, match=r"choose from .*cifar10.*digits.*npz:PATH"):
+    with pytest.raises(UserError, match=r"choose from .*cifar10.*digits.*npz:FILE"):
         sources.load("zzzz", folder)
 
 

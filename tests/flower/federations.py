@@ -47,8 +47,8 @@ class Trial:
         timer = threading.Timer(seconds, stop.set)
         timer.start()
         try:
-            sites = scaffold.sites_of(self.folder)
-            local.Local(self.folder, self.run, sites, Quiet(), stop, secure=True, warm=True).run()
+            config, sites = scaffold.read(self.folder)
+            local.Local(self.folder, config, sites, Quiet(), stop, secure=True, warm=True).run()
         finally:
             timer.cancel()
 

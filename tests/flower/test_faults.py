@@ -58,23 +58,22 @@ def finished(fed: Trial, rounds: int) -> None:
 
 
 def test_a_supernode_is_killed_and_started_again(fed: Trial) -> None:
-    process = fed.init(2, "fedper", rounds=4, **{"federation.timeout": 30.0}).up()
+    process = fed.init(2, "fedper", rounds=12, **{"federation.timeout": 20.0}).up()
     fed.wait_for(lambda: len(fed.lines()) >= 1, process)
     fed.kill("site-1/site.toml")
-    assert process.wait(400).code == 0, fed.said()
-    assert "the SuperNode of site-1 ended with code -9" in fed.said()
-    assert "starting it again" in fed.said()
-    finished(fed, 4)
+    assert process.wait(500).code == 0, fed.said()
+    assert "the SuperNode of site-1 was killed by signal 9; starting it again" in fed.said()
+    finished(fed, 12)
     assert len(fed.personal()) == 2
     assert fed.lines()[-1]["clients"] == [0, 1], "it is back in the last round"
 
 
 def test_a_site_that_never_answers(fed: Trial) -> None:
-    process = fed.init(2, rounds=3, **{"federation.timeout": 15.0}).up()
+    process = fed.init(2, rounds=3, **{"federation.timeout": 40.0}).up()
     fed.wait_for(lambda: len(fed.lines()) >= 1, process)
     fed.kill("site-2/site.toml", signal.SIGSTOP)
     assert process.wait(400).code == 0, fed.said()
-    assert re.search(r"site site-2 \(client 1\) did not answer in 15 s; going on without it", fed.said())
+    assert re.search(r"site site-2 \(client 1\) did not answer in 40 s; going on without it", fed.said())
     finished(fed, 3)
     assert fed.lines()[-1]["clients"] == [0]
 
@@ -106,7 +105,10 @@ def test_a_key_that_is_not_registered_is_refused(fed: Trial, tmp_path: Path) -> 
     certs.make(tmp_path / "other", ["site-2"])  # a stranger's key in place of the one whose public half is registered
     (tmp_path / "other/sites/site-2/key").replace(fed.folder / "sites/site-2/key")
     assert fed.up().wait(400).code == 0, fed.said()
-    assert "Exit Code: 305 Failed to initialize the connection to the SuperLink" in fed.said()
+    assert (
+        "the SuperNode of site-2 ended: Exit Code: 305 Failed to initialize the connection to the SuperLink"
+        in fed.said()
+    )
     finished(fed, 2)
     assert {tuple(line["clients"]) for line in fed.lines()} == {(0,)}
 

@@ -17,6 +17,7 @@ from fednh.errors import Ignored, Notice, RunError, UserError
 
 # isort: off
 from fednh.cli import run  # the order of imports is the order in `fednh --help`
+from fednh.cli import inspect
 from fednh.cli import sweep
 from fednh.cli import report
 from fednh.cli import figures
@@ -26,7 +27,7 @@ from fednh.cli import about
 from fednh.cli import new
 # isort: on
 
-__all__ = ["about", "app", "federation", "figures", "main", "new", "report", "run", "spiral", "sweep"]
+__all__ = ["about", "app", "federation", "figures", "inspect", "main", "new", "report", "run", "spiral", "sweep"]
 
 
 def main() -> None:

@@ -40,13 +40,14 @@ def datasets(data_dir: Annotated[Path | None, typer.Option(help="Where data sets
     """List the data sets, and whether they are here."""
     from rich.table import Table
 
-    from fednh.data.sources import available, default_folder
+    from fednh.data.sources import OWN, available, default_folder
 
     folder = default_folder() if data_dir is None else data_dir.expanduser()
     rows = Table("name", "what", "here", "where", pad_edge=False, title=f"Data folder: {folder}", title_justify="left")
     for name, description, present, where in available(folder):
         rows.add_row(name, description, "[green]yes[/green]" if present else "no", where)
-    rows.add_row("npz:PATH", "a file of x_train, y_train, x_test, y_test", "", "")
+    for written, what, example in OWN.values():
+        rows.add_row(written, what, "", f"your own, for example {example}")
     console_for_people().print(rows)
 
 

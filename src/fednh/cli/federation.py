@@ -114,7 +114,7 @@ def up(
             with watcher(console, config.rounds, name, quiet) as screen:
                 screen.note(f"starting the server and {len(sites)} sites; logs: {folder / 'logs'}")
                 try:
-                    Local(folder, run, sites, screen, stop, secure=not insecure, warm=not plain).run()
+                    Local(folder, config, sites, screen, stop, secure=not insecure, warm=not plain).run()
                 except Stopped:
                     typer.echo(f"fednh: interrupted; go on with: fednh federation up {folder} --local", err=True)
                     raise typer.Exit(130) from None

@@ -34,9 +34,11 @@ def sweep(
             "A hyper-parameter is given to the methods that have it; none has it: an error. Repeatable.",
         ),
     ] = None,
-    data: Annotated[str | None, typer.Option(help="A data set by name, or npz:PATH. See `fednh datasets`.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="A set by name, or folder:, csv:, npz:...; see `fednh datasets`.")
+    ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie.")] = None,
-    partition: Annotated[str | None, typer.Option(help="dirichlet, iid, classes, shards or quantity.")] = None,
+    partition: Annotated[str | None, typer.Option(help="dirichlet, iid, classes, shards, quantity, site.")] = None,
     clients: Annotated[int | None, typer.Option(help="How many clients there are.")] = None,
     participation: Annotated[float | None, typer.Option(help="The share of clients picked in a round.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,

@@ -119,7 +119,7 @@ def one_site(data: Dataset, name: str) -> Dataset:
     """What one site holds: its rows if the data know it, else all of them. The test set stays."""
     if name in data.sites:
         mine = data.site_train == data.sites.index(name)
-        data = replace(data, x_train=data.x_train[mine], y_train=data.y_train[mine])
+        data = replace(data, x_train=data.x_train[mine], y_train=data.y_train[mine], sites=(), site_train=None)
     elif data.sites:
         raise UserError(f"{data.name} has no site {name!r}; it has {', '.join(data.sites)}")
     here = np.zeros(len(data.y_train), np.int64)

@@ -7,6 +7,8 @@ What is accepted, and nothing else:
 - vectors as a float or integer array (N, F), which becomes float32;
 - labels of any integer type, or floats that are whole numbers, of shape (N,) or (N, 1), counted from 0;
 - optionally `classes`, an array of strings that names the classes;
+- optionally `site_train`, the site of every training sample as a number or a name, and `sites`, the numbers' names;
+- x_test and y_test may both be absent: clients then hold out some of their own samples;
 - MedMNIST's key names (train_images, train_labels, test_images, test_labels); its validation part is left out.
 
 The file may come from anybody: pickled objects are never loaded, and nothing is allocated before the sizes that a
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
+from collections.abc import Collection, Sequence
 from lzma import LZMAError
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,8 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays, Dataset, Inputs, Labels
+from fednh.data.images import MEAN, STD
+from fednh.data.options import NONE, Options, in_order
 from fednh.data.scaling import measure
 from fednh.errors import UserError
 
@@ -38,25 +43,66 @@ DEFLATE_LIMIT = 1032
 BROKEN = (zipfile.BadZipFile, zlib.error, LZMAError, EOFError, OSError, ValueError, RuntimeError, MemoryError)
 
 
-def dataset(name: str, path: Path) -> Dataset:
-    """The file at `path` as a data set, normalised by the mean and deviation of its own training part."""
-    found = read(path)
-    scale = 255.0 if found.x_train.ndim == 4 else 1.0
-    mean, std = measure(found.x_train, scale)
-    classes = found.classes or tuple(str(c) for c in range(_count_classes(path, found.y_train, found.y_test)))
-    x_train, y_train, x_test, y_test, _ = found
-    return Dataset(name, x_train, y_train, x_test, y_test, classes, mean, std, scale, fitted=True)
+def dataset(name: str, path: Path, options: Options = NONE) -> Dataset:
+    """The file at `path` as a data set."""
+    return from_arrays(name, str(path), _members(path), options)
+
+
+def from_arrays(name: str, where: str, members: dict[str, Any], options: Options) -> Dataset:
+    """Named arrays as a data set: the four of `KEYS`, of which the test ones may be absent, and optionally `classes`,
+    `site_train` (site numbers or names) and `sites` (the names of the numbers).
+
+    Normalised by the mean and deviation of the training part. Images of natural sites are not: no site's images
+    should tell another's what to do.
+    """
+    members = {key: np.asarray(value) for key, value in members.items()}
+    found = _checked(where, members, options.classes)
+    x_train, y_train, x_test, y_test, named = found
+    classes = options.classes or named
+    if classes is None:
+        classes = tuple(str(c) for c in range(_count_classes(where, y_train, y_test)))
+    sites, site_train = _sites(where, members, len(y_train))
+    image = x_train.ndim == 4
+    fitted = not (image and sites)
+    scale = 255.0 if image else 1.0
+    channels = x_train.shape[-1]
+    mean, std = measure(x_train, scale) if fitted else ((MEAN,) * channels, (STD,) * channels)
+    return Dataset(
+        name,
+        x_train,
+        y_train,
+        x_test,
+        y_test,
+        classes,
+        mean,
+        std,
+        scale,
+        sites=sites,
+        site_train=site_train,
+        fitted=fitted,
+    )
 
 
 def read(path: Path) -> Arrays:
-    """The four arrays of the file, checked, with images as uint8 (N, H, W, C) and vectors as float32 (N, F)."""
+    """The arrays of the file, checked, with images as uint8 (N, H, W, C) and vectors as float32 (N, F)."""
+    found = _checked(str(path), _members(path), ())
+    if len(found.y_test) == 0:
+        raise UserError(f"{path} lacks x_test, y_test; a published data set has them")
+    return found
+
+
+def _members(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of the file that have a meaning here."""
     try:
         if not path.exists():
             raise UserError(f"{path} does not exist; check the path of the .npz file")
         if path.is_dir():
             raise UserError(f"{path} is a folder; give the path of an .npz file")
         with zipfile.ZipFile(path) as archive:
-            return _read_members(path, archive)
+            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            _keys(str(path), members)
+            wanted = (*KEYS, *MEDMNIST_KEYS, "classes", "sites", "site_train")
+            return {key: _array(path, archive, members[key]) for key in wanted if key in members}
     except BROKEN as error:
         raise UserError(
             f"{path} cannot be read as an .npz file ({_reason(error)}); it is damaged, incomplete or something else: "
@@ -64,32 +110,61 @@ def read(path: Path) -> Arrays:
         ) from error
 
 
-def _read_members(path: Path, archive: zipfile.ZipFile) -> Arrays:
-    members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+def _keys(where: str, members: Collection[str]) -> tuple[str, ...]:
+    """Which names it uses; the two training arrays must be there, and of the test arrays both or none."""
     keys = MEDMNIST_KEYS if "x_train" not in members and "train_images" in members else KEYS
-    missing = [key for key in keys if key not in members]
-    if missing:
+    needed = keys if keys[2] in members or keys[3] in members else keys[:2]
+    if missing := [key for key in needed if key not in members]:
         there = ", ".join(sorted(members)) or "nothing"
-        raise UserError(f"{path} lacks {', '.join(missing)}; it needs {', '.join(KEYS)} and holds {there}")
+        raise UserError(f"{where} lacks {', '.join(missing)}; it needs {', '.join(KEYS)} and holds {there}")
+    return needed
 
-    arrays = {key: _array(path, archive, members[key]) for key in keys}
-    x_train, x_test = (_inputs(f"{path}: {key}", arrays[key]) for key in (keys[0], keys[2]))
-    y_train, y_test = (_labels(f"{path}: {key}", arrays[key]) for key in (keys[1], keys[3]))
-    for key_x, x, key_y, y in ((keys[0], x_train, keys[1], y_train), (keys[2], x_test, keys[3], y_test)):
+
+def _checked(where: str, arrays: dict[str, NDArray[Any]], agreed: Sequence[str]) -> Arrays:
+    keys = _keys(where, arrays)
+    x_train, y_train = _inputs(f"{where}: {keys[0]}", arrays[keys[0]]), _labels(f"{where}: {keys[1]}", arrays[keys[1]])
+    x_test, y_test = x_train[:0], y_train[:0]
+    if len(keys) == 4:
+        x_test, y_test = (
+            _inputs(f"{where}: {keys[2]}", arrays[keys[2]]),
+            _labels(f"{where}: {keys[3]}", arrays[keys[3]]),
+        )
+    for x, y, (key_x, key_y) in ((x_train, y_train, keys[:2]), (x_test, y_test, keys[-2:])):
         if len(x) != len(y):
-            raise UserError(f"{path}: {key_x} has {len(x)} samples but {key_y} has {len(y)} labels")
+            raise UserError(f"{where}: {key_x} has {len(x)} samples but {key_y} has {len(y)} labels")
     if x_train.shape[1:] != x_test.shape[1:] or x_train.dtype != x_test.dtype:
         raise UserError(
-            f"{path}: {keys[0]} holds {x_train.dtype} samples of shape {x_train.shape[1:]}, "
+            f"{where}: {keys[0]} holds {x_train.dtype} samples of shape {x_train.shape[1:]}, "
             f"{keys[2]} {x_test.dtype} samples of shape {x_test.shape[1:]}; both parts must be alike"
         )
-    if y_train.min() == y_train.max():
-        raise UserError(f"{path}: {keys[1]} holds only class {y_train[0]}; training needs at least two classes")
-
+    if y_train.min() == y_train.max() and len(agreed) < 2:
+        raise UserError(f"{where}: {keys[1]} holds only class {y_train[0]}; training needs at least two classes")
     classes = None
-    if "classes" in members:
-        classes = _class_names(path, _array(path, archive, members["classes"]), _count_classes(path, y_train, y_test))
+    if agreed:
+        _class_names(where, np.array(agreed, dtype=str), _count_classes(where, y_train, y_test, len(agreed)))
+    elif "classes" in arrays:
+        classes = _class_names(where, arrays["classes"], _count_classes(where, y_train, y_test, len(arrays["classes"])))
     return Arrays(x_train, y_train, x_test, y_test, classes)
+
+
+def _sites(where: str, arrays: dict[str, NDArray[Any]], samples: int) -> tuple[tuple[str, ...], Labels | None]:
+    """Site names in their order, and every training sample's number."""
+    if "site_train" not in arrays:
+        return (), None
+    given = arrays["site_train"].reshape(-1)
+    if len(given) != samples:
+        raise UserError(f"{where}: site_train has {len(given)} entries for {samples} training samples")
+    if given.dtype.kind == "U":
+        words = [str(word) for word in given]
+    else:
+        numbers = _labels(f"{where}: site_train", given)
+        names = [str(n) for n in arrays["sites"]] if "sites" in arrays else [str(n) for n in range(numbers.max() + 1)]
+        if numbers.max() >= len(names):
+            raise UserError(f"{where}: site_train holds {numbers.max()}, but sites has {len(names)} names")
+        words = [names[n] for n in numbers]
+    sites = tuple(in_order(set(words)))
+    number = {site: k for k, site in enumerate(sites)}
+    return sites, np.array([number[word] for word in words], np.int64)
 
 
 def _array(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NDArray[Any]:
@@ -181,21 +256,21 @@ def _labels(where: str, y: NDArray[Any]) -> Labels:
     return y.astype(np.int64)
 
 
-def _count_classes(path: Path, y_train: Labels, y_test: Labels) -> int:
-    count = int(max(y_train.max(), y_test.max())) + 1
-    if count > len(y_train) + len(y_test):
+def _count_classes(where: str, y_train: Labels, y_test: Labels, named: int = 0) -> int:
+    count = int(max(y_train.max(), y_test.max(initial=0))) + 1
+    if count > max(len(y_train) + len(y_test), named):
         raise UserError(
-            f"{path} holds the label {count - 1}, which makes more classes than samples; number the classes 0, 1, 2 "
+            f"{where} holds the label {count - 1}, which makes more classes than samples; number the classes 0, 1, 2 "
             "and so on"
         )
     return count
 
 
-def _class_names(path: Path, names: NDArray[Any], count: int) -> tuple[str, ...]:
+def _class_names(where: str, names: NDArray[Any], count: int) -> tuple[str, ...]:
     if names.ndim != 1 or names.dtype.kind != "U":
-        raise UserError(f"{path}: classes must be a list of strings, but is {names.dtype} of shape {names.shape}")
+        raise UserError(f"{where}: classes must be a list of strings, but is {names.dtype} of shape {names.shape}")
     if len(names) < count:
-        raise UserError(f"{path}: classes names {len(names)} classes, but the labels go up to {count - 1}")
+        raise UserError(f"{where}: classes names {len(names)} classes, but the labels go up to {count - 1}")
     return tuple(str(name) for name in names)
 
 

@@ -3,6 +3,7 @@
 load("digits", default_folder())
 load("cifar10", Path("~/data").expanduser())
 load("npz:my/own.npz", default_folder())
+load("folder:photos", default_folder(), Options(size=(64, 64)))
 """
 
 from __future__ import annotations
@@ -15,12 +16,23 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from fednh.data import builtin, cifar, idx, npz, tinyimagenet
+from fednh.data import builtin, cifar, hf, idx, npz, python, tables, tinyimagenet
+from fednh.data import folder as folders
 from fednh.data.dataset import Arrays, Dataset
+from fednh.data.options import Options, with_test_set
 from fednh.errors import UserError, did_you_mean
 
 DEBIAN_ROOT = Path("/usr/share/datasets")  # where Debian's dataset-* packages put their files
 NPZ_PREFIX = "npz:"
+# Data of one's own: how it is written, what it is, and an example for those who forget what comes behind the colon.
+OWN = {
+    "npz": ("npz:FILE", "arrays x_train, y_train and perhaps x_test, y_test, site_train", "npz:data/own.npz"),
+    "folder": ("folder:DIR", "images as CLASS/, train|test/CLASS/ or SITE/CLASS/", "folder:photos"),
+    "csv": ("csv:FILE", "a table with a label column (extra: tables)", "csv:patients.csv"),
+    "parquet": ("parquet:FILE", "the same as Parquet (extra: tables)", "parquet:patients.parquet"),
+    "hf": ("hf:NAME", "Hugging Face, by name or a local path (extra: hf)", "hf:saved/folder"),
+    "py": ("py:MODULE:FUNCTION", "what a Python function returns", "py:mydata:load"),
+}
 
 BUILTIN: dict[str, tuple[str, Callable[[], Dataset]]] = {
     "digits": ("handwritten digits, 8x8 grey, 10 classes, 1,797 images", builtin.digits),
@@ -113,22 +125,34 @@ def default_folder() -> Path:
     return _expand(chosen) if chosen else Path.home() / ".cache" / "fednh"
 
 
-def load(name: str, folder: Path) -> Dataset:
+def load(name: str, folder: Path, options: Options | None = None) -> Dataset:
     """The data set of that name; `folder` is where the published ones are looked for."""
     if name in BUILTIN:
         return BUILTIN[name][1]()
-    if name.startswith(NPZ_PREFIX):
-        path = name.removeprefix(NPZ_PREFIX)
-        if not path:
-            raise UserError("'npz:' lacks the path of a file; write for example npz:data/own.npz")
-        return npz.dataset(name, _expand(path))
+    kind, colon, rest = name.partition(":")
+    if colon and kind in OWN:
+        return _own(name, kind, rest, options or Options())
     if name not in PUBLISHED:
-        known = (*BUILTIN, *PUBLISHED, f"{NPZ_PREFIX}PATH")
+        known = (*BUILTIN, *PUBLISHED, *(written for written, *_ in OWN.values()))
         raise UserError(f"there is no data set {name!r}{did_you_mean(name, known)}")
     place = _find(name, folder)
     if place is None:
         raise UserError(_not_found(name, folder))
     return _assemble(name, place)
+
+
+def _own(name: str, kind: str, rest: str, options: Options) -> Dataset:
+    """Data of a person's own."""
+    if not rest:
+        raise UserError(f"'{kind}:' lacks what comes behind it; write for example {OWN[kind][2]}")
+    if kind == "py":
+        data = python.dataset(name, rest, options)
+    elif kind == "hf":
+        data = hf.dataset(name, rest, options)
+    else:
+        read: dict[str, Callable[[str, Path, Options], Dataset]] = {"npz": npz.dataset, "folder": folders.dataset}
+        data = read.get(kind, tables.dataset)(name, _expand(rest), options)
+    return with_test_set(data, options.test_share)
 
 
 def available(folder: Path) -> list[Available]:

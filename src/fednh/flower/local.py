@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from fednh.config import Config
 from fednh.errors import RunError, UserError
 from fednh.files import write_bytes
 from fednh.flower import certs
@@ -39,6 +40,7 @@ ENVIRONMENT = {
 }
 RESTARTS = 3  # of a SuperNode or a ServerApp that ended by itself
 GIVE_UP = 30.0  # seconds after which a federation does not begin any more when a site cannot take part
+FORGET = 120.0  # seconds in which Flower's server has surely missed the heartbeats of a SuperNode: twice its 2 x 30
 PATIENCE = 60.0  # seconds in which a server must answer
 
 
@@ -147,9 +149,18 @@ class Local:
     """One federation that runs here: start, watch, mend, until its run folder has a summary."""
 
     def __init__(
-        self, folder: Path, run: Path, sites: list[Site], told: Told, stop: threading.Event, secure: bool, warm: bool
+        self,
+        folder: Path,
+        config: Config,
+        sites: list[Site],
+        told: Told,
+        stop: threading.Event,
+        secure: bool,
+        warm: bool,
     ):
-        self.folder, self.run_folder, self.sites, self.secure, self.warm = folder, run, sites, secure, warm
+        self.folder, self.sites, self.secure = folder, sites, secure
+        self.warm = warm and sys.platform == "linux"  # elsewhere a fork of a process with PyTorch in it may not work
+        self.run_folder, self.enough = Path(str(config.federation.folder)), config.federation.min_clients
         self.told, self.stop, self.keys = told, stop, certs.Keys(folder)
         self.home = folder / ".flwr" / "local"
         self.ports = free_ports(1 + len(sites))
@@ -158,6 +169,8 @@ class Local:
         for name in ("federation.log", "metrics.jsonl"):
             self._new(name)
         self.restarts: dict[str, int] = {}
+        self.forgotten: dict[str, float] = {}  # when the server will have forgotten a SuperNode that was killed
+        self.retry: dict[str, float] = {}  # when to try again until then
         self.hopeless: tuple[float, str] | None = None  # since when a site says that it cannot take part
 
     def run(self) -> None:
@@ -167,8 +180,7 @@ class Local:
         write_bytes(self.home / "config.toml", connections("local", connection).encode())
         with Processes(self.folder, self.home) as self.processes:
             if self.warm:
-                command = [sys.executable, "-m", "fednh.flower.executor"]
-                self.executor = self.processes.start("executor", command, talk=True)
+                self._executor()  # its imports take a while
             self._start_superlink()
             self._register()
             for number, _ in enumerate(self.sites):
@@ -182,9 +194,8 @@ class Local:
         command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(self.ports[0])]
         command += ["--disable-runtime-dependency-installation"]
         if self.secure:
-            files = {"ca": self.keys.ca, "": self.keys.server, "key": self.keys.server_key}
-            command += ["--ssl-ca-certfile", str(files["ca"]), "--ssl-certfile", str(files[""])]
-            command += ["--ssl-keyfile", str(files["key"]), "--enable-supernode-auth"]
+            command += ["--ssl-ca-certfile", str(self.keys.ca), "--ssl-certfile", str(self.keys.server)]
+            command += ["--ssl-keyfile", str(self.keys.server_key), "--enable-supernode-auth"]
         else:
             command += ["--insecure"]
         process = self.processes.start("superlink", command)
@@ -204,16 +215,16 @@ class Local:
         """Tell the SuperLink the sites' public keys; others are refused."""
         if not self.secure:
             return
-        named = {f"register-{site.name}": self.keys.site_public(site.name) for site in self.sites}
+        keys = {f"register-{site.name}": self.keys.site_public(site.name) for site in self.sites}
         started = {
             name: self.processes.start(name, ["flwr", "supernode", "register", str(key), "local"])
-            for name, key in named.items()
+            for name, key in keys.items()
         }
         while any(process.poll() is None for process in started.values()):
             self._pause(0.05)
         for name, process in started.items():
             if process.returncode:
-                raise RunError(f"the SuperLink does not take the key {named[name]}: {self.processes.tail(name)}")
+                raise RunError(f"the SuperLink does not take the key {keys[name]}: {self.processes.tail(name)}")
             self.processes.log(name).unlink()
             del self.processes.running[name]
 
@@ -232,9 +243,17 @@ class Local:
         if self.warm:
             address, log = f"127.0.0.1:{self.ports[1 + number]}", self.processes.log(site.name)
             job = {"address": address, "folder": str(site.folder), "log": str(log), "pid": process.pid}
-            assert self.executor.stdin is not None
-            self.executor.stdin.write(json.dumps(job).encode() + b"\n")
-            self.executor.stdin.flush()
+            talk = self._executor().stdin
+            assert talk is not None
+            talk.write(json.dumps(job).encode() + b"\n")
+            talk.flush()
+
+    def _executor(self) -> Process:
+        """The process that runs the sites' ClientApps."""
+        running = self.processes.running.get("executor")
+        if running is not None and running.poll() is None:
+            return running
+        return self.processes.start("executor", [sys.executable, "-m", "fednh.flower.executor"], talk=True)
 
     def _start_run(self) -> None:
         self.server_seen, self.server_gone = False, time.monotonic()
@@ -254,20 +273,30 @@ class Local:
         self._show()
 
     def _look_after_supernodes(self) -> None:
-        """One that ends is started again; one that cannot be is given up, unless nothing has begun without it."""
+        """One that was killed is started again; one that ended by itself has a reason, and is given up.
+
+        The server keeps the place of one that was killed until its heartbeats are missed, and refuses it so long.
+        """
         for number, site in enumerate(self.sites):
-            process = self.processes.running.get(site.name)
+            process, now = self.processes.running.get(site.name), time.monotonic()
             if process is None or process.poll() is None:
                 continue
-            what = f"the SuperNode of {site.name} ended with code {process.returncode}: {self._why(site.name)}"
-            if self._again(site.name):
-                self.told.note(f"{what}; starting it again")
-                self._start_supernode(number)
+            if process.returncode < 0 and self._again(site.name):
+                killed = f"the SuperNode of {site.name} was killed by signal {-process.returncode}"
+                self.told.note(f"{killed}; starting it again, which the server allows after a minute")
+                self.forgotten[site.name] = now + FORGET
+                self.retry[site.name] = now
+            if now < self.forgotten.get(site.name, 0.0):
+                if now >= self.retry[site.name]:
+                    self.retry[site.name] = now + 5
+                    self._start_supernode(number)
                 continue
             del self.processes.running[site.name]
-            if not any(each.name in self.processes.running for each in self.sites):
-                raise RunError(f"{what}; no site is left; see {self.processes.log(site.name)}")
-            self.told.note(f"{what}; going on without it; see {self.processes.log(site.name)}")
+            what = f"the SuperNode of {site.name} ended: {self._why(site.name)} (see {self.processes.log(site.name)})"
+            left = sum(each.name in self.processes.running for each in self.sites)
+            if left == 0 or (left < self.enough and not self._begun()):
+                raise RunError(f"{what}; {left} sites are left, and federation.min_clients = {self.enough}")
+            self.told.note(f"{what}; going on without it")
 
     def _look_after_server(self) -> None:
         """A ServerApp that was killed is started again, and goes on from its checkpoint; one that failed says why."""
@@ -292,9 +321,13 @@ class Local:
     def _give_up(self) -> None:
         """A server waits for its sites; here nobody will come to mend one that cannot take part."""
         if self.hopeless and time.monotonic() - self.hopeless[0] > GIVE_UP:
-            if not (self.run_folder / "config.toml").exists():
+            if not self._begun():
                 raise RunError(f"the federation cannot begin: {self.hopeless[1]}")
             self.hopeless = None
+
+    def _begun(self) -> bool:
+        """Whether enough sites came, and the first round was begun."""
+        return (self.run_folder / "config.toml").exists()
 
     def _again(self, name: str) -> bool:
         self.restarts[name] = self.restarts.get(name, 0) + 1
@@ -319,7 +352,8 @@ class Local:
         for line in self._new("federation.log"):
             words = line.decode(errors="replace")[20:]  # without the time
             self.told.note(words)
-            if "cannot take part" in words and not (self.run_folder / "config.toml").exists():
+            # "Unavailable" is Flower's word for a question that a slow site has not answered yet: it is asked again.
+            if "cannot take part" in words and "Unavailable" not in words and not self._begun():
                 self.hopeless = self.hopeless or (time.monotonic(), words)
         for line in self._new("metrics.jsonl"):
             self.told.round_done(json.loads(line))

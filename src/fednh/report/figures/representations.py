@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
-from fednh.data.sources import default_folder, load
+from fednh.data.scaling import fit
 from fednh.errors import UserError
+from fednh.federation import divide, load_data
 from fednh.losses import unit
+from fednh.methods import Method
 from fednh.models import Net
 from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed
 from fednh.report.figures.partition import two_clients
@@ -72,7 +74,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         clouds = []
         for client in pair:
             params, card = read_model(files[client])
-            net, method = architecture(card)
+            net, method = _rebuilt(card)
             clouds.append(representations(net, params, samples, rows))
         if "before training" not in columns:
             start = method.init(net, torch_rng(run.config.seed, "init"))
@@ -135,10 +137,21 @@ def _classes(choice: Choice, names: list[str], counts: NDArray[np.int64], pair: 
 
 def _load(run: Run) -> Dataset:
     try:
-        folder = Path(run.config.data.dir).expanduser() if run.config.data.dir else default_folder()
-        return load(run.config.data.name, folder)
+        data = load_data(run.config)
+        if not len(data.y_test):
+            raise NotAllowed("there is no test set")
+        return fit(data, *divide(data, run.config), run.config.partition.name == "site")[0]
+    except NotAllowed:
+        raise
     except UserError as error:
         raise NotAllowed(f"the data set cannot be loaded here: {error}") from error
+
+
+def _rebuilt(card: dict[str, Any]) -> tuple[Net, Method]:
+    try:
+        return architecture(card)
+    except UserError as error:  # a model or method of somebody's own, whose code is not here
+        raise NotAllowed(f"the model cannot be built here: {error}") from error
 
 
 REPRESENTATIONS = Kind(

@@ -1,0 +1,136 @@
+"""The command that looks at data before anything is trained."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fednh.cli.app import app, console_for_people
+from fednh.cli.run import settings_given
+
+if TYPE_CHECKING:
+    from fednh.report.sheet import Sheet
+
+ROWS, COLUMNS = 20, 12  # of a client table; more are summed up
+
+
+class Form(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+@app.command()
+def inspect(
+    data: Annotated[str, typer.Option(help="A set by name, or folder:, csv:, npz:...; see `fednh datasets`.")],
+    data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie.")] = None,
+    partition: Annotated[
+        str | None, typer.Option(help="dirichlet, iid, classes, shards, quantity, site; default: site, if there are.")
+    ] = None,
+    clients: Annotated[int | None, typer.Option(help="How many clients there would be.")] = None,
+    beta: Annotated[float | None, typer.Option(help="Of the Dirichlet distribution.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the partition.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. data.label=diagnosis.")
+    ] = None,
+    form: Annotated[Form, typer.Option("--format", help="For people, or everything as JSON.")] = Form.TEXT,
+) -> None:
+    """Show what data hold and how they would be divided, and warn of what will hurt. Nothing is written."""
+    import json
+
+    from fednh.config import load, parse_value
+    from fednh.data.inspection import Division
+    from fednh.data.inspection import inspect as look
+    from fednh.federation import divide, load_data
+
+    given: dict[str, Any] = {
+        "data.name": data,
+        "data.dir": None if data_dir is None else str(data_dir),
+        "partition.name": partition,
+        "partition.clients": clients,
+        "partition.beta": beta,
+        "seed": seed,
+    }
+    given = {key: value for key, value in given.items() if value is not None}
+    given |= {key: parse_value(value) for key, value in settings_given(settings or []).items()}
+    config = load(None, given)
+    found = load_data(config)
+    asked = any(key.startswith("partition.") for key in given)
+    if not asked and found.sites:
+        config = load(None, {**given, "partition.name": "site"})
+    division = None
+    if asked or found.sites:
+        parts, held_out = divide(found, config)
+        natural = config.partition.name == "site"
+        names = found.sites if natural else tuple(str(k) for k in range(len(parts)))
+        division = Division(config.partition.name, names, parts, held_out)
+    facts = look(found, division)
+    if form is Form.JSON:
+        typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+        return
+    _show(facts)
+
+
+def _show(facts: dict[str, Any]) -> None:
+    from fednh.report.render import to_rich
+
+    console = console_for_people()
+    for sheet in [_classes(facts), *([_clients(facts)] if "clients" in facts else [])]:
+        console.print(to_rich(sheet, console.width), "")
+    for note in facts["notes"]:
+        typer.echo(note)
+    for warning in facts["warnings"]:
+        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    if not facts["warnings"]:
+        typer.echo("nothing found that will hurt")
+
+
+def _classes(facts: dict[str, Any]) -> Sheet:
+    from fednh.report.cells import word
+    from fednh.report.sheet import Sheet
+
+    shape = "x".join(map(str, facts["shape"]))
+    kind = f"images of {shape}" if facts["kind"] == "images" else f"vectors of {shape} features"
+    samples, figures = facts["samples"], facts["imbalance"]
+    shown = facts["classes"] if len(facts["classes"]) <= 2 * ROWS else _ends(facts["classes"])
+    rows = [[word(row["class"]), word(row["train"]), word(row["test"])] for row in shown]
+    note = (
+        f"Gini {figures['gini']:.2f} (0: classes alike); effective number of classes "
+        f"{figures['effective_classes']:.1f} of {len(facts['classes'])}."
+    )
+    if len(shown) < len(facts["classes"]):
+        note = f"The {ROWS} largest and {ROWS} smallest of {len(facts['classes'])} classes. {note}"
+    title = f"{facts['data']}: {samples['train']:,} training and {samples['test']:,} test {kind}"
+    return Sheet("classes", title, ["class", "train", "test"], rows, note)
+
+
+def _ends(classes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    ordered = sorted(classes, key=lambda row: -row["train"])
+    return [*ordered[:ROWS], *ordered[-ROWS:]]
+
+
+def _clients(facts: dict[str, Any]) -> Sheet:
+    from fednh.report.cells import word
+    from fednh.report.sheet import Sheet
+
+    here, classes = facts["clients"], [row["class"] for row in facts["classes"]]
+    narrow = len(classes) <= COLUMNS
+    rows = []
+    for name, counts, held in list(zip(here["names"], here["counts"], here["held_out"], strict=True))[:ROWS]:
+        owned = sorted(((n, c) for n, c in zip(counts, classes, strict=True) if n), reverse=True)
+        cells = [word(name), word(sum(counts)), word(held), word(len(owned))]
+        largest = ", ".join(f"{c} {n}" for n, c in owned[:3]) + (", ..." if len(owned) > 3 else "")
+        rows.append(cells + ([word(n) for n in counts] if narrow else [word(largest)]))
+    heads = ["client", "samples", "held out", "classes", *(classes if narrow else ["largest"])]
+    samples, owned = here["samples"], here["owned_classes"]
+    note = (
+        f"{samples['least']:,} to {samples['most']:,} samples each (median {samples['median']:g}), of {owned['least']} "
+        f"to {owned['most']} classes (median {owned['median']:g}). Mean over clients: Gini {here['gini']:.2f}, "
+        f"effective number of classes {here['effective_classes']:.1f}. Missing: {here['missing_share']:.0%} of all "
+        "pairs of client and class."
+    )
+    if len(here["names"]) > ROWS:
+        note = f"The first {ROWS} of {len(here['names'])} clients. {note}"
+    return Sheet("clients", f"Who would hold what: {here['partition']}", heads, rows, note)

@@ -1,0 +1,193 @@
+"""Held-out samples, natural sites and their scaling: nothing may pass from what is measured to what is trained on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fednh.config import Config, load
+from fednh.data.dataset import Dataset, one_site
+from fednh.data.inspection import Division, effective, gini, inspect
+from fednh.data.partition import hold_out
+from fednh.errors import UserError
+from fednh.federation import build_federation, divide, load_data
+from fednh.seeding import numpy_rng
+
+
+@given(
+    labels=st.lists(st.integers(0, 4), min_size=1, max_size=60).map(np.array),
+    share=st.floats(0, 0.99),
+    seed=st.integers(0, 9),
+)
+def test_a_held_out_split_is_stratified_disjoint_and_seeded(labels: np.ndarray, share: float, seed: int) -> None:
+    part = np.flatnonzero(np.arange(len(labels)) % 3 != 1)
+    train, held = hold_out(labels, part, share, numpy_rng(seed, "x"))
+    again = hold_out(labels, part, share, numpy_rng(seed, "x"))
+    assert np.array_equal(train, again[0])
+    assert np.array_equal(held, again[1])
+    assert sorted([*train, *held]) == sorted(part)
+    for label in set(labels[part]):
+        n, h = (labels[part] == label).sum(), (labels[held] == label).sum()
+        assert (labels[train] == label).any()
+        assert h == min(int(share * n + 0.5), n - 1)
+
+
+def vectors(x: np.ndarray, y: list[int], site: list[int] | None = None, **more: object) -> Dataset:
+    x = x.astype(np.float32)
+    facts = {"sites": ("n", "s"), "site_train": np.array(site)} if site else {}
+    empty = (x[:0], np.array([], np.int64))
+    given_ = {"mean": (0.0,) * x.shape[1], "std": (1.0,) * x.shape[1], "scale": 1.0, "fitted": True, **facts, **more}
+    return Dataset("v", x, np.array(y), *empty, ("a", "b"), **given_)  # type: ignore[arg-type]
+
+
+def settings(**more: object) -> Config:
+    small = {"partition.name": "site", "partition.min_samples": 1, "model.name": "mlp", "data.holdout": 0.0}
+    return load(None, {"data.name": "npz:x", **small, **{k.replace("__", "."): v for k, v in more.items()}})
+
+
+def test_every_site_is_scaled_by_its_own_training_rows() -> None:
+    data = vectors(np.array([[1.0], [3.0], [100.0], [300.0]]), [0, 1, 0, 1], [0, 0, 1, 1])
+    fed = build_federation(settings(), data)
+    assert fed.dataset.x_train[:, 0].tolist() == [-1, 1, -1, 1]
+    assert [s.mean for s in fed.scalings] == [(2.0,), (200.0,)]
+    card = fed.card(settings(), 1)
+    assert (card["site"], card["preprocessing"]["mean"], card["preprocessing"]["std"]) == ("s", (200.0,), (100.0,))
+    assert fed.card(settings())["preprocessing"]["mean"] == (101.0,)  # the global model: the mean of the sites'
+
+
+def test_test_rows_are_scaled_as_their_site_does_it() -> None:
+    data = vectors(np.array([[1.0], [3.0], [100.0], [300.0]]), [0, 1, 0, 1], [0, 0, 1, 1])
+    x = np.array([[2.0], [300.0], [101.0]], np.float32)
+    data = replace(data, x_test=x, y_test=np.array([0, 1, 0]), site_test=np.array([0, 1, -1]))
+    assert build_federation(settings(), data).dataset.x_test[:, 0].tolist() == [0, 1, 0]
+
+
+HEAD = "a,b,label,site,split\n"
+NORTH = [f"{k},{k * k},{k % 2},north,train" for k in range(12)]
+SOUTH = [f"{k + 50},{k},{k % 2},south,train" for k in range(12)]
+
+
+def standardised(path: Path, rows: list[str], partition: str, holdout: float = 0.25) -> tuple[np.ndarray, ...]:
+    """Everybody's training samples as the model sees them, and what was held out, for rows north then south."""
+    path.write_text(HEAD + "\n".join(rows))
+    many = {} if partition == "site" else {"partition.clients": 2}
+    config = load(
+        None,
+        {
+            "data.name": f"csv:{path}",
+            **many,
+            "partition.name": partition,
+            "data.holdout": holdout,
+            "partition.min_samples": 1,
+        },
+    )
+    fed = build_federation(config)
+    seen = fed.train.floats(fed.train.x.clone()).numpy()
+    return tuple(seen[part] for part in (*fed.parts, *fed.held_out)) + tuple(fed.held_out)
+
+
+def test_nothing_leaks_into_training_rows(tmp_path: Path) -> None:
+    test = ["1,2,0,north,test", "3,4,1,south,test"]
+    north, south, _, _, held_north, _ = standardised(tmp_path / "a.csv", [*NORTH, *SOUTH, *test], "site")
+    # another test set
+    changed = standardised(tmp_path / "b.csv", [*NORTH, *SOUTH, "900,-7,0,north,test"], "site")
+    assert np.array_equal(changed[0], north)
+    assert np.array_equal(changed[1], south)
+    # another site's rows
+    strange = [row.replace("5", "999", 1) for row in SOUTH]
+    changed = standardised(tmp_path / "c.csv", [*NORTH, *strange, *test], "site")
+    assert np.array_equal(changed[0], north)
+    assert not np.array_equal(changed[1], south)
+    # the site's own held-out rows
+    wild = [f"{10**6},{k},{k % 2},north,train" if k in held_north else row for k, row in enumerate(NORTH)]
+    changed = standardised(tmp_path / "d.csv", [*wild, *SOUTH, *test], "site")
+    assert np.array_equal(changed[0], north)
+    assert not np.array_equal(changed[2], _)
+
+
+def test_nothing_leaks_from_held_out_rows_without_sites(tmp_path: Path) -> None:
+    rows = [*NORTH, *SOUTH]
+    first = standardised(tmp_path / "a.csv", rows, "iid")
+    held = {*first[4].tolist(), *first[5].tolist()}
+    wild = [",".join(["1000000", *row.split(",")[1:]]) if k in held else row for k, row in enumerate(rows)]
+    second = standardised(tmp_path / "b.csv", wild, "iid")
+    assert np.array_equal(first[0], second[0])
+    assert np.array_equal(first[1], second[1])
+    assert not np.array_equal(first[2], second[2])
+
+
+def test_missing_numbers_take_the_sites_own_mean(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,label,site\n1,x,n\n3,y,n\n,x,n\n10,x,s\n,y,s\n")
+    given = {"data.name": f"csv:{tmp_path / 't.csv'}", "partition.name": "site", "partition.min_samples": 1}
+    fed = build_federation(load(None, {**given, "data.holdout": 0.0}))
+    assert fed.dataset.x_train[:, 0].tolist() == [-1, 1, 0, 0, 0]
+    together = build_federation(load(None, {**given, "partition.name": "iid", "partition.clients": 1}))
+    assert not together.train.x.isnan().any()
+
+
+def test_a_site_alone_holds_out_what_it_does_among_others() -> None:
+    rng = np.random.default_rng(0)
+    data = vectors(rng.normal(size=(40, 2)), [0, 1] * 20, [0] * 20 + [1] * 20)
+    config = settings(data__holdout=0.3)
+    parts, held = divide(data, config)
+    alone = one_site(data, "s")
+    own_parts, own_held = divide(alone, config)
+    assert (held[1] - 20).tolist() == own_held[0].tolist()
+    assert (parts[1] - 20).tolist() == own_parts[0].tolist()
+    assert one_site(replace(data, sites=(), site_train=None), "west").sites == ("west",)
+    with pytest.raises(UserError, match="no site 'x'; it has n, s"):
+        one_site(data, "x")
+
+
+def test_sites_that_are_too_small_or_not_known_are_refused() -> None:
+    data = vectors(np.zeros((3, 1)), [0, 1, 0], [0, 0, 1])
+    with pytest.raises(UserError, match="the site 's' has only 1 training samples, fewer than 2"):
+        divide(data, settings(partition__min_samples=2))
+    with pytest.raises(UserError, match="does not say which site"):
+        divide(replace(data, sites=(), site_train=None), settings())
+
+
+# --- inspect -------------------------------------------------------------------------------------------------------
+
+
+def test_figures_of_imbalance_by_hand() -> None:
+    assert gini(np.array([5, 5, 5])) == 0
+    assert gini(np.array([0, 0, 0, 8])) == pytest.approx(0.75)  # (n - 1) / n
+    assert effective(np.array([4, 4, 0])) == pytest.approx(2)
+    assert effective(np.array([9, 0, 0])) == pytest.approx(1)
+
+
+def test_what_will_hurt_is_said() -> None:
+    x = np.arange(30, dtype=np.float32)[:, None]
+    y = [0] * 27 + [1] * 3
+    x[1] = x[0]
+    x[29] = x[2]
+    x_test = np.array([[2.0], [500.0]], np.float32)
+    data = replace(vectors(x, y), x_test=x_test, y_test=np.array([0, 0]))
+    how = Division("site", ("n", "s"), [np.arange(27), np.arange(27, 30)], [np.array([], np.int64)] * 2)
+    found = inspect(data, how)
+    said = "\n".join(found["warnings"])
+    for words in (
+        "fewer than 10 training samples, hardly to be learned: b (3)",
+        "classes missing in the test set, which count as 0% right: b",
+        "2 training samples are exact copies of others",
+        "1 training samples occur under more than one class",
+        "1 test samples are exact copies of training samples",
+        "clients with one class only, whose own model has nothing to decide: n, s",
+        "clients that share no class with any other: n, s",
+        "1 of 1 pairs of clients have no class in common",
+        "classes that one client alone has: a, b",
+    ):
+        assert words in said
+    assert found["clients"]["missing_share"] == 0.5
+    assert found["clients"]["counts"] == [[27, 0], [0, 3]]
+
+
+def test_a_clean_set_gets_no_warning() -> None:
+    data = load_data(load(None, {"data.name": "digits"}))
+    assert inspect(data)["warnings"] == []
