@@ -123,9 +123,10 @@ class EvalConfig(Section):
 
     @field_validator("clients", "final")
     @classmethod
-    def _at_least_one(cls, value: str | int) -> str | int:
+    def _at_least_one(cls, value: str | int, info: ValidationInfo) -> str | int:
         if isinstance(value, int) and value < 1:
-            raise ValueError("should be a word or a number of clients, 1 or more; see docs/running.md")
+            words = "'active', 'all'" if info.field_name == "clients" else "'all'"
+            raise ValueError(f"should be {words} or a number of clients, 1 or more")
         return value
 
 
