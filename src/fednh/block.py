@@ -133,6 +133,10 @@ class BlockFit:
             self.samples += 1
         return {**fixed, **moving}
 
+    def reach(self, epochs: int | None = None) -> Tensor:  # (): a client of fewer batches takes fewer steps
+        batches = (self.data.real.sum() / self.sgd.batch_size).ceil()
+        return self.sgd.reach((self.sgd.epochs if epochs is None else epochs) * batches)
+
 
 def move(params: Tree, velocity: Tree, gradients: Tree, sgd: Sgd, active: Tensor | None) -> None:
     """Clipping, weight decay and momentum in place, as `fit.Momentum` does; `active` is 0 for who stands still."""
