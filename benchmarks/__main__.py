@@ -40,7 +40,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="smaller measurements of memory and scale")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where to write the results")
     arguments = parser.parse_args()
-    console, started, rows = Console(), time.perf_counter(), list[Row]()
+    console = Console() if Console().is_terminal else Console(width=150)
+    started, rows = time.perf_counter(), list[Row]()
     for row in all_rows(arguments.quick):
         rows.append(row)
         console.print(f"{row.name}: {row.value:.2f} {row.unit}", highlight=False)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import nn
 
 from benchmarks import plain
 from benchmarks.limit import BATCH, CLASSES, Conv2Primitives
@@ -38,13 +40,18 @@ from fednh.simulate import Simulation
 from fednh.tree import mean
 
 CORES = len(os.sched_getaffinity(0))
+Parts = NDArray[np.int64]  # clients by samples
 
 
 def rows() -> Iterator[Row]:
+    # The plain way first: it does without `keep_freed`, which holds for the whole process once it is called.
+    conv2_data, resnet18_data, small_data = conv2_clients(), resnet18_clients(), small_clients()
+    with all_threads():
+        usual = plain_conv2(*conv2_data), plain_resnet18(*resnet18_data), plain_small(*small_data)
     memory.keep_freed()
-    yield from conv2()
-    yield resnet18()
-    yield from small_clients()
+    yield from conv2(*conv2_data, usual[0])
+    yield resnet18(*resnet18_data, usual[1])
+    yield from small(*small_data, usual[2])
     yield from methods_and_evaluation()
     yield from start_up()
 
@@ -88,7 +95,7 @@ def best(times: int, *works: Callable[[], object]) -> list[float]:
     return found
 
 
-def federation(data: Dataset, parts: Sequence[Sequence[int]], **settings: object) -> tuple[Config, Federation]:
+def federation(data: Dataset, parts: Parts, **settings: object) -> tuple[Config, Federation]:
     """A federation of given clients."""
     config = load("cifar10", {"partition.name": "iid", "partition.clients": 1, **settings})
     fed = build_federation(config, data)
@@ -107,73 +114,92 @@ def local_training(fed: Federation, sgd: Sgd, pool: ThreadPoolExecutor) -> Calla
     return lambda: list(pool.map(one, range(len(fed.parts))))
 
 
-def conv2() -> Iterator[Row]:
+STEPS = 6  # of a Conv2 client
+RESNET_BATCH = 16
+SMALL, SMALL_SIZE, PLAIN_SMALL = 1000, 50, 100  # small clients, their samples, and how many the plain way is timed on
+
+
+def conv2_clients() -> tuple[Dataset, Parts]:
+    data = images(2 * CORES * STEPS * BATCH, 32)
+    return data, np.arange(len(data.y_train)).reshape(2 * CORES, -1)
+
+
+def resnet18_clients() -> tuple[Dataset, Parts]:
+    data = images(CORES * RESNET_BATCH, 64)
+    return data, np.arange(len(data.y_train)).reshape(CORES, -1)
+
+
+def small_clients() -> tuple[Dataset, Parts]:
+    rng, count = np.random.default_rng(0), SMALL * SMALL_SIZE
+    x, y = rng.normal(size=(count, 64)).astype(np.float32), rng.integers(0, CLASSES, count)
+    names = tuple(map(str, range(CLASSES)))
+    return Dataset("random", x, y, x[:100], y[:100], names, (0.0,) * 64, (1.0,) * 64, 1.0), np.arange(count).reshape(
+        SMALL, -1
+    )
+
+
+def plain_conv2(data: Dataset, parts: Parts) -> float:
+    return plain_round(plain.PlainConv2(CLASSES), plain.Images, data, parts, Sgd(epochs=1), 3)
+
+
+def plain_resnet18(data: Dataset, parts: Parts) -> float:
+    sgd = Sgd(epochs=1, batch_size=RESNET_BATCH)
+    return plain_round(plain.PlainResNet18(CLASSES), plain.Images, data, parts, sgd, 2)
+
+
+def plain_small(data: Dataset, parts: Parts) -> float:
+    few = plain_round(plain.PlainMLP(64, CLASSES), plain.Vectors, data, parts[:PLAIN_SMALL], Sgd(), 2)
+    return few * SMALL / PLAIN_SMALL
+
+
+def plain_round(
+    model: nn.Module, kind: type[plain.Images] | type[plain.Vectors], data: Dataset, parts: Parts, sgd: Sgd, times: int
+) -> float:
+    x, y = torch.from_numpy(data.x_train), torch.from_numpy(data.y_train)
+    clients = [kind(x, y, part.tolist()) for part in parts]
+    return best(times, lambda: plain.round_of(model, clients, sgd))[0]
+
+
+def conv2(data: Dataset, parts: Parts, usual: float) -> Iterator[Row]:
     """Conv2 on CIFAR-shaped data: near the limit, and far from the plain way."""
-    steps, count = 6, 2 * CORES
-    data = images(count * steps * BATCH, 32)
-    parts = np.arange(len(data.y_train)).reshape(count, -1)
     _, fed = federation(data, parts, **{"method.name": "fedavg"})
-    sgd = Sgd(epochs=1)
     with workers() as pool:
-        primitives = [Conv2Primitives() for _ in range(count)]
+        primitives = [Conv2Primitives() for _ in parts]
 
         def bare() -> None:
-            list(pool.map(lambda one: [one.step() for _ in range(steps)], primitives))
+            list(pool.map(lambda one: [one.step() for _ in range(STEPS)], primitives))
 
-        ours, limit = best(6, local_training(fed, sgd, pool), bare)
-    x, y = torch.from_numpy(data.x_train), torch.from_numpy(data.y_train)
-    clients = [plain.Images(x, y, part.tolist()) for part in parts]
-    with all_threads():
-        (usual,) = best(2, lambda: plain.round_of(plain.PlainConv2(CLASSES), clients, sgd))
-    each = f"{count * steps} steps of 64 images: ours {ours:.2f} s, primitives {limit:.2f} s, plain {usual:.2f} s"
+        ours, limit = best(6, local_training(fed, Sgd(epochs=1), pool), bare)
+    each = f"{len(parts) * STEPS} steps of {BATCH} images: ours {ours:.2f} s, primitives {limit:.2f} s, plain {usual:.2f} s"
     yield Row("Conv2: share of the primitive limit", limit / ours, "", 0.9, False, each)
     yield Row("Conv2: against the plain way", usual / ours, "x", 2.5, False, each)
 
 
-def resnet18() -> Row:
+def resnet18(data: Dataset, parts: Parts, usual: float) -> Row:
     """ResNet-18 with GroupNorm at 64x64; the plain way has the same module in NCHW."""
-    batch = 16
-    data = images(CORES * batch, 64)
-    parts = np.arange(len(data.y_train)).reshape(CORES, -1)
     _, fed = federation(data, parts, **{"method.name": "fedavg", "model.name": "resnet18"})
-    sgd = Sgd(epochs=1, batch_size=batch)
     with workers() as pool:
-        (ours,) = best(2, local_training(fed, sgd, pool))
-    x, y = torch.from_numpy(data.x_train), torch.from_numpy(data.y_train)
-    clients = [plain.Images(x, y, part.tolist()) for part in parts]
-    module = plain.PlainResNet18(CLASSES)
-    with all_threads():
-        (usual,) = best(2, lambda: plain.round_of(module, clients, sgd))
-    each = f"{CORES} steps of {batch} images: ours {ours:.2f} s, plain {usual:.2f} s"
+        (ours,) = best(2, local_training(fed, Sgd(epochs=1, batch_size=RESNET_BATCH), pool))
+    each = f"{CORES} steps of {RESNET_BATCH} images: ours {ours:.2f} s, plain {usual:.2f} s"
     return Row("ResNet-18 (64x64): against the plain way", usual / ours, "x", 2.0, False, each)
 
 
-def small_clients() -> Iterator[Row]:
+def small(data: Dataset, parts: Parts, usual: float) -> Iterator[Row]:
     """1,000 clients a round of 50 samples each, an MLP on 64 features."""
-    count, size, few = 1000, 50, 100
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(count * size, 64)).astype(np.float32), rng.integers(0, CLASSES, count * size)
-    data = Dataset("random", x, y, x[:100], y[:100], tuple(map(str, range(CLASSES))), (0.0,) * 64, (1.0,) * 64, 1.0)
-    parts = np.arange(count * size).reshape(count, -1)
     _, fed = federation(data, parts, **{"method.name": "fedavg", "model.name": "mlp", "model.args": {}})
     server = fed.method.init(fed.net, torch_rng(0, "init"))
     down, kept = fed.method.broadcast(server), fed.method.enroll(server)
     work = engine.Work(fed, down, Sgd(), 0, 1, lambda _: kept, lambda: False)
     with workers() as pool:
 
-        def by(name: str, clients: int) -> Callable[[], object]:
+        def by(name: str) -> Callable[[], object]:
             return lambda: mean(
                 update.upload  # type: ignore[union-attr]
-                for _, update in engine.updates(name, pool, work, range(clients), ahead=2 * CORES)
+                for _, update in engine.updates(name, pool, work, range(len(parts)), ahead=2 * CORES)
             )
 
-        block, loop = best(2, by("vmap", count), by("loop", count))
-    model = plain.PlainMLP(64, CLASSES)
-    clients = [plain.Vectors(torch.from_numpy(x), torch.from_numpy(y), part.tolist()) for part in parts[:few]]
-    with all_threads():
-        (usual,) = best(2, lambda: plain.round_of(model, clients, Sgd()))
-    usual *= count / few
-    each = f"a round: blocks {block:.2f} s, loop {loop:.2f} s, plain {usual:.1f} s (from {few} clients)"
+        block, loop = best(3, by("vmap"), by("loop"))
+    each = f"a round: blocks {block:.2f} s, loop {loop:.2f} s, plain {usual:.1f} s (from {PLAIN_SMALL} clients)"
     yield Row("1,000 small clients: blocks against the loop", loop / block, "x", 4.0, False, each)
     yield Row("1,000 small clients: against the plain way", usual / block, "x", 8.0, False, each)
 

@@ -98,7 +98,7 @@ def test_a_saved_model_says_what_it_is(tmp_path: Path) -> None:
     assert card["classes"] == list("0123456789")
     assert card["shape"] == [1, 8, 8]
     assert card["method"]["name"] == "fednh"
-    assert card["model"] == {"name": "mlp", "args": {"hidden": [128, 64]}}
+    assert card["model"] == {"name": "mlp", "args": {"hidden": [128, 64]}, "head": None, "norm": "refuse"}
     assert card["preprocessing"]["scale"] == 16.0
     assert card["client"] == int(client.stem.split("-")[1])
 
@@ -166,7 +166,7 @@ def test_methods_lists_all_with_settings_and_papers(tmp_path: Path) -> None:
 
 def test_datasets_says_what_is_here(tmp_path: Path) -> None:
     text = ok(["datasets", "--data-dir", str(tmp_path)], tmp_path).stdout
-    for name in ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet", "fashion_mnist", "mnist", "npz:PATH"):
+    for name in ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet", "fashion_mnist", "mnist", "npz:FILE"):
         assert name in text
 
 

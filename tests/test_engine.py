@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from conftest import identical
-from fednh import client
+from fednh import client, engine
 from fednh.block import Block, move, update_block
 from fednh.config import load
 from fednh.data.batches import ClientData, Samples
@@ -20,11 +20,11 @@ from fednh.errors import UserError
 from fednh.federation import Federation, build_federation
 from fednh.fit import Fit, Sgd
 from fednh.methods import METHODS
-from fednh.methods.base import Method
+from fednh.methods.base import MODEL, Method
 from fednh.methods.fedavg import FedAvg
 from fednh.models import Net, build_net
 from fednh.seeding import torch_rng
-from fednh.tree import Tree
+from fednh.tree import Tree, below, prefix, select
 from test_simulate import run_config, timeless
 
 SIZES = (1, 3, 7, 10, 11)  # with batches of 4: one to three steps an epoch, last batches of 1, 2 and 3
@@ -167,6 +167,38 @@ class Failing(FedAvg):
         if self.size in sizes:
             raise RuntimeError("no luck")
         return super().client_update(net, own, data, fit)
+
+
+@dataclass(frozen=True)
+class Remembering(FedAvg):
+    """Starts with nothing of its own, and later goes half the way from its last model."""
+
+    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        last = below(own, "last")
+        model, upload = super().client_update(net, select(own, *MODEL), data, fit)
+        moved = {name: (value + last[name]) / 2 if last else value for name, value in model.items()}
+        return prefix("last", moved), upload
+
+
+def test_newcomers_and_old_hands_in_one_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone: list[int] = []
+    usual = engine.one_client
+    monkeypatch.setattr(engine, "one_client", lambda work, client: alone.append(client) or usual(work, client))
+    states, told = [], None
+    for name in ("vmap", "loop"):
+        config, fed = federation(
+            rounds=2, engine=name, **{"participation.rate": 0.6, "train.epochs": 1, "eval.every": 0, "eval.final": 1}
+        )
+        simulation, _, told = run_config(tmp_path / name, config, replace(fed, method=Remembering()))
+        states.append([simulation.store.get(k) for k in simulation.store.members])
+        assert bool(alone) == (name == "loop"), "a block was given up"
+    first, second = (set(record["clients"]) for record in told.records)
+    assert first & second
+    assert second - first
+    for vmap, loop in zip(*states, strict=True):
+        assert vmap.keys() == loop.keys()
+        for key, value in loop.items():
+            torch.testing.assert_close(vmap[key], value, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("method", ["fednh", "fedrod"])

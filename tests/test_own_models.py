@@ -308,6 +308,7 @@ def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     blocks = page.split("```")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "mynets", raising=False)
     (tmp_path / "mynets.py").write_text(next(b for b in blocks if b.startswith("python")).partition("\n")[2])
     lines = [line for b in blocks if b.startswith("sh") for line in b.splitlines() if line.startswith("fednh ")]
     assert len(lines) >= 3

@@ -92,12 +92,22 @@ def one_block(work: Work, members: Sequence[int]) -> list[Outcome]:
     if work.stopped():
         return [(client, None) for client in members]
     try:
-        fed = work.fed
-        block = Block(fed.train, [fed.parts[k] for k in members], members, work.seed, work.round, "train")
-        kept = [work.kept(client) for client in members]
-        return list(zip(members, update_block(fed.method, fed.net, block, kept, work.down, work.sgd), strict=True))
+        # Those who bring the same names: newcomers may bring none. What is received anyway need not be brought.
+        alike: dict[tuple[str, ...], dict[int, Tree]] = {}
+        for client in members:
+            brought = {name: value for name, value in work.kept(client).items() if name not in work.down}
+            alike.setdefault(tuple(sorted(brought)), {})[client] = brought
+        done = {client: update for kept in alike.values() for client, update in _together(work, kept).items()}
+        return [(client, done[client]) for client in members]
     except Exception:  # one after the other: so the one that fails is named, and the rest have their results
         return [one_client(work, client) for client in members]
+
+
+def _together(work: Work, kept: dict[int, Tree]) -> dict[int, Update]:
+    fed, members = work.fed, list(kept)
+    block = Block(fed.train, [fed.parts[k] for k in members], members, work.seed, work.round, "train")
+    made = update_block(fed.method, fed.net, block, list(kept.values()), work.down, work.sgd)
+    return dict(zip(members, made, strict=True))
 
 
 def blocks(fed: Federation, order: Sequence[int]) -> Iterator[list[int]]:
