@@ -170,7 +170,8 @@ def conv2(data: Dataset, parts: Parts, usual: float) -> Iterator[Row]:
             list(pool.map(lambda one: [one.step() for _ in range(STEPS)], primitives))
 
         ours, limit = best(6, local_training(fed, Sgd(epochs=1), pool), bare)
-    each = f"{len(parts) * STEPS} steps of {BATCH} images: ours {ours:.2f} s, primitives {limit:.2f} s, plain {usual:.2f} s"
+    each = f"{len(parts) * STEPS} steps of {BATCH} images: ours {ours:.2f} s, "
+    each += f"primitives {limit:.2f} s, plain {usual:.2f} s"
     yield Row("Conv2: share of the primitive limit", limit / ours, "", 0.9, False, each)
     yield Row("Conv2: against the plain way", usual / ours, "x", 2.5, False, each)
 
@@ -227,7 +228,7 @@ def methods_and_evaluation() -> Iterator[Row]:
         def look(_: int) -> object:
             return correct_per_class(lambda x: fed.net.logits(model, x), fed.train)
 
-        (taken,) = best(2, lambda: list(pool.map(look, range(looks))))
+        (taken,) = best(4, lambda: list(pool.map(look, range(looks))))
     per_model = taken / looks * 10_000 / len(fed.train)
     evaluation = 20 * 11 * per_model + 100 * per_model  # every 10 rounds: the global and 10 personal; at the end all
     training = 200 * seconds["fedavg"]
