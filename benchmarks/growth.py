@@ -55,7 +55,7 @@ def draw(found: dict[str, list[dict[str, float]]]) -> None:
             ax = axes[row][column]
             ax.plot([point["x"] for point in rows], [point[key] for point in rows], marker="o", color="#2a5d9f")
             ax.set_xscale("log")
-            ax.set_ylim(bottom=0)
+            ax.set_ylim(0, 1.1 * max(point[key] for points in found.values() for point in points))
             ax.spines[["top", "right"]].set_visible(False)
             ax.grid(alpha=0.3)
             if column == 0:

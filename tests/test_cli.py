@@ -232,6 +232,7 @@ def test_a_run_on_digits_starts_without_what_it_does_not_need(tmp_path: Path) ->
     assert done.stdout.splitlines() == [str(tmp_path / "r"), "[]"], done.stderr
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not cifar10_file().exists(), reason="CIFAR-10 is not in the data folder; see `fednh datasets`")
 def test_real_cifar10_rises(tmp_path: Path) -> None:
     """FedNH, Dir(0.3), 100 clients, a few rounds; judged on every tenth test image, to be quick."""

@@ -48,6 +48,7 @@ CHEAP = {
     "creff": {"method.match_steps": 2, "method.retrain_epochs": 2},
     "fedrep": {"method.head_epochs": 1},
     "fedbabu": {"method.finetune_epochs": 1},
+    "fedetf": {"method.turns": 1, "method.turn_epochs": 1},
 }
 
 

@@ -41,7 +41,13 @@ ELSEWHERE = {  # commands that need what only other tests have: the words that m
     ("federation", "up"): "tests/flower/federations.py",
     ("federation", "certs"): "tests/flower/test_certs.py",
 }
-MAKE = {"test": "it runs this file", "demo": "test_the_demo", "docs": "test_the_site", "soak": "the long tests"}
+MAKE = {
+    "test": "it runs this file",
+    "demo": "test_the_demo",
+    "docs": "test_the_site",
+    "soak": "the long tests",
+    "bench": "a measurement",
+}
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,15 @@ class Told:
 
 
 def play(path: Path, federation: Federation | None = None, **settings: Any) -> tuple[Simulation, dict[str, Any], Told]:
-    quick = {"method.retrain_epochs": 20} if settings.get("method__name") == "creff" else {}
-    config = load("digits", {**SMALL, **{k.replace("__", "."): v for k, v in settings.items()}, **quick})
+    quick = {"creff": {"method.retrain_epochs": 20}, "fedetf": {"method.turns": 1, "method.turn_epochs": 1}}
+    config = load(
+        "digits",
+        {
+            **SMALL,
+            **{k.replace("__", "."): v for k, v in settings.items()},
+            **quick.get(settings.get("method__name", ""), {}),
+        },
+    )
     return run_config(path, config, federation)
 
 

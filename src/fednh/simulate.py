@@ -115,6 +115,13 @@ def dropped_clients(config: Config, round_: int, picked: list[int]) -> list[int]
     return [client for client, f in zip(picked, fate, strict=True) if f < config.participation.dropout]
 
 
+def sampled_clients(config: Config, number: str | int, members: list[int], round_: int) -> list[int]:
+    """Of the members so many, or "all" of them: whose personal models are looked at."""
+    if number == "all" or int(number) >= len(members):
+        return members
+    return sorted(numpy_rng(config.seed, "eval", round_).choice(members, int(number), replace=False).tolist())
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Let torch compute in this thread alone: a sum's last bits depend on how many threads share it."""
@@ -298,11 +305,7 @@ class Simulation:
 
     def _sample(self, number: str | int, round_: int) -> list[int]:
         """Of the clients that took part so far `number`, or all."""
-        members = self.store.members
-        if number == "all" or int(number) >= len(members):
-            return members
-        rng = numpy_rng(self.config.seed, "eval", round_)
-        return sorted(rng.choice(members, int(number), replace=False).tolist())
+        return sampled_clients(self.config, number, self.store.members, round_)
 
     def _global(self) -> torch.Tensor | None:  # (C,) correct per class
         model = self.method.global_model(self.server)

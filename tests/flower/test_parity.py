@@ -13,7 +13,10 @@ from fednh.config import Config, load
 from fednh.files import read_tree
 from fednh.methods import METHODS
 
-FAST = {"creff": {"method.match_steps": 5, "method.retrain_epochs": 5}}
+FAST = {
+    "creff": {"method.match_steps": 5, "method.retrain_epochs": 5},
+    "fedetf": {"method.turns": 1, "method.turn_epochs": 1},
+}
 
 
 def small(method: str, **more: object) -> Config:
@@ -37,6 +40,13 @@ def small(method: str, **more: object) -> Config:
 @pytest.mark.parametrize("method", METHODS)
 def test_same_models_and_figures_as_the_simulator(method: str, tmp_path: Path) -> None:
     config = small(method)
+    simulate(config, tmp_path / "simulator")
+    federate(config, tmp_path / "flower")
+    compare(tmp_path / "simulator", tmp_path / "flower")
+
+
+def test_the_same_sample_is_looked_at_in_the_end(tmp_path: Path) -> None:
+    config = small("fedavg", **{"eval.final": 2, "eval.clients": 1})
     simulate(config, tmp_path / "simulator")
     federate(config, tmp_path / "flower")
     compare(tmp_path / "simulator", tmp_path / "flower")

@@ -175,6 +175,7 @@ def test_it_fits_a_phone_and_follows_the_systems_colours(report: Path, browser: 
     assert browser.errors == []
 
 
+@pytest.mark.soak
 def test_forty_runs_stay_small_and_open_at_once(tmp_path: Path) -> None:
     many_runs(tmp_path / "runs", hostile="<b>")
     size = write_report(load_runs([tmp_path / "runs"]), tmp_path / "report.html", "Forty runs")

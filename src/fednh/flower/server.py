@@ -36,8 +36,16 @@ from fednh.flower.site import balanced, initial_state
 from fednh.machine import check_machine
 from fednh.names import run_name
 from fednh.runs import RunFolder
-from fednh.seeding import numpy_rng
-from fednh.simulate import Interrupted, Progress, Round, Watcher, dropped_clients, one_thread, picked_clients
+from fednh.simulate import (
+    Interrupted,
+    Progress,
+    Round,
+    Watcher,
+    dropped_clients,
+    one_thread,
+    picked_clients,
+    sampled_clients,
+)
 from fednh.store import Store
 from fednh.tree import Tree, Uploads, arranged, finite, size
 
@@ -251,10 +259,19 @@ class Server:
         return [here[k] for k in picked_clients(self.config, round_, len(here))]
 
     def _looked_at(self, round_: int) -> list[int]:
-        """Who evaluates: after the last round everybody."""
+        """Who evaluates: after the last round every site, or in a simulation those that `eval.final` says."""
         if round_ < self.config.rounds:
             return self._whom(round_)
-        return self.roster.took_part() if self.manner.simulated else sorted(self.roster.members)
+        if not self.manner.simulated:
+            return sorted(self.roster.members)
+        return sorted({*self._final(), *self._whom(round_)})
+
+    def _final(self) -> list[int]:
+        """Whose figures the summary holds."""
+        members = self.roster.took_part()
+        if not self.manner.simulated:
+            return members
+        return sampled_clients(self.config, self.config.eval.final, members, self.config.rounds)
 
     def _whom(self, round_: int) -> list[int]:
         """Whose personal models make the round's figures: `eval.clients`."""
@@ -262,10 +279,7 @@ class Server:
         if chosen == "active":
             active: list[int] = self.progress.records[-1]["clients"]
             return active
-        if chosen == "all" or int(chosen) >= len(members):
-            return members
-        rng = numpy_rng(self.config.seed, "eval", round_)
-        return sorted(rng.choice(members, int(chosen), replace=False).tolist())
+        return sampled_clients(self.config, chosen, members, round_)
 
     def _order(self, client: int, round_: int, closing: int) -> Order:
         member = self.roster.members[client]
@@ -428,8 +442,8 @@ class Server:
     def _summary(self) -> dict[str, Any]:
         progress, task = self.progress, self.task
         assert task is not None
-        took_part = set(self.roster.took_part())
-        people = [{"client": k, **row} for k, row in sorted(self.people.items()) if k in took_part]
+        final = set(self._final())
+        people = [{"client": k, **row} for k, row in sorted(self.people.items()) if k in final]
         per_class = None
         if self.correct is not None and self.test is not None:
             per_class = (100 * self.correct / evaluate.total_per_class(self.test).clamp(min=1)).tolist()
