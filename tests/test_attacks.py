@@ -74,7 +74,7 @@ def accuracy(method: str, aggregator: str, attack: str | None, path: Path) -> fl
     return float(summary["gm"])
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fednh"])
+@pytest.mark.parametrize("method", [pytest.param("fedavg", marks=pytest.mark.soak), "fednh"])
 def test_the_mean_fails(method: str, tmp_path: Path) -> None:
     honest = accuracy(method, "mean", None, tmp_path / "honest")
     assert honest > 85
@@ -84,7 +84,7 @@ def test_the_mean_fails(method: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("aggregator", ["median", "trimmed_mean", "norm_clip"])
-@pytest.mark.parametrize("method", ["fedavg", "fednh"])
+@pytest.mark.parametrize("method", [pytest.param("fedavg", marks=pytest.mark.soak), "fednh"])
 def test_robust_averages_hold(method: str, aggregator: str, attack: str, tmp_path: Path) -> None:
     assert accuracy(method, aggregator, attack, tmp_path / "r") > 75
 

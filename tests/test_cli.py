@@ -32,7 +32,12 @@ def ok(args: list[str], tmp_path: Path) -> Ended:
     return ended
 
 
-@pytest.mark.parametrize("method", METHODS)
+LIKE_FEDAVG = ("fedprox", "fedbn", "fedlc")  # `make soak` trains them too
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, marks=pytest.mark.soak) if m in LIKE_FEDAVG else m for m in METHODS]
+)
 def test_every_method_learns_the_digits(method: str, tmp_path: Path) -> None:
     """Chance is 10% for the global model, and about what the largest class holds for a personal one."""
     out = tmp_path / "run"

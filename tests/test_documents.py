@@ -129,7 +129,10 @@ def shorter(words: list[str]) -> list[str]:
     return [*short, "--set", "eval.every=1"]  # a curve needs two points
 
 
-@pytest.mark.parametrize("name", RUN)
+LONG = ("using-models.md", "sweeps-and-tables.md", "figures-and-report.md")  # run by `make soak`
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.soak) if n in LONG else n for n in RUN])
 def test_what_is_shown_works(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All commands of a document, in its order, in one folder that has what the document speaks of."""
     monkeypatch.chdir(tmp_path)
@@ -168,6 +171,7 @@ def test_the_example_program(tmp_path: Path) -> None:
     assert "noise taken for unknown" in ended.stdout
 
 
+@pytest.mark.soak
 def test_the_novelty_experiment(tmp_path: Path) -> None:
     script = str(ROOT / "docs/examples/novelty.py")
     args = [sys.executable, script, "digits", "--rounds", "2", "--samples", "800"]

@@ -73,7 +73,12 @@ def test_up_to_two_classes_per_dimension_stand_at_right_angles(classes: int, dim
 
 @pytest.mark.parametrize(
     ("classes", "dim", "degrees"),  # the best known codes: N. J. A. Sloane's tables of spherical codes
-    [(10, 3, 66.1468), (12, 3, 63.4349), (20, 3, 47.4310), (10, 4, 80.4059)],
+    [
+        (10, 3, 66.1468),
+        pytest.param(12, 3, 63.4349, marks=pytest.mark.soak),
+        pytest.param(20, 3, 47.4310, marks=pytest.mark.soak),
+        (10, 4, 80.4059),
+    ],
 )
 def test_reaches_the_best_known_codes(classes: int, dim: int, degrees: float) -> None:
     found = separated(classes, dim, cache=None)

@@ -81,6 +81,7 @@ def test_the_verdict_goes_either_way() -> None:
     assert "minority accuracy 20.0 free, 20.5 uniform" in text
 
 
+@pytest.mark.soak
 def test_the_command_leaves_figures_numbers_and_run_folders(tmp_path: Path) -> None:
     out = tmp_path / "spiral"
     words = ["spiral", "--out", str(out), "--rounds", "2"]
