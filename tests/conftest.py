@@ -92,3 +92,21 @@ def real_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             real_run(folder / f"fednh-{rho}-{seed}", {"method.rho": rho, "seed": seed, **look})
     real_run(folder / "fedproto-0", {"method.name": "fedproto", **look})
     return folder
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """method -> the folder of a short finished run on digits, for tests of what is done with models."""
+    from fednh.methods import METHODS
+    from synthetic import real_run
+
+    folder = tmp_path_factory.mktemp("finished")
+    light = {"method.features_per_class": 5, "method.match_steps": 5, "method.retrain_epochs": 5}  # of creff
+    for method in METHODS:
+        quick = {
+            "partition.clients": 4,
+            "rounds": 8 if method == "fednh" else 2,
+            **(light if method == "creff" else {}),
+        }
+        real_run(folder / method, {"method.name": method, **quick})
+    return {method: folder / method for method in METHODS}

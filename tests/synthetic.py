@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from fednh.card import write_model
 from fednh.config import Config, dump, load
 from fednh.federation import build_federation
-from fednh.files import write_tree
 from fednh.report.load import Run, load_run
 from fednh.report.terminal import Silent
 from fednh.runs import RunFolder, environment
@@ -110,4 +110,6 @@ def many_runs(folder: Path, hostile: str = "") -> None:
                 per_class = rng.uniform(0, 100, 100).tolist()
                 fake_run(path, settings, records, counts, classes, people, per_class=per_class)
                 head = torch.randn(100, 32, generator=torch.Generator().manual_seed(seed))
-                write_tree(path / "models" / "global.safetensors", {"head.weight": head}, {"fednh": "{}"}, sync=False)
+                card = {"method": {"name": method}, "model": {"name": "mlp"}, "shape": [32], "classes": classes}
+                card["preprocessing"] = {"scale": 1.0, "mean": [0.0], "std": [1.0]}
+                write_model(path / "models" / "global.safetensors", {"head.weight": head}, card)

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fednh.card import read_model
 from fednh.data.builtin import digits
 from fednh.report.load import load_run
-from fednh.report.saved import personal_models, read_model
+from fednh.report.saved import personal_models
 from forked import fednh
 
 
@@ -72,7 +73,7 @@ def test_the_readmes_commands_on_a_folder_of_sites(work: Path, monkeypatch: pyte
     assert {"held_macro", "held_share", "held_gm_macro", "held_gm_share"} <= set(run.summary["clients"][0])
     assert "held-out macro" in ran.stdout
     _, card = read_model(personal_models(run)[1])
-    assert (card["site"], card["preprocessing"]["size"], card["preprocessing"]["channels"]) == ("north", [8, 8], 3)
+    assert (card.site, card.preprocessing.size, card.preprocessing.channels) == ("north", [8, 8], 3)
     for command in (["table", "runs/photos"], ["table", "--format", "csv", "runs/photos"]):
         shown = fednh(command, work / "d")
         assert (shown.code, "PM(L)" in shown.stdout) == (0, False)
@@ -95,8 +96,8 @@ def test_a_table_end_to_end_and_resumed_by_the_same_command(tmp_path: Path) -> N
     assert "11 of 120 values of 'age' are missing and take the mean" in " ".join(ran.stdout.split())
     assert "finished already" in fednh([*command, "--out", str(tmp_path / "r")], tmp_path / "b").stdout
     _, card = read_model(tmp_path / "r" / "models" / "personal" / "client-000001.safetensors")
-    assert card["preprocessing"]["kind"] == "table"
-    assert len(card["preprocessing"]["mean"]) == 1 + 3
+    assert card.preprocessing.kind == "table"
+    assert len(card.preprocessing.mean) == 1 + 3
 
 
 def test_mistakes_are_one_sentence(tmp_path: Path) -> None:

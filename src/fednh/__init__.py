@@ -1,3 +1,25 @@
-"""Personalised federated learning on class-imbalanced clients."""
+"""Personalised federated learning on class-imbalanced clients.
+
+`fednh.run`, `fednh.load_run` and `fednh.load_model` are the Python API; they are imported when first used, so that
+`import fednh` costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fednh.api import Model, Result, load_model, load_run, run
+else:
+
+    def __getattr__(name):
+        if name not in __all__ or name.startswith("__"):
+            raise AttributeError(f"module 'fednh' has no attribute {name!r}")
+        from fednh import api
+
+        return getattr(api, name)
+
+
+__all__ = ["Model", "Result", "__version__", "load_model", "load_run", "run"]

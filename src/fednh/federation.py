@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from fednh import __version__
+from fednh.card import FORMAT
 from fednh.config import Config, PartitionConfig
 from fednh.data import partition, scaling
 from fednh.data.batches import Samples, samples_of
@@ -18,6 +20,7 @@ from fednh.errors import UserError
 from fednh.machine import check_machine
 from fednh.methods import Method
 from fednh.models import Net, build_net
+from fednh.names import run_name
 from fednh.seeding import numpy_rng
 
 DEFAULT_HOLDOUT = 0.2  # of each client's classes, where there is no balanced test set
@@ -66,12 +69,15 @@ class Federation:
             scale = {"scale": self.raw_scale, **mine._asdict()}
         whose = {} if client is None else {"client": client, **({"site": self.sites[client]} if self.sites else {})}
         return {
+            "format": FORMAT,
+            "fednh": __version__,
             "method": config.method,
-            "model": {"name": self.net.name, "args": config.model.args},
+            "model": {**self.net.card, "args": config.model.args},
             "shape": data.shape,
             "classes": data.classes,
             "preprocessing": {**data.preprocessing, **scale},
             "trained_on": {
+                "run": run_name(config),
                 "data": data.name,
                 "seed": config.seed,
                 "rounds": config.rounds,
@@ -79,6 +85,14 @@ class Federation:
             },
             **whose,
         }
+
+
+def network(config: Config, shape: tuple[int, ...], num_classes: int) -> Net:
+    """The network that a config describes, for samples of this shape."""
+    m = config.model
+    net = build_net(m.name, shape, num_classes, m.args, head=m.head, norm=m.norm, weights=m.weights)
+    net.precision = config.precision
+    return net
 
 
 def load_data(config: Config) -> Dataset:
@@ -106,14 +120,12 @@ def build_federation(config: Config, dataset: Dataset | None = None) -> Federati
     parts, held_out = divide(data, config)
     raw_scale = data.scale
     data, scalings = scaling.fit(data, parts, held_out, natural)
-    net = build_net(config.model.name, data.shape, data.num_classes, config.model.args)
-    net.precision = config.precision
     return Federation(
         dataset=data,
         train=samples_of(data, "train", config.data.augment, config.device),
         test=samples_of(data, "test", device=config.device),
         parts=parts,
-        net=net,
+        net=network(config, data.shape, data.num_classes),
         method=config.build_method(),
         held_out=held_out,
         scalings=scalings,

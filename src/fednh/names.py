@@ -9,6 +9,7 @@ from typing import Any
 from zlib import crc32
 
 from fednh.config import Config
+from fednh.errors import UserError
 
 _LONGEST = 150
 
@@ -21,6 +22,16 @@ def run_name(config: Config, swept: Mapping[str, Any] | None = None) -> str:
     settings = swept or {}
     words = [f"{_short(key, settings)}{_value(value)}" for key, value in settings.items()]
     return _safe("-".join([stem, config.method["name"], spread, *words, f"seed{config.seed}"]))
+
+
+def new_folder(config: Config) -> Path:
+    """runs/<name>, with a number behind it if that is taken."""
+    name = run_name(config)
+    for number in range(1, 100_000):
+        path = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        if not path.exists():
+            return path
+    raise UserError("runs/ is full; choose a folder with --out")
 
 
 def unlike(names: Sequence[str], meanings: Sequence[str]) -> list[str]:

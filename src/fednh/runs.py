@@ -21,9 +21,10 @@ from types import TracebackType
 from typing import IO, Any
 
 import fednh
+from fednh.card import write_model
 from fednh.config import Config, dump, validate
 from fednh.errors import UserError
-from fednh.files import locked, write_bytes, write_json, write_tree
+from fednh.files import locked, write_bytes, write_json
 from fednh.tree import Tree
 
 
@@ -114,11 +115,6 @@ class RunFolder:
         write_model(self.path / "models" / f"{name}.safetensors", tree, card)
 
 
-def write_model(path: Path, tree: Tree, card: dict[str, Any]) -> None:
-    """A model file: the tensors, and in the metadata what is needed to use them."""
-    write_tree(path, tree, {"fednh": json.dumps(card, sort_keys=True)}, sync=False)
-
-
 def _of_a_beginning(path: Path) -> bool:
     """Whether a file is one that a run leaves which was killed before its config was written: it can start again."""
     names = (".lock", "environment.json", "partition.json", "federation.log")
@@ -129,11 +125,11 @@ def _line(record: dict[str, Any]) -> bytes:
     return (json.dumps(record, allow_nan=False) + "\n").encode()
 
 
-def read_config(path: Path) -> Config:
-    """The config of a run folder."""
+def read_config(path: Path, finished: bool = False) -> Config:
+    """The config of a run folder; of a `finished` run it can be read without the code of a method of one's own."""
     file = path / "config.toml"
     try:
-        return validate(tomllib.loads(file.read_text(encoding="utf-8")), f"{file}: ")
+        return validate(tomllib.loads(file.read_text(encoding="utf-8")), f"{file}: ", written=finished)
     except OSError as error:
         raise UserError(f"{path} is not a run folder: its config.toml cannot be read ({error.strerror})") from error
     except ValueError as error:

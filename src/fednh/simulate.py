@@ -13,10 +13,12 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fednh import client as clients
-from fednh import engine, evaluate, invariants, memory, robust
+from fednh import engine, evaluate, invariants, memory, novelty, robust
 from fednh.checkpoint import Checkpoints
 from fednh.config import Config, parse_bytes
 from fednh.data.batches import ClientData, Samples, subset
@@ -336,7 +338,8 @@ class Simulation:
             data = self._data(client, round_, "personal")
             model = clients.personal_model(self.method, self.net, self.store.get(client), down, data, sgd)
             if save:
-                card = self.fed.card(self.config, client)
+                about = self._novelty(model, self.fed.parts[client])
+                card = {**self.fed.card(self.config, client), "novelty": about}
                 self.folder.write_model(f"personal/client-{client:06d}", model, card)
             correct = self._correct(model, self.fed.test) if len(self.fed.test) else nothing
             person = evaluate.personal(client, correct, total, data.counts)
@@ -349,6 +352,12 @@ class Simulation:
             if self.stop.is_set():  # this pass starts again after a resume
                 raise Interrupted
         return people
+
+    def _novelty(self, model: Tree, *parts: NDArray[np.int64]) -> dict[str, Any] | None:
+        """How similar training samples are to their prototypes, where the method has them: for the model's card."""
+        if not self.method.cosine:
+            return None
+        return novelty.look(self.method, self.net, model, self.fed.train, np.concatenate(parts), self.config.seed)
 
     def _figures(self, correct: torch.Tensor | None, people: list[Personal]) -> dict[str, float | None]:
         total = evaluate.total_per_class(self.fed.test)
@@ -393,9 +402,12 @@ class Simulation:
         round_, record = self.progress.round, self.progress.records[-1]
         if self.config.checkpoint.every and round_ % self.config.checkpoint.every:
             self._checkpoint()
-        correct = self._global()
+        card, correct = self.fed.card(self.config), self._global()
         if (model := self.method.global_model(self.server)) is not None:
-            self.folder.write_model("global", model, self.fed.card(self.config))
+            self.folder.write_model(
+                "global", {**self.net.norm, **model}, {**card, "novelty": self._novelty(model, *self.fed.parts)}
+            )
+        self.folder.write_model("broadcast", self.method.broadcast(self.server), card)  # what a newcomer would be sent
         final, chosen = set(self._sample(self.config.eval.final, round_)), set(self._whom(round_, record["clients"]))
         people = self._personal(sorted(final | chosen), round_, save=True)
         record |= self._figures(correct, [p for p in people if p.client in chosen])

@@ -23,12 +23,13 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
+from fednh.card import architecture, read_model
 from fednh.config import Config, load
 from fednh.data.batches import samples_of
 from fednh.data.builtin import spiral
 from fednh.federation import build_federation
 from fednh.report.load import load_run
-from fednh.report.saved import architecture, global_model, personal_models, read_model
+from fednh.report.saved import global_model, personal_models
 from fednh.report.terminal import Silent
 from fednh.runs import RunFolder
 from fednh.simulate import Simulation

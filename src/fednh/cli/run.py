@@ -60,6 +60,7 @@ def run(
 ) -> None:
     """Run one method on one federation, and write a run folder."""
     from fednh.config import load, parse_value
+    from fednh.names import new_folder
 
     overrides: dict[str, Any] = {
         "method.name": method,
@@ -79,7 +80,7 @@ def run(
     given = {key: value for key, value in overrides.items() if value is not None}
     given |= {key: parse_value(value) for key, value in settings_given(settings or []).items()}
     config = load(source, given)
-    _execute(config, out or _new_folder(config), track or [], quiet, backend)
+    _execute(config, out or new_folder(config), track or [], quiet, backend)
 
 
 @app.command()
@@ -214,15 +215,3 @@ def settings_given(words: list[str]) -> dict[str, str]:
             raise UserError(f"--set {word!r} should be KEY=VALUE, for example --set method.rho=0.7")
         settings[key.strip()] = value.strip()
     return settings
-
-
-def _new_folder(config: Config) -> Path:
-    """runs/<name>, with a number behind it if that is taken."""
-    from fednh.names import run_name
-
-    name = run_name(config)
-    for number in range(1, 100_000):
-        path = Path("runs") / (name if number == 1 else f"{name}-{number}")
-        if not path.exists():
-            return path
-    raise UserError("runs/ is full; choose a folder with --out")

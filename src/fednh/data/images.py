@@ -35,13 +35,18 @@ def decode(source: Source, size: tuple[int, int], channels: int) -> NDArray[np.u
     with Image.open(_opened(source)) as image:
         grey = image.mode in GREY
         image.draft("L" if grey else "RGB", (size[1], size[0]))  # a JPEG need not be decoded larger than wanted
-        upright = ImageOps.exif_transpose(image)
-        if upright.mode.startswith("I;16") or upright.mode == "I":  # 16 bits: the upper eight are kept
-            upright = Image.fromarray((np.asarray(upright).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
-        upright = upright.convert("L" if channels == 1 else "RGB")
-        if upright.size != (size[1], size[0]):
-            upright = upright.resize((size[1], size[0]), Image.Resampling.BILINEAR)
-        return np.asarray(upright, np.uint8).reshape(*size, channels)
+        return fitted(image, size, channels)
+
+
+def fitted(image: Image.Image, size: tuple[int, int], channels: int) -> NDArray[np.uint8]:  # (H, W, C)
+    """An opened image, upright, as a whole resized to (height, width)."""
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I;16") or upright.mode == "I":  # 16 bits: the upper eight are kept
+        upright = Image.fromarray((np.asarray(upright).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+    upright = upright.convert("L" if channels == 1 else "RGB")
+    if upright.size != (size[1], size[0]):
+        upright = upright.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+    return np.asarray(upright, np.uint8).reshape(*size, channels)
 
 
 def decode_all(

@@ -20,20 +20,21 @@ import torch
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
+from fednh import __version__, evaluate, invariants, robust
 from fednh import client as clients
-from fednh import evaluate, invariants, robust
+from fednh.card import FORMAT
 from fednh.checkpoint import Checkpoints
 from fednh.config import Config, dump
 from fednh.data.batches import Samples
 from fednh.errors import RunError, UserError
-from fednh.federation import Federation, build_federation
+from fednh.federation import Federation, build_federation, network
 from fednh.flower import records
 from fednh.flower.post import Letter, Post
 from fednh.flower.records import Answer, Hello, Number, Order, SiteProblem, Task
 from fednh.flower.roster import Roster, agree, disagreement
 from fednh.flower.site import balanced, initial_state
 from fednh.machine import check_machine
-from fednh.models import build_net
+from fednh.names import run_name
 from fednh.runs import RunFolder
 from fednh.seeding import numpy_rng
 from fednh.simulate import Interrupted, Progress, Round, Watcher, dropped_clients, one_thread, picked_clients
@@ -166,8 +167,7 @@ class Server:
         config, task = self.config, self.task
         assert task is not None
         check_machine(config.device, config.precision)
-        self.net = build_net(config.model.name, task.shape, len(task.classes), config.model.args)
-        self.net.precision = config.precision
+        self.net = network(config, task.shape, len(task.classes))
         self.initial = initial_state(config, self.method, self.net)
         self.server = saved or self.initial
         self.form = clients.form_of(self.initial)
@@ -401,7 +401,8 @@ class Server:
         if round_ == self.config.rounds:
             model = self.method.global_model(self.server)
             if model is not None:
-                self.folder.write_model("global", model, self._card())
+                self.folder.write_model("global", {**self.net.norm, **model}, self._card())
+            self.folder.write_model("broadcast", self.method.broadcast(self.server), self._card())
         self._write_line(record)
 
     def _write_line(self, record: dict[str, Any]) -> None:
@@ -467,12 +468,19 @@ class Server:
             return self.fed.card(config)
         scale = {"scale": task.scale, "mean": task.mean, "std": task.std}
         return {
+            "format": FORMAT,
+            "fednh": __version__,
             "method": config.method,
-            "model": {"name": self.net.name, "args": config.model.args},
+            "model": {**self.net.card, "args": config.model.args},
             "shape": task.shape,
             "classes": task.classes,
             "preprocessing": {**json.loads(task.preprocessing), **scale},
-            "trained_on": {"data": task.data, "seed": config.seed, "rounds": config.rounds},
+            "trained_on": {
+                "run": run_name(config),
+                "data": task.data,
+                "seed": config.seed,
+                "rounds": config.rounds,
+            },
         }
 
     def _books(self) -> dict[str, Any]:

@@ -23,7 +23,8 @@ import numpy as np
 from safetensors import SafetensorError
 
 from fednh import client as clients
-from fednh import evaluate, invariants
+from fednh import evaluate, invariants, novelty
+from fednh.card import write_model
 from fednh.config import Config, validate
 from fednh.data.batches import ClientData, Samples, samples_of, subset
 from fednh.data.dataset import Dataset
@@ -34,7 +35,6 @@ from fednh.fit import Sgd
 from fednh.flower.records import Answer, Hello, Number, Order, Task
 from fednh.methods import Method
 from fednh.models import Net
-from fednh.runs import write_model
 from fednh.seeding import torch_rng
 from fednh.tree import Tree, arranged, finite
 
@@ -186,7 +186,9 @@ class Site:
         return self.fed.test if not len(held) and not self.place.divided else subset(self.fed.train, held)
 
     def _save(self, model: Tree, order: Order) -> None:
-        card = {**self.fed.card(self.config, max(self.place.part, 0)), "client": order.client}
+        fed = self.fed
+        about = novelty.look(fed.method, fed.net, model, fed.train, self.index, self.config.seed)
+        card = {**fed.card(self.config, max(self.place.part, 0)), "client": order.client, "novelty": about}
         if self.place.models is None:
             write_model(self.folder / "personal.safetensors", model, card)
         elif order.final:

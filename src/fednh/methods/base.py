@@ -33,6 +33,7 @@ class Method(ABC):
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # an unknown hyper-parameter is an error
     cite: ClassVar[str]  # the paper, in one line
+    cosine: ClassVar[bool] = False  # logits are params["scale"] times the cosine to every class's prototype
     by_class: ClassVar[tuple[str, ...]] = ()  # uploads by class, zero where the client lacks the class
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:

@@ -33,6 +33,7 @@ class FedNH(Method):
     """Uniform class prototypes as a fixed head; class semantics flow in by a moving average at the server."""
 
     cite = "Dai et al., Tackling Data Heterogeneity in Federated Learning with Class Prototypes, AAAI 2023"
+    cosine = True
     by_class = ("prototypes",)
 
     rho: Annotated[float, Field(gt=0, lt=1)] = 0.9  # prototype smoothing, Eq. (4)

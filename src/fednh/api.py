@@ -1,0 +1,115 @@
+"""The Python side of the command line: run, load a run, load a model. `import fednh` offers all three."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fednh.config import Config, load
+from fednh.federation import build_federation
+from fednh.names import new_folder
+from fednh.report.load import load_run as _load_run
+from fednh.report.terminal import watcher
+from fednh.runs import RunFolder
+from fednh.simulate import Simulation
+from fednh.trained.model import Model, load_model
+
+__all__ = ["Model", "Result", "load_model", "load_run", "run"]
+
+SHORT = {  # as the options of `fednh run`
+    "method": "method.name",
+    "data": "data.name",
+    "data_dir": "data.dir",
+    "partition": "partition.name",
+    "beta": "partition.beta",
+    "clients": "partition.clients",
+    "participation": "participation.rate",
+    "epochs": "train.epochs",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run."""
+
+    path: Path
+    config: Config
+    summary: dict[str, Any]  # the final figures: gm, pm_v, pm_l, per_class, clients, ...
+    metrics: list[dict[str, Any]] = field(repr=False)  # a dict for every round
+
+    @cached_property
+    def clients(self) -> list[int]:
+        """The clients that have a personal model."""
+        return [int(person["client"]) for person in self.summary["clients"]]
+
+    def model(self, client: int | None = None) -> Model:
+        """The global model, or that client's personal one."""
+        return load_model(self.path, client)
+
+
+def run(
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+    *,
+    out: str | Path | None = None,
+    progress: bool = False,
+    **overrides: Any,
+) -> Result:
+    """Run one method on one federation and return what came out.
+
+    `config` is a preset, a TOML file, a dict of settings (nested, or by dotted name) or a Config; none is `digits`.
+    Overrides are the options of `fednh run` (`method="fedavg", rounds=20, clients=10`), whole sections as dicts
+    (`train={"lr": 0.1}`), or any setting with two underscores for the dot (`train__lr=0.1`). The run folder is
+    `out`, by default a new one below `runs/`; the same run there is continued, or returned if it is finished.
+    """
+    settings = _settings(config, overrides)
+    folder = RunFolder(Path(out) if out is not None else new_folder(settings))
+    folder.check(settings)
+    if not folder.finished:
+        federation = build_federation(settings)
+        name = f"{settings.method['name']} on {federation.dataset.name}"
+        with folder, watcher(Console(stderr=True), settings.rounds, name, quiet=not progress) as screen:
+            simulation = Simulation(settings, federation, folder, screen)
+            if not folder.started:
+                folder.begin(settings, federation.dataset.classes, federation.class_counts(), federation.sites)
+            simulation.run()
+    return load_run(folder.path)
+
+
+def load_run(path: str | Path) -> Result:
+    """A finished run from its folder."""
+    found = _load_run(Path(path))
+    return Result(found.path, found.config, found.summary, found.records)
+
+
+def _settings(config: str | Path | Mapping[str, Any] | Config | None, overrides: Mapping[str, Any]) -> Config:
+    given = _flat(overrides)
+    if isinstance(config, Config):
+        return load(None, {**_complete(config, given), **given}) if given else config
+    if isinstance(config, Mapping):
+        return load(None, {**_flat(config), **given})
+    return load(None if config is None else str(config), given)
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by dotted name, from options, sections and names with underscores."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            found |= _flat(value, f"{prefix}{key}.")
+        elif prefix or isinstance(value, Mapping):
+            found[prefix + key] = value
+        else:
+            found[SHORT.get(key, key.replace("__", "."))] = str(value) if isinstance(value, Path) else value
+    return found
+
+
+def _complete(config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting of a config by dotted name; another method starts from its own defaults."""
+    other = given.get("method.name", config.method["name"]) != config.method["name"]
+    every = {key: value for key, value in _flat(config.model_dump()).items() if value is not None}
+    return {key: value for key, value in every.items() if not (other and key.startswith("method."))}

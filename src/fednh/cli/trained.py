@@ -1,0 +1,267 @@
+"""Commands that use trained models: predict, evaluate, personalise, export."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fednh.cli.app import app, console_for_people, need_report_extra
+from fednh.errors import UserError
+
+if TYPE_CHECKING:
+    from fednh.trained.assess import Assessment
+
+ModelPath = Annotated[Path, typer.Argument(metavar="MODEL", help="A model file, or a run folder: its global model.")]
+Client = Annotated[int | None, typer.Option(help="Of a run folder: this client's personal model.")]
+Source = Annotated[str, typer.Option(help="A data set by name, or a source of your own, as in `fednh run`.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="How to read the data, e.g. data.label=kind.")
+]
+
+
+class Format(StrEnum):
+    TABLE = "table"
+    CSV = "csv"
+    JSON = "json"
+
+
+class Shown(StrEnum):
+    TABLE = "table"
+    JSON = "json"
+
+
+class Split(StrEnum):
+    TEST = "test"
+    TRAIN = "train"
+    ALL = "all"
+
+
+class Exported(StrEnum):
+    ONNX = "onnx"
+    TORCH = "torch"
+
+
+@app.command()
+def predict(
+    model: ModelPath,
+    paths: Annotated[list[Path], typer.Argument(metavar="INPUT...", help="Images, folders of them, .npz or .csv.")],
+    top: Annotated[int, typer.Option(min=1, help="How many classes to name.")] = 1,
+    form: Annotated[Format, typer.Option("--format", help="csv and json are for machines.")] = Format.TABLE,
+    reject: Annotated[
+        str | None, typer.Option(metavar="COS", help="Mark inputs less similar than this to any class: 0.6, auto, 1%.")
+    ] = None,
+    client: Client = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write to this file.")] = None,
+) -> None:
+    """Name the class of every input. Exit code 1: some could not be read; they are named, the others are done."""
+    from fednh.trained import output
+    from fednh.trained.model import load_model
+
+    used = load_model(model, client)
+    threshold = None if reject is None else used.threshold(reject)
+    top = min(top, len(used.classes))
+    failed: list[str] = []
+
+    def tell(sentence: str) -> None:
+        failed.append(sentence)
+        typer.echo(f"fednh: {sentence}", err=True)
+
+    found = (output.records(batch, scores, used.classes, top, threshold) for batch, scores in used.batches(paths, tell))
+    if form is Format.JSON:
+        lines = output.to_json(found)
+    elif form is Format.CSV:
+        lines = output.to_csv(found, top, used.method.cosine, threshold is not None)
+    else:
+        lines = output.to_lines(found)
+    with _written(out) as file:
+        for line in lines:
+            file.write(line)
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def evaluate(
+    model: ModelPath,
+    data: Source,
+    split: Annotated[Split, typer.Option(help="Which of its samples.")] = Split.TEST,
+    form: Annotated[Shown, typer.Option("--format", help="json is for machines.")] = Shown.TABLE,
+    client: Client = None,
+    settings: Settings = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Also write evaluation.json, .svg and .png to this folder.")
+    ] = None,
+) -> None:
+    """Measure a model on labelled data: precision, recall, F1, confusion, calibration."""
+    import json
+
+    import numpy as np
+
+    from fednh.files import write_json
+    from fednh.trained.assess import assess
+    from fednh.trained.model import load_model
+    from fednh.trained.own import load_for
+
+    if out is not None:
+        need_report_extra()
+    used = load_model(model, client)
+    found = load_for(used.card, data, _settings(settings))
+    if split is Split.TEST and len(found.y_test) == 0:
+        raise UserError(f"{data} has no test samples; evaluate on --split train or --split all")
+    x, y = {
+        Split.TEST: (found.x_test, found.y_test),
+        Split.TRAIN: (found.x_train, found.y_train),
+        Split.ALL: (np.concatenate([found.x_train, found.x_test]), np.concatenate([found.y_train, found.y_test])),
+    }[split]
+    result = assess(used, x, y)
+    record = {"model": str(model), "client": client, "data": data, "split": split.value, **result.record()}
+    if out is not None:
+        from fednh.report.figures import style
+        from fednh.report.figures.assessment import draw
+
+        write_json(out / "evaluation.json", record)
+        with style.theme():
+            figure = draw(result)
+            for ending in ("svg", "png"):
+                style.save(figure, out / f"evaluation.{ending}")
+    if form is Shown.JSON:
+        typer.echo(json.dumps(record, indent=2))
+        return
+    _print_assessment(result)
+    if out is not None:
+        typer.echo(f"written to {out}: evaluation.json, evaluation.svg, evaluation.png")
+
+
+@app.command()
+def personalize(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
+    data: Source,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Local epochs; default: the run's.")] = None,
+    holdout: Annotated[
+        float | None, typer.Option(min=0.01, max=0.9, help="Share held out; default: the test set, else 0.2.")
+    ] = None,
+    settings: Settings = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The folder to write to; default: RUN-personal.")
+    ] = None,
+    form: Annotated[Shown, typer.Option("--format", help="json is for machines.")] = Shown.TABLE,
+) -> None:
+    """Make a personal model for a site that never took part, and compare it with the global and a local one."""
+    import json
+
+    from fednh.card import write_model
+    from fednh.files import write_json
+    from fednh.trained.personalize import personalize as train
+
+    folder = out or run.with_name(f"{run.resolve().name}-personal")
+    if (folder / "model.safetensors").exists() or (folder.exists() and not folder.is_dir()):
+        raise UserError(f"{folder} holds something already; choose another folder with -o")
+    made = train(run, data, epochs, holdout, _settings(settings))
+    write_json(folder / "comparison.json", made.comparison)
+    write_model(folder / "model.safetensors", made.params, made.card)
+    if form is Shown.JSON:
+        typer.echo(json.dumps(made.comparison, indent=2))
+    else:
+        _print_comparison(made.comparison, folder)
+
+
+@app.command()
+def export(
+    model: ModelPath,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")],
+    form: Annotated[Exported, typer.Option("--format", help="onnx, or torch: a .pt2 of torch.export.")] = Exported.ONNX,
+    client: Client = None,
+) -> None:
+    """Write a model for use without fednh, preprocessing included, checked against the original before it is kept."""
+    from fednh.trained.export import export as write
+    from fednh.trained.model import load_model
+
+    facts = write(load_model(model, client), form.value, out)
+    typer.echo(f"{facts['file']}: agrees within {facts['difference']:.1e} on {facts['samples']} {facts['checked_on']}")
+
+
+def _settings(words: list[str] | None) -> dict[str, Any]:
+    from fednh.cli.run import settings_given
+    from fednh.config import parse_value
+
+    return {key: parse_value(value) for key, value in settings_given(words or []).items()}
+
+
+@contextmanager
+def _written(path: Path | None) -> Iterator[IO[str]]:
+    """Standard output, or a file that gets its name once it is whole."""
+    if path is None:
+        yield sys.stdout
+        return
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8", newline="") as file:
+            yield file
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _print_assessment(result: Assessment) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = console_for_people()
+    rows = Table("class", pad_edge=False)
+    for name in ("precision", "recall", "F1", "support"):
+        rows.add_column(name, justify="right")
+    for c in result.classes:
+        figures = (f"{100 * value:.1f}" for value in (c.precision, c.recall, c.f1))
+        rows.add_row(escape(c.name), *figures, f"{c.support:,}")
+    console.print(rows, highlight=False)
+    words = [
+        f"accuracy {100 * result.accuracy:.1f}%",
+        f"balanced {100 * result.balanced_accuracy:.1f}%",
+        f"macro F1 {100 * result.macro_f1:.1f}%",
+        f"ECE {100 * result.ece:.1f}%",
+        f"{result.samples:,} samples",
+    ]
+    console.print("  ".join(words), highlight=False)
+    worst = sorted(
+        (
+            (n, result.classes[i].name, result.classes[j].name)
+            for i, row in enumerate(result.confusion)
+            for j, n in enumerate(row)
+            if i != j and n
+        ),
+        key=lambda found: -found[0],
+    )[:3]
+    if worst:
+        told = "; ".join(f"{there} taken for {guess} {n} times" for n, there, guess in worst)
+        console.print(f"most often confused: {told}", highlight=False, markup=False)
+
+
+def _print_comparison(comparison: dict[str, Any], folder: Path) -> None:
+    from rich.table import Table
+
+    console = console_for_people()
+    rows = Table("model", pad_edge=False, title_justify="left")
+    rows.add_column("macro over its classes, %", justify="right")
+    rows.add_column("accuracy, %", justify="right")
+    for name in ("global", "personalised", "local"):
+        found = comparison[name]
+        values = ["none", "none"] if found is None else [f"{v:.1f}" for v in found.values()]
+        rows.add_row({"local": "local only"}.get(name, name), *values)
+    console.print(rows, highlight=False)
+    words = (
+        f"on {comparison['held_out']} held-out samples; trained on {comparison['trained_on']} for "
+        f"{comparison['epochs']} epochs, lr {comparison['lr']:g}"
+    )
+    console.print(words, highlight=False)
+    if comparison["global"] is None:
+        console.print(f"{comparison['method']} makes no global model", highlight=False)
+    if comparison["lacks"]:
+        console.print(f"classes without a sample here: {', '.join(comparison['lacks'])}", highlight=False, markup=False)
+    typer.echo(f"{folder / 'model.safetensors'}")

@@ -1,0 +1,100 @@
+"""How good a model is on labelled data: per class, as a whole, and whether its probabilities can be believed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fednh.data.dataset import Inputs, Labels
+from fednh.errors import UserError
+from fednh.trained.model import Model
+
+BINS = 15  # of confidence, as Guo et al. (2017) have them
+
+
+@dataclass(frozen=True)
+class ClassFigures:
+    """One class, in shares of 1; a class that was never predicted has precision 0."""
+
+    name: str
+    precision: float
+    recall: float
+    f1: float
+    support: int
+
+
+@dataclass(frozen=True)
+class Bin:
+    """The samples whose confidence lies in (low, high]."""
+
+    low: float
+    high: float
+    samples: int
+    confidence: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """Shares of 1. `ece` is the expected calibration error: how far confidence lies from accuracy, on average."""
+
+    samples: int
+    accuracy: float
+    balanced_accuracy: float  # the mean recall of the classes that are there
+    macro_f1: float  # the mean F1 of the classes that are there
+    log_loss: float | None  # None where a class was given probability 0
+    ece: float
+    classes: list[ClassFigures]
+    confusion: list[list[int]]  # rows are true classes, columns predicted ones
+    reliability: list[Bin]
+
+    def record(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def assess(model: Model, x: Inputs, y: Labels) -> Assessment:
+    """Scikit-learn's metrics of the model's predictions for `x`, whose classes are `y`."""
+    from sklearn import metrics
+
+    if len(y) == 0:
+        raise UserError("there are no samples to evaluate on; choose another --split")
+    probability = model.scores(x).probabilities
+    guess = probability.argmax(1)
+    labels = list(range(len(model.classes)))
+    precision, recall, f1, support = metrics.precision_recall_fscore_support(y, guess, labels=labels, zero_division=0)
+    there = support > 0
+    truth = probability[np.arange(len(y)), y].astype(np.float64)
+    bins = reliability(probability.max(1), guess == y)
+    columns = zip(model.classes, precision, recall, f1, support, strict=True)
+    return Assessment(
+        samples=len(y),
+        accuracy=float(metrics.accuracy_score(y, guess)),
+        balanced_accuracy=float(recall[there].mean()),
+        macro_f1=float(f1[there].mean()),
+        log_loss=float(-np.log(truth).mean()) if (truth > 0).all() else None,
+        ece=sum(b.samples * abs(b.confidence - b.accuracy) for b in bins) / len(y),
+        classes=[ClassFigures(name, float(p), float(r), float(f), int(n)) for name, p, r, f, n in columns],
+        confusion=metrics.confusion_matrix(y, guess, labels=labels).tolist(),
+        reliability=bins,
+    )
+
+
+def reliability(confidence: NDArray[np.float32], right: NDArray[np.bool_], bins: int = BINS) -> list[Bin]:
+    """Confidence and accuracy in bins of equal width; bins without samples are left out."""
+    edges = np.linspace(0, 1, bins + 1)
+    place = np.clip(np.ceil(confidence.astype(np.float64) * bins).astype(int) - 1, 0, bins - 1)
+    return [
+        Bin(
+            low=float(edges[i]),
+            high=float(edges[i + 1]),
+            samples=int((place == i).sum()),
+            confidence=float(confidence[place == i].astype(np.float64).mean()),
+            accuracy=float(right[place == i].mean()),
+        )
+        for i in range(bins)
+        if (place == i).any()
+    ]

@@ -1,0 +1,159 @@
+"""A trained model in forms that need no fednh: ONNX, or torch.export's .pt2. The whole way from raw input is inside.
+
+input          uint8 images (N, H, W, C), or float32 vectors (N, F), with values as in the training data; N is free
+probabilities  float32 (N, C); logits float32 (N, C)
+similarity     float32 (N,), the cosine to the nearest prototype, for methods that have prototypes
+
+The card goes along: ONNX metadata "fednh", .pt2 extra file "fednh.json". What was written is read back and compared
+with the model before it gets its name: an export that computes something else is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fednh import novelty
+from fednh.data.dataset import Inputs
+from fednh.data.sources import default_folder, load
+from fednh.errors import UserError
+from fednh.trained import inputs
+from fednh.trained.model import Model
+from fednh.tree import Tree
+
+FORMATS = ("onnx", "torch")
+TOLERANCE = 1e-4  # relative to values of 1 and more, absolute below
+
+
+class Whole(nn.Module):
+    """Preprocessing, network, method and softmax as one module; the parameters are its buffers."""
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.model, self.names = model, list(model.params)
+        for i, name in enumerate(self.names):
+            self.register_buffer(f"parameter{i}", model.params[name].contiguous())
+        for name, value in zip(("gain", "shift"), model.normalisation, strict=True):
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        params: Tree = {name: self.get_buffer(f"parameter{i}") for i, name in enumerate(self.names)}
+        gain, shift = self.get_buffer("gain"), self.get_buffer("shift")
+        logits = self.model.logits(x, params, (gain, shift))
+        near = novelty.similarity(self.model.method, params, logits)
+        return (logits.softmax(1), logits) if near is None else (logits.softmax(1), logits, near)
+
+
+def export(model: Model, form: str, path: Path) -> dict[str, Any]:
+    """Write the model to `path`; returns what it was checked on and the largest difference found."""
+    if form == "onnx":
+        missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if find_spec(name) is None]
+        if missing:
+            raise UserError(f"exporting to ONNX needs {missing[0]}, of the extra `onnx`: pip install 'fednh[onnx]'")
+    samples, origin = real_samples(model)
+    whole = Whole(model).eval()
+    with torch.no_grad(), _quiet():
+        batch = torch.export.Dim("batch")
+        program = torch.export.export(whole, (torch.from_numpy(samples[:2]),), dynamic_shapes=({0: batch},))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".export-") as folder:
+        draft = Path(folder) / ("model.onnx" if form == "onnx" else "model.pt2")
+        run = (_onnx if form == "onnx" else _torch)(model, program, draft)
+        difference = _difference(model, run, samples)
+        if not difference <= TOLERANCE:
+            raise UserError(f"the exported model differs from the original by {difference:.1e}; it was not written")
+        draft.replace(path)
+    return {"file": str(path), "format": form, "checked_on": origin, "samples": len(samples), "difference": difference}
+
+
+def real_samples(model: Model) -> tuple[Inputs, str]:
+    """Inputs to compare on: of the data that the model was trained on, where they are at hand."""
+    name = str(model.card.trained_on.get("data", ""))
+    try:
+        data = load(name, default_folder())
+        x = data.x_test if len(data.x_test) else data.x_train
+        return inputs.samples(x[:: max(1, len(x) // 100)][:100], model.card), f"samples of {name}"
+    except UserError:
+        pass
+    how, shape = model.card.preprocessing, model.card.shape
+    rng = np.random.default_rng(0)
+    sizes = (64, *shape[1:], shape[0]) if inputs.is_image(model.card) else (64, *shape)
+    drawn = (rng.normal(size=sizes) * how.std + how.mean) * how.scale
+    if inputs.is_image(model.card):
+        return np.clip(drawn, 0, 255).astype(np.uint8), "random images (the training data are not here)"
+    return drawn.astype(np.float32), "random vectors (the training data are not here)"
+
+
+Runner = Callable[[Inputs], list[Any]]
+
+
+def _onnx(model: Model, program: torch.export.ExportedProgram, path: Path) -> Runner:
+    import onnx
+    import onnxruntime  # type: ignore[import-untyped]
+
+    outputs = ["probabilities", "logits", *(["similarity"] if model.method.cosine else [])]
+    with _quiet():
+        made = torch.onnx.export(program, (), dynamo=True, input_names=["input"], output_names=outputs, verbose=False)
+    assert made is not None
+    made.save(path, external_data=False)
+    proto = onnx.load(path)
+    _name_batch(proto.graph, model)
+    onnx.helper.set_model_props(proto, {"fednh": json.dumps(model.info)})
+    onnx.checker.check_model(proto)
+    onnx.save(proto, path)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda x: list(session.run(None, {"input": x}))
+
+
+def _name_batch(graph: Any, model: Model) -> None:
+    """The free dimension carries a name that a reader understands."""
+    for value in (*graph.input, *graph.output):
+        dimension = value.type.tensor_type.shape.dim[0]
+        dimension.Clear()
+        dimension.dim_param = "batch"
+
+
+def _torch(model: Model, program: torch.export.ExportedProgram, path: Path) -> Runner:
+    with _quiet():
+        torch.export.save(program, path, extra_files={"fednh.json": json.dumps(model.info)})
+        module = torch.export.load(path).module()
+    return lambda x: [value.detach().numpy() for value in module(torch.from_numpy(x))]
+
+
+def _difference(model: Model, run: Runner, samples: Inputs) -> float:
+    """The largest difference over all outputs, for one sample, some, and all at once."""
+    largest = 0.0
+    for count in sorted({1, min(7, len(samples)), len(samples)}):
+        part = samples[:count]
+        wanted = model.scores(part)
+        for ours, theirs in zip((wanted.probabilities, wanted.logits, wanted.similarity), run(part), strict=False):
+            assert ours is not None
+            same = ours == theirs  # also where both are infinite: a class that FedProto never met
+            apart = np.abs(np.where(same, 0, ours) - np.where(same, 0, theirs)) / np.maximum(1, np.abs(ours))
+            largest = max(largest, float(np.where(same, 0, apart).max()))
+    return largest
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporters tell of optional libraries and of their own future on every call."""
+    logger = logging.getLogger("torch.onnx")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,216 @@
+"""Raw inputs of any kind as the samples that a model was trained on: uint8 images (N, H, W, C) or float32 vectors.
+
+Images are brought to the stored size and number of channels. Files hold grey levels from 0 to 255; where the training
+data had another range (the digits: 0 to 16), full brightness stays full brightness.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from fednh.card import Card
+from fednh.data.dataset import Inputs
+from fednh.data.images import decode, fitted
+from fednh.data.tables import read, vectors
+from fednh.errors import UserError
+
+BATCH = 256
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
+NPZ_KEYS = ("x", "x_test", "test_images", "images")
+T = TypeVar("T")
+
+
+class Batch(NamedTuple):
+    """Samples with what to call them: a file, or a file and the number of the row in it."""
+
+    names: list[str]
+    x: Inputs
+
+
+def is_image(card: Card) -> bool:
+    return len(card.shape) == 3
+
+
+def samples(x: Any, card: Card) -> Inputs:
+    """An array, or PIL images or paths of image files, one or many."""
+    if isinstance(x, str | Path | Image.Image):
+        x = [x]
+    if isinstance(x, list | tuple) and x and all(isinstance(row, str | Path | Image.Image) for row in x):
+        if not is_image(card):
+            raise UserError(f"this model takes vectors of {card.shape[0]} values, not images")
+        return np.stack([image(row, card) for row in x])
+    try:
+        array = np.asarray(x)
+    except ValueError as error:
+        raise UserError(f"the inputs cannot be made one array: {error}") from error
+    return _images(array, card) if is_image(card) else _vectors(array, card)
+
+
+def stream(paths: Sequence[Path], card: Card, failed: Callable[[str], None]) -> Iterator[Batch]:
+    """All samples in files and folders, a batch at a time; `failed` is told what could not be read."""
+    missing = [str(path) for path in paths if not path.exists()]
+    if missing:
+        raise UserError(f"{missing[0]} does not exist")
+    for path in paths:
+        if path.is_dir():
+            yield from _image_files(_walk(path, failed), card, failed)
+        elif path.suffix.lower() == ".npz":
+            yield from _rows(path, samples(_npz(path), card))
+        elif path.suffix.lower() in (".csv", ".parquet"):
+            yield from _table(path, card)
+        else:
+            yield from _image_files([path], card, failed)
+
+
+def image(source: str | Path | Image.Image, card: Card) -> NDArray[np.uint8]:  # (H, W, C)
+    """One image as a sample, brought to the model's size and channels as images were for training."""
+    channels, height, width = card.shape
+    if channels not in (1, 3):
+        raise UserError(f"this model takes images of {channels} channels, which no image file has; give it an array")
+    try:
+        if isinstance(source, Image.Image):
+            pixels = fitted(source, (height, width), channels)
+        else:
+            pixels = decode(Path(source), (height, width), channels)
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise UserError(f"{source} is not an image that can be read: {error}") from error
+    scale = card.preprocessing.scale
+    return pixels if scale == 255 else np.rint(pixels * (scale / 255)).astype(np.uint8)
+
+
+def _images(x: NDArray[Any], card: Card) -> NDArray[np.uint8]:
+    """An array of images, resized and with its channels converted where they are others than the model's."""
+    channels, height, width = card.shape
+    wanted = f"uint8 images (N, {height}, {width}, {channels})"
+    if x.ndim == 3:
+        x = x[..., None]
+    if x.ndim != 4 or x.shape[3] not in (1, 3, 4, channels):
+        raise UserError(f"this model takes {wanted}, not an array of shape {x.shape}; for one image, x[None]")
+    if x.dtype != np.uint8:
+        raise UserError(f"this model takes {wanted}, not {x.dtype}; convert, for example (x * 255).astype('uint8')")
+    if x.shape[1:] == (height, width, channels):
+        return np.ascontiguousarray(x)
+    if x.shape[3] not in (1, 3, 4) or channels not in (1, 3):
+        raise UserError(f"this model takes {wanted}, not an array of shape {x.shape}")
+    rows = (Image.fromarray(row[..., 0] if x.shape[3] == 1 else row) for row in x)
+    found = [fitted(row, (height, width), channels) for row in rows]
+    return np.stack(found) if found else np.empty((0, height, width, channels), np.uint8)
+
+
+def _vectors(x: NDArray[Any], card: Card) -> NDArray[np.float32]:
+    (features,) = card.shape
+    if x.ndim != 2 or x.shape[1] != features or x.dtype.kind not in "fiu":
+        raise UserError(
+            f"this model takes numbers of shape (N, {features}), not {x.dtype} of shape {x.shape}; for one, x[None]"
+        )
+    vectors = x.astype(np.float32)
+    gaps = (card.preprocessing.model_extra or {}).get("kind") == "table"  # where a missing value takes the mean
+    if not (np.isfinite(vectors) | (np.isnan(vectors) & gaps)).all():
+        raise UserError("the inputs hold NaN or infinite values; clean or impute them first")
+    return vectors
+
+
+def _walk(folder: Path, failed: Callable[[str], None]) -> Iterator[Path]:
+    """The image files below a folder, in a stable order, found as they are asked for."""
+    found = False
+    for place, folders, files in os.walk(folder):
+        folders.sort()
+        for name in sorted(files):
+            if name.lower().endswith(IMAGES):
+                found = True
+                yield Path(place) / name
+    if not found:
+        failed(f"{folder} holds no image files ({', '.join(IMAGES)})")
+
+
+def _image_files(files: Iterable[Path], card: Card, failed: Callable[[str], None]) -> Iterator[Batch]:
+    if not is_image(card):
+        raise UserError(f"this model takes vectors of {card.shape[0]} values, as .npz or .csv, not images")
+
+    def read(path: Path) -> NDArray[np.uint8] | str:
+        try:
+            return image(path, card)
+        except UserError as error:
+            return str(error)
+
+    with ThreadPoolExecutor() as pool:
+        for chunk in _chunks(files):
+            names, pixels = [], []
+            for path, found in zip(chunk, pool.map(read, chunk), strict=True):
+                if isinstance(found, str):
+                    failed(found)
+                else:
+                    names.append(str(path))
+                    pixels.append(found)
+            if names:
+                yield Batch(names, np.stack(pixels))
+
+
+def _rows(path: Path, x: Inputs, first: int = 0) -> Iterator[Batch]:
+    for start in range(0, len(x), BATCH):
+        part = x[start : start + BATCH]
+        yield Batch([f"{path}[{first + start + i}]" for i in range(len(part))], part)
+
+
+def _npz(path: Path) -> NDArray[Any]:
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            keys = [key for key in NPZ_KEYS if key in stored.files] or stored.files[:1] * (len(stored.files) == 1)
+            if not keys:
+                raise UserError(f"{path} holds {', '.join(stored.files)}; the inputs should be called x")
+            array: NDArray[Any] = stored[keys[0]]
+            return array
+    except UserError:
+        raise
+    except Exception as error:  # a damaged zip or header fails in many ways
+        raise UserError(f"{path} cannot be read as an .npz file: {str(error) or type(error).__name__}") from error
+
+
+def _table(path: Path, card: Card) -> Iterator[Batch]:
+    """Rows with the columns that the model was trained on, or, where it was trained on arrays, rows of numbers."""
+    how = card.preprocessing.model_extra or {}
+    if is_image(card):
+        raise UserError(f"{path}: this model takes images, not tables")
+    if how.get("kind") == "table":
+        return _rows(path, samples(vectors(read(path), how, str(path)), card))
+    return _csv(path, card)
+
+
+def _csv(path: Path, card: Card) -> Iterator[Batch]:
+    """Rows of numbers; a first line without numbers is a heading."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            lines = csv.reader(file)
+            head = next(lines, [])
+            done = 0
+            for chunk in _chunks(lines if head and not _numbers(head) else chain([head], lines)):
+                bad = next((i for i, row in enumerate(chunk) if not _numbers(row)), None)
+                if bad is not None:
+                    raise UserError(f"{path}: row {done + bad} is not {card.shape[0]} numbers: {','.join(chunk[bad])}")
+                yield from _rows(path, samples([[float(v) for v in row] for row in chunk], card), done)
+                done += len(chunk)
+    except (OSError, UnicodeDecodeError, csv.Error, ValueError) as error:
+        raise UserError(f"{path} cannot be read as CSV: {error}") from error
+
+
+def _numbers(row: list[str]) -> bool:
+    try:
+        return bool([float(value) for value in row])
+    except ValueError:
+        return False
+
+
+def _chunks(items: Iterable[T]) -> Iterator[list[T]]:
+    rest = iter(items)
+    while chunk := list(islice(rest, BATCH)):
+        yield chunk

@@ -1,0 +1,172 @@
+"""A trained model that predicts: what `fednh.load_model` gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fednh import novelty
+from fednh.card import Card, architecture, read_model
+from fednh.data.dataset import Inputs
+from fednh.errors import UserError
+from fednh.methods import Method
+from fednh.models import Net
+from fednh.trained import inputs
+from fednh.tree import Tree
+
+Floats = NDArray[np.float32]
+
+
+class Scores(NamedTuple):
+    """What a model says about samples."""
+
+    logits: Floats  # (N, C)
+    probabilities: Floats  # (N, C), the softmax of the logits
+    similarity: Floats | None  # (N,), the cosine to the nearest prototype, where the method has them
+
+
+@dataclass(frozen=True)
+class Model:
+    """A trained model, complete: tensors, network, method, class names and preprocessing.
+
+    `x` below is an array of uint8 images (N, H, W) or (N, H, W, C), or of vectors (N, F), with values as in the
+    training data; or PIL images or paths of image files, one or a list. Images of another size are resized.
+    """
+
+    params: Tree
+    card: Card
+    net: Net
+    method: Method
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The class names, in the order of the columns of `predict_proba`."""
+        return self.card.classes
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """Everything that the model file says about itself: method, architecture, classes, preprocessing, origin."""
+        return self.card.model_dump(mode="json", exclude_none=True)
+
+    def predict(self, x: Any) -> NDArray[np.str_]:  # (N,)
+        """The name of the most probable class of every input."""
+        names: NDArray[np.str_] = np.array(self.classes)[self.predict_proba(x).argmax(1)]
+        return names
+
+    def predict_proba(self, x: Any) -> Floats:  # (N, C)
+        """The probability of every class for every input."""
+        return self.scores(inputs.samples(x, self.card)).probabilities
+
+    def similarity(self, x: Any) -> Floats:  # (N,)
+        """The cosine of every input to its nearest class prototype: low for what looks like no known class."""
+        found = self.scores(inputs.samples(x, self.card)).similarity
+        if found is None:
+            raise UserError(self.no_similarity)
+        return found
+
+    @property
+    def no_similarity(self) -> str:
+        name = self.card.method.get("name")
+        return f"a model of {name} has no cosines to prototypes, so what it does not know cannot be told by them"
+
+    def threshold(self, level: str) -> float:
+        """The similarity below which an input counts as unknown: a number, "auto" (5%), or a stored quantile, "1%"."""
+        if not self.method.cosine:
+            raise UserError(self.no_similarity)
+        try:
+            if level != "auto" and not level.endswith("%"):
+                return float(level)
+            share = 0.05 if level == "auto" else float(level[:-1]) / 100
+        except ValueError:
+            raise UserError(f"--reject {level!r} should be a cosine such as 0.6, auto, 1% or 5%") from None
+        stored = (self.card.novelty or {}).get("quantiles", {})
+        if f"{share:g}" not in stored:
+            known = ", ".join(f"{float(q):.0%}" for q in stored) or "none"
+            raise UserError(f"--reject {level}: this quantile is not stored in the model ({known}); give a cosine")
+        return float(stored[f"{share:g}"])
+
+    @torch.no_grad()
+    def scores(self, samples: Inputs) -> Scores:
+        """Everything about samples as `inputs` makes them."""
+        rows = [torch.from_numpy(samples[i : i + inputs.BATCH]) for i in range(0, len(samples), inputs.BATCH)]
+        here = (self.params, self.normalisation)
+        logits = torch.cat([self.logits(part, *here) for part in rows]) if rows else torch.zeros(0, len(self.classes))
+        near = novelty.similarity(self.method, self.params, logits)
+        return Scores(logits.numpy(), logits.softmax(1).numpy(), None if near is None else near.numpy())
+
+    def logits(
+        self, stored: Tensor, params: Tree, normalisation: tuple[Tensor, Tensor]
+    ) -> Tensor:  # (B, ...) -> (B, C)
+        """From samples as they are stored to class scores: preprocessing, network, method."""
+        gain, shift = normalisation
+        x = stored.to(torch.float32) * gain + shift
+        if stored.is_floating_point():
+            x = torch.where(x.isnan(), 0.0, x)  # a missing value takes the mean
+        return self.method.logits(self.net, params, x.permute(0, 3, 1, 2) if x.ndim == 4 else x)
+
+    @cached_property
+    def normalisation(self) -> tuple[Tensor, Tensor]:
+        """A float input is v * gain + shift, as in training."""
+        how = self.card.preprocessing
+        mean, std = torch.tensor(how.mean), torch.tensor(how.std).clamp(min=1e-8)
+        return 1 / (how.scale * std), -mean / std
+
+    def batches(self, paths: list[Path], failed: Any) -> Iterator[tuple[inputs.Batch, Scores]]:
+        """Predictions for files and folders, a batch at a time; `failed` is told what could not be read."""
+        for batch in inputs.stream(paths, self.card, failed):
+            yield batch, self.scores(batch.x)
+
+
+def load_model(path: str | Path, client: int | None = None) -> Model:
+    """The model in a file; of a run folder the global one, or with `client` that client's personal one."""
+    file = find_model(Path(path), client)
+    params, card = read_model(file)
+    try:
+        net, method = architecture(card)
+        model = Model(params, card, net, method)
+        tried = model.logits(torch.zeros(1, *_stored(card.shape)), params, model.normalisation)
+        if tried.shape != (1, len(card.classes)):
+            raise ValueError(f"it tells {tried.shape[-1]} classes apart, but names {len(card.classes)}")
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
+    except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"{file}: its tensors do not fit the network that its card describes: {reason}") from error
+    return model
+
+
+def find_model(path: Path, client: int | None = None) -> Path:
+    """The model file that is meant."""
+    if not path.is_dir():
+        if client is not None:
+            raise UserError(f"--client {client} picks a model of a run folder, but {path} is not a folder")
+        if not path.exists():
+            raise UserError(f"{path} does not exist; give a model file or a run folder")
+        return path
+    single, shared, personal = path / "model.safetensors", path / "models/global.safetensors", path / "models/personal"
+    if client is None and single.exists():
+        return single
+    if client is None and shared.exists():
+        return shared
+    people = sorted(int(file.stem.partition("-")[2]) for file in personal.glob("client-*.safetensors"))
+    if not people:
+        raise UserError(f"{path} holds no models; give a model file or the folder of a finished run")
+    if client in people:
+        return personal / f"client-{client:06d}.safetensors"
+    known = f"{people[0]} to {people[-1]}" if len(people) > 1 else f"{people[0]}"
+    if client is None:
+        raise UserError(f"{path} has no global model (its method makes none); pick a client's with --client, {known}")
+    raise UserError(f"{path} has no personal model of client {client}; those that took part are {known}")
+
+
+def _stored(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a sample as it is stored: channels last."""
+    return (*shape[1:], shape[0]) if len(shape) == 3 else shape

@@ -1,0 +1,63 @@
+"""A site's own data in a trained model's terms: its sizes, its columns, its class names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fednh.card import Card
+from fednh.config import load
+from fednh.data.dataset import Dataset, Labels
+from fednh.errors import UserError
+from fednh.federation import load_data
+from fednh.trained import inputs
+
+
+def load_for(card: Card, source: str, settings: Mapping[str, Any] | None = None) -> Dataset:
+    """The data of a source with labels by the model's classes and samples of the model's shape, not yet normalised."""
+    data = load_data(load(None, {**_as_in(card, source), "data.name": source, **(settings or {})}))
+    return replace(
+        data,
+        x_train=inputs.samples(data.x_train, card),
+        y_train=_renamed(data.y_train, data.classes, card.classes, source),
+        x_test=inputs.samples(data.x_test, card) if len(data.x_test) else _none(data, card),
+        y_test=_renamed(data.y_test, data.classes, card.classes, source),
+        classes=card.classes,
+        mean=tuple(card.preprocessing.mean),
+        std=tuple(card.preprocessing.std),
+        scale=card.preprocessing.scale,
+    )
+
+
+def _none(data: Dataset, card: Card) -> Any:
+    return inputs.samples(data.x_train[:1], card)[:0]
+
+
+def _as_in(card: Card, source: str) -> dict[str, Any]:
+    """Settings under which a source is read as the model's own data were."""
+    how, kind = card.preprocessing.model_extra or {}, source.partition(":")[0]
+    if kind not in ("folder", "hf", "csv", "parquet"):
+        return {}
+    settings: dict[str, Any] = {"data.classes": list(card.classes)}  # a site may lack some
+    if "size" in how:
+        settings["data.size"] = list(how["size"])
+    if "columns" in how:
+        agreed = {c["name"]: list(c["values"]) if c["kind"] == "category" else "number" for c in how["columns"]}
+        settings["data.columns"] = agreed
+    return settings
+
+
+def _renamed(labels: Labels, theirs: Sequence[str], ours: Sequence[str], source: str) -> Labels:
+    """Labels by our numbering; a class that we do not know is refused."""
+    there = np.unique(labels)
+    unknown = [theirs[c] for c in there if theirs[c] not in ours]
+    if unknown:
+        raise UserError(
+            f"{source} has {len(unknown)} classes that the model does not know: {', '.join(unknown[:5])}"
+            f"{', ...' * (len(unknown) > 5)}; it knows {', '.join(ours[:10])}{', ...' * (len(ours) > 10)}"
+        )
+    number = np.array([ours.index(name) if name in ours else -1 for name in theirs], np.int64)
+    return number[labels]

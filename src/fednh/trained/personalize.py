@@ -1,0 +1,156 @@
+"""A site that never took part gets a personal model from a finished run, by the method's own personalisation.
+
+It is enrolled as any client, from the configuration alone; it receives what the server would send after the last round,
+trains as in one round of the method, and its personal model is what the method calls so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fednh import client, evaluate, novelty
+from fednh.card import Card, architecture, read_model
+from fednh.config import Config
+from fednh.data import partition, scaling
+from fednh.data.batches import ClientData, Samples, samples_of
+from fednh.data.dataset import Dataset
+from fednh.errors import UserError
+from fednh.fit import Sgd
+from fednh.methods import METHODS, Method
+from fednh.models import Net
+from fednh.runs import read_config
+from fednh.seeding import numpy_rng, torch_rng
+from fednh.trained.own import load_for
+from fednh.tree import Tree, arranged
+
+DEFAULT_HOLDOUT = 0.2
+
+
+@dataclass(frozen=True)
+class Personalised:
+    """A site's own model with its card, and what it is worth on samples that it was not trained on."""
+
+    params: Tree
+    card: dict[str, Any]
+    comparison: dict[str, Any]
+
+
+def personalize(
+    run: Path,
+    source: str,
+    epochs: int | None = None,
+    holdout: float | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Personalised:
+    """Train on a site's data; without `holdout` its test set is held out, or a fifth where it has none."""
+    config, (received, card) = read_config(run), _received(run)
+    net, method = architecture(card)
+    data, parts = _divided(config, card, load_for(card, source, settings), holdout)
+    if config.partition.name == "site" and data.fitted and not data.is_image:  # every site measures its own
+        card = _with_scaling(card, scaling.measure(data.x_train[parts[0]], data.scale, data.preprocessing))
+        data = replace(data, mean=tuple(card.preprocessing.mean), std=tuple(card.preprocessing.std))
+    train, held = samples_of(data, "train", config.data.augment), _held_out(data, parts[1])
+    sgd = _sgd(config, epochs)
+    initial = arranged(method.init(net, torch_rng(config.seed, "init")))
+    params = _trained(method, net, method.enroll(initial), received, train, parts[0], sgd, config.seed)
+    alone = METHODS["local"]()
+    fresh = arranged(net.init(torch_rng(config.seed, "init")))
+    local = _trained(alone, net, fresh, {}, train, parts[0], sgd, config.seed)
+    shared = _global(run)
+    counts = np.bincount(data.y_train[parts[0]], minlength=len(card.classes))
+    comparison = {
+        "run": str(run),
+        "method": card.method.get("name"),
+        "data": source,
+        "epochs": sgd.epochs,
+        "lr": sgd.lr,
+        "trained_on": len(parts[0]),
+        "held_out": len(held),
+        "classes": {name: int(n) for name, n in zip(card.classes, counts, strict=True) if n},
+        "lacks": [name for name, n in zip(card.classes, counts, strict=True) if not n],
+        "global": None if shared is None else _figures(method, net, shared, held),
+        "personalised": _figures(method, net, params, held),
+        "local": _figures(alone, net, local, held),
+    }
+    about = card.model_dump(mode="json", exclude_none=True)
+    about["trained_on"] = {**about["trained_on"], "personalised_on": source, "epochs": sgd.epochs}
+    about["novelty"] = novelty.look(method, net, params, train, parts[0], config.seed)
+    return Personalised(params, about, comparison)
+
+
+def _received(run: Path) -> tuple[Tree, Card]:
+    """What the run's server would send to a newcomer."""
+    file = run / "models" / "broadcast.safetensors"
+    if not file.exists():
+        raise UserError(f"{run} holds no finished run to start from ({file} is missing); finish it with `fednh resume`")
+    return read_model(file)
+
+
+def _global(run: Path) -> Tree | None:
+    file = run / "models" / "global.safetensors"
+    return read_model(file)[0] if file.exists() else None
+
+
+def _divided(
+    config: Config, card: Card, data: Dataset, holdout: float | None
+) -> tuple[Dataset, tuple[partition.Indices, partition.Indices | None]]:
+    """The data with the samples to train on, and those held out; None: the test set is."""
+    everything = np.arange(len(data.y_train))
+    if holdout is None and len(data.y_test):
+        return data, (everything, None)
+    rng = numpy_rng(config.seed, "holdout personalize")
+    share = DEFAULT_HOLDOUT if holdout is None else holdout
+    train, held = partition.hold_out(data.y_train, everything, share, rng)
+    if len(held) == 0:
+        raise UserError(f"{data.name}: --holdout {share:g} of {len(everything)} samples leaves none to compare on")
+    return data, (train, held)
+
+
+def _held_out(data: Dataset, held: partition.Indices | None) -> Samples:
+    if held is None:
+        return samples_of(data, "test")
+    return samples_of(replace(data, x_test=data.x_train[held], y_test=data.y_train[held], site_test=None), "test")
+
+
+def _with_scaling(card: Card, own: scaling.Scaling) -> Card:
+    how = card.preprocessing.model_copy(update={"mean": list(own.mean), "std": list(own.std)})
+    return card.model_copy(update={"preprocessing": how})
+
+
+def _sgd(config: Config, epochs: int | None) -> Sgd:
+    """As the run's first round had it: the same rate for all that is compared, whatever it starts from."""
+    t = config.train
+    return Sgd(t.lr, t.momentum, t.weight_decay, t.clip, t.batch_size, t.epochs if epochs is None else epochs)
+
+
+def _trained(
+    method: Method,
+    net: Net,
+    kept: Tree,
+    received: Tree,
+    train: Samples,
+    index: partition.Indices,
+    sgd: Sgd,
+    seed: int,
+) -> Tree:
+    """A newcomer's round and its personal model."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a sum's last bits depend on how many threads share it
+    try:
+        update = client.update(method, net, kept, received, ClientData(train, index, seed, purpose="personalize"), sgd)
+        data = ClientData(train, index, seed, purpose="personalize personal")
+        return arranged(client.personal_model(method, net, update.keep, received, data, sgd))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _figures(method: Method, net: Net, params: Tree, held: Samples) -> dict[str, float | None]:
+    correct = evaluate.correct_per_class(lambda x: method.logits(net, params, x), held)
+    macro, share = evaluate.held_accuracy(correct, evaluate.total_per_class(held))
+    return {"held_macro": macro, "held_share": share}
