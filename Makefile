@@ -6,11 +6,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test lint types unit soak docs clean
+.PHONY: help setup demo test lint types unit soak bench docs clean
 help:
 	@echo "make demo    four methods on handwritten digits, with a report, in under two minutes"
 	@echo "make test    lint, types and tests, in under six minutes"
 	@echo "make soak    the long versions of the tests"
+	@echo "make bench   speed and memory as ratios, in under ten minutes on an idle machine"
 	@echo "make docs    the documents as a site, in site/"
 	@echo "make clean   remove .venv, caches and the demo's run folders"
 
@@ -46,6 +47,9 @@ unit: setup
 
 soak: setup
 	@$(BIN)/python -m pytest -m soak
+
+bench: setup
+	@$(BIN)/python -m benchmarks
 
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -W ignore -m mkdocs build --strict --quiet

@@ -35,6 +35,8 @@ class Job:
     model: str = "conv2"  # on 32x32 colour images; or "mlp", on 64 features
     final: int = 20  # eval.final
     checkpoint: int = 5  # checkpoint.every
+    classes: int = 10
+    hidden: int = 128  # of the mlp's first layer; the second has half of it
 
 
 def measure(job: Job) -> dict[str, Any]:
@@ -68,6 +70,7 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
             "partition.min_samples": 1,
             "participation.rate": job.picked / job.clients,
             "model.name": job.model,
+            **({"model.args": {"hidden": [job.hidden, job.hidden // 2]}} if job.model == "mlp" else {}),
             "train.epochs": 1,
             "eval.every": 0,
             "eval.clients": job.final,
@@ -109,9 +112,9 @@ def synthetic(job: Job) -> Any:
             x = rng.integers(0, 256, (count, *shape), np.uint8)
         else:
             x = rng.standard_normal((count, *shape), np.float32)
-        return x, rng.integers(0, 10, count)
+        return x, rng.integers(0, job.classes, count)
 
-    classes = tuple(str(c) for c in range(10))
+    classes = tuple(str(c) for c in range(job.classes))
     return Dataset("noise", *part(job.samples), *part(100), classes, (0.0,) * channels, (1.0,) * channels, scale)
 
 

@@ -21,6 +21,8 @@ from forked import Process, fednh
 TIMES = {"seconds", "eval_seconds", "client_seconds", "samples_per_second"}
 KILLS = 3  # for each of the eleven methods; at least two of them must find the process alive
 
+LIKE_FEDAVG = ("fedprox", "fedbn", "fedlc", "fedetf")  # no more state than others have; `make soak` kills them too
+
 
 def command(method: str, out: Path, rounds: int = 6, every: int = 1) -> list[str]:
     settings = {"eval.every": 3, "checkpoint.every": every, "partition.clients": 8, "method.name": method}
@@ -103,7 +105,7 @@ def survive(method: str, tmp_path: Path, kills: int, seed: int) -> int:
     return hits
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [m for m in METHODS if m not in LIKE_FEDAVG])
 def test_sigkill_at_random_moments(method: str, tmp_path: Path) -> None:
     assert survive(method, tmp_path, KILLS, seed=len(method)) >= 2
 

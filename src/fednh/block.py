@@ -101,7 +101,7 @@ class BlockFit:
     def __init__(self, data: OneOfBlock, sgd: Sgd):
         self.data, self.sgd = data, sgd
         self.samples = 0  # each client's, in units of its size
-        self.loss_sum = torch.zeros((), dtype=torch.float64)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=data.block.index.device)
 
     def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
         sgd, data = self.sgd, self.data
@@ -132,6 +132,10 @@ class BlockFit:
                 self.loss_sum = self.loss_sum + value * count
             self.samples += 1
         return {**fixed, **moving}
+
+    def reach(self, epochs: int | None = None) -> Tensor:  # (): a client of fewer batches takes fewer steps
+        batches = (self.data.real.sum() / self.sgd.batch_size).ceil()
+        return self.sgd.reach((self.sgd.epochs if epochs is None else epochs) * batches)
 
 
 def move(params: Tree, velocity: Tree, gradients: Tree, sgd: Sgd, active: Tensor | None) -> None:

@@ -17,9 +17,9 @@ from torch import nn
 from fednh.config import build_method, explain
 from fednh.errors import UserError
 from fednh.files import read_tree, write_tree
+from fednh.imports import imported
 from fednh.methods import Method
 from fednh.models import Net, build_net
-from fednh.models import _imported as imported
 from fednh.tree import Tree
 
 FORMAT = 1  # of the card; a reader refuses a newer one
@@ -87,7 +87,7 @@ def architecture(card: Card) -> tuple[Net, Method]:
 
     A model file may come from anybody: by import path it can name classes of networks, and nothing else to call.
     """
-    if ":" in card.model.name and not _is_network(imported(card.model.name)):
+    if ":" in card.model.name and not _is_network(imported(card.model.name, "model.name")):
         raise UserError(f"model.name = {card.model.name!r} is not a torch.nn.Module, and a card may name nothing else")
     own = {key: value for key, value in (card.model.model_extra or {}).items() if key in ("head", "norm")}
     net = build_net(card.model.name, card.shape, len(card.classes), card.model.args, **own)

@@ -13,6 +13,8 @@ import torch
 from fednh.data.batches import ClientData, blank_samples
 from fednh.diagnostics import GradientNorm
 from fednh.fit import LocalFit, Sgd
+from fednh.localnorm import LocalNorm, without_norm
+from fednh.losses import Loss
 from fednh.methods.base import Method
 from fednh.models.net import Net
 from fednh.tree import Tree
@@ -34,9 +36,10 @@ def update(
 ) -> Update:
     """Train: what the client keeps and what it uploads."""
     probe = GradientNorm(data, received) if gradient_norm else None
-    fit = LocalFit(data, sgd, probe)
-    keep, upload = method.client_update(net, {**kept, **received}, data, fit)
-    return Update(keep, upload, fit.samples, fit.loss_sum, probe.value if probe else None)
+    with LocalNorm(net, kept, data.index.device) as norm:
+        fit = LocalFit(data, sgd, norm.undisturbed(probe))
+        keep, upload = method.client_update(net, {**without_norm(kept), **received}, data, norm.fit(fit))
+    return Update({**keep, **norm.kept()}, upload, fit.samples, fit.loss_sum, probe.value if probe else None)
 
 
 Form = dict[str, tuple[tuple[int, ...], torch.dtype]]  # what a Tree looks like: name -> shape and type
@@ -51,9 +54,22 @@ def declared_upload(method: Method, net: Net, initial: Tree) -> Form:
     samples = blank_samples(net.shape, net.num_classes, next(iter(initial.values())).device)
     data = ClientData(samples, np.arange(len(samples)))
     own = {**method.enroll(initial), **method.broadcast(initial)}
-    return form_of(method.client_update(net, own, data, lambda params, loss, *, only, epochs=None: params)[1])
+    return form_of(method.client_update(net, own, data, _Still())[1])
+
+
+class _Still:
+    """`fit` that trains nothing."""
+
+    def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
+        return params
+
+    def reach(self, epochs: int | None = None) -> float:
+        return 1.0
 
 
 def personal_model(method: Method, net: Net, kept: Tree, received: Tree, data: ClientData, sgd: Sgd) -> Tree:
-    """The client's own model, as `method.logits` takes it."""
-    return method.personal_model(net, {**received, **kept}, data, LocalFit(data, sgd))
+    """The client's own model, as `method.logits` takes it; its normalisation is part of it."""
+    with LocalNorm(net, kept, data.index.device) as norm:
+        fit = norm.fit(LocalFit(data, sgd))
+        model = method.personal_model(net, {**received, **without_norm(kept)}, data, fit)
+    return {**model, **norm.state}

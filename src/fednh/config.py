@@ -21,16 +21,23 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
+from pydantic.errors import PydanticSchemaGenerationError
 
 from fednh.errors import Ignored, UserError, did_you_mean
 from fednh.methods import METHODS, Method
+from fednh.methods.find import find_method, hyper_parameters
 
 PATH_KINDS = ("npz", "folder", "csv", "parquet")  # of data sources: what follows is a path
 PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet")
 
+
+WRITTEN = {"written": True}  # context of a config that a run has written: complete, so nothing need be imported
+
+FRESH = ("method.name", "model.name")  # another one has other settings, so those given before are dropped
 
 MANY = 10**9  # of anything that is counted; more is a slip of the keyboard
 
@@ -92,6 +99,9 @@ class ParticipationConfig(Section):
 class ModelConfig(Section):
     name: str = "auto"  # auto, mlp, conv2, resnet18, or package.module:Class
     args: dict[str, Any] = Field(default_factory=dict)  # of the model's constructor
+    head: str | None = None  # of a module without .body and .head: the name of its last linear layer; None: found
+    weights: str | None = None  # a safetensors file to start from
+    norm: Literal["refuse", "local"] = "refuse"  # batch normalisation is refused, or normalisation stays with clients
 
 
 class TrainConfig(Section):
@@ -113,9 +123,10 @@ class EvalConfig(Section):
 
     @field_validator("clients", "final")
     @classmethod
-    def _at_least_one(cls, value: str | int) -> str | int:
+    def _at_least_one(cls, value: str | int, info: ValidationInfo) -> str | int:
         if isinstance(value, int) and value < 1:
-            raise ValueError("should be a word or a number of clients, 1 or more; see docs/running.md")
+            words = "'active', 'all'" if info.field_name == "clients" else "'all'"
+            raise ValueError(f"should be {words} or a number of clients, 1 or more")
         return value
 
 
@@ -172,8 +183,10 @@ class Config(Section):
     federation: FederationConfig = FederationConfig()
 
     @model_validator(mode="after")
-    def _complete_method(self) -> Config:
+    def _complete_method(self, info: ValidationInfo) -> Config:
         """Check the method's hyper-parameters and fill in its defaults, so that a written config is complete."""
+        if info.context == WRITTEN:
+            return self
         method = build_method(self.method)
         full = {"name": self.method["name"], **dataclasses.asdict(method)}
         object.__setattr__(self, "method", full)
@@ -187,11 +200,10 @@ def build_method(section: Mapping[str, Any]) -> Method:
     """The Method that a [method] section describes."""
     fields = dict(section)
     name = fields.pop("name", "fednh")
-    if not isinstance(name, str) or name not in METHODS:
-        raise UserError(f"method.name = {name!r} is not known{did_you_mean(str(name), METHODS)}")
-    known = _hyper_parameters(name)
+    found = find_method(name)
+    known = hyper_parameters(name)
     for key in [key for key in fields if key not in known]:
-        owners = [other for other in METHODS if key in _hyper_parameters(other)]
+        owners = [other for other in METHODS if key in hyper_parameters(other)]
         if not owners:
             takes = did_you_mean(key, known) if known else "; it takes none"
             raise UserError(f"method.{key} is not a hyper-parameter of {name}{takes}")
@@ -201,13 +213,11 @@ def build_method(section: Mapping[str, Any]) -> Method:
         )
         del fields[key]
     try:
-        return TypeAdapter(METHODS[name]).validate_python(fields, strict=False)
+        return TypeAdapter(found).validate_python(fields, strict=False)
     except ValidationError as error:
         raise UserError(explain(error, "method.")) from error
-
-
-def _hyper_parameters(name: str) -> list[str]:
-    return [field.name for field in dataclasses.fields(METHODS[name])]
+    except PydanticSchemaGenerationError as error:
+        raise UserError(f"method.name = {name!r}: a hyper-parameter has a type that no setting can have") from error
 
 
 def load(source: str | None, overrides: Mapping[str, Any]) -> Config:
@@ -222,8 +232,8 @@ def load(source: str | None, overrides: Mapping[str, Any]) -> Config:
         tree, where = _preset(source), ""
     else:
         tree, where = _read(Path(source)), f"{source}: "
-    for key, value in overrides.items():
-        _put(tree, key, value)
+    for key in sorted(overrides, key=lambda key: key not in FRESH):  # a name first, then what belongs to it
+        _put(tree, key, overrides[key])
     _make_paths_absolute(tree)
     _natural_sites(tree, overrides)
     return validate(tree, where)
@@ -231,6 +241,9 @@ def load(source: str | None, overrides: Mapping[str, Any]) -> Config:
 
 def _make_paths_absolute(tree: dict[str, Any]) -> None:
     """Paths as seen from here, so that a written config works from anywhere."""
+    model = tree.get("model")
+    if isinstance(model, dict) and isinstance(model.get("weights"), str):
+        model["weights"] = str(Path(model["weights"]).expanduser().absolute())
     data = tree.get("data")
     if not isinstance(data, dict):
         return
@@ -253,10 +266,13 @@ def _natural_sites(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:
         participation.setdefault("rate", 1.0)
 
 
-def validate(tree: Mapping[str, Any], where: str = "") -> Config:
-    """A Config from plain values, or one sentence that says what is wrong with them."""
+def validate(tree: Mapping[str, Any], where: str = "", written: bool = False) -> Config:
+    """A Config from plain values, or one sentence that says what is wrong with them.
+
+    One that a run has `written` is complete: a method of one's own need not be importable to read it.
+    """
     try:
-        return Config.model_validate(tree)
+        return Config.model_validate(tree, context=WRITTEN if written else None)
     except ValidationError as error:
         raise UserError(where + explain(error)) from error
     except UserError as error:
@@ -345,13 +361,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key. Another method than before starts from its own defaults."""
+    """Set a dotted key. Another method or model than before starts from its own defaults."""
     *sections, last = key.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
             raise UserError(f"{key}: {section} is a value, not a section")
-    if key == "method.name" and tree.get("name") != value:
+    if key in FRESH and tree.get("name") != value:
         tree.clear()
     tree[last] = value
 

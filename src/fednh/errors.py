@@ -14,6 +14,10 @@ class Ignored(UserWarning):
     """A setting that has no effect here; told, not refused."""
 
 
+class Notice(UserWarning):
+    """What was decided on the user's behalf; told, so that it can be decided otherwise."""
+
+
 class RunError(Exception):
     """A run that cannot go on: what happened, to whom and when. What was finished before is saved. Exit code 1."""
 

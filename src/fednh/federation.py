@@ -72,7 +72,7 @@ class Federation:
             "format": FORMAT,
             "fednh": __version__,
             "method": config.method,
-            "model": {"name": self.net.name, "args": config.model.args},
+            "model": {**self.net.card, "args": config.model.args},
             "shape": data.shape,
             "classes": data.classes,
             "preprocessing": {**data.preprocessing, **scale},
@@ -85,6 +85,14 @@ class Federation:
             },
             **whose,
         }
+
+
+def network(config: Config, shape: tuple[int, ...], num_classes: int) -> Net:
+    """The network that a config describes, for samples of this shape."""
+    m = config.model
+    net = build_net(m.name, shape, num_classes, m.args, head=m.head, norm=m.norm, weights=m.weights)
+    net.precision = config.precision
+    return net
 
 
 def load_data(config: Config) -> Dataset:
@@ -112,14 +120,12 @@ def build_federation(config: Config, dataset: Dataset | None = None) -> Federati
     parts, held_out = divide(data, config)
     raw_scale = data.scale
     data, scalings = scaling.fit(data, parts, held_out, natural)
-    net = build_net(config.model.name, data.shape, data.num_classes, config.model.args)
-    net.precision = config.precision
     return Federation(
         dataset=data,
         train=samples_of(data, "train", config.data.augment, config.device),
         test=samples_of(data, "test", device=config.device),
         parts=parts,
-        net=net,
+        net=network(config, data.shape, data.num_classes),
         method=config.build_method(),
         held_out=held_out,
         scalings=scalings,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch import Tensor
 from fednh.data.batches import ClientData
 from fednh.losses import Loss
 from fednh.tree import Tree, arranged, belongs
+
+Steps = TypeVar("Steps", float, Tensor)  # a number, or one for each of many clients
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,21 @@ class Sgd:
     batch_size: int = 64
     epochs: int = 5
 
+    def reach(self, steps: Steps) -> Steps:
+        """How far so many steps carry a parameter whose gradient is always 1: lr * steps, and more with momentum."""
+        m = self.momentum  # a gradient acts again in every later step: 1 + m + m^2 + ...
+        far: Steps = self.lr * (steps - m * (1 - m**steps) / (1 - m)) / (1 - m)
+        return far
+
 
 class Fit(Protocol):
     """What a method is given to train with."""
 
     def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree: ...
+
+    def reach(self, epochs: int | None = None) -> float | Tensor:
+        """How far one call carries a parameter whose gradient is always 1; a method divides a move by it."""
+        ...
 
 
 class LocalFit:
@@ -67,6 +79,10 @@ class LocalFit:
                 self.samples += len(y)
         self.loss_sum += float(total)
         return {name: value.detach() if name in moving else value for name, value in working.items()}
+
+    def reach(self, epochs: int | None = None) -> float:
+        batches = -(-len(self.data) // self.sgd.batch_size)
+        return self.sgd.reach(float((self.sgd.epochs if epochs is None else epochs) * batches))
 
 
 class Momentum:

@@ -125,11 +125,11 @@ def _line(record: dict[str, Any]) -> bytes:
     return (json.dumps(record, allow_nan=False) + "\n").encode()
 
 
-def read_config(path: Path) -> Config:
-    """The config of a run folder."""
+def read_config(path: Path, finished: bool = False) -> Config:
+    """The config of a run folder; of a `finished` run it can be read without the code of a method of one's own."""
     file = path / "config.toml"
     try:
-        return validate(tomllib.loads(file.read_text(encoding="utf-8")), f"{file}: ")
+        return validate(tomllib.loads(file.read_text(encoding="utf-8")), f"{file}: ", written=finished)
     except OSError as error:
         raise UserError(f"{path} is not a run folder: its config.toml cannot be read ({error.strerror})") from error
     except ValueError as error:

@@ -404,7 +404,9 @@ class Simulation:
             self._checkpoint()
         card, correct = self.fed.card(self.config), self._global()
         if (model := self.method.global_model(self.server)) is not None:
-            self.folder.write_model("global", model, {**card, "novelty": self._novelty(model, *self.fed.parts)})
+            self.folder.write_model(
+                "global", {**self.net.norm, **model}, {**card, "novelty": self._novelty(model, *self.fed.parts)}
+            )
         self.folder.write_model("broadcast", self.method.broadcast(self.server), card)  # what a newcomer would be sent
         final, chosen = set(self._sample(self.config.eval.final, round_)), set(self._whom(round_, record["clients"]))
         people = self._personal(sorted(final | chosen), round_, save=True)

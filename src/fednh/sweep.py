@@ -7,7 +7,6 @@ was interrupted, and tries again what failed.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from fednh.data.dataset import Dataset
 from fednh.errors import UserError, did_you_mean
 from fednh.federation import build_federation, load_data
 from fednh.files import write_bytes
-from fednh.methods import METHODS
+from fednh.methods.find import hyper_parameters
 from fednh.names import run_name, unlike
 from fednh.runs import RunFolder
 
@@ -148,7 +147,7 @@ def _check_used(axes: Axes, methods: Sequence[str], partitions: Sequence[str]) -
     for key in axes:
         if not any(_uses(key, method, partition) for method, partition in product(methods, partitions)):
             if key.startswith("method."):
-                known = {f"method.{f.name}" for method in methods for f in dataclasses.fields(METHODS[method])}
+                known = {f"method.{name}" for method in methods for name in hyper_parameters(method)}
                 takes = did_you_mean(key, known) if known else ""
                 raise UserError(f"{key} is a hyper-parameter of none of {', '.join(methods)}{takes}")
             raise UserError(f"{key} is used by none of these partitions: {', '.join(partitions)}")
@@ -157,7 +156,7 @@ def _check_used(axes: Axes, methods: Sequence[str], partitions: Sequence[str]) -
 def _uses(key: str, method: str, partition: str) -> bool:
     section, _, name = key.partition(".")
     if section == "method" and name != "name":
-        return name in {field.name for field in dataclasses.fields(METHODS[method])}
+        return name in hyper_parameters(method)
     return partition in _PARTITION_USES.get(key, (partition,))
 
 

@@ -70,6 +70,20 @@ def mean(trees: Iterable[Tree]) -> Tree:
     return {name: value / count for name, value in total.items()}
 
 
+def mean_and_count(trees: Iterable[Tree]) -> tuple[Tree, int]:
+    """The average, and how many trees it is of, in one pass."""
+    count = 0
+
+    def counting() -> Iterator[Tree]:
+        nonlocal count
+        for tree in trees:
+            count += 1
+            yield tree
+
+    average = mean(Uploads(counting(), trees.rule) if isinstance(trees, Uploads) else counting())
+    return average, count
+
+
 def stack(trees: Iterable[Tree]) -> Tree:
     """Many trees as one with a leading axis: name -> (K, ...)."""
     rows = list(trees)

@@ -25,7 +25,10 @@ SGD = Sgd(lr=0.2, momentum=0.9, weight_decay=0.01, clip=1.0, batch_size=100, epo
 
 
 # Methods whose defaults are heavy for eleven samples.
-QUICK: dict[str, dict[str, int]] = {"creff": {"features_per_class": 5, "match_steps": 5, "retrain_epochs": 5}}
+QUICK: dict[str, dict[str, int]] = {
+    "creff": {"features_per_class": 5, "match_steps": 5, "retrain_epochs": 5},
+    "fedetf": {"turns": 1, "turn_epochs": 1},
+}
 
 
 class TwoPart(nn.Module):

@@ -7,12 +7,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import Play, TwoPart, average, train, trained
+from reference import SGD, Play, TwoPart, average, train, trained
 
 from conftest import identical, same
+from fednh import client
 from fednh.data.batches import Samples
 from fednh.methods import METHODS, Method
-from fednh.models import Net
+from fednh.models import Net, build_net
 from fednh.tree import Tree, prefix, select
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
@@ -220,8 +221,6 @@ def test_fedrod(kind: str, net: Net, tiny: Samples) -> None:
 
 
 def test_fedrod_chooses_the_hypernetwork_by_width() -> None:
-    from fednh.models import build_net
-
     narrow, wide = (build_net("mlp", (4,), 3, {"hidden": [d]}) for d in (256, 257))
     rng = torch.Generator().manual_seed(0)
     assert "hyper.in.weight" in METHODS["fedrod"]().init(narrow, rng)
@@ -297,3 +296,199 @@ def test_creff_draws() -> None:
     y, real = torch.tensor([0, 0, 0, 1, 0]), torch.tensor([1.0, 1, 1, 1, 0])  # the last one is padding
     weights = method.draw_weights(keys, y, real, torch.tensor([3.0, 1.0]))
     torch.testing.assert_close(weights, torch.tensor([0.25, 0.25, 0.5, 1.0, 0.0]))
+
+
+@of("fedprox", mu=0.6)
+def test_fedprox(play: Play) -> None:
+    received = TwoPart.of(play.initial)
+    models = []
+    for x, y in play.xy:
+        model = TwoPart.of(play.initial)
+
+        def loss(m: TwoPart = model, x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            tie = sum(
+                (a - b.detach()).square().sum() for a, b in zip(m.parameters(), received.parameters(), strict=True)
+            )
+            return F.cross_entropy(m(x), y) + 0.3 * tie
+
+        train(list(model.parameters()), loss)
+        models.append(model)
+    for update, model in zip(play.round(), models, strict=True):
+        same(update.upload, model.tree(), **CLOSE)
+        same(update.keep, model.tree(), **CLOSE)
+    same(play.server, average([m.tree() for m in models]), **CLOSE)
+
+
+def by_name(module: TwoPart, change: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """A Tree's values in the order of the module's parameters."""
+    names = {"linear.weight": "body.linear1.weight", "linear.bias": "body.linear1.bias", "head.weight": "head.weight"}
+    return [change[names[name]] for name, _ in module.named_parameters()]
+
+
+def corrected_steps(start: Tree, x: torch.Tensor, y: torch.Tensor, shift: Tree) -> TwoPart:
+    """Line 10 of SCAFFOLD's Algorithm 1: the correction is added to every gradient, before clipping and momentum."""
+    module = TwoPart.of(start)
+    parameters = list(module.parameters())
+    optimiser = torch.optim.SGD(parameters, SGD.lr, SGD.momentum, weight_decay=SGD.weight_decay)
+    for _ in range(SGD.epochs):
+        optimiser.zero_grad()
+        F.cross_entropy(module(x), y).backward()
+        for p, s in zip(parameters, by_name(module, shift), strict=True):
+            assert p.grad is not None
+            p.grad += s
+        torch.nn.utils.clip_grad_norm_(parameters, SGD.clip)
+        optimiser.step()
+    return module
+
+
+@of("scaffold", eta_g=0.5)
+def test_scaffold(play: Play) -> None:
+    """Two rounds of Algorithm 1, option II, with both clients in each; K eta_l with momentum is summed step by step."""
+    far, velocity = 0.0, 0.0
+    for _ in range(SGD.epochs):  # one step an epoch
+        velocity = SGD.momentum * velocity + 1
+        far += SGD.lr * velocity
+    zero = {name: torch.zeros_like(value) for name, value in select(play.initial, "body", "head").items()}
+    x, c, c_i = select(play.initial, "body", "head"), zero, [zero, zero]
+    for _ in range(2):
+        shifts = [{n: c[n] - mine[n] for n in c} for mine in c_i]
+        y_i = [corrected_steps(x, *xy, shift).tree() for xy, shift in zip(play.xy, shifts, strict=True)]
+        c_i = [{n: mine[n] - c[n] + (x[n] - y[n]) / far for n in c} for mine, y in zip(c_i, y_i, strict=True)]
+        c, middle = average(c_i), average(y_i)
+        x = {n: x[n] + 0.5 * (middle[n] - x[n]) for n in x}
+        updates = play.round()
+        same(select(play.server, "body", "head"), x, **CLOSE)
+        same(select(play.server, "c"), prefix("c", c), **CLOSE)
+        for update, y, mine in zip(updates, y_i, c_i, strict=True):
+            same(select(update.keep, "body", "head"), y, **CLOSE)
+            same(select(update.keep, "c_i"), prefix("c_i", mine), **CLOSE)
+
+
+def test_scaffolds_c_is_the_mean_of_those_who_took_part(net: Net, tiny: Samples) -> None:
+    """Client 0 alone, then client 1 alone, then both; whoever is new is not corrected."""
+    play = Play(METHODS["scaffold"](), net, tiny)
+    method = play.method
+    for members in ([0], [1], [0, 1]):
+        down = method.broadcast(play.server)
+        updates = {k: client.update(method, net, play.kept[k], down, play.data[k], SGD) for k in members}
+        if members == [1]:
+            same(select(updates[1].keep, "body", "head"), trained(TwoPart.of(down), *play.xy[1]).tree(), **CLOSE)
+        for k, update in updates.items():
+            play.kept[k] = update.keep
+        play.server = method.aggregate(play.server, iter([u.upload for u in updates.values()]))
+        seen = [select(kept, "c_i") for kept in play.kept if kept["joined"] == 1]
+        assert int(play.server["clients"]) == len(seen)
+        expected = {f"c{name.removeprefix('c_i')}": value for name, value in average(seen).items()}
+        same(select(play.server, "c"), expected, rtol=1e-4, atol=1e-5)
+
+
+@of("fedlc", tau=0.8)
+def test_fedlc(play: Play) -> None:
+    models = []
+    for x, y in play.xy:
+        model, owned = TwoPart.of(play.initial), sorted(y.unique().tolist())
+        margin = torch.tensor([0.8 / int((y == c).sum()) ** 0.25 for c in owned])
+        place = torch.tensor([owned.index(c) for c in y.tolist()])
+
+        def loss(m: TwoPart = model, x=x, o=owned, margin=margin, place=place) -> torch.Tensor:  # type: ignore[no-untyped-def]
+            return F.cross_entropy(m(x)[:, o] - margin, place)  # classes that the client lacks are not there at all
+
+        train(list(model.parameters()), loss)
+        models.append(model)
+    for update, model in zip(play.round(), models, strict=True):
+        same(update.upload, model.tree(), **CLOSE)
+    same(play.server, average([m.tree() for m in models]), **CLOSE)
+
+
+def on_the_simplex(model: TwoPart, layer: torch.nn.Linear, head: torch.Tensor, beta: torch.Tensor, x: torch.Tensor):  # type: ignore[no-untyped-def]
+    g = layer(model.features(x))
+    return beta * (g / g.norm(dim=1, keepdim=True)) @ head.T
+
+
+@of("fedetf", beta=3.0, gamma=0.5, turns=2, turn_epochs=1)
+def test_fedetf(play: Play) -> None:
+    head = play.initial["head.weight"]
+    cosine = head @ head.T
+    torch.testing.assert_close(cosine, torch.eye(4) * (4 / 3) - 1 / 3, rtol=0, atol=1e-5)  # the simplex frame
+
+    def start(tree: Tree) -> tuple[TwoPart, torch.nn.Linear, torch.nn.Parameter]:
+        model, layer = TwoPart.of(tree), torch.nn.Linear(5, 5)
+        layer.load_state_dict({"weight": tree["projection.weight"], "bias": tree["projection.bias"]})
+        return model, layer, torch.nn.Parameter(tree["beta"].clone())
+
+    def balanced(parts, x: torch.Tensor, y: torch.Tensor) -> None:  # type: ignore[no-untyped-def]
+        model, layer, beta = parts
+        counts = torch.bincount(y, minlength=4)
+
+        def loss() -> torch.Tensor:
+            power = torch.exp(on_the_simplex(model, layer, head, beta, x)) * counts**0.5
+            return -(power[torch.arange(len(y)), y] / power.sum(1)).log().mean()
+
+        train([*model.linear.parameters(), *layer.parameters(), beta], loss)
+
+    def tree(parts) -> Tree:  # type: ignore[no-untyped-def]
+        model, layer, beta = parts
+        return {
+            **model.body_tree(),
+            "projection.weight": layer.weight.detach().clone(),
+            "projection.bias": layer.bias.detach().clone(),
+            "beta": beta.detach().clone(),
+        }
+
+    expected = []
+    for x, y in play.xy:
+        parts = start(play.initial)
+        balanced(parts, x, y)
+        expected.append(tree(parts))
+    for update, uploaded in zip(play.round(), expected, strict=True):
+        same(update.upload, uploaded, **CLOSE)
+        assert update.keep == {}
+    same(play.server, {**average(expected), "head.weight": head}, **CLOSE)
+
+    (x, y), parts, own_head = play.xy[0], start(play.server), torch.nn.Parameter(head.clone())
+    balanced(parts, x, y)
+    model, layer, beta = parts
+    for _ in range(2):
+        for moving in ([own_head], list(layer.parameters())):
+            train(
+                moving, lambda: F.cross_entropy(on_the_simplex(model, layer, own_head, beta.detach(), x), y), epochs=1
+            )
+    personal = play.personal(0)
+    same(personal, {**tree(parts), "head.weight": own_head.detach()}, **CLOSE)
+    scores = play.method.logits(play.net, personal, x)
+    torch.testing.assert_close(scores, on_the_simplex(model, layer, own_head, beta, x), **CLOSE)
+
+
+class WithGroupNorm(torch.nn.Module):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.GroupNorm(2, 6), torch.nn.ReLU())
+        self.head = torch.nn.Linear(6, num_classes, bias=False)
+
+
+def test_fedbn(tiny: Samples) -> None:
+    """Two rounds by torch.optim on the whole module; only what is not normalisation travels and is averaged."""
+    net = build_net(f"{__name__}:WithGroupNorm", (4,), 4)
+    play = Play(METHODS["fedbn"](), net, tiny)
+    norm = ("body.1.weight", "body.1.bias")
+    assert net.norms == norm
+    first = play.method.global_model(play.initial)
+    assert first is not None
+    modules = [WithGroupNorm(4), WithGroupNorm(4)]
+    for module in modules:
+        module.load_state_dict(first)
+    for _ in range(2):
+        for module, (x, y) in zip(modules, play.xy, strict=True):
+            train(list(module.parameters()), lambda m=module, x=x, y=y: F.cross_entropy(m.head(m.body(x)), y))
+        local = [{n: v.clone() for n, v in m.state_dict().items()} for m in modules]
+        shared = average([{n: v for n, v in one.items() if n not in norm} for one in local])
+        updates = play.round()
+        for k, update in enumerate(updates):
+            assert update.upload.keys() == shared.keys(), "normalisation never travels"
+            same(play.personal(k), local[k], **CLOSE)
+        same(select(play.server, "body", "head"), shared, **CLOSE)
+        for module in modules:
+            module.load_state_dict(shared, strict=False)
+    model = play.method.global_model(play.server)
+    assert model is not None
+    identical({n: model[n] for n in norm}, {n: first[n] for n in norm})  # as initialised

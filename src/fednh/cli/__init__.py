@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from fednh.cli.app import app
-from fednh.errors import Ignored, RunError, UserError
+from fednh.errors import Ignored, Notice, RunError, UserError
 
 # isort: off
 from fednh.cli import run  # the order of imports is the order in `fednh --help`
@@ -25,15 +25,19 @@ from fednh.cli import trained
 from fednh.cli import spiral
 from fednh.cli import federation
 from fednh.cli import about
+from fednh.cli import new
+from fednh.cli import bench
 # isort: on
 
 __all__ = [
     "about",
     "app",
+    "bench",
     "federation",
     "figures",
     "inspect",
     "main",
+    "new",
     "report",
     "run",
     "spiral",
@@ -64,11 +68,11 @@ def main() -> None:
 
 
 def _tell_warnings() -> None:
-    """Settings that have no effect are told in a line like every other message; other warnings stay as they are."""
+    """What a run ignores or decides by itself is told in a line like every other message; other warnings stay."""
     usual = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
-        if issubclass(category, Ignored):
+        if issubclass(category, Ignored | Notice):
             typer.echo(f"fednh: {message}", err=True)
         else:
             usual(message, category, *rest, **more)

@@ -16,18 +16,23 @@ app.add_typer(data_app, name="data")
 
 @app.command()
 def methods() -> None:
-    """List the methods with their hyper-parameters and papers."""
+    """List the methods, also those of installed packages, with their hyper-parameters and papers."""
     import dataclasses
 
-    from fednh.methods import METHODS
+    from rich.markup import escape
+
+    from fednh.methods.find import listed
 
     console = console_for_people()
-    for name, cls in METHODS.items():
+    for name, cls in listed():
+        if not isinstance(cls, type):
+            console.print(f"[bold]{escape(name)}[/bold]  [red]{escape(str(cls))}[/red]", highlight=False)
+            continue
         summary = (cls.__doc__ or "").strip().partition("\n\n")[0]
-        console.print(f"[bold]{name}[/bold]  {summary}", highlight=False)
-        fields = [f"{field.name} = {field.default}" for field in dataclasses.fields(cls)]
-        console.print(f"    settings: {', '.join(fields) or 'none'}", highlight=False, style="cyan")
-        console.print(f"    {cls.cite}", highlight=False, style="dim")
+        console.print(f"[bold]{escape(name)}[/bold]  {escape(summary)}", highlight=False)
+        fields = [f"{f.name} = {f.default}" for f in dataclasses.fields(cls)]
+        console.print(f"    settings: {escape(', '.join(fields)) or 'none'}", highlight=False, style="cyan")
+        console.print(f"    {escape(getattr(cls, 'cite', ''))}", highlight=False, style="dim")
 
 
 @app.command()

@@ -58,14 +58,14 @@ def sweep(
 
     The same command again skips what is finished, goes on with what was interrupted and tries again what failed.
     """
-    from fednh.methods import METHODS
+    from fednh.methods.find import listed
     from fednh.report.render import to_rich
     from fednh.report.sweep_screen import sweep_screen
     from fednh.sweep import check, combine, execute, values
     from fednh.track import check as check_trackers
 
     lists = {
-        "method.name": ",".join(METHODS) if method == "all" else method,
+        "method.name": ",".join(n for n, cls in listed() if isinstance(cls, type)) if method == "all" else method,
         "partition.beta": beta,
         "seed": seed,
         "partition.name": partition,

@@ -27,14 +27,13 @@ from fednh.checkpoint import Checkpoints
 from fednh.config import Config, dump
 from fednh.data.batches import Samples
 from fednh.errors import RunError, UserError
-from fednh.federation import Federation, build_federation
+from fednh.federation import Federation, build_federation, network
 from fednh.flower import records
 from fednh.flower.post import Letter, Post
 from fednh.flower.records import Answer, Hello, Number, Order, SiteProblem, Task
 from fednh.flower.roster import Roster, agree, disagreement
 from fednh.flower.site import balanced, initial_state
 from fednh.machine import check_machine
-from fednh.models import build_net
 from fednh.names import run_name
 from fednh.runs import RunFolder
 from fednh.seeding import numpy_rng
@@ -168,8 +167,7 @@ class Server:
         config, task = self.config, self.task
         assert task is not None
         check_machine(config.device, config.precision)
-        self.net = build_net(config.model.name, task.shape, len(task.classes), config.model.args)
-        self.net.precision = config.precision
+        self.net = network(config, task.shape, len(task.classes))
         self.initial = initial_state(config, self.method, self.net)
         self.server = saved or self.initial
         self.form = clients.form_of(self.initial)
@@ -403,7 +401,7 @@ class Server:
         if round_ == self.config.rounds:
             model = self.method.global_model(self.server)
             if model is not None:
-                self.folder.write_model("global", model, self._card())
+                self.folder.write_model("global", {**self.net.norm, **model}, self._card())
             self.folder.write_model("broadcast", self.method.broadcast(self.server), self._card())
         self._write_line(record)
 
@@ -473,7 +471,7 @@ class Server:
             "format": FORMAT,
             "fednh": __version__,
             "method": config.method,
-            "model": {"name": self.net.name, "args": config.model.args},
+            "model": {**self.net.card, "args": config.model.args},
             "shape": task.shape,
             "classes": task.classes,
             "preprocessing": {**json.loads(task.preprocessing), **scale},

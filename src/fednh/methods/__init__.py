@@ -7,13 +7,18 @@ from fednh.methods.creff import CReFF
 from fednh.methods.ditto import Ditto
 from fednh.methods.fedavg import FedAvg
 from fednh.methods.fedbabu import FedBABU
+from fednh.methods.fedbn import FedBN
+from fednh.methods.fedetf import FedETF
+from fednh.methods.fedlc import FedLC
 from fednh.methods.fednh import FedNH
 from fednh.methods.fedper import FedPer
 from fednh.methods.fedproto import FedProto
+from fednh.methods.fedprox import FedProx
 from fednh.methods.fedrep import FedRep
 from fednh.methods.fedrod import FedROD
 from fednh.methods.feduh import FedUH
 from fednh.methods.local import Local
+from fednh.methods.scaffold import Scaffold
 
 METHODS: dict[str, type[Method]] = {
     "fednh": FedNH,
@@ -27,6 +32,11 @@ METHODS: dict[str, type[Method]] = {
     "fedproto": FedProto,
     "fedrod": FedROD,
     "creff": CReFF,
+    "fedprox": FedProx,
+    "scaffold": Scaffold,
+    "fedbn": FedBN,
+    "fedetf": FedETF,
+    "fedlc": FedLC,
 }
 
 __all__ = ["METHODS", "Method"]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from fednh.errors import UserError, did_you_mean
+from fednh.imports import imported
 from fednh.models.conv import Conv2
 from fednh.models.mlp import MLP
-from fednh.models.net import Net
+from fednh.models.net import Net, seeded
 from fednh.models.resnet import ResNet18
+from fednh.models.split import Split, check_head, find_head, is_split
 
 MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": MLP, "conv2": Conv2, "resnet18": ResNet18}
 
@@ -29,20 +28,32 @@ def choose(shape: tuple[int, ...]) -> str:
     return "conv2" if min(shape[1:]) < 64 else "resnet18"
 
 
-def build_net(name: str, shape: tuple[int, ...], num_classes: int, args: Mapping[str, Any] | None = None) -> Net:
+def build_net(
+    name: str,
+    shape: tuple[int, ...],
+    num_classes: int,
+    args: Mapping[str, Any] | None = None,
+    *,
+    head: str | None = None,
+    norm: str = "refuse",
+    weights: str | None = None,
+) -> Net:
     """The Net called `name`: "auto", one of MODELS, or "package.module:Class".
 
     A class of one's own is called with those of `shape` or `input_shape` (one sample: (C, H, W) or (F,)) and
-    `num_classes` or `n_classes` that its constructor asks for by name, and with `args`.
+    `num_classes` or `n_classes` that its constructor asks for by name, and with `args`. It has .body and .head, or
+    `head` names its last linear layer, or that layer is found. For `norm` and `weights` see Net.
     """
     name = choose(shape) if name == "auto" else name
-    factory = MODELS.get(name) or _imported(name)
+    factory = MODELS.get(name) or _factory(name)
     if name in ("conv2", "resnet18") and len(shape) != 3:
         raise UserError(f"model.name = {name!r} needs images, but the data are vectors of {shape[0]} values; use 'mlp'")
+    if name in MODELS and head is not None:
+        raise UserError(f"model.head = {head!r} is for models of your own; {name} has a head")
     offered = {"shape": shape, "input_shape": shape, "num_classes": num_classes, "n_classes": num_classes}
     arguments = _arguments(name, factory, offered, dict(args or {}))
 
-    def build() -> nn.Module:
+    def make() -> nn.Module:
         try:
             module = factory(**arguments)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -51,23 +62,23 @@ def build_net(name: str, shape: tuple[int, ...], num_classes: int, args: Mapping
             raise UserError(f"model {name} gave a {type(module).__name__}, not a torch.nn.Module")
         return module
 
-    return Net(build, shape, num_classes, name)
+    if name not in MODELS:
+        whole = seeded(make, 0)
+        if head is None and not is_split(whole):
+            head = find_head(name, whole, num_classes)
+        if head is not None:
+            check_head(name, whole, head, shape)
+    build = make if head is None else lambda: Split(make(), str(head))
+    return Net(build, shape, num_classes, name, head=head, norm=norm, weights=weights)
 
 
-def _imported(path: str) -> Callable[..., nn.Module]:
-    module_name, _, attribute = path.partition(":")
-    if not attribute:
+def _factory(path: str) -> Callable[..., nn.Module]:
+    if ":" not in path:
         raise UserError(
             f"model.name = {path!r} is not known{did_you_mean(path, ['auto', *MODELS])} "
             f"(or give 'package.module:Class')"
         )
-    here = str(Path.cwd())
-    if here not in sys.path:  # as `python -m` does, so that a file beside the config can be named
-        sys.path.insert(0, here)
-    try:
-        factory: Callable[..., nn.Module] = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"model.name = {path!r} cannot be imported: {error}") from error
+    factory: Callable[..., nn.Module] = imported(path, "model.name")
     if not callable(factory):
         raise UserError(f"model.name = {path!r} names a {type(factory).__name__}, not a class that can be called")
     return factory

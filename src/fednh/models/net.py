@@ -11,7 +11,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fednh.errors import UserError
+from fednh.models.weights import read_weights
 from fednh.tree import Tree, arranged, below
+
+BATCH_NORM = nn.modules.batchnorm._NormBase  # what may keep running statistics: batch and instance normalisation
+NORMS = (BATCH_NORM, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 class Net:
@@ -20,24 +24,60 @@ class Net:
     `functional_call` swaps parameters into the module that it is given, so two threads must never share one:
     each thread that calls a Net gets its own copy of the skeleton.
 
+    With `norm="local"` the normalisation layers' parameters and statistics are in no Tree that a method sees: they are
+    `norm` at first, and a client at work lends its own to its thread; see `localnorm.py`. `head` is the name that the
+    head has in a module that was split; `weights` a safetensors file to start from.
+
     With precision "bf16" the body's convolutions and matrix products run in bfloat16, forward and backward. Features
     come out as float32, and so does everything that is made of them.
     """
 
     precision: str = "float32"  # or "bf16"; chosen once, by who makes the Net
 
-    def __init__(self, build: Callable[[], nn.Module], shape: tuple[int, ...], num_classes: int, name: str = "model"):
-        self.name, self.shape, self.num_classes = name, shape, num_classes
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        shape: tuple[int, ...],
+        num_classes: int,
+        name: str = "model",
+        *,
+        head: str | None = None,
+        norm: str = "refuse",
+        weights: str | None = None,
+    ):
+        self.name, self.shape, self.num_classes, self.head = name, shape, num_classes, head
         self._build = build
-        self._skeleton = self._checked(_seeded(build, 0))
+        self._skeleton = self._checked(seeded(build, 0), norm)
+        self._weights: Tree = {} if weights is None else read_weights(weights, self._skeleton, head)
+        self._skeleton.load_state_dict(self._weights, strict=False)
+        _use_batch_statistics(self._skeleton, False)
+        inside = _norm_names(self._skeleton)
+        parameters = {name for name, _ in self._skeleton.named_parameters()}
+        self.norms = () if norm == "local" else tuple(name for name in inside if name in parameters)
+        self.norm: Tree = {}
+        if norm == "local":
+            state = self._skeleton.state_dict()
+            self.norm = arranged({name: state[name].detach().clone() for name in inside})
+        self.trained_norms = frozenset(self.norm.keys() & parameters)
         self.parameter_shapes = [tuple(value.shape) for value in self._skeleton.parameters()]
         self._mine = threading.local()
         self.dim = self._probe()
 
+    @property
+    def card(self) -> dict[str, str | None]:
+        """What `build_net` must be told, beside the constructor's arguments, to build it again."""
+        return {"name": self.name, "head": self.head, "norm": "local" if self.norm else "refuse"}
+
+    @property
+    def stateful(self) -> bool:
+        """Whether clients have a normalisation of their own: what is computed then depends on whose turn it is."""
+        return bool(self.norm)
+
     def init(self, rng: torch.Generator) -> Tree:
         """Fresh parameters, named "body...." and "head....". The same `rng` state gives the same parameters."""
-        module = _seeded(self._build, int(torch.randint(2**62, (), generator=rng)))
-        return arranged({name: value.detach().clone() for name, value in module.named_parameters()})
+        module = seeded(self._build, int(torch.randint(2**62, (), generator=rng)))
+        fresh = {name: value.detach().clone() for name, value in module.named_parameters() if name not in self.norm}
+        return arranged({name: self._weights[name].clone() if name in self._weights else fresh[name] for name in fresh})
 
     def features(self, params: Tree, x: Tensor) -> Tensor:  # (B, ...) -> (B, D)
         if self.precision == "float32":
@@ -53,8 +93,19 @@ class Net:
     def logits(self, params: Tree, x: Tensor) -> Tensor:  # (B, ...) -> (B, C)
         return self.classify(params, self.features(params, x))
 
+    def lend(self, norm: Tree | None, training: bool = False) -> None:
+        """What this thread normalises with from now on: a client's own, or what everybody starts from.
+
+        While `training`, layers with running statistics use those of the batch and update the ones lent in place.
+        """
+        self._mine.norm = self.norm if norm is None else norm
+        _use_batch_statistics(self._part("body"), training)
+
     def _features(self, params: Tree, x: Tensor) -> Tensor:
-        out: Tensor = functional_call(self._part("body"), below(params, "body"), (x,))
+        body, state = self._part("body"), below(params, "body")
+        if self.norm:
+            state = {**below(getattr(self._mine, "norm", self.norm), "body"), **state}
+        out: Tensor = functional_call(body, state, (x,))
         return out
 
     def _part(self, name: str) -> nn.Module:
@@ -64,18 +115,15 @@ class Net:
         part: nn.Module = getattr(self._mine.module, name)
         return part
 
-    def _checked(self, module: nn.Module) -> nn.Module:
+    def _checked(self, module: nn.Module, norm: str) -> nn.Module:
         for part in ("body", "head"):
             if not isinstance(getattr(module, part, None), nn.Module):
                 raise UserError(f"model {self.name} has no .{part}; a model needs .body (features) and .head (linear)")
         if {name.partition(".")[0] for name, _ in module.named_parameters()} - {"body", "head"}:
             raise UserError(f"model {self.name} has parameters outside .body and .head; move them into .body")
         for name, layer in module.named_modules():
-            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-                raise UserError(
-                    f"model {self.name}: {name} is batch normalisation, whose running statistics differ on every "
-                    f"client; use GroupNorm instead"
-                )
+            if isinstance(layer, BATCH_NORM):
+                self._check_batch_norm(name, layer, norm)
             if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
                 raise UserError(
                     f"model {self.name}: {name} is dropout, which draws from a generator that all workers share, so a "
@@ -83,13 +131,28 @@ class Net:
                 )
         return module
 
+    def _check_batch_norm(self, name: str, layer: nn.Module, norm: str) -> None:
+        tracks, batch = bool(layer.track_running_stats), isinstance(layer, nn.modules.batchnorm._BatchNorm)
+        if norm != "local" and (tracks or batch):
+            raise UserError(
+                f"model {self.name}: {name} is batch normalisation, whose running statistics differ on every client; "
+                f'use GroupNorm instead, or set model.norm = "local" to leave normalisation with the clients'
+            )
+        if batch and not tracks:
+            raise UserError(
+                f"model {self.name}: {name} keeps no running statistics, so a prediction would depend on what else is "
+                f"in its batch; build it with track_running_stats=True"
+            )
+
     def _probe(self) -> int:
-        """One forward pass on zeros: finds D and reports a model that does not fit the data, before any training."""
+        """A forward pass, twice: finds D and reports a model that does not fit the data, before any training."""
+        x = torch.randn(2, *self.shape, generator=torch.Generator().manual_seed(0))
         body, head = self._part("body"), self._part("head")
         try:
             with torch.no_grad():
-                features: Tensor = body(torch.zeros(2, *self.shape))
+                features: Tensor = body(x)
                 logits: Tensor = head(features)
+                again: Tensor = body(x)
         except (RuntimeError, ValueError, TypeError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise UserError(f"model {self.name} does not accept inputs of shape {self.shape}: {reason}") from error
@@ -102,10 +165,31 @@ class Net:
             raise UserError(
                 f"model {self.name} has a head of {logits.shape[1]} classes, but the data has {self.num_classes}"
             )
+        if not torch.equal(features, again):
+            raise UserError(
+                f"model {self.name} gives the same input two different outputs (does it draw random numbers, as "
+                f"functional dropout does?), so a run could not be repeated; take that out of its forward"
+            )
         return int(features.shape[1])
 
 
-def _seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+def _use_batch_statistics(module: nn.Module, yes: bool) -> None:
+    for layer in module.modules():
+        if isinstance(layer, BATCH_NORM):
+            layer.training = yes
+
+
+def _norm_names(module: nn.Module) -> list[str]:
+    """The names of all parameters and statistics of normalisation layers."""
+    return [
+        f"{path}.{name}"
+        for path, layer in module.named_modules()
+        if isinstance(layer, NORMS)
+        for name in layer.state_dict()
+    ]
+
+
+def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
     """Build a module from a given seed and leave the global generator as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

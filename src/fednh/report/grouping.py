@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fednh.config import flat
-from fednh.report.groups import PAPER_NAMES, method_name, show
+from fednh.report.groups import method_name, method_order, show
 from fednh.report.load import Run
 
 # How a run was computed and watched, not what it computed.
@@ -37,9 +37,8 @@ def by_variant(runs: Sequence[Run]) -> dict[str, list[Run]]:
     for method in {run.method for run in runs}:
         found = [run.config.method for run in runs if run.method == method]
         varying[method] = [key for key in found[0] if len({repr(s.get(key)) for s in found}) > 1]
-    order = [*PAPER_NAMES]
     groups: dict[str, list[Run]] = {}
-    for run in sorted(runs, key=lambda r: (order.index(r.method), repr(r.config.method), r.config.seed)):
+    for run in sorted(runs, key=lambda r: (method_order(r.method), repr(r.config.method), r.config.seed)):
         words = [f"{key}={show(run.config.method[key])}" for key in varying[run.method]]
         groups.setdefault(" ".join([method_name(run.method), *words]), []).append(run)
     return groups

@@ -42,8 +42,8 @@ _LAID_OUT = (
 
 
 def method_name(name: str) -> str:
-    """As the paper writes it; a method that it does not have keeps its own name."""
-    return PAPER_NAMES.get(name, name)
+    """As the paper writes it, or as the class is called; a method by import path keeps the path."""
+    return PAPER_NAMES.get(name) or (METHODS[name].__name__ if name in METHODS else name)
 
 
 @dataclass(frozen=True)
@@ -190,10 +190,14 @@ def _by(groups: Iterable[Group], key: Any) -> list[list[Group]]:
     return list(found.values())
 
 
+def method_order(name: str) -> tuple[int, str]:
+    """Sorts methods as the paper's Table 1 does, then our further ones, then those by import path."""
+    order = [*PAPER_NAMES, *(other for other in METHODS if other not in PAPER_NAMES)]
+    return (order.index(name) if name in order else len(order)), name
+
+
 def _row_order(row: Row) -> tuple[Any, ...]:
-    order = [*PAPER_NAMES, *METHODS]
-    at = order.index(row.method) if row.method in order else len(order)
-    return row.data, row.rate, at, row.method, _natural(row.apart)
+    return row.data, row.rate, method_order(row.method), _natural(row.apart)
 
 
 def _natural(text: str) -> list[tuple[float, str]]:

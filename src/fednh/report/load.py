@@ -64,7 +64,7 @@ def load_run(path: Path) -> Run:
             raise ValueError("partition.json lacks classes or counts")
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} is not a whole run folder: {error}") from error
-    return Run(path, read_config(path), read_summary(path), records, partition, environment)
+    return Run(path, read_config(path, finished=True), read_summary(path), records, partition, environment)
 
 
 def load_runs(folders: Sequence[Path]) -> list[Run]:

@@ -33,7 +33,7 @@ def published(group: Group, metric: str) -> Published | None:
 def departures(group: Group) -> list[str]:
     """In which settings the group is not as in the paper: `rounds=20 (paper: 200)`."""
     config = group.runs[0].config
-    if config.data.name not in PRESETS:
+    if config.data.name not in PRESETS or group.method not in PAPER_NAMES:
         return []
     same = {"method.name": group.method, "partition.beta": config.partition.beta, "participation.rate": group.rate}
     paper = flat(load(config.data.name, same).model_dump())

@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fednh.card import architecture, read_model
+from fednh.card import Card, architecture, read_model
 from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
 from fednh.data.scaling import fit
 from fednh.errors import UserError
 from fednh.federation import divide, load_data
 from fednh.losses import unit
+from fednh.methods import Method
 from fednh.models import Net
 from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed
 from fednh.report.figures.partition import two_clients
@@ -73,7 +74,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         clouds = []
         for client in pair:
             params, card = read_model(files[client])
-            net, method = architecture(card)
+            net, method = _rebuilt(card)
             clouds.append(representations(net, params, samples, rows))
         if "before training" not in columns:
             start = method.init(net, torch_rng(run.config.seed, "init"))
@@ -144,6 +145,13 @@ def _load(run: Run) -> Dataset:
         raise
     except UserError as error:
         raise NotAllowed(f"the data set cannot be loaded here: {error}") from error
+
+
+def _rebuilt(card: Card) -> tuple[Net, Method]:
+    try:
+        return architecture(card)
+    except UserError as error:  # a model or method of somebody's own, whose code is not here
+        raise NotAllowed(f"the model cannot be built here: {error}") from error
 
 
 REPRESENTATIONS = Kind(

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import matplotlib as mpl
 import numpy as np
@@ -39,7 +40,13 @@ COLOURS = {
     "fedproto": "#b59f00",
     "fedrod": "#8a63c9",
     "creff": "#a8506e",
+    "fedprox": "#b8651b",
+    "scaffold": "#4d6a8f",
+    "fedbn": "#c9a24b",
+    "fedetf": "#00808a",
+    "fedlc": "#e0705a",
 }
+OTHERS = ("#7d5a3c", "#5b7f5f", "#6f5d8c", "#9a4a3d", "#3f7f9f")  # of methods that are not ours, by name
 CYCLE = ("#0077bb", "#e08a00", "#009e73", "#cc6699", "#33a6dd", "#d55e00", "#8a63c9", "#b59f00", "#8a8f98", "#a8506e")
 DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (5, 2)), (0, (1.2, 1.4)), (0, (5, 1.5, 1.2, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h", "*")
@@ -115,7 +122,7 @@ def colours(labels: Sequence[str], methods: Sequence[str]) -> dict[str, str]:
         return {label: CYCLE[i % len(CYCLE)] for i, label in enumerate(labels)}
     found = {}
     for i, (label, method) in enumerate(zip(labels, methods, strict=True)):
-        base, alike = COLOURS.get(method, CYCLE[0]), methods.count(method)
+        base, alike = COLOURS.get(method, OTHERS[crc32(method.encode()) % len(OTHERS)]), methods.count(method)
         found[label] = base if alike == 1 else _shade(base, methods[: i + 1].count(method) / alike)
     return found
 

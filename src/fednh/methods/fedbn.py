@@ -1,0 +1,60 @@
+"""FedBN: Li, Jiang, Zhang, Kamp, Dou, "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization",
+ICLR 2021, Algorithm 1.
+
+Everything is averaged but the parameters of normalisation layers, which every client keeps to itself. It works for
+group and layer normalisation too. A model with batch normalisation needs model.norm = "local", which keeps parameters
+and running statistics at the client for every method; FedAvg is then FedBN. A model without normalisation makes it
+FedAvg. The global model has the averaged body and the initial normalisation, in the way in which this library treats
+what a method does not share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from fednh.data.batches import ClientData
+from fednh.fit import Fit
+from fednh.losses import cross_entropy
+from fednh.methods.base import MODEL, Method
+from fednh.models.net import Net
+from fednh.tree import Tree, below, mean, prefix, select
+
+
+@dataclass(frozen=True)
+class FedBN(Method):
+    """FedAvg with normalisation layers of every client's own: they are neither sent nor averaged."""
+
+    cite = "Li et al., FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021"
+
+    def init(self, net: Net, rng: torch.Generator) -> Tree:
+        model = net.init(rng)
+        norm = {name: model.pop(name) for name in net.norms}
+        return {**model, **prefix("norm", norm)}
+
+    def enroll(self, initial: Tree) -> Tree:
+        return select(initial, "norm")
+
+    def broadcast(self, server: Tree) -> Tree:
+        return select(server, *MODEL)
+
+    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        model = fit(whole(own), cross_entropy(net.logits), only=MODEL)
+        norm = {name: model.pop(name) for name in net.norms}
+        return {**model, **prefix("norm", norm)}, model
+
+    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
+        return {**server, **mean(uploads)}
+
+    def global_model(self, server: Tree) -> Tree:
+        return whole(server)
+
+    def personal_model(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> Tree:
+        return whole(own)
+
+
+def whole(tree: Tree) -> Tree:
+    """The model with the normalisation in its place."""
+    return {**select(tree, *MODEL), **below(tree, "norm")}

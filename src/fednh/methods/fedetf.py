@@ -1,0 +1,96 @@
+"""FedETF: Li, Shang, He, Lin, Wu, "No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning with
+Synthetic and Fixed Classifier", ICCV 2023.
+
+The classifier V is a fixed simplex equiangular tight frame: unit vectors with pairwise cosine -1/(C-1). A linear
+projection g brings the representation into its space, mu = unit(g(f(x))), and clients train with the balanced feature
+loss, -log of n_y^gamma exp(beta v_y.mu) / sum_c n_c^gamma exp(beta v_c.mu), where n_c counts the client's samples of
+class c and beta is learned. The personal model is the global one, trained as in a round and then, with plain
+cross-entropy, classifier and projection in turn.
+Deviations: the space has as many dimensions as the representation, or one a class if those are more (authors' code: a
+choice for each network); all steps use the run's optimiser; three turns of personalisation, where the authors' code
+has twenty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from fednh.data.batches import ClientData
+from fednh.fit import Fit
+from fednh.losses import Logits, Loss, balanced_softmax, cross_entropy, unit
+from fednh.methods.base import Method
+from fednh.models.net import Net
+from fednh.prototypes import not_unit, uniform_head
+from fednh.tree import Tree, mean, select
+
+TRAINED = ("body", "projection", "beta")
+
+
+@dataclass(frozen=True)
+class FedETF(Method):
+    """A fixed simplex as the classifier of all, reached by a projection and trained with a balanced loss."""
+
+    cite = "Li et al., No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning, ICCV 2023"
+
+    beta: Annotated[float, Field(gt=0)] = 10.0  # the temperature at the start; it is trained
+    gamma: Annotated[float, Field(ge=0)] = 1.0  # how strongly class counts enter the loss; 0: not at all
+    turns: Annotated[int, Field(ge=0)] = 3  # of personalisation: classifier, then projection
+    turn_epochs: Annotated[int, Field(ge=0)] = 3  # for each of the two
+
+    def init(self, net: Net, rng: torch.Generator) -> Tree:
+        body = select(net.init(rng), "body")
+        space = max(net.dim, net.num_classes)
+        return {
+            **body,
+            "projection.weight": (torch.rand(space, net.dim, generator=rng) * 2 - 1) / net.dim**0.5,
+            "projection.bias": (torch.rand(space, generator=rng) * 2 - 1) / net.dim**0.5,
+            "head.weight": uniform_head(net.num_classes, space, "separated", rng),  # V, (C, space)
+            "beta": torch.tensor(self.beta),
+        }
+
+    def broadcast(self, server: Tree) -> Tree:
+        return server
+
+    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        own = fit(own, self.balanced(net, data), only=TRAINED)
+        return {}, select(own, *TRAINED)
+
+    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
+        return {**server, **mean(uploads)}
+
+    def global_model(self, server: Tree) -> Tree:
+        return server
+
+    def personal_model(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> Tree:
+        own = fit(own, self.balanced(net, data), only=TRAINED)
+        for _ in range(self.turns):
+            own = fit(own, cross_entropy(on_simplex(net)), only=("head",), epochs=self.turn_epochs)
+            own = fit(own, cross_entropy(on_simplex(net)), only=("projection",), epochs=self.turn_epochs)
+        return own
+
+    def problem(self, server: Tree) -> str | None:
+        return not_unit(server["head.weight"])
+
+    def logits(self, net: Net, params: Tree, x: Tensor) -> Tensor:
+        return on_simplex(net)(params, x)
+
+    def balanced(self, net: Net, data: ClientData) -> Loss:
+        """The balanced feature loss: counts enter as shares, whose common factor cancels in the softmax."""
+        return balanced_softmax(on_simplex(net), data.share**self.gamma)
+
+
+def on_simplex(net: Net) -> Logits:
+    """beta * V mu with mu = unit(g(f(x)))."""
+
+    def logits(params: Tree, x: Tensor) -> Tensor:
+        mu = unit(F.linear(net.features(params, x), params["projection.weight"], params["projection.bias"]))
+        return params["beta"] * (mu @ params["head.weight"].T)
+
+    return logits

@@ -1,0 +1,78 @@
+"""SCAFFOLD: Karimireddy, Kale, Mohri, Reddi, Stich, Suresh,
+"SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020, Algorithm 1 with option II.
+
+Every client i knows the direction c_i in which its own data pull, and the server their mean c. Local steps go along
+g_i(y) - c_i + c (line 10), which is the gradient of the local loss plus the linear term <c - c_i, y>. Afterwards
+
+    c_i <- c_i - c + (x - y_i) / (K eta_l)   option II, line 12                            -> client_update
+    x <- x + eta_g * mean(y_i - x),  c <- mean over all clients of c_i, lines 16 and 17    -> aggregate
+
+K eta_l is how far K steps carry a parameter under a constant gradient of 1. With momentum they carry it further, so
+`fit.reach` stands in its place; the two are the same without momentum. The gradient that is clipped is the corrected
+one; weight decay counts as part of the client's loss.
+Deviation: N, over which c averages, counts the clients that have taken part so far, and a client's first round has no
+correction. So sites may join at any time; when all clients take part in every round, this is Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fednh.data.batches import ClientData
+from fednh.fit import Fit
+from fednh.losses import cross_entropy
+from fednh.methods.base import MODEL, Method
+from fednh.models.net import Net
+from fednh.tree import Tree, below, mean_and_count, prefix, select
+
+
+@dataclass(frozen=True)
+class Scaffold(Method):
+    """FedAvg whose local steps are corrected for the direction in which a client's own data pull."""
+
+    cite = "Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020"
+
+    eta_g: Annotated[float, Field(gt=0)] = 1.0  # the server's step size
+
+    def init(self, net: Net, rng: torch.Generator) -> Tree:
+        model = net.init(rng)
+        zero = {name: torch.zeros_like(value) for name, value in model.items()}
+        return {**model, **prefix("c", zero), "clients": torch.zeros(())}
+
+    def enroll(self, initial: Tree) -> Tree:
+        return {**prefix("c_i", below(initial, "c")), "joined": torch.zeros_like(initial["clients"])}
+
+    def broadcast(self, server: Tree) -> Tree:
+        return select(server, *MODEL, "c")
+
+    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        x, c, c_i, joined = select(own, *MODEL), below(own, "c"), below(own, "c_i"), own["joined"]
+        correction = {name: joined * (c[name] - c_i[name]) for name in x}
+        loss = cross_entropy(net.logits)
+
+        def corrected(y_i: Tree, samples: Tensor, labels: Tensor) -> Tensor:
+            linear = torch.stack([(correction[name] * value).sum() for name, value in y_i.items()]).sum()
+            return loss(y_i, samples, labels) + linear
+
+        y_i = fit(x, corrected, only=MODEL)
+        new = {name: (x[name] - y_i[name]) / fit.reach() - correction[name] for name in x}  # option II
+        change = {name: new[name] - c_i[name] for name in x}
+        keep = {**y_i, **prefix("c_i", new), "joined": torch.ones_like(joined)}
+        return keep, {**y_i, **prefix("change", change), "newcomers": 1 - joined}
+
+    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
+        average, count = mean_and_count(uploads)
+        known = server["clients"]
+        clients = known + count * average["newcomers"]
+        x = {name: value + self.eta_g * (average[name] - value) for name, value in select(server, *MODEL).items()}
+        c = {
+            name: (known * value + count * average[f"change.{name}"]) / clients
+            for name, value in below(server, "c").items()
+        }
+        return {**x, **prefix("c", c), "clients": clients}

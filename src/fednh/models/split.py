@@ -1,0 +1,79 @@
+"""Any module as body and head: what computes the representation, and the linear layer that ends it."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from fednh.errors import Notice, UserError
+
+ADVICE = "give the model a .body and a .head, or name another layer with model.head"
+
+
+class Split(nn.Module):
+    """A module whose last linear layer is taken out: `.body` is the rest, `.head` that layer."""
+
+    def __init__(self, module: nn.Module, head: str):
+        super().__init__()
+        layer = module.get_submodule(head)
+        parent, _, leaf = head.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, nn.Identity())
+        self.body, self.head = module, layer
+
+
+def is_split(module: nn.Module) -> bool:
+    return all(isinstance(getattr(module, part, None), nn.Module) for part in ("body", "head"))
+
+
+def find_head(name: str, module: nn.Module, num_classes: int) -> str:
+    """The last linear layer with an output for every class; said, because nobody named it."""
+    layers = [(path, layer) for path, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    linear = {str(path): int(layer.out_features) for path, layer in layers}
+    fitting = [path for path, width in linear.items() if width == num_classes and path]
+    if not fitting:
+        found = ", ".join(f"{path or 'itself'} ({width})" for path, width in linear.items()) or "none"
+        raise UserError(
+            f"model {name} has no .body and .head, and no linear layer inside it has {num_classes} outputs, one for "
+            f"each class (linear layers: {found}); set its number of outputs with model.args"
+        )
+    warnings.warn(f"model {name}: its layer {fitting[-1]!r} is taken as the head", Notice, stacklevel=3)
+    return fitting[-1]
+
+
+def check_head(name: str, module: nn.Module, head: str, shape: tuple[int, ...]) -> None:
+    """Refuse a head that is not the last thing that the module does: body and head must give what the whole gives.
+
+    `module` is taken apart by this.
+    """
+    try:
+        layer = module.get_submodule(head)
+    except AttributeError:
+        linear = ", ".join(path for path, layer in module.named_modules() if isinstance(layer, nn.Linear)) or "none"
+        raise UserError(
+            f"model.head = {head!r} is not a layer of model {name}; its linear layers are: {linear}"
+        ) from None
+    if not isinstance(layer, nn.Linear) or not head:
+        raise UserError(
+            f"model.head = {head!r} is a {type(layer).__name__} of model {name}, not a linear layer inside it"
+        )
+    x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    module.eval()
+    with torch.no_grad():
+        try:
+            whole: Tensor = module(x)
+        except Exception as error:  # whatever a stranger's forward may raise
+            reason = str(error).strip().partition("\n")[0]
+            raise UserError(f"model {name} does not accept inputs of shape {shape}: {reason}") from error
+        try:
+            parts = Split(module, head)
+            ours: Tensor = parts.head(parts.body(x))
+            same = ours.shape == whole.shape and torch.allclose(ours, whole, rtol=1e-4, atol=1e-5)
+        except Exception:
+            same = False
+    if not same:
+        raise UserError(
+            f"model {name}: its layer {head!r} is not the last thing that it does (a softmax behind it, or used "
+            f"elsewhere?), so it cannot be the head; {ADVICE}"
+        )
