@@ -19,7 +19,7 @@ from fednh.methods import METHODS
 from forked import Process, fednh
 
 TIMES = {"seconds", "eval_seconds", "client_seconds", "samples_per_second"}
-KILLS = 3  # for each of the eleven methods; at least two of them must find the process alive
+KILLS = 3  # for each of twelve methods; at least two of them must find the process alive
 
 LIKE_FEDAVG = ("fedprox", "fedbn", "fedlc", "fedetf")  # no more state than others have; `make soak` kills them too
 

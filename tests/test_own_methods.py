@@ -163,6 +163,7 @@ def test_names() -> None:
     assert names("FedXY2") == ("fed_xy2", "FedXY2")
 
 
+@pytest.mark.soak
 def test_the_page_on_adding_a_method(here: Path) -> None:
     """Its method in 40 lines is run by its own commands, and mixes as the paper says."""
     page = (Path(__file__).parent.parent / "docs" / "adding-a-method.md").read_text()
