@@ -14,12 +14,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from fednh.config import build_method, explain
+from fednh import __version__
+from fednh.config import Config, build_method, explain
 from fednh.errors import UserError
 from fednh.files import read_tree, write_tree
 from fednh.imports import imported
 from fednh.methods import Method
 from fednh.models import Net, build_net
+from fednh.names import run_name
 from fednh.tree import Tree
 
 FORMAT = 1  # of the card; a reader refuses a newer one
@@ -80,6 +82,28 @@ def read_model(path: Path) -> tuple[Tree, Card]:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, SafetensorError) as error:
         raise UserError(f"{path} is not a model saved by fednh: {error}") from error
+
+
+def card_of(
+    config: Config, net: Net, shape: tuple[int, ...], classes: tuple[str, ...], data: str, preprocessing: dict[str, Any]
+) -> dict[str, Any]:
+    """What a saved model must say about itself to be used elsewhere."""
+    return {
+        "format": FORMAT,
+        "fednh": __version__,
+        "method": config.method,
+        "model": {**net.card, "args": config.model.args},
+        "shape": shape,
+        "classes": classes,
+        "preprocessing": preprocessing,
+        "trained_on": {
+            "run": run_name(config),
+            "data": data,
+            "seed": config.seed,
+            "rounds": config.rounds,
+            "precision": config.precision,
+        },
+    }
 
 
 def architecture(card: Card) -> tuple[Net, Method]:

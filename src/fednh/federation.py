@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fednh import __version__
-from fednh.card import FORMAT
+from fednh.card import card_of
 from fednh.config import Config, PartitionConfig
 from fednh.data import partition, scaling
 from fednh.data.batches import Samples, samples_of
@@ -20,7 +19,6 @@ from fednh.errors import UserError
 from fednh.machine import check_machine
 from fednh.methods import Method
 from fednh.models import Net, build_net
-from fednh.names import run_name
 from fednh.seeding import numpy_rng
 
 DEFAULT_HOLDOUT = 0.2  # of each client's classes, where there is no balanced test set
@@ -68,23 +66,8 @@ class Federation:
             mine = scaling.average(self.scalings) if client is None else self.scalings[client]
             scale = {"scale": self.raw_scale, **mine._asdict()}
         whose = {} if client is None else {"client": client, **({"site": self.sites[client]} if self.sites else {})}
-        return {
-            "format": FORMAT,
-            "fednh": __version__,
-            "method": config.method,
-            "model": {**self.net.card, "args": config.model.args},
-            "shape": data.shape,
-            "classes": data.classes,
-            "preprocessing": {**data.preprocessing, **scale},
-            "trained_on": {
-                "run": run_name(config),
-                "data": data.name,
-                "seed": config.seed,
-                "rounds": config.rounds,
-                "precision": config.precision,
-            },
-            **whose,
-        }
+        preprocessing = {**data.preprocessing, **scale}
+        return {**card_of(config, self.net, data.shape, data.classes, data.name, preprocessing), **whose}
 
 
 def network(config: Config, shape: tuple[int, ...], num_classes: int) -> Net:

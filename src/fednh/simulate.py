@@ -90,6 +90,21 @@ class Progress:
     client_seconds: float = 0.0  # of client work
     eval_seconds: float = 0.0
 
+    def totals(self) -> dict[str, Any]:
+        """The run's costs and losses, for its summary."""
+        return {
+            "bytes_up": sum(r["bytes_up"] for r in self.records),
+            "bytes_down": sum(r["bytes_down"] for r in self.records),
+            "dropped": sum(len(r["dropped"]) for r in self.records),
+            "refused": sum(len(r["refused"]) for r in self.records),
+            "failed": sum(len(r["failed"]) for r in self.records),
+            "samples": self.samples,
+            "seconds": round(self.seconds, 3),
+            "client_seconds": round(self.client_seconds, 3),
+            "eval_seconds": round(self.eval_seconds, 3),
+            "samples_per_second": round(self.samples / max(self.client_seconds, 1e-9), 1),
+        }
+
     def split(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """What changes from round to round, as plain values, and the closed records, which never change again."""
         return asdict(replace(self, records=self.records[self.closed :])), self.records[: self.closed]
@@ -435,14 +450,5 @@ class Simulation:
             **({"held_share_std": evaluate.mean_and_spread(p.held_share for p in people)[1]} if held else {}),
             "per_class": None if correct is None else (100 * correct / total.clamp(min=1)).tolist(),
             "clients": [{**p.record(), "samples": len(self.fed.parts[p.client])} for p in people],
-            "bytes_up": sum(r["bytes_up"] for r in progress.records),
-            "bytes_down": sum(r["bytes_down"] for r in progress.records),
-            "dropped": sum(len(r["dropped"]) for r in progress.records),
-            "refused": sum(len(r["refused"]) for r in progress.records),
-            "failed": sum(len(r["failed"]) for r in progress.records),
-            "samples": progress.samples,
-            "seconds": round(progress.seconds, 3),
-            "client_seconds": round(progress.client_seconds, 3),
-            "eval_seconds": round(progress.eval_seconds, 3),
-            "samples_per_second": round(progress.samples / max(progress.client_seconds, 1e-9), 1),
+            **progress.totals(),
         }

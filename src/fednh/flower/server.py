@@ -20,9 +20,9 @@ import torch
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from fednh import __version__, evaluate, invariants, robust
 from fednh import client as clients
-from fednh.card import FORMAT
+from fednh import evaluate, invariants, robust
+from fednh.card import card_of
 from fednh.checkpoint import Checkpoints
 from fednh.config import Config, dump
 from fednh.data.batches import Samples
@@ -34,7 +34,6 @@ from fednh.flower.records import Answer, Hello, Number, Order, SiteProblem, Task
 from fednh.flower.roster import Roster, agree, disagreement
 from fednh.flower.site import balanced, initial_state
 from fednh.machine import check_machine
-from fednh.names import run_name
 from fednh.runs import RunFolder
 from fednh.simulate import (
     Interrupted,
@@ -459,16 +458,7 @@ class Server:
             "per_class": per_class,
             "clients": [{**empty, **row} for row in people],
             "sites": [{"client": m.number, "site": m.site, "rounds": len(m.rounds)} for m in self._members()],
-            "bytes_up": sum(r["bytes_up"] for r in progress.records),
-            "bytes_down": sum(r["bytes_down"] for r in progress.records),
-            "dropped": sum(len(r["dropped"]) for r in progress.records),
-            "refused": sum(len(r["refused"]) for r in progress.records),
-            "failed": sum(len(r["failed"]) for r in progress.records),
-            "samples": progress.samples,
-            "seconds": round(progress.seconds, 3),
-            "client_seconds": round(progress.client_seconds, 3),
-            "eval_seconds": round(progress.eval_seconds, 3),
-            "samples_per_second": round(progress.samples / max(progress.client_seconds, 1e-9), 1),
+            **progress.totals(),
         }
 
     def _members(self) -> list[Any]:
@@ -481,21 +471,8 @@ class Server:
         if self.fed is not None:
             return self.fed.card(config)
         scale = {"scale": task.scale, "mean": task.mean, "std": task.std}
-        return {
-            "format": FORMAT,
-            "fednh": __version__,
-            "method": config.method,
-            "model": {**self.net.card, "args": config.model.args},
-            "shape": task.shape,
-            "classes": task.classes,
-            "preprocessing": {**json.loads(task.preprocessing), **scale},
-            "trained_on": {
-                "run": run_name(config),
-                "data": task.data,
-                "seed": config.seed,
-                "rounds": config.rounds,
-            },
-        }
+        preprocessing = {**json.loads(task.preprocessing), **scale}
+        return card_of(config, self.net, task.shape, task.classes, task.data, preprocessing)
 
     def _books(self) -> dict[str, Any]:
         assert self.task is not None
