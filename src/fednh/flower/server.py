@@ -21,16 +21,16 @@ from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fednh import client as clients
-from fednh import evaluate, invariants, robust
+from fednh import invariants, robust
 from fednh.card import card_of
 from fednh.checkpoint import Checkpoints
 from fednh.config import Config, dump
-from fednh.data.batches import Samples
 from fednh.errors import RunError, UserError
 from fednh.federation import Federation, build_federation, network
 from fednh.flower import records
+from fednh.flower.evaluation import Evaluation
 from fednh.flower.post import Letter, Post
-from fednh.flower.records import Answer, Hello, Number, Order, SiteProblem, Task
+from fednh.flower.records import Answer, Hello, Order, SiteProblem, Task
 from fednh.flower.roster import Roster, agree, disagreement
 from fednh.flower.site import balanced, initial_state
 from fednh.machine import check_machine
@@ -46,9 +46,8 @@ from fednh.simulate import (
     sampled_clients,
 )
 from fednh.store import Store
-from fednh.tree import Tree, Uploads, arranged, finite, size
+from fednh.tree import Tree, Uploads, finite, size
 
-HELD = ("held_macro", "held_share", "held_gm_macro", "held_gm_share")
 REMINDER = 60.0  # seconds between two messages that sites are missing
 
 
@@ -86,10 +85,7 @@ class Server:
         self.progress, self.roster, self.task = Progress(), Roster(), None
         self.arrivals: list[tuple[int, Hello]] = []
         self.told: set[str] = set()
-        self.test: Samples | None = None
         self.fed = federation
-        self.people: dict[int, dict[str, Number]] = {}
-        self.correct: torch.Tensor | None = None
 
     task: Task | None
     server: Tree
@@ -180,10 +176,10 @@ class Server:
         self.form = clients.form_of(self.initial)
         self.upload_form = clients.declared_upload(self.method, self.net, self.initial)
         self.fed = self.fed or self._divided_federation(task)
+        test = self.fed.test if self.fed is not None and len(self.fed.test) else None
         if config.federation.test is not None:
-            self.test = balanced(config, config.federation.test, task)
-        elif self.fed is not None and len(self.fed.test):
-            self.test = self.fed.test
+            test = balanced(config, config.federation.test, task)
+        self.evaluation = Evaluation(self.method, self.net, test)
         if not self.folder.started:  # how the samples of sites with data of their own are spread is not known here
             counts, sites = (self.fed.class_counts(), self.fed.sites) if self.fed else ([], ())
             self.folder.begin(config, task.classes, counts, sites, backend="flower")
@@ -404,10 +400,8 @@ class Server:
     def _close(self, round_: int, answers: list[Answer]) -> None:
         """Figures of a round, from what the sites say and from the server's test set."""
         started, record = time.perf_counter(), self.progress.records[-1]
-        self.people = {a.client: _checked(a.figures, self.net.num_classes) for a in answers if a.figures}
-        self.correct = self._correct()
-        chosen = set(self._whom(round_))
-        record |= self._figures([row for k, row in self.people.items() if k in chosen])
+        self.evaluation.look(self.server, answers)
+        record |= self.evaluation.figures(self._whom(round_))
         record["eval_seconds"] = round(time.perf_counter() - started, 4)
         self.progress.eval_seconds += record["eval_seconds"]
         self.progress.seconds += record["eval_seconds"]
@@ -423,40 +417,15 @@ class Server:
         self.progress.closed = record["round"]
         self.watcher.round_done(record)
 
-    def _correct(self) -> torch.Tensor | None:  # (C,)
-        model = self.method.global_model(self.server)
-        if model is None or self.test is None:
-            return None
-        model = arranged(model)
-        return evaluate.correct_per_class(lambda x: self.method.logits(self.net, model, x), self.test)
-
-    def _figures(self, people: list[dict[str, Number]]) -> dict[str, float | None]:
-        gm = None
-        if self.correct is not None and self.test is not None:
-            total = evaluate.total_per_class(self.test)
-            gm = evaluate.accuracy(self.correct, total, torch.ones_like(total))
-        held = {key: _mean(people, key) for key in HELD} if any(key in row for row in people for key in HELD) else {}
-        return {"gm": gm, "pm_v": _mean(people, "pm_v"), "pm_l": _mean(people, "pm_l"), **held}
-
     def _summary(self) -> dict[str, Any]:
         progress, task = self.progress, self.task
         assert task is not None
-        final = set(self._final())
-        people = [{"client": k, **row} for k, row in sorted(self.people.items()) if k in final]
-        per_class = None
-        if self.correct is not None and self.test is not None:
-            per_class = (100 * self.correct / evaluate.total_per_class(self.test).clamp(min=1)).tolist()
-        empty: dict[str, Any] = {"pm_v": None, "pm_l": None, "per_class": None}
         return {
             "method": self.config.method["name"],
             "data": task.data,
             "seed": self.config.seed,
             "rounds": progress.round,
-            **self._figures(people),
-            "pm_l_std": _spread(people, "pm_l"),
-            **({"held_share_std": _spread(people, "held_share")} if any("held_share" in row for row in people) else {}),
-            "per_class": per_class,
-            "clients": [{**empty, **row} for row in people],
+            **self.evaluation.summary(self._final()),
             "sites": [{"client": m.number, "site": m.site, "rounds": len(m.rounds)} for m in self._members()],
             **progress.totals(),
         }
@@ -495,29 +464,3 @@ def _content(reply: Message) -> RecordDict:
     if reply.has_error():
         raise SiteProblem(" ".join(str(reply.error.reason or f"error {reply.error.code}").split())[:500])
     return reply.content
-
-
-def _checked(figures: dict[str, Number], classes: int) -> dict[str, Number]:
-    """Of the figures those that can be true: accuracies in percent, and a number of samples."""
-    found: dict[str, Number] = {}
-    for key in ("pm_v", "pm_l", *HELD):
-        value = figures.get(key)
-        if isinstance(value, int | float) and 0 <= value <= 100:
-            found[key] = float(value)
-    rows = figures.get("per_class")
-    if isinstance(rows, list) and len(rows) == classes and all(0 <= value <= 100 for value in rows):
-        found["per_class"] = rows
-    samples = figures.get("samples")
-    return {**found, "samples": samples if isinstance(samples, int) else 0}
-
-
-def _mean(people: list[dict[str, Number]], key: str) -> float | None:
-    return evaluate.mean_and_spread(_column(people, key))[0]
-
-
-def _spread(people: list[dict[str, Number]], key: str) -> float | None:
-    return evaluate.mean_and_spread(_column(people, key))[1]
-
-
-def _column(people: list[dict[str, Number]], key: str) -> list[float]:
-    return [float(value) for row in people if isinstance(value := row.get(key), int | float)]
