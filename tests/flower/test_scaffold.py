@@ -47,18 +47,30 @@ def test_sources_of_the_sites_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         scaffold.write(tmp_path / "other", 3, ["npz:a.npz", "npz:b.npz"], {})
 
 
-def test_the_app_that_flower_builds_holds_no_key_and_no_run(tmp_path: Path) -> None:
+def test_the_app_that_flower_builds_is_the_app_and_nothing_else(tmp_path: Path) -> None:
+    """Also when the .gitignore is lost, and for folders that nobody thought of."""
     from flwr.cli.build import build_fab_from_disk
 
     folder = tmp_path / "fed"
     sites = scaffold.write(folder, 2, [], {})
     certs.make(folder, [site.name for site in sites])
-    for name in ("run/config.toml", "logs/x.md", "sites/site-1/state/x.json", ".flwr/local/config.toml"):
+    others = (
+        "run/config.toml",
+        "run2/summary.json",
+        "run2/metrics.jsonl",
+        "deep/er/run.md",
+        "notes/a.py",
+        "results.json",
+    )
+    for name in (*others, "logs/x.md", "sites/site-1/state/x.json", ".flwr/local/config.toml", "trial/site-1/x.toml"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("")
     (folder / "mine.py").write_text("x = 1\n")
-    with zipfile.ZipFile(BytesIO(build_fab_from_disk(folder))) as bundle:
-        assert sorted(bundle.namelist()) == [".info/CONTENT", "README.md", "mine.py", "pyproject.toml"]
+    for lost in (False, True):
+        if lost:
+            (folder / ".gitignore").unlink()
+        with zipfile.ZipFile(BytesIO(build_fab_from_disk(folder))) as bundle:
+            assert sorted(bundle.namelist()) == [".info/CONTENT", "README.md", "mine.py", "pyproject.toml"]
 
 
 def test_the_command_and_what_it_refuses(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ README.md        how to run it on many machines    certs/                 made b
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -22,10 +21,16 @@ from fednh import config as settings
 from fednh.config import Config
 from fednh.errors import UserError
 from fednh.files import write_bytes
+from fednh.flower.runconfig import read_config, run_config
 
 PORT = 8000  # of the server, Flower's own choice
 # What a federation differs in from a simulation: few sites that all take part, and nothing lost by an interruption.
 USUAL = {"rounds": 10, "participation.rate": 1.0, "checkpoint.every": 1, "eval.every": 1, "eval.clients": "all"}
+
+
+# What of the folder Flower sends to the sites beside pyproject.toml: documents (.md) and modules (.py), not in folders.
+# One pattern, because Flower refuses one that no file fits.
+BUNDLE = ["/*.[mp][dy]"]
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ def app(name: str, config: Config) -> str:
                 "flwr": {
                     "app": {
                         "publisher": "fednh",
+                        "fab-include": BUNDLE,
                         "components": {
                             "serverapp": "fednh.flower.server_app:app",
                             "clientapp": "fednh.flower.client_app:app",
@@ -121,21 +127,6 @@ def app(name: str, config: Config) -> str:
             },
         }
     )
-
-
-def run_config(config: Config) -> dict[str, Any]:
-    """All settings as Flower takes them: nested tables of numbers and text, a list as text."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(each) for key, each in value.items() if each is not None}
-        if isinstance(value, list | tuple):
-            numbers = all(isinstance(each, int | float) for each in value)
-            return json.dumps(value) if numbers else ",".join(map(str, value))
-        return value
-
-    tree: dict[str, Any] = plain(config.model_dump())
-    return tree
 
 
 def connections(name: str, connection: Mapping[str, Any]) -> str:
@@ -151,8 +142,6 @@ def readme(name: str, sites: Sequence[Site]) -> str:
 
 def read(folder: Path) -> tuple[Config, list[Site]]:
     """The settings and the sites of a federation's folder."""
-    from fednh.flower.server_app import read_config
-
     file = folder / "pyproject.toml"
     try:
         tree = tomllib.loads(file.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]

@@ -1,21 +1,19 @@
 """The ServerApp: `flwr run` starts it, with fednh's own settings as the app's run-config.
 
-All of them are flat dotted keys, as `--set` takes them: `rounds`, `method.name`, `train.lr`, ...; lists are text with
-commas. `federation.folder` is the run folder. Started again with the same settings, a stopped federation goes on.
+All of them are flat dotted keys, as `--set` takes them: `rounds`, `method.name`, `train.lr`, ... (see runconfig.py).
+`federation.folder` is the run folder. Started again with the same settings, a stopped federation goes on.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fednh.config import Config, load, parse_value
-from fednh.errors import UserError
+from fednh.flower.runconfig import read_config
 from fednh.flower.server import Manner, Server
 from fednh.report.terminal import figures
 from fednh.runs import RunFolder
@@ -39,22 +37,6 @@ def main(grid: Grid, context: Context) -> None:
     with folder:
         Server(config, grid, folder, LogWatcher(config.rounds), manner).run()
     log.info("run folder: %s", folder.path)
-
-
-def read_config(run_config: Mapping[str, Any]) -> Config:
-    """The Config that flat settings describe."""
-    config = load(None, {key: _value(key, value) for key, value in run_config.items()})
-    if config.federation.folder is None or not Path(config.federation.folder).is_absolute():
-        raise UserError("federation.folder must be the absolute path of the server's run folder")
-    return config
-
-
-def _value(key: str, value: Any) -> Any:
-    """Lists that a flat setting holds as text: those of a model's arguments."""
-    if not isinstance(value, str) or not key.startswith("model.args."):
-        return value
-    text = value if value.startswith("[") or "," not in value else f"[{value}]"
-    return parse_value(text)
 
 
 class LogWatcher:
