@@ -121,6 +121,33 @@ def up(
     _tell(folder, run, config, sites, quiet)
 
 
+@federation_app.command()
+def audit(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A site's folder, a federation's folder, or a run folder.")
+    ],
+    known: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LINE:HASH", help="A line that the log must have, as the other side has it. Repeatable."),
+    ] = None,
+) -> None:
+    """Check the chain of audit logs and say what has left; exit code 1 if a log was changed, and where."""
+    from fednh.flower.audit import Head
+    from fednh.flower.audit_report import check, find, tell
+    from fednh.words import one_line
+
+    heads = [Head.read(text) for text in known or []]
+    if None in heads:
+        raise UserError("--known takes LINE:HASH, as `fednh federation audit` prints it, for example 12:0f3a...")
+    checked = check(find(folder), [head for head in heads if head])
+    for log, problem in checked:
+        for sentence in tell(log, problem):
+            typer.echo(f"{sentence[: len(sentence) - len(sentence.lstrip())]}{one_line(sentence, 100_000)}")
+    if broken := [f"{log.path}: {problem}" for log, problem in checked if problem]:
+        typer.echo(f"fednh: {'; '.join(broken)}", err=True)
+        raise typer.Exit(1)
+
+
 def _tell(folder: Path, run: Path, config: Config, sites: list[Site], quiet: bool) -> None:
     """What came out, and where it lies."""
     if not quiet:

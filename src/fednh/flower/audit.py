@@ -1,0 +1,206 @@
+"""The audit log of a site or a server: one JSON line an event, each chained to the one before it by SHA-256.
+
+{"line": 3, "time": "2026-11-16T10:41:07.125Z", "event": "left", ..., "before": HASH OF LINE 2, "hash": HASH OF LINE 3}
+
+A hash covers all of its line that stands before it, so the newest one stands for the whole log. Lines are only ever
+added: the file may carry the file system's append-only mark. A line that a crash has cut short stays where it is, and
+the next one, "torn", says so.
+
+Whoever may write the file can also write all of it anew, or cut lines off its end; a chain shows that only to those who
+know a hash from before. So a site sends its newest hash with every answer, and the server writes it into its own log.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fednh.files import sync_path
+
+if TYPE_CHECKING:
+    from flwr.app import RecordDict
+
+START = "0" * 64  # what the first line has in place of the hash of the one before
+_LINE = re.compile(rb'(\{"line": (\d{1,12}), .*), "hash": "([0-9a-f]{64})"\}')
+_OPEN = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Head(NamedTuple):
+    """The newest line of a log: it stands for all lines up to it."""
+
+    line: int
+    hash: str
+
+    def __str__(self) -> str:
+        return f"{self.line}:{self.hash}"
+
+    @classmethod
+    def read(cls, text: object) -> Head | None:
+        """From `LINE:HASH`; None if it is something else."""
+        found = re.fullmatch(r"(\d{1,12}):([0-9a-f]{64})", text) if isinstance(text, str) else None
+        return cls(int(found[1]), found[2]) if found else None
+
+
+@dataclass(frozen=True)
+class Log:
+    """What a log holds, as far as its chain is whole."""
+
+    path: Path
+    lines: list[dict[str, Any]]
+    problem: str | None = None  # the first line that is wrong, and how
+
+    @property
+    def head(self) -> Head | None:
+        return Head(self.lines[-1]["line"], self.lines[-1]["hash"]) if self.lines else None
+
+    def lacks(self, known: Iterable[Head]) -> str | None:
+        """Why this is not the log that once had these lines, or None."""
+        have = {row["line"]: row["hash"] for row in self.lines}
+        for head in sorted(known):
+            if head.line not in have:
+                return f"line {head.line} is missing, which the other side knows of: the end of the log was cut off"
+            if have[head.line] != head.hash:
+                return f"line {head.line} is not the one that the other side knows: the log was written anew"
+        return None
+
+
+def append(path: Path, event: str, **facts: Any) -> Head:
+    """Add a line; when it returns the line is on disk. Several processes may do it at once; a crash does no harm."""
+    if new := not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file = os.open(path, _OPEN, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file).st_mode & 0o077:
+            with suppress(PermissionError):  # an append-only file cannot be changed otherwise
+                os.fchmod(file, 0o600)
+        content, head = _next(file, event, facts)
+        while content:
+            content = content[os.write(file, content) :]
+        os.fsync(file)
+    finally:
+        os.close(file)
+    if new:
+        sync_path(path.parent)
+    return head
+
+
+def _next(file: int, event: str, facts: dict[str, Any]) -> tuple[bytes, Head]:
+    """The bytes to add, and the new head."""
+    last, rest = _end(file)
+    last = Head(last.line + rest.count(b"\n"), last.hash)
+    content = b""
+    if found := _LINE.fullmatch(rest):  # only its end of line is missing
+        content, last = b"\n", Head(int(found[2]), found[3].decode())
+    elif rest and not rest.endswith(b"\n"):  # whole lines that are none are somebody's work: `read` finds them
+        words = {"bytes": len(rest), "sha256": hashlib.sha256(rest).hexdigest()}
+        line, last = _line(Head(last.line + 1, last.hash), "torn", words)
+        content = b"\n" + line
+    line, last = _line(last, event, facts)
+    return content + line, last
+
+
+def _line(last: Head, event: str, facts: dict[str, Any]) -> tuple[bytes, Head]:
+    time = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    row = {"line": last.line + 1, "time": time, "event": event, **_plain(facts), "before": last.hash}
+    body = json.dumps(row, allow_nan=False)[:-1].encode()
+    digest = hashlib.sha256(body).hexdigest()
+    return body + f', "hash": "{digest}"}}\n'.encode(), Head(last.line + 1, digest)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: JSON has no infinite numbers."""
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _end(file: int) -> tuple[Head, bytes]:
+    """The last line that has a line's form, and what lies behind it."""
+    size, length = os.fstat(file).st_size, 4096
+    while True:
+        start = max(0, size - length)
+        pieces = os.pread(file, size - start, start).split(b"\n")
+        for at in reversed(range(1 if start else 0, len(pieces) - 1)):  # the first may lack its beginning
+            found = _LINE.fullmatch(pieces[at])
+            if found:
+                return Head(int(found[2]), found[3].decode()), b"\n".join(pieces[at + 1 :])
+        if start == 0:
+            return Head(0, START), b"\n".join(pieces)
+        length *= 4
+
+
+def read(path: Path) -> Log:
+    """The log, its chain checked line by line; it ends where the chain does."""
+    *raw, torn = path.read_bytes().split(b"\n")
+    lines: list[dict[str, Any]] = []
+    last, pieces = START, list[bytes]()  # the last good hash; what lies behind it that is no line
+    for number, text in enumerate(raw, 1):
+        row = _row(text)
+        if row is None and not _LINE.fullmatch(text):
+            pieces.append(text)
+            continue
+        if row is None:
+            return Log(path, lines, f"line {number} was changed: it does not match its own hash")
+        if pieces and (row["event"], row.get("sha256")) != ("torn", hashlib.sha256(b"\n".join(pieces)).hexdigest()):
+            break
+        if row["line"] != number or row["before"] != last:
+            return Log(path, lines, f"line {number} does not follow the one before: a line was removed, added or moved")
+        lines.append(row)
+        last, pieces = row["hash"], []
+    which = lines[-1]["line"] + 1 if lines else 1
+    if pieces:
+        return Log(path, lines, f"line {which} is no line of an audit log")
+    if torn:
+        what = "the process was stopped while it wrote it, or somebody has cut off the end"
+        return Log(path, lines, f"line {which} is cut short: {what}")
+    return Log(path, lines)
+
+
+def _row(text: bytes) -> dict[str, Any] | None:
+    """A line that matches its own hash."""
+    found = _LINE.fullmatch(text)
+    if not found or hashlib.sha256(found[1]).hexdigest().encode() != found[3]:
+        return None
+    try:
+        row: dict[str, Any] = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row.get("before"), str) and isinstance(row.get("event"), str) else None
+
+
+def contents(content: RecordDict) -> list[dict[str, Any]]:
+    """What a message holds, for the log: of every record its names, shapes, bytes and SHA-256."""
+    from flwr.app import ArrayRecord
+
+    found = []
+    for name, record in sorted(content.items()):
+        digest, size, names = hashlib.sha256(), 0, {}
+        if isinstance(record, ArrayRecord):
+            for key, array in sorted(record.items()):
+                facts = [key, array.dtype, list(array.shape), array.stype, len(array.data)]
+                digest.update(json.dumps(facts).encode() + b"\n" + array.data)
+                size += len(array.data)
+                names[key] = list(array.shape)
+        else:
+            for key, value in sorted(record.items()):
+                text = json.dumps([key, value], default=repr).encode()
+                digest.update(text + b"\n")
+                size += len(text)
+                names[key] = [len(value)] if isinstance(value, list) else []
+        found.append({"record": name, "bytes": size, "sha256": digest.hexdigest(), "names": names})
+    return found

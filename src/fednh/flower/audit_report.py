@@ -1,0 +1,193 @@
+"""What audit logs say, in words: whether their chains hold, who asked, what left, what was refused.
+
+A log is looked for in a site's folder (beside its site.toml), in a folder of state, in a run folder, and in a
+federation's folder, where the server's and the sites' logs are held against each other.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fednh.errors import UserError
+from fednh.flower.audit import Head, Log, read
+
+NAME = "audit.jsonl"  # of a server's log, in its run folder
+MOST = 20  # refusals that are shown in full
+
+RECORDS = {  # what a message's records are to a person
+    "said": "who it is, and the form of its data or what went wrong",
+    "facts": "round, number, training samples processed, loss",
+    "upload": "the method's upload",
+    "figures": "accuracies and the number of samples",
+    "config": "settings and the agreed form of data",
+    "order": "what to do",
+    "down": "the global model",
+    "global": "the rest of the global model",
+}
+
+
+def site_log(state: Path, site: str) -> Path:
+    """Where a site keeps its log: below its folder of state, by the name that it has there."""
+    return state / "audit" / f"{site}.jsonl"
+
+
+def server_log(run: Path) -> Path:
+    return run / NAME
+
+
+def find(folder: Path) -> list[Path]:
+    """The logs that belong to a folder, the server's first."""
+    if folder.is_file():
+        return [folder]
+    found = [folder / NAME, *sorted(folder.glob("audit/*.jsonl"))]
+    if (folder / "site.toml").is_file():
+        found += sorted(_state(folder).glob("audit/*.jsonl"))
+    if (folder / "pyproject.toml").is_file():
+        from fednh.flower import scaffold
+
+        config, sites = scaffold.read(folder)
+        found.append(server_log(Path(str(config.federation.folder))))
+        for site in sites:
+            found += sorted(_state(site.folder).glob("audit/*.jsonl"))
+    found = [path for path in dict.fromkeys(found) if path.is_file()]
+    if not found:
+        raise UserError(
+            f"{folder} has no audit log: give a site's folder (with site.toml), a federation's folder, or a run folder "
+            "of a federation that has begun"
+        )
+    return found
+
+
+def _state(site: Path) -> Path:
+    """Where a site keeps its state, as its site.toml says."""
+    file = site / "site.toml"
+    try:
+        return site / Path(str(tomllib.loads(file.read_text(encoding="utf-8"))["state"])).expanduser()
+    except KeyError:
+        raise UserError(f"{file} does not say where the site keeps its state; add state = FOLDER") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read as TOML: {error}") from error
+
+
+def check(paths: Iterable[Path], known: Sequence[Head] = ()) -> list[tuple[Log, str | None]]:
+    """Each log with what is wrong with it.
+
+    A site's log must have the lines that the server knows of; `known` are lines that every log must have.
+    """
+    try:
+        logs = [read(path) for path in paths]
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read ({error.strerror})") from error
+    theirs = [row for log in logs for row in log.lines if "head" in row]
+    found = []
+    for log in logs:
+        heads = [head for row in theirs if row["site"] == owner(log) and (head := Head.read(row["head"]))]
+        found.append((log, log.problem or log.lacks([*known, *heads])))
+    return found
+
+
+def owner(log: Log) -> str | None:
+    """The site whose log it is; None: a server's."""
+    return next((str(row["own"]) for row in log.lines if "own" in row), None)
+
+
+def tell(log: Log, problem: str | None) -> Iterator[str]:
+    """A log in sentences."""
+    site, count = owner(log), len(log.lines)
+    yield f"{log.path}: the log of {'the server' if site is None else f'site {site}'}"
+    if problem:
+        yield f"  BROKEN: {problem}"
+        yield f"  what follows is from the {count} lines whose chain holds"
+    else:
+        yield f"  the chain of its {count} lines holds; newest: {log.head}"
+    for row in log.lines:
+        if row["event"] == "torn":
+            yield f"  line {row['line']}, {_when(row)}: a line before it was cut short ({row.get('bytes')} bytes)"
+    yield from (_told_by_server(log.lines) if site is None else _told_by_site(log.lines))
+    yield from _refused([row for row in log.lines if row["event"] == "refused"])
+
+
+def _told_by_site(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for row in lines:
+        if row["event"] == "joined":
+            yield f"  {_when(row)}: joined {row.get('federation')} as {row['own']}; sent {_greeting(row)}"
+    if asked := [row for row in lines if row["event"] == "asked"]:
+        kinds = Counter(str(row.get("kind")) for row in asked)
+        yield f"  was asked {len(asked)} times ({', '.join(f'{n} {kind}' for kind, n in sorted(kinds.items()))})"
+        for by, number in sorted(Counter(str(row.get("by")) for row in asked).items()):
+            yield f"    {number} times by {by}"
+    left = [row for row in lines if row["event"] in ("joined", "left")]
+    if not left:
+        yield "  nothing has left this site"
+        return
+    yield f"  {len(left)} answers have left this site, {_when(left[0])} to {_when(left[-1])}:"
+    yield from _sums(left)
+
+
+def _told_by_server(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for row in lines:
+        if row["event"] == "joined":
+            key = row.get("key") or "unknown"
+            yield f"  {_when(row)}: {row.get('site')} joined (node {row.get('node')}, key {key})"
+    for site in sorted({str(row["site"]) for row in lines if "head" in row}):
+        newest = [row["head"] for row in lines if row.get("site") == site and "head" in row][-1]
+        yield f"  newest line of the log of {site} that is known here: {newest}"
+    if sent := [row for row in lines if row["event"] == "asked"]:
+        yield f"  {len(sent)} times the server asked its sites, {_when(sent[0])} to {_when(sent[-1])}:"
+        yield from _sums(sent)
+    if took := [row for row in lines if row["event"] == "took"]:
+        yield f"  {len(took)} answers were taken, {_when(took[0])} to {_when(took[-1])}:"
+        yield from _sums(took)
+
+
+def _sums(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Of each kind of record: how often, in which rounds, how many bytes, and its names with their shapes."""
+    by_name: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+    for row in rows:
+        for record in row.get("sent", []):
+            by_name.setdefault(str(record["record"]), []).append((row, record))
+    for name, pairs in sorted(by_name.items()):
+        rounds = _rounds({row["round"] for row, _ in pairs if row.get("round")})
+        size = sum(record["bytes"] for _, record in pairs)
+        yield f"    {name} ({RECORDS.get(name, 'unknown')}): {len(pairs)} times{rounds}, {size:,} bytes"
+        names = {f"{key} {_shape(shape)}".strip() for _, record in pairs for key, shape in record["names"].items()}
+        yield f"      {', '.join(sorted(names))}"
+
+
+def _refused(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    if not rows:
+        return
+    yield f"  {len(rows)} refused:"
+    for row in rows[-MOST:]:
+        who = row.get("site") or row.get("by")
+        yield f"    {_when(row)}: {f'{who}: ' if who else ''}{row.get('why')}"
+
+
+def _greeting(row: dict[str, Any]) -> str:
+    """What the greeting told."""
+    told = row.get("told", {})
+    words = [f"its name, {told.get('classes', 0)} class names ({told.get('class_names', 'unknown')})"]
+    if "features" in told:
+        words.append(f"mean and deviation of {told['features']} features")
+    if told.get("columns"):
+        words.append(f"the names of {told['columns']} columns, {told.get('categories', 0)} of them with agreed values")
+    return ", ".join(words)
+
+
+def _rounds(rounds: set[int]) -> str:
+    if not rounds:
+        return ""
+    first, last = min(rounds), max(rounds)
+    return f" in round {first}" if first == last else f" in rounds {first} to {last}"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return f"({', '.join(map(str, shape))})" if shape else ""
+
+
+def _when(row: dict[str, Any]) -> str:
+    return str(row["time"])[:19].replace("T", " ")
