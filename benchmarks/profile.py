@@ -7,10 +7,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.speed import federation, images
-from fednh import client, memory
+from fednh.core import client, memory
+from fednh.core.fit import Sgd
+from fednh.core.seeding import torch_rng
 from fednh.data.batches import ClientData
-from fednh.fit import Sgd
-from fednh.seeding import torch_rng
 
 GROUPS = {
     "convolutions, backward": ("convolution_backward",),

@@ -54,10 +54,10 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     from rich.console import Console
 
     from fednh.config import load
-    from fednh.federation import build_federation
+    from fednh.core.federation import build_federation
+    from fednh.core.rounds import Simulation
     from fednh.report.terminal import Silent
-    from fednh.runs import RunFolder
-    from fednh.simulate import Simulation
+    from fednh.storage.run_folder import RunFolder
 
     config = load(
         None,

@@ -25,19 +25,20 @@ from torch import nn
 from benchmarks import plain
 from benchmarks.limit import BATCH, CLASSES, Conv2Primitives
 from benchmarks.row import Row
-from fednh import engine, memory
 from fednh.config import Config, load
+from fednh.core import memory
+from fednh.core.evaluate import correct_per_class
+from fednh.core.federation import Federation, build_federation
+from fednh.core.fit import LocalFit, Sgd
+from fednh.core.losses import cross_entropy
+from fednh.core.rounds import Simulation
+from fednh.core.seeding import torch_rng
+from fednh.core.tree import mean
 from fednh.data.batches import ClientData
 from fednh.data.dataset import Dataset
-from fednh.evaluate import correct_per_class
-from fednh.federation import Federation, build_federation
-from fednh.fit import LocalFit, Sgd
-from fednh.losses import cross_entropy
+from fednh.executors import pool
 from fednh.methods.base import MODEL
-from fednh.runs import RunFolder
-from fednh.seeding import torch_rng
-from fednh.simulate import Simulation
-from fednh.tree import mean
+from fednh.storage.run_folder import RunFolder
 
 CORES = len(os.sched_getaffinity(0))
 Parts = NDArray[np.int64]  # clients by samples
@@ -190,13 +191,13 @@ def small(data: Dataset, parts: Parts, usual: float) -> Iterator[Row]:
     _, fed = federation(data, parts, **{"method.name": "fedavg", "model.name": "mlp", "model.args": {}})
     server = fed.method.init(fed.net, torch_rng(0, "init"))
     down, kept = fed.method.broadcast(server), fed.method.enroll(server)
-    work = engine.Work(fed, down, Sgd(), 0, 1, lambda _: kept, lambda: False)
-    with workers() as pool:
+    work = pool.Work(fed, down, Sgd(), 0, 1, lambda _: kept, lambda: False)
+    with workers() as threads:
 
         def by(name: str) -> Callable[[], object]:
             return lambda: mean(
                 update.upload  # type: ignore[union-attr]
-                for _, update in engine.updates(name, pool, work, range(len(parts)), ahead=2 * CORES)
+                for _, update in pool.updates(name, threads, work, range(len(parts)), ahead=2 * CORES)
             )
 
         block, loop = best(3, by("vmap"), by("loop"))

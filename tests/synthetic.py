@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from fednh.card import write_model
 from fednh.config import Config, dump, load
-from fednh.federation import build_federation
+from fednh.core.federation import build_federation
+from fednh.core.rounds import Simulation
 from fednh.report.load import Run, load_run
 from fednh.report.terminal import Silent
-from fednh.runs import RunFolder, environment
-from fednh.simulate import Simulation
+from fednh.storage.model_file import write_model
+from fednh.storage.run_folder import RunFolder, environment
 
 
 def record(round_: int, **figures: Any) -> dict[str, Any]:

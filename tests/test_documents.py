@@ -21,7 +21,7 @@ import typer
 from PIL import Image
 
 from fednh.cli import app
-from fednh.data.builtin import digits
+from fednh.data.sources.builtin import digits
 from forked import fednh
 
 ROOT = Path(__file__).parents[1]

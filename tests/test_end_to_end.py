@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 import fednh
-from fednh.data.builtin import digits
+from fednh.data.sources.builtin import digits
 from forked import fednh as command
 
 README = Path(__file__).parents[1] / "README.md"

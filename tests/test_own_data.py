@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fednh.card import read_model
-from fednh.data.builtin import digits
+from fednh.data.sources.builtin import digits
 from fednh.report.load import load_run
 from fednh.report.saved import personal_models
+from fednh.storage.model_file import read_model
 from forked import fednh
 
 

@@ -11,12 +11,12 @@ from typing import Any
 from rich.console import Console
 
 from fednh.config import Config, load
-from fednh.federation import build_federation
-from fednh.names import new_folder
+from fednh.core.federation import build_federation
+from fednh.core.rounds import Simulation
 from fednh.report.load import load_run as _load_run
 from fednh.report.terminal import watcher
-from fednh.runs import RunFolder
-from fednh.simulate import Simulation
+from fednh.storage.run_folder import RunFolder
+from fednh.storage.run_names import new_folder
 from fednh.trained.model import Model, load_model
 
 __all__ = ["Model", "Result", "load_model", "load_run", "run"]

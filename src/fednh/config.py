@@ -29,7 +29,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 
 from fednh.errors import Ignored, UserError, did_you_mean
 from fednh.methods import METHODS, Method
-from fednh.methods.find import find_method, hyper_parameters
+from fednh.methods.registry import find_method, hyper_parameters
 
 PATH_KINDS = ("npz", "folder", "csv", "parquet")  # of data sources: what follows is a path
 PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from fednh.data import builtin
+from fednh.data.sources import builtin
 
 
 def test_digits_is_a_stratified_split_of_all_images() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fednh.data import cifar
-from fednh.data.cifar import LAYOUTS, Layout
+from fednh.data.published import cifar
+from fednh.data.published.cifar import LAYOUTS, Layout
 from fednh.errors import UserError
 
 BY_NAME = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.folder)

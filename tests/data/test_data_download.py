@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fednh.data import download, sources
-from fednh.data.download import RemoteFile
+from fednh.data import sources
+from fednh.data.published import download
+from fednh.data.published.download import RemoteFile
 from fednh.errors import UserError
 
 CONTENT = np.random.default_rng(0).bytes(700_000)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fednh.data import pickles
+from fednh.data.published import pickles
 from fednh.errors import UserError
 
 # What Python 2's cPickle wrote: {'data': uint8 array [[1, 2], [3, 200]], 'labels': [3, 4]}

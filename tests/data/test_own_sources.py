@@ -14,9 +14,9 @@ from PIL import Image
 from fednh.config import load as load_config
 from fednh.data import sources
 from fednh.data.images import decode
-from fednh.data.options import Options
 from fednh.data.sources import load
-from fednh.data.tables import read, vectors
+from fednh.data.sources.options import Options
+from fednh.data.sources.tables import read, vectors
 from fednh.errors import UserError
 
 NOWHERE = Path("unused")
@@ -123,7 +123,7 @@ def test_the_cache_answers_until_something_changes(tmp_path: Path, monkeypatch: 
         paint(photos / label / "0.png", 7)
     first = own(f"folder:{photos}")
     with monkeypatch.context() as patch:
-        patch.setattr("fednh.data.folder.decode_all", lambda *_: pytest.fail("decoded again"))
+        patch.setattr("fednh.data.sources.folder.decode_all", lambda *_: pytest.fail("decoded again"))
         assert np.array_equal(own(f"folder:{photos}").x_train, first.x_train)
     paint(photos / "b" / "0.png", 9)
     assert own(f"folder:{photos}").x_train[1, 0, 0, 0] == 9

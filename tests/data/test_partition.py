@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fednh.config import PartitionConfig
+from fednh.core.federation import split
+from fednh.core.seeding import numpy_rng
 from fednh.data import partition
 from fednh.errors import UserError
-from fednh.federation import split
-from fednh.seeding import numpy_rng
 
 labels_of = st.integers(2, 8).flatmap(
     lambda c: st.lists(st.integers(0, c - 1), min_size=60, max_size=400).map(lambda y: np.array(y, np.int64))

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from fednh.config import Config
-from fednh.federation import build_federation
-from fednh.files import read_tree
-from fednh.flower import local, scaffold
-from fednh.runs import RunFolder
-from fednh.simulate import Simulation
+from fednh.core.federation import build_federation
+from fednh.core.rounds import Simulation
+from fednh.flower.deploy import local, scaffold
+from fednh.storage.files import read_tree
+from fednh.storage.run_folder import RunFolder
 from forked import Process
 
 # Small and quick: what is tested is the way that messages take.

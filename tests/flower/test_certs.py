@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
 from fednh.errors import UserError
-from fednh.flower import certs
+from fednh.flower.deploy import certificates
 from forked import fednh
 
 SITES = ["site-1", "site-2"]
@@ -54,7 +54,7 @@ def shake_hands(folder: Path, trust: Path, name: str) -> None:
 
 
 def test_the_chain_verifies_for_every_name_and_no_other(folder: Path) -> None:
-    certs.make(folder, SITES, ["fl.example.org", "10.1.2.3", "::1"])
+    certificates.make(folder, SITES, ["fl.example.org", "10.1.2.3", "::1"])
     for name in ("127.0.0.1", "localhost", "fl.example.org", "10.1.2.3", "::1"):
         shake_hands(folder, folder / "sites/site-1/ca.crt", name)
     with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
@@ -62,14 +62,14 @@ def test_the_chain_verifies_for_every_name_and_no_other(folder: Path) -> None:
 
 
 def test_another_authority_is_not_trusted(folder: Path, tmp_path: Path) -> None:
-    certs.make(folder, SITES)
-    certs.make(tmp_path / "other", [])
+    certificates.make(folder, SITES)
+    certificates.make(tmp_path / "other", [])
     with pytest.raises(ssl.SSLCertVerificationError, match="certificate verify failed"):
         shake_hands(folder, tmp_path / "other/certs/ca.crt", "localhost")
 
 
 def test_private_files_are_the_owners_alone_and_pairs_match(folder: Path) -> None:
-    certs.make(folder, SITES)
+    certificates.make(folder, SITES)
     private = [folder / "certs/ca.key", folder / "certs/server.key", *(folder / "sites" / s / "key" for s in SITES)]
     for path in private:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
@@ -88,37 +88,37 @@ def test_private_files_are_the_owners_alone_and_pairs_match(folder: Path) -> Non
 def test_flower_takes_the_keys(folder: Path) -> None:
     from flwr.cli.supernode.register import try_load_public_key
 
-    certs.make(folder, SITES)
+    certificates.make(folder, SITES)
     assert try_load_public_key(folder / "sites/site-1/key.pub")
 
 
 def test_a_second_time_makes_only_what_is_missing(folder: Path) -> None:
-    made = certs.make(folder, SITES)
+    made = certificates.make(folder, SITES)
     before = {path: path.read_bytes() for path in made}
-    assert certs.make(folder, SITES) == []
+    assert certificates.make(folder, SITES) == []
     (folder / "sites/site-3").mkdir()
-    assert {path.parent.name for path in certs.make(folder, [*SITES, "site-3"])} == {"site-3"}
+    assert {path.parent.name for path in certificates.make(folder, [*SITES, "site-3"])} == {"site-3"}
     assert {path: path.read_bytes() for path in made} == before
 
 
 def test_a_site_may_have_brought_its_own_public_key(folder: Path) -> None:
     (folder / "sites/site-1/key.pub").write_text("ecdsa-sha2-nistp384 AAAA hers\n")
-    certs.make(folder, SITES)
+    certificates.make(folder, SITES)
     assert (folder / "sites/site-1/key.pub").read_text() == "ecdsa-sha2-nistp384 AAAA hers\n"
     assert not (folder / "sites/site-1/key").exists()
     assert (folder / "sites/site-1/ca.crt").exists()
 
 
 def test_a_renewal_keeps_authority_key_and_names(folder: Path) -> None:
-    certs.make(folder, SITES, ["fl.example.org"], days=2)
+    certificates.make(folder, SITES, ["fl.example.org"], days=2)
     old = x509.load_pem_x509_certificate((folder / "certs/server.crt").read_bytes())
     authority = (folder / "certs/ca.crt").read_bytes()
-    assert certs.renew(folder, ["10.0.0.7"], days=30) == [folder / "certs/server.crt"]
+    assert certificates.renew(folder, ["10.0.0.7"], days=30) == [folder / "certs/server.crt"]
     new = x509.load_pem_x509_certificate((folder / "certs/server.crt").read_bytes())
     assert (folder / "certs/ca.crt").read_bytes() == authority
     assert new.serial_number != old.serial_number
     assert new.public_key() == old.public_key()
-    left = certs.expires(folder) - datetime.datetime.now(datetime.UTC)
+    left = certificates.expires(folder) - datetime.datetime.now(datetime.UTC)
     assert datetime.timedelta(days=29) < left <= datetime.timedelta(days=30)
     for name in ("localhost", "fl.example.org", "10.0.0.7"):
         shake_hands(folder, folder / "sites/site-1/ca.crt", name)
@@ -126,9 +126,9 @@ def test_a_renewal_keeps_authority_key_and_names(folder: Path) -> None:
 
 def test_keys_are_never_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "key"
-    certs.write_private(path, b"mine")
+    certificates.write_private(path, b"mine")
     with pytest.raises(UserError, match="never overwritten"):
-        certs.write_private(path, b"yours")
+        certificates.write_private(path, b"yours")
     assert path.read_bytes() == b"mine"
 
 
@@ -143,7 +143,7 @@ def test_keys_are_never_overwritten(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_lost_or_damaged_is_named(spoil: object, words: str, folder: Path, tmp_path: Path) -> None:
-    certs.make(folder, SITES)
+    certificates.make(folder, SITES)
     spoil(folder)  # type: ignore[operator]
     ended = fednh(["federation", "certs", str(folder), "--renew"], tmp_path / "io")
     assert ended.code == 2

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from federations import Trial, assert_same_as_simulated, trial
 
-from fednh.flower import local
+from fednh.flower.deploy import local
 
 
 @pytest.fixture

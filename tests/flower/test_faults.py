@@ -11,8 +11,8 @@ import pytest
 from federations import Trial, assert_same_as_simulated, trial
 
 from conftest import count
-from fednh.files import read_tree
-from fednh.flower import certs
+from fednh.flower.deploy import certificates
+from fednh.storage.files import read_tree
 
 pytestmark = pytest.mark.soak
 
@@ -101,8 +101,10 @@ def test_a_site_that_sends_nonsense(spoil: str, words: str, fed: Trial) -> None:
 
 def test_a_key_that_is_not_registered_is_refused(fed: Trial, tmp_path: Path) -> None:
     fed.init(2, rounds=2, **{"federation.min_clients": 1})
-    certs.make(fed.folder, ["site-1", "site-2"])
-    certs.make(tmp_path / "other", ["site-2"])  # a stranger's key in place of the one whose public half is registered
+    certificates.make(fed.folder, ["site-1", "site-2"])
+    certificates.make(
+        tmp_path / "other", ["site-2"]
+    )  # a stranger's key in place of the one whose public half is registered
     (tmp_path / "other/sites/site-2/key").replace(fed.folder / "sites/site-2/key")
     assert fed.up().wait(400).code == 0, fed.said()
     assert (
@@ -116,8 +118,8 @@ def test_a_key_that_is_not_registered_is_refused(fed: Trial, tmp_path: Path) -> 
 def test_a_site_that_trusts_another_authority_does_not_speak(fed: Trial, tmp_path: Path) -> None:
     """It is the site that refuses here: whoever answers at the server's address is not the server it knows."""
     fed.init(2, rounds=2, **{"federation.min_clients": 1})
-    certs.make(fed.folder, ["site-1", "site-2"])
-    certs.make(tmp_path / "other", [])
+    certificates.make(fed.folder, ["site-1", "site-2"])
+    certificates.make(tmp_path / "other", [])
     wrong = fed.folder / "sites/site-2/ca.crt"
     wrong.write_bytes((tmp_path / "other/certs/ca.crt").read_bytes())
     ended = fed.up().wait(60)

@@ -11,11 +11,11 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from test_parity import small
 from wire import Wire, federate, serve
 
-from fednh.client import declared_upload
 from fednh.config import METHODS, load
-from fednh.federation import build_federation
+from fednh.core.client import declared_upload
+from fednh.core.federation import build_federation
 from fednh.flower.client_app import client_app
-from fednh.flower.records import to_arrays, to_tree
+from fednh.flower.messages import to_arrays, to_tree
 from fednh.flower.site import initial_state
 
 FACTS = {"client", "round", "samples", "loss_sum"}
@@ -66,7 +66,7 @@ def test_a_site_with_data_of_its_own_says_less(tmp_path: Path) -> None:
 
 def own_sites(folder: Path, settings: dict[str, object], names: tuple[str, ...] = ("b", "a", "c")) -> Wire:
     """Three sites with npz files of their own, each half its own test part, and a test set at the server."""
-    from fednh.data.builtin import digits
+    from fednh.data.sources.builtin import digits
 
     data, nodes = digits(), {}
     for k, name in enumerate(names):
@@ -98,9 +98,9 @@ def test_uniform_prototypes_carry_no_counts() -> None:
     """FedNH: class means do not depend on how many samples stand behind them, unless aggregation = "count"."""
     import torch
 
-    from fednh.client import update
+    from fednh.core.client import update
+    from fednh.core.fit import Sgd
     from fednh.data.batches import ClientData
-    from fednh.fit import Sgd
 
     for aggregation in ("uniform", "count"):
         config = small("fednh", **{"method.aggregation": aggregation, "partition.clients": 3})

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fednh import config as settings
 from fednh.config import Config, Section
 from fednh.errors import UserError
-from fednh.flower import scaffold
+from fednh.flower.deploy import scaffold
 from fednh.flower.runconfig import read_config, run_config
 from fednh.methods import METHODS
 from forked import fednh

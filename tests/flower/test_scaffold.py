@@ -11,7 +11,7 @@ import pytest
 
 from fednh import config as settings
 from fednh.errors import UserError
-from fednh.flower import certs, scaffold
+from fednh.flower.deploy import scaffold
 from fednh.methods import METHODS
 from forked import fednh
 

@@ -14,9 +14,9 @@ from test_parity import compare, small
 from wire import Wire, federate, serve, simulate
 
 from conftest import identical
-from fednh.files import read_tree
 from fednh.flower.client_app import client_app
-from fednh.flower.records import to_arrays, to_tree
+from fednh.flower.messages import to_arrays, to_tree
+from fednh.storage.files import read_tree
 
 
 def upload_of(reply: Message) -> dict[str, torch.Tensor]:

@@ -15,10 +15,10 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from fednh.config import Config
+from fednh.core.rounds import Simulation
 from fednh.flower.client_app import client_app
 from fednh.flower.server import Manner, Server
-from fednh.runs import RunFolder
-from fednh.simulate import Simulation
+from fednh.storage.run_folder import RunFolder
 
 Tamper = Callable[[int, Message, Message], Message | None]  # (node, request, reply) -> what the server gets
 
@@ -107,7 +107,7 @@ def serve(config: Config, wire: Wire, out: Path, simulated: bool = False, enough
 
 def simulate(config: Config, out: Path) -> Quiet:
     """The same config in the simulator."""
-    from fednh.federation import build_federation
+    from fednh.core.federation import build_federation
 
     federation, watcher = build_federation(config), Quiet()
     with RunFolder(out) as folder:

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conftest import CLIENTS
-from fednh import client
+from fednh.core import client
+from fednh.core.fit import Sgd
+from fednh.core.tree import Tree
 from fednh.data.batches import ClientData, Samples
-from fednh.fit import Sgd
 from fednh.methods import Method
 from fednh.models import Net
-from fednh.tree import Tree
 
 SGD = Sgd(lr=0.2, momentum=0.9, weight_decay=0.01, clip=1.0, batch_size=100, epochs=3)
 

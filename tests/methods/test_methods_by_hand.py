@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from reference import SGD, Play, TwoPart, average, train, trained
 
 from conftest import identical, same
-from fednh import client
+from fednh.core import client
+from fednh.core.tree import Tree, prefix, select
 from fednh.data.batches import Samples
 from fednh.methods import METHODS, Method
 from fednh.models import Net, build_net
-from fednh.tree import Tree, prefix, select
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fednh
-from fednh.data.builtin import digits
+from fednh.data.sources.builtin import digits
 from fednh.trained.assess import assess, reliability
 from fednh.trained.model import Model, Scores
 from forked import fednh as command

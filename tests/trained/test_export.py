@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fednh
-from fednh.data.builtin import digits
+from fednh.data.sources.builtin import digits
 from fednh.errors import UserError
 from fednh.methods import METHODS
 from fednh.trained import export as exporting

@@ -13,12 +13,12 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import fednh
-from fednh.card import FORMAT, read_model, write_model
-from fednh.data.builtin import digits
+from fednh.core.novelty import look
+from fednh.data.sources.builtin import digits
 from fednh.errors import UserError
-from fednh.files import write_tree
 from fednh.methods import METHODS
-from fednh.novelty import look
+from fednh.storage.files import write_tree
+from fednh.storage.model_file import FORMAT, read_model, write_model
 from fednh.trained.model import find_model
 
 DATA = digits()
@@ -203,7 +203,7 @@ def test_a_large_set_is_sampled(finished: dict[str, Path], monkeypatch: pytest.M
     from fednh.data.batches import samples_of
 
     model = fednh.load_model(finished["fednh"])
-    monkeypatch.setattr("fednh.novelty.MOST", 100)
+    monkeypatch.setattr("fednh.core.novelty.MOST", 100)
     train = samples_of(DATA, "train")
     found = look(model.method, model.net, model.params, train, np.arange(len(train)), seed=0)
     assert found is not None

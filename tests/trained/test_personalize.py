@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import fednh
-from fednh.card import read_model
-from fednh.data.builtin import digits
+from fednh.data.sources.builtin import digits
 from fednh.errors import UserError
 from fednh.methods import METHODS
+from fednh.storage.model_file import read_model
 from fednh.trained.personalize import personalize
 from forked import fednh as command
 

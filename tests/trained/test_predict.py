@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 import fednh
-from fednh.data.builtin import digits
+from fednh.data.sources.builtin import digits
 from forked import fednh as command
 
 DATA = digits()

@@ -21,7 +21,7 @@ def methods() -> None:
 
     from rich.markup import escape
 
-    from fednh.methods.find import listed
+    from fednh.methods.registry import listed
 
     console = console_for_people()
     for name, cls in listed():
@@ -59,7 +59,7 @@ def data_get(
     """Download a data set's canonical archive, checked against its known checksum; resumes what was broken off."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    from fednh.data.download import get
+    from fednh.data.published.download import get
     from fednh.data.sources import default_folder
 
     folder = default_folder() if data_dir is None else data_dir.expanduser()
@@ -81,8 +81,8 @@ def prototypes(
     """Spread C unit prototypes as far apart as possible in d dimensions: Eq. (1) of the paper."""
     import json
 
-    from fednh.files import write_tree
-    from fednh.prototypes import separated
+    from fednh.methods.prototypes import separated
+    from fednh.storage.files import write_tree
 
     found = separated(classes, dim)
     facts = {

@@ -15,7 +15,7 @@ from fednh.errors import UserError
 
 if TYPE_CHECKING:
     from fednh.config import Config
-    from fednh.flower.scaffold import Site
+    from fednh.flower.deploy.scaffold import Site
 
 federation_app = typer.Typer(help="Federations of sites that keep their data, on Flower.", no_args_is_help=True)
 app.add_typer(federation_app, name="federation")
@@ -42,7 +42,7 @@ def init(
 ) -> None:
     """Write a ready Flower app into a new folder; without data of its own it is digits, divided among the sites."""
     from fednh.config import parse_value
-    from fednh.flower import scaffold
+    from fednh.flower.deploy import scaffold
 
     given: dict[str, Any] = {"method.name": method, "rounds": rounds}
     given = {key: value for key, value in given.items() if value is not None}
@@ -66,8 +66,8 @@ def certs(
 ) -> None:
     """Make a certificate authority, the server's certificate and a key pair for every site: whatever is missing."""
     _need_extra()
-    from fednh.flower import certs as keys
-    from fednh.flower.scaffold import sites_of
+    from fednh.flower.deploy import certificates as keys
+    from fednh.flower.deploy.scaffold import sites_of
 
     names = [site.name for site in sites_of(folder)]
     made = keys.renew(folder, host or [], days) if renew else keys.make(folder, names, host or [], days)
@@ -95,9 +95,9 @@ def up(
     if not local:
         raise UserError(f"fednh starts federations on this machine only: add --local, or see {folder / 'README.md'}")
     _need_extra()
-    from fednh.flower import certs as keys
-    from fednh.flower import scaffold
-    from fednh.flower.local import Local, Stopped
+    from fednh.flower.deploy import certificates as keys
+    from fednh.flower.deploy import scaffold
+    from fednh.flower.deploy.local import Local, Stopped
     from fednh.report.terminal import watcher
 
     folder = folder.absolute()
@@ -169,7 +169,7 @@ def _tell(folder: Path, run: Path, config: Config, sites: list[Site], quiet: boo
 @contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
     """One `up` at a time in a folder."""
-    from fednh.files import locked
+    from fednh.storage.files import locked
 
     path = folder / ".flwr" / "up.lock"
     path.parent.mkdir(parents=True, exist_ok=True)

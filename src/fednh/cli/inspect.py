@@ -41,9 +41,9 @@ def inspect(
     import json
 
     from fednh.config import load, parse_value
+    from fednh.core.federation import divide, load_data
     from fednh.data.inspection import Division
     from fednh.data.inspection import inspect as look
-    from fednh.federation import divide, load_data
 
     given: dict[str, Any] = {
         "data.name": data,

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fednh.config import Config
-    from fednh.federation import Federation
-    from fednh.runs import RunFolder
-    from fednh.simulate import Watcher
+    from fednh.core.federation import Federation
+    from fednh.core.rounds import Watcher
+    from fednh.storage.run_folder import RunFolder
 
     Engine = Callable[[Config, Federation, RunFolder, Watcher, threading.Event], None]
 
@@ -60,7 +60,7 @@ def run(
 ) -> None:
     """Run one method on one federation, and write a run folder."""
     from fednh.config import load, parse_value
-    from fednh.names import new_folder
+    from fednh.storage.run_names import new_folder
 
     overrides: dict[str, Any] = {
         "method.name": method,
@@ -93,7 +93,7 @@ def resume(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the run folder.")] = False,
 ) -> None:
     """Go on with an interrupted run; the result is what it would have been without the interruption."""
-    from fednh.runs import read_backend, read_config
+    from fednh.storage.run_folder import read_backend, read_config
 
     config = read_config(folder)
     if workers is not None:
@@ -103,12 +103,12 @@ def resume(
 
 def _execute(config: Config, out: Path, track: list[str], quiet: bool, backend: str) -> None:
     """Start, continue, or recognise as finished the run in `out`."""
-    from fednh.federation import build_federation
+    from fednh.core.federation import build_federation
+    from fednh.core.rounds import Interrupted
+    from fednh.experiments.trackers import Tracking
+    from fednh.experiments.trackers import check as check_trackers
     from fednh.report.terminal import watcher
-    from fednh.runs import RunFolder, read_backend, read_summary
-    from fednh.simulate import Interrupted
-    from fednh.track import Tracking
-    from fednh.track import check as check_trackers
+    from fednh.storage.run_folder import RunFolder, read_backend, read_summary
 
     console = console_for_people(stderr=quiet)  # with --quiet, standard output has the folder and nothing else
     check_trackers(track)
@@ -166,7 +166,7 @@ def _engine(backend: str) -> Engine:
 def _simulate(
     config: Config, federation: Federation, folder: RunFolder, watcher: Watcher, stop: threading.Event
 ) -> None:
-    from fednh.simulate import Simulation
+    from fednh.core.rounds import Simulation
 
     simulation = Simulation(config, federation, folder, watcher, stop)
     if not folder.started:

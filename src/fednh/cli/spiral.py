@@ -20,10 +20,10 @@ def spiral(
     import json
 
     need_report_extra()
-    from fednh import spiral as example
-    from fednh.files import write_bytes
+    from fednh.experiments import spiral as example
     from fednh.report.figures import style
     from fednh.report.figures.spiral import figure1, figure2
+    from fednh.storage.files import write_bytes
 
     example.train(out, seed, rounds, lambda name: typer.echo(f"training {name}", err=True))
     seen = example.look(out)

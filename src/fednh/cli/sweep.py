@@ -13,8 +13,8 @@ from fednh.cli.run import settings_given, stop_on_signal
 from fednh.errors import UserError
 
 if TYPE_CHECKING:
+    from fednh.experiments.sweep import Outcome, Planned
     from fednh.report.sheet import Sheet
-    from fednh.sweep import Outcome, Planned
 
 
 @app.command()
@@ -58,11 +58,11 @@ def sweep(
 
     The same command again skips what is finished, goes on with what was interrupted and tries again what failed.
     """
-    from fednh.methods.find import listed
+    from fednh.experiments.sweep import check, combine, execute, values
+    from fednh.experiments.trackers import check as check_trackers
+    from fednh.methods.registry import listed
     from fednh.report.render import to_rich
     from fednh.report.sweep_screen import sweep_screen
-    from fednh.sweep import check, combine, execute, values
-    from fednh.track import check as check_trackers
 
     lists = {
         "method.name": ",".join(n for n, cls in listed() if isinstance(cls, type)) if method == "all" else method,
@@ -108,7 +108,7 @@ def share_cores(jobs: int, workers: int | None, pending: int) -> tuple[int, int]
 
 
 def _plan_sheet(plan: Sequence[Planned], jobs: int, workers: int) -> Sheet:
-    from fednh.probe import estimate
+    from fednh.experiments.time_estimate import estimate
     from fednh.report.cells import word
     from fednh.report.sheet import Cell, Sheet
     from fednh.report.terminal import duration

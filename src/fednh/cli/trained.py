@@ -103,7 +103,7 @@ def evaluate(
 
     import numpy as np
 
-    from fednh.files import write_json
+    from fednh.storage.files import write_json
     from fednh.trained.assess import assess
     from fednh.trained.model import load_model
     from fednh.trained.own import load_for
@@ -155,8 +155,8 @@ def personalize(
     """Make a personal model for a site that never took part, and compare it with the global and a local one."""
     import json
 
-    from fednh.card import write_model
-    from fednh.files import write_json
+    from fednh.storage.files import write_json
+    from fednh.storage.model_file import write_model
     from fednh.trained.personalize import personalize as train
 
     folder = out or run.with_name(f"{run.resolve().name}-personal")

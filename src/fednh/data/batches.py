@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fednh.core.seeding import torch_rng
 from fednh.data.augment import crop_flip
 from fednh.data.dataset import Dataset
 from fednh.errors import UserError
-from fednh.seeding import torch_rng
 
 EVAL_BATCH = 128  # larger ones leave the processor's cache: a third slower for Conv2
 

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fednh.files import sync_path
+from fednh.storage.files import sync_path
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict

@@ -47,7 +47,7 @@ def find(folder: Path) -> list[Path]:
     if (folder / "site.toml").is_file():
         found += sorted(_state(folder).glob("audit/*.jsonl"))
     if (folder / "pyproject.toml").is_file():
-        from fednh.flower import scaffold
+        from fednh.flower.deploy import scaffold
 
         config, sites = scaffold.read(folder)
         found.append(server_log(Path(str(config.federation.folder))))

@@ -17,13 +17,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fednh.core.rounds import Watcher
 from fednh.errors import UserError
-from fednh.runs import RunFolder, worker_count
-from fednh.simulate import Watcher
+from fednh.storage.run_folder import RunFolder, worker_count
 
 if TYPE_CHECKING:
     from fednh.config import Config
-    from fednh.federation import Federation
+    from fednh.core.federation import Federation
 
 PATIENCE = 7 * 24 * 3600.0  # seconds: simulated clients are waited for
 

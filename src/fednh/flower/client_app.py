@@ -14,10 +14,10 @@ from pathlib import Path
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from fednh.core.rounds import one_thread
 from fednh.errors import RunError, UserError
-from fednh.flower import records
+from fednh.flower import messages
 from fednh.flower.site import Place, Site, read_place
-from fednh.simulate import one_thread
 
 log = logging.getLogger("flwr")
 
@@ -37,13 +37,13 @@ def _place(context: Context, home: Path | None, models: Path | None) -> Place:
 
 
 def _hello(place: Place, content: RecordDict) -> RecordDict:
-    return Site(place, *records.read_config(content)).hello().write()
+    return Site(place, *messages.read_config(content)).hello().write()
 
 
 def _answer(place: Place, content: RecordDict) -> RecordDict:
-    site = Site(place, *records.read_config(content))
-    down, more = (records.read_tree(content, name, site.config.device) for name in ("down", "global"))
-    return site.answer(records.Order.read(content), down, more).write()
+    site = Site(place, *messages.read_config(content))
+    down, more = (messages.read_tree(content, name, site.config.device) for name in ("down", "global"))
+    return site.answer(messages.Order.read(content), down, more).write()
 
 
 def _handle(
@@ -59,11 +59,11 @@ def _handle(
             content = work(place, message.content)
     except (UserError, RunError) as error:
         log.error("%s", error)
-        content = records.sorry(str(error))
+        content = messages.sorry(str(error))
     except Exception as error:
         log.exception("this site could not do what it was asked")
         words = f": {error}" if place is not None and place.divided else ""
-        content = records.sorry(f"{type(error).__name__}{words}")
+        content = messages.sorry(f"{type(error).__name__}{words}")
     return Message(content, reply_to=message)
 
 

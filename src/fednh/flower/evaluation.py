@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from fednh import evaluate
+from fednh.core import evaluate
+from fednh.core.tree import Tree, arranged
 from fednh.data.batches import Samples
-from fednh.flower.records import Answer, Number
+from fednh.flower.messages import Answer, Number
 from fednh.methods import Method
 from fednh.models import Net
-from fednh.tree import Tree, arranged
 
 HELD = ("held_macro", "held_share", "held_gm_macro", "held_gm_share")
 Person = dict[str, Number]  # one site's figures

@@ -20,22 +20,12 @@ import torch
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from fednh import client as clients
-from fednh import invariants, robust
-from fednh.card import card_of
-from fednh.checkpoint import Checkpoints
 from fednh.config import Config, dump
-from fednh.errors import RunError, UserError
-from fednh.federation import Federation, build_federation, network
-from fednh.flower import records
-from fednh.flower.evaluation import Evaluation
-from fednh.flower.post import Letter, Post
-from fednh.flower.records import Answer, Hello, Order, SiteProblem, Task
-from fednh.flower.roster import Roster, agree, disagreement
-from fednh.flower.site import balanced, initial_state
-from fednh.machine import check_machine
-from fednh.runs import RunFolder
-from fednh.simulate import (
+from fednh.core import aggregate, checks
+from fednh.core import client as clients
+from fednh.core.federation import Federation, build_federation, network
+from fednh.core.machine import check_machine
+from fednh.core.rounds import (
     Interrupted,
     Progress,
     Round,
@@ -45,8 +35,18 @@ from fednh.simulate import (
     picked_clients,
     sampled_clients,
 )
-from fednh.store import Store
-from fednh.tree import Tree, Uploads, finite, size
+from fednh.core.tree import Tree, Uploads, finite, size
+from fednh.errors import RunError, UserError
+from fednh.flower import messages
+from fednh.flower.evaluation import Evaluation
+from fednh.flower.mailbox import Letter, Post
+from fednh.flower.membership import Roster, agree, disagreement
+from fednh.flower.messages import Answer, Hello, Order, SiteProblem, Task
+from fednh.flower.site import balanced, initial_state
+from fednh.storage.checkpoint import Checkpoints
+from fednh.storage.client_states import Store
+from fednh.storage.model_file import card_of
+from fednh.storage.run_folder import RunFolder
 
 REMINDER = 60.0  # seconds between two messages that sites are missing
 
@@ -138,7 +138,7 @@ class Server:
         """Ask nodes that nobody knows who they are."""
         met = self.post.asked() | {node for node, _ in self.arrivals}
         strangers = [node for node in sorted(online - met) if not self.roster.knows(node)]
-        question = records.question(self.toml)
+        question = messages.question(self.toml)
         self.post.send([(Letter(node, MessageType.QUERY), question) for node in strangers], self.manner.timeout)
 
     def _welcome(self) -> None:
@@ -285,7 +285,7 @@ class Server:
     def _ask(self, orders: list[Order], down: Tree, happened: Round) -> list[Answer]:
         """Send the orders and wait; returns the answers that can be used."""
         assert self.task is not None
-        arrays, more = records.to_arrays(down), records.to_arrays(self._beyond(down))
+        arrays, more = messages.to_arrays(down), messages.to_arrays(self._beyond(down))
         letters = [
             (
                 Letter(
@@ -341,7 +341,7 @@ class Server:
     def _check_upload(self, answer: Answer) -> None:
         if answer.upload is None:
             raise ValueError("it has no upload")
-        if problem := invariants.upload_problem(answer.upload, self.upload_form):
+        if problem := checks.upload_problem(answer.upload, self.upload_form):
             raise ValueError(problem)
         if not (math.isfinite(answer.loss_sum) and finite(answer.upload)):
             raise ValueError("the upload is not finite")
@@ -361,10 +361,10 @@ class Server:
         if not uploads:
             self.note(f"round {happened.round}: no upload could be used; the server stays as it was")
             return
-        rule = robust.rule(self.config.aggregator, self.server, self.config.trim, self.method.by_class)
+        rule = aggregate.rule(self.config.aggregator, self.server, self.config.trim, self.method.by_class)
         try:
             server = self.method.aggregate(self.server, Uploads(uploads, rule))
-            invariants.check_server(self.method, server, self.form, happened.round)
+            checks.check_server(self.method, server, self.form, happened.round)
         except RunError as error:
             if self.manner.simulated:
                 raise

@@ -16,7 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 from fednh.flower.runconfig import read_config
 from fednh.flower.server import Manner, Server
 from fednh.report.terminal import figures
-from fednh.runs import RunFolder
+from fednh.storage.run_folder import RunFolder
 
 log = logging.getLogger("flwr")
 app = ServerApp()

@@ -22,21 +22,21 @@ from zlib import crc32
 import numpy as np
 from safetensors import SafetensorError
 
-from fednh import client as clients
-from fednh import evaluate, invariants, novelty
-from fednh.card import write_model
 from fednh.config import Config, validate
+from fednh.core import checks, evaluate, novelty
+from fednh.core import client as clients
+from fednh.core.federation import Federation, build_federation, load_data
+from fednh.core.fit import Sgd
+from fednh.core.seeding import torch_rng
+from fednh.core.tree import Tree, arranged, finite
 from fednh.data.batches import ClientData, Samples, samples_of, subset
 from fednh.data.dataset import Dataset
 from fednh.errors import UserError
-from fednh.federation import Federation, build_federation, load_data
-from fednh.files import read_tree, write_tree
-from fednh.fit import Sgd
-from fednh.flower.records import Answer, Hello, Number, Order, Task
+from fednh.flower.messages import Answer, Hello, Number, Order, Task
 from fednh.methods import Method
 from fednh.models import Net
-from fednh.seeding import torch_rng
-from fednh.tree import Tree, arranged, finite
+from fednh.storage.files import read_tree, write_tree
+from fednh.storage.model_file import write_model
 
 log = logging.getLogger("flwr")
 PATHS = {".npz": "npz", ".csv": "csv", ".parquet": "parquet"}  # sources that a bare path stands for
@@ -135,7 +135,7 @@ class Site:
 
     def _update(self, client: int, round_: int, kept: Tree, down: Tree) -> clients.Update:
         data = self._data(client, round_, "train")
-        invariants.check_share(data.share, client)
+        checks.check_share(data.share, client)
         look = self.config.diagnostics.gradient_norm
         return clients.update(self.fed.method, self.fed.net, kept, down, data, sgd(self.config, round_), look)
 

@@ -19,10 +19,10 @@ import torch
 from pydantic import ConfigDict
 from torch import Tensor
 
+from fednh.core.fit import Fit
+from fednh.core.tree import Tree
 from fednh.data.batches import ClientData
-from fednh.fit import Fit
 from fednh.models.net import Net
-from fednh.tree import Tree
 
 MODEL = ("body", "head")  # the names of a whole network
 

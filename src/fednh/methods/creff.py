@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from fednh.core.fit import Fit
+from fednh.core.losses import cross_entropy
+from fednh.core.tree import Tree, mean, select
 from fednh.data.batches import ClientData
-from fednh.fit import Fit
-from fednh.losses import cross_entropy
 from fednh.methods.base import MODEL, Method
 from fednh.models.net import Net
-from fednh.tree import Tree, mean, select
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
+from fednh.core.fit import Fit
+from fednh.core.losses import cross_entropy, squared_distance
+from fednh.core.tree import Tree, below, mean, prefix, select
 from fednh.data.batches import ClientData
-from fednh.fit import Fit
-from fednh.losses import cross_entropy, squared_distance
 from fednh.methods.base import MODEL, Method
 from fednh.models.net import Net
-from fednh.tree import Tree, below, mean, prefix, select
 
 
 @dataclass(frozen=True)

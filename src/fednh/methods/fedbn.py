@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import torch
 
+from fednh.core.fit import Fit
+from fednh.core.losses import cross_entropy
+from fednh.core.tree import Tree, below, mean, prefix, select
 from fednh.data.batches import ClientData
-from fednh.fit import Fit
-from fednh.losses import cross_entropy
 from fednh.methods.base import MODEL, Method
 from fednh.models.net import Net
-from fednh.tree import Tree, below, mean, prefix, select
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fednh.core.fit import Fit
+from fednh.core.losses import class_means, cross_entropy, scaled_cosine, unit
+from fednh.core.tree import Tree, mean, select
 from fednh.data.batches import ClientData
-from fednh.fit import Fit
-from fednh.losses import class_means, cross_entropy, scaled_cosine, unit
 from fednh.methods.base import Method
+from fednh.methods.prototypes import not_unit, uniform_head
 from fednh.models.net import Net
-from fednh.prototypes import not_unit, uniform_head
-from fednh.tree import Tree, mean, select
 
 
 @dataclass(frozen=True)

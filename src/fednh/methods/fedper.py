@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fednh.core.fit import Fit
+from fednh.core.losses import cross_entropy
+from fednh.core.tree import Tree, mean, select
 from fednh.data.batches import ClientData
-from fednh.fit import Fit
-from fednh.losses import cross_entropy
 from fednh.methods.base import MODEL, Method
 from fednh.models.net import Net
-from fednh.tree import Tree, mean, select
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fednh.core.fit import Fit
+from fednh.core.losses import balanced_softmax
+from fednh.core.tree import Tree, mean, select
 from fednh.data.batches import ClientData
-from fednh.fit import Fit
-from fednh.losses import balanced_softmax
 from fednh.methods.base import MODEL, Method
 from fednh.models.net import Net
-from fednh.tree import Tree, mean, select
 
 LARGEST_DIM = 256  # a hyper-network has C*D^2 weights: fine for the CNN (D = 192), too many for the ResNet (D = 512)
 

@@ -24,12 +24,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fednh.core.fit import Fit
+from fednh.core.losses import cross_entropy
+from fednh.core.tree import Tree, below, mean_and_count, prefix, select
 from fednh.data.batches import ClientData
-from fednh.fit import Fit
-from fednh.losses import cross_entropy
 from fednh.methods.base import MODEL, Method
 from fednh.models.net import Net
-from fednh.tree import Tree, below, mean_and_count, prefix, select
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from fednh.core.imports import imported
 from fednh.errors import UserError, did_you_mean
-from fednh.imports import imported
 from fednh.models.conv import Conv2
 from fednh.models.mlp import MLP
 from fednh.models.net import Net, seeded

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fednh.core.tree import Tree, arranged, below
 from fednh.errors import UserError
 from fednh.models.weights import read_weights
-from fednh.tree import Tree, arranged, below
 
 BATCH_NORM = nn.modules.batchnorm._NormBase  # what may keep running statistics: batch and instance normalisation
 NORMS = (BATCH_NORM, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -25,7 +25,7 @@ class Net:
     each thread that calls a Net gets its own copy of the skeleton.
 
     With `norm="local"` the normalisation layers' parameters and statistics are in no Tree that a method sees: they are
-    `norm` at first, and a client at work lends its own to its thread; see `localnorm.py`. `head` is the name that the
+    `norm` at first, and a client at work lends its own to its thread; see `local_norm.py`. `head` is the name that the
     head has in a module that was split; `weights` a safetensors file to start from.
 
     With precision "bf16" the body's convolutions and matrix products run in bfloat16, forward and backward. Features

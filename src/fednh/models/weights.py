@@ -9,9 +9,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from fednh.core.tree import Tree, finite, select
 from fednh.errors import Notice, UserError
-from fednh.files import read_tree
-from fednh.tree import Tree, finite, select
+from fednh.storage.files import read_tree
 
 
 def read_weights(file: str, module: nn.Module, head: str | None) -> Tree:

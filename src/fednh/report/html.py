@@ -22,7 +22,6 @@ from markupsafe import Markup
 import fednh
 from fednh.config import dump
 from fednh.errors import UserError
-from fednh.files import write_bytes
 from fednh.report import tables
 from fednh.report.figures import FIGURES, Choice, Kind, NotAllowed, style
 from fednh.report.figures.curves import AXES
@@ -32,6 +31,7 @@ from fednh.report.groups import method_name, show
 from fednh.report.load import Run
 from fednh.report.pairs import HELD_OUT, METRICS
 from fednh.report.sheet import Cell, Sheet
+from fednh.storage.files import write_bytes
 
 EXPLORED = {
     "pm_l": "PM(L): its own mix of classes",

@@ -10,7 +10,7 @@ from typing import Any
 
 from fednh.config import Config
 from fednh.errors import UserError
-from fednh.runs import read_config, read_summary
+from fednh.storage.run_folder import read_config, read_summary
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from fednh.experiments.sweep import Planned
 from fednh.report.terminal import duration
-from fednh.sweep import Planned
 
 
 class Quiet:

@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fednh import novelty
+from fednh.core import novelty
+from fednh.core.tree import Tree
 from fednh.data.dataset import Inputs
 from fednh.data.sources import default_folder, load
 from fednh.errors import UserError
 from fednh.trained import inputs
 from fednh.trained.model import Model
-from fednh.tree import Tree
 
 FORMATS = ("onnx", "torch")
 TOLERANCE = 1e-4  # relative to values of 1 and more, absolute below

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from fednh.card import Card
 from fednh.data.dataset import Inputs
 from fednh.data.images import decode, fitted
-from fednh.data.tables import read, vectors
+from fednh.data.sources.tables import read, vectors
 from fednh.errors import UserError
+from fednh.storage.model_file import Card
 
 BATCH = 256
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")

@@ -13,14 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fednh import novelty
-from fednh.card import Card, architecture, read_model
+from fednh.core import novelty
+from fednh.core.tree import Tree
 from fednh.data.dataset import Inputs
 from fednh.errors import UserError
 from fednh.methods import Method
 from fednh.models import Net
+from fednh.storage.model_file import Card, architecture, read_model
 from fednh.trained import inputs
-from fednh.tree import Tree
 
 Floats = NDArray[np.float32]
 

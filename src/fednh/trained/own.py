@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from fednh.card import Card
 from fednh.config import load
+from fednh.core.federation import load_data
 from fednh.data.dataset import Dataset, Labels
 from fednh.errors import UserError
-from fednh.federation import load_data
+from fednh.storage.model_file import Card
 from fednh.trained import inputs
 
 

@@ -14,20 +14,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from fednh import client, evaluate, novelty
-from fednh.card import Card, architecture, read_model
 from fednh.config import Config
+from fednh.core import client, evaluate, novelty
+from fednh.core.fit import Sgd
+from fednh.core.seeding import numpy_rng, torch_rng
+from fednh.core.tree import Tree, arranged
 from fednh.data import partition, scaling
 from fednh.data.batches import ClientData, Samples, samples_of
 from fednh.data.dataset import Dataset
 from fednh.errors import UserError
-from fednh.fit import Sgd
 from fednh.methods import METHODS, Method
 from fednh.models import Net
-from fednh.runs import read_config
-from fednh.seeding import numpy_rng, torch_rng
+from fednh.storage.model_file import Card, architecture, read_model
+from fednh.storage.run_folder import read_config
 from fednh.trained.own import load_for
-from fednh.tree import Tree, arranged
 
 DEFAULT_HOLDOUT = 0.2
 

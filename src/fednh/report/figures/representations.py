@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fednh.card import Card, architecture, read_model
+from fednh.core.federation import divide, load_data
+from fednh.core.losses import unit
+from fednh.core.seeding import torch_rng
+from fednh.core.tree import Tree
 from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
 from fednh.data.scaling import fit
 from fednh.errors import UserError
-from fednh.federation import divide, load_data
-from fednh.losses import unit
 from fednh.methods import Method
 from fednh.models import Net
 from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed
@@ -23,8 +24,7 @@ from fednh.report.figures.style import CYCLE, MARKERS, muted, panels
 from fednh.report.grouping import by_variant
 from fednh.report.load import Run
 from fednh.report.saved import personal_models
-from fednh.seeding import torch_rng
-from fednh.tree import Tree
+from fednh.storage.model_file import Card, architecture, read_model
 
 Points = NDArray[np.float64]
 PER_CLASS = 80  # test samples drawn of each class

@@ -9,13 +9,13 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from fednh.card import read_model
 from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, stated_n
 from fednh.report.figures.style import ALARM, CYCLE, fading, muted, panels
 from fednh.report.grouping import by_variant
 from fednh.report.load import Run
 from fednh.report.saved import global_model, personal_models
 from fednh.report.superclasses import load_groups
+from fednh.storage.model_file import read_model
 
 Matrix = NDArray[np.float64]
 

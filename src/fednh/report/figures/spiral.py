@@ -7,8 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from fednh.experiments.spiral import CENTRAL, FEDERATED, MINORITY, Example, View, shown_pair
 from fednh.report.figures.style import CYCLE, ink, muted, panels
-from fednh.spiral import CENTRAL, FEDERATED, MINORITY, Example, View, shown_pair
 
 SHOWN = 250  # points drawn of each class
 TITLES = {

@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fednh.files import write_bytes
 from fednh.report.figures import FIGURES, Choice, Drawing, Kind, NotAllowed, style
 from fednh.report.grouping import by_setting
 from fednh.report.load import Run
+from fednh.storage.files import write_bytes
 
 
 def scopes(kind: Kind, runs: Sequence[Run]) -> dict[str, Sequence[Run]]:

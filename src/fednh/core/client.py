@@ -1,0 +1,75 @@
+"""One client's part of a run, as functions of what it was sent, what it kept, and its own data.
+
+Every engine calls these same functions, so it cannot matter to a method where a client lives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fednh.core.diagnostics import GradientNorm
+from fednh.core.fit import LocalFit, Sgd
+from fednh.core.losses import Loss
+from fednh.core.tree import Tree
+from fednh.data.batches import ClientData, blank_samples
+from fednh.methods.base import Method
+from fednh.models.local_norm import LocalNorm, without_norm
+from fednh.models.net import Net
+
+
+@dataclass(frozen=True)
+class Update:
+    """What comes out of a client's round."""
+
+    keep: Tree
+    upload: Tree
+    samples: int  # training samples processed
+    loss_sum: float  # their summed loss
+    gradient_norm: float | None = None  # squared, of the body at the received model, where it was asked for
+
+
+def update(
+    method: Method, net: Net, kept: Tree, received: Tree, data: ClientData, sgd: Sgd, gradient_norm: bool = False
+) -> Update:
+    """Train: what the client keeps and what it uploads."""
+    probe = GradientNorm(data, received) if gradient_norm else None
+    with LocalNorm(net, kept, data.index.device) as norm:
+        fit = LocalFit(data, sgd, norm.undisturbed(probe))
+        keep, upload = method.client_update(net, {**without_norm(kept), **received}, data, norm.fit(fit))
+    return Update({**keep, **norm.kept()}, upload, fit.samples, fit.loss_sum, probe.value if probe else None)
+
+
+Form = dict[str, tuple[tuple[int, ...], torch.dtype]]  # what a Tree looks like: name -> shape and type
+
+
+def form_of(tree: Tree) -> Form:
+    return {name: (tuple(value.shape), value.dtype) for name, value in tree.items()}
+
+
+def declared_upload(method: Method, net: Net, initial: Tree) -> Form:
+    """What an upload of this method looks like, found by a round without training on one blank sample a class."""
+    samples = blank_samples(net.shape, net.num_classes, next(iter(initial.values())).device)
+    data = ClientData(samples, np.arange(len(samples)))
+    own = {**method.enroll(initial), **method.broadcast(initial)}
+    return form_of(method.client_update(net, own, data, _Still())[1])
+
+
+class _Still:
+    """`fit` that trains nothing."""
+
+    def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
+        return params
+
+    def reach(self, epochs: int | None = None) -> float:
+        return 1.0
+
+
+def personal_model(method: Method, net: Net, kept: Tree, received: Tree, data: ClientData, sgd: Sgd) -> Tree:
+    """The client's own model, as `method.logits` takes it; its normalisation is part of it."""
+    with LocalNorm(net, kept, data.index.device) as norm:
+        fit = norm.fit(LocalFit(data, sgd))
+        model = method.personal_model(net, {**received, **without_norm(kept)}, data, fit)
+    return {**model, **norm.state}

@@ -1,0 +1,156 @@
+"""What a run works on, made from its config: the samples, who holds them, the network and the method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fednh.config import Config, PartitionConfig
+from fednh.core.machine import check_machine
+from fednh.core.seeding import numpy_rng
+from fednh.data import partition, scaling
+from fednh.data.batches import Samples, samples_of
+from fednh.data.dataset import Dataset
+from fednh.data.sources import default_folder, load
+from fednh.data.sources.options import Options
+from fednh.errors import UserError
+from fednh.methods import Method
+from fednh.models import Net, build_net
+from fednh.storage.model_file import card_of
+
+DEFAULT_HOLDOUT = 0.2  # of each client's classes, where there is no balanced test set
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Nothing here changes during a run, and all methods with the same seed share it."""
+
+    dataset: Dataset
+    train: Samples
+    test: Samples
+    parts: list[partition.Indices]  # client -> indices into `train`, to train on
+    net: Net
+    method: Method
+    held_out: list[partition.Indices] = field(default_factory=list)  # client -> indices into `train`, to measure on
+    scalings: tuple[scaling.Scaling, ...] = ()  # of each natural site, where every one has its own
+    raw_scale: float = 1.0  # what raw inputs are divided by before a site's own scaling
+    sites: tuple[str, ...] = ()  # the clients' names, where they are natural sites
+
+    def __post_init__(self) -> None:
+        if not self.held_out:
+            object.__setattr__(self, "held_out", [part[:0] for part in self.parts])
+
+    @property
+    def measures_held_out(self) -> bool:
+        return any(map(len, self.held_out))
+
+    def class_counts(self) -> list[list[int]]:
+        """Training samples of each class (columns) on every client (rows)."""
+        owner = np.repeat(np.arange(len(self.parts)), [len(part) for part in self.parts])
+        labels = self.dataset.y_train[np.concatenate(self.parts)]
+        table = partition.class_table(labels, owner, len(self.parts), self.dataset.num_classes)
+        return [row.tolist() for row in table]
+
+    def card(self, config: Config, client: int | None = None) -> dict[str, Any]:
+        """What a saved model must say about itself to be used elsewhere; with a client, a personal model.
+
+        Where every site scales its inputs by its own statistics, a personal model's card has those of its site, and
+        the global model's card the mean of all sites'.
+        """
+        data = self.dataset
+        scale = {"scale": data.scale, "mean": data.mean, "std": data.std}
+        if self.scalings:
+            mine = scaling.average(self.scalings) if client is None else self.scalings[client]
+            scale = {"scale": self.raw_scale, **mine._asdict()}
+        whose = {} if client is None else {"client": client, **({"site": self.sites[client]} if self.sites else {})}
+        preprocessing = {**data.preprocessing, **scale}
+        return {**card_of(config, self.net, data.shape, data.classes, data.name, preprocessing), **whose}
+
+
+def network(config: Config, shape: tuple[int, ...], num_classes: int) -> Net:
+    """The network that a config describes, for samples of this shape."""
+    m = config.model
+    net = build_net(m.name, shape, num_classes, m.args, head=m.head, norm=m.norm, weights=m.weights)
+    net.precision = config.precision
+    return net
+
+
+def load_data(config: Config) -> Dataset:
+    """The samples that a config names."""
+    data = config.data
+    options = Options(
+        size=(data.size[0], data.size[1]) if data.size else None,
+        label=data.label,
+        site=data.site,
+        classes=tuple(data.classes or ()),
+        columns=data.columns or {},
+        test_share=data.test_share,
+    )
+    return load(data.name, Path(data.dir).expanduser() if data.dir else default_folder(), options)
+
+
+def build_federation(config: Config, dataset: Dataset | None = None) -> Federation:
+    """Load, divide and check everything that a run needs; bad input is found here, before anything is written.
+
+    Who builds several federations of the same data may load them once and pass them.
+    """
+    check_machine(config.device, config.precision)
+    data = dataset or load_data(config)
+    natural = config.partition.name == "site"
+    parts, held_out = divide(data, config)
+    raw_scale = data.scale
+    data, scalings = scaling.fit(data, parts, held_out, natural)
+    return Federation(
+        dataset=data,
+        train=samples_of(data, "train", config.data.augment, config.device),
+        test=samples_of(data, "test", device=config.device),
+        parts=parts,
+        net=network(config, data.shape, data.num_classes),
+        method=config.build_method(),
+        held_out=held_out,
+        scalings=scalings,
+        raw_scale=raw_scale,
+        sites=data.sites if natural else (),
+    )
+
+
+def divide(data: Dataset, config: Config) -> tuple[list[partition.Indices], list[partition.Indices]]:
+    """Each client's samples to train on, and those that it holds out."""
+    how, share = config.partition, config.data.holdout
+    if how.name == "site":
+        if data.site_train is None:
+            raise UserError(f"partition.name = 'site', but {data.name} does not say which site a sample comes from")
+        owned = partition.by_site(data.site_train, data.sites, how.min_samples)
+        names = [f"holdout {site}" for site in data.sites]  # by name: a site alone holds out what it does among others
+    else:
+        owned = split(data.y_train, how, config.seed)
+        names = [f"holdout client {k}" for k in range(len(owned))]
+    if share is None:
+        share = 0.0 if len(data.y_test) else DEFAULT_HOLDOUT
+    both = [
+        partition.hold_out(data.y_train, part, share, numpy_rng(config.seed, name))
+        for part, name in zip(owned, names, strict=True)
+    ]
+    return [train for train, _ in both], [held for _, held in both]
+
+
+def split(labels: partition.Indices, how: PartitionConfig, seed: int) -> list[partition.Indices]:
+    """The clients' indices. Depends on the seed and the partition settings only: not on the method."""
+    rng = numpy_rng(seed, "partition")
+    k, least = how.clients, how.min_samples
+    match how.name:
+        case "dirichlet":
+            return partition.dirichlet(labels, k, rng, how.beta, least, how.min_classes)
+        case "iid":
+            return partition.iid(labels, k, rng, least)
+        case "classes":
+            return partition.classes(labels, k, rng, how.classes_per_client, least)
+        case "shards":
+            return partition.shards(labels, k, rng, how.shards_per_client, least)
+        case "quantity":
+            return partition.quantity(labels, k, rng, how.beta, least)
+        case "site":
+            raise ValueError("natural sites are not drawn from labels")

@@ -1,0 +1,106 @@
+"""Local training: SGD on the selected names of a Tree. What is not selected is closed over and cannot move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from fednh.core.losses import Loss
+from fednh.core.tree import Tree, arranged, belongs
+from fednh.data.batches import ClientData
+
+Steps = TypeVar("Steps", float, Tensor)  # a number, or one for each of many clients
+
+
+@dataclass(frozen=True)
+class Sgd:
+    """The optimiser's settings in one round; the paper's values."""
+
+    lr: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 1e-5
+    clip: float = 10.0  # largest gradient norm; 0 turns clipping off
+    batch_size: int = 64
+    epochs: int = 5
+
+    def reach(self, steps: Steps) -> Steps:
+        """How far so many steps carry a parameter whose gradient is always 1: lr * steps, and more with momentum."""
+        m = self.momentum  # a gradient acts again in every later step: 1 + m + m^2 + ...
+        far: Steps = self.lr * (steps - m * (1 - m**steps) / (1 - m)) / (1 - m)
+        return far
+
+
+class Fit(Protocol):
+    """What a method is given to train with."""
+
+    def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree: ...
+
+    def reach(self, epochs: int | None = None) -> float | Tensor:
+        """How far one call carries a parameter whose gradient is always 1; a method divides a move by it."""
+        ...
+
+
+class LocalFit:
+    """`fit` for one client in one round, and what it saw: samples processed and their summed loss.
+
+    `watch` is told (params, loss, only) before the first step of every call.
+    """
+
+    def __init__(self, data: ClientData, sgd: Sgd, watch: Callable[[Tree, Loss, tuple[str, ...]], None] | None = None):
+        self.data, self.sgd, self.watch = data, sgd, watch
+        self.samples = 0
+        self.loss_sum = 0.0
+
+    def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
+        """Minimise the mean of `loss` over the names in `only`; returns all of `params`, those names trained.
+
+        Fresh momentum at every call. Weight decay acts on the moving names only: what is frozen comes back
+        as it went in.
+        """
+        sgd = self.sgd
+        params = arranged(params)
+        moving = {name: value.detach().clone() for name, value in params.items() if belongs(name, only)}
+        if not moving:
+            raise ValueError(f"nothing to train: no name in {sorted(params)} belongs to {only}")
+        if self.watch is not None:
+            self.watch(params, loss, only)
+        working = {name: moving[name].requires_grad_() if name in moving else params[name] for name in params}
+        step = Momentum(list(moving.values()), sgd)
+        total = torch.zeros((), dtype=torch.float64, device=step.params[0].device)
+        for _ in range(sgd.epochs if epochs is None else epochs):
+            for x, y in self.data.shuffled(sgd.batch_size):
+                value = loss(working, x, y).mean()
+                step(torch.autograd.grad(value, step.params, allow_unused=True))
+                total += value.detach() * len(y)
+                self.samples += len(y)
+        self.loss_sum += float(total)
+        return {name: value.detach() if name in moving else value for name, value in working.items()}
+
+    def reach(self, epochs: int | None = None) -> float:
+        batches = -(-len(self.data) // self.sgd.batch_size)
+        return self.sgd.reach(float((self.sgd.epochs if epochs is None else epochs) * batches))
+
+
+class Momentum:
+    """Clipping, weight decay and heavy-ball momentum, in place on all tensors at once."""
+
+    def __init__(self, params: list[Tensor], sgd: Sgd):
+        self.params, self.sgd = params, sgd
+        self.velocity = [torch.zeros_like(p) for p in params]
+
+    @torch.no_grad()
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        moved = [(p, v, g) for p, v, g in zip(self.params, self.velocity, gradients, strict=True) if g is not None]
+        params, velocity, grads = ([row[i] for row in moved] for i in range(3))
+        if self.sgd.clip > 0:
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+            torch._foreach_mul_(grads, (self.sgd.clip / (norm + 1e-6)).clamp(max=1.0))
+        if self.sgd.weight_decay > 0:
+            torch._foreach_add_(grads, params, alpha=self.sgd.weight_decay)
+        torch._foreach_mul_(velocity, self.sgd.momentum)
+        torch._foreach_add_(velocity, grads)
+        torch._foreach_add_(params, velocity, alpha=-self.sgd.lr)

@@ -1,0 +1,52 @@
+"""How unlike everything known an input is, where logits are cosines: the cosine to the nearest class prototype.
+
+A training input lies near its class's prototype, an input of no known class has less reason to. The similarities of
+training samples are kept with the model as quantiles: below the 5% one an input is less like any class than
+ninety-five of a hundred samples that the model was trained on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fednh.core.seeding import numpy_rng
+from fednh.core.tree import Tree, arranged
+from fednh.data.batches import EVAL_BATCH, Samples
+from fednh.methods.base import Method
+from fednh.models.net import Net
+
+QUANTILES = (0.01, 0.05)
+MOST = 2000  # training samples looked at: a quantile needs no more, and a large set should not cost a pass
+
+
+def similarity(method: Method, params: Tree, logits: Tensor) -> Tensor | None:  # (B, C) -> (B,)
+    """The cosine to the nearest prototype; None for a method whose logits are something else."""
+    return logits.max(1).values / params["scale"] if method.cosine else None
+
+
+@torch.no_grad()
+def look(
+    method: Method, net: Net, params: Tree, samples: Samples, index: NDArray[np.int64], seed: int
+) -> dict[str, Any] | None:
+    """What a card keeps: quantiles of the similarities of up to `MOST` of the samples at `index`."""
+    if not method.cosine or len(index) == 0:
+        return None
+    if len(index) > MOST:
+        index = np.sort(numpy_rng(seed, "novelty").choice(index, MOST, replace=False))
+    params = arranged(params)
+    found = []
+    for rows in torch.split(torch.from_numpy(index).to(samples.x.device), EVAL_BATCH):
+        logits = method.logits(net, params, samples.floats(samples.x[rows]))
+        found.append(logits.max(1).values / params["scale"])
+    values = torch.cat(found).cpu().to(torch.float64)
+    levels = torch.quantile(values, torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
+    return {
+        "score": "cosine to the nearest prototype",
+        "samples": len(index),
+        "quantiles": {f"{q:g}": round(level, 6) for q, level in zip(QUANTILES, levels, strict=True)},
+    }

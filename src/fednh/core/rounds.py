@@ -1,0 +1,455 @@
+"""The round loop, in one process: pick clients, send, train, receive, aggregate, evaluate, record."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fednh.config import Config, parse_bytes
+from fednh.core import aggregate, checks, evaluate, memory, novelty
+from fednh.core import client as clients
+from fednh.core.evaluate import Personal
+from fednh.core.federation import Federation
+from fednh.core.fit import Sgd
+from fednh.core.seeding import numpy_rng, torch_rng
+from fednh.core.tree import Tree, Uploads, arranged, finite, size
+from fednh.data.batches import ClientData, Samples, subset
+from fednh.errors import RunError, UserError
+from fednh.executors import pool
+from fednh.storage.checkpoint import Checkpoints
+from fednh.storage.client_states import Store
+from fednh.storage.run_folder import RunFolder, worker_count
+
+
+class Interrupted(Exception):
+    """The run was asked to stop and has saved what it had."""
+
+
+class Watcher(Protocol):
+    """Who is told about the progress of a run."""
+
+    def round_done(self, record: dict[str, Any]) -> None: ...
+    def evaluating(self, done: int, total: int) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+@dataclass
+class Round:
+    """What happened in one round."""
+
+    round: int
+    bytes_down: int
+    dropped: list[int]
+    clients: list[int] = field(default_factory=list)  # whose uploads were used
+    refused: list[int] = field(default_factory=list)  # whose uploads were not finite
+    failed: list[int] = field(default_factory=list)  # whose training raised an error, with on_error = "skip"
+    bytes_up: int = 0
+    processed: int = 0  # training samples of all that reported
+    samples: int = 0  # those behind the used uploads
+    loss_sum: float = 0.0
+    gradient_norms: dict[int, float] = field(default_factory=dict)  # by client, with diagnostics.gradient_norm
+
+    def record(self, seconds: float) -> dict[str, Any]:
+        """The round's line of metrics.jsonl."""
+        norms = [self.gradient_norms[client] for client in sorted(self.gradient_norms)]
+        looked = {"gradient_norm": math.fsum(norms) / len(norms), "gradient_norms": norms} if norms else {}
+        return {
+            "round": self.round,
+            "train_loss": self.loss_sum / self.samples if self.samples else None,
+            "seconds": round(seconds, 4),
+            "bytes_up": self.bytes_up,
+            "bytes_down": self.bytes_down,
+            "clients": sorted(self.clients),
+            "dropped": self.dropped,
+            "refused": sorted(self.refused),
+            "failed": sorted(self.failed),
+            **looked,
+        }
+
+
+@dataclass
+class Progress:
+    """What a run has counted so far: part of every checkpoint."""
+
+    round: int = 0
+    records: list[dict[str, Any]] = field(default_factory=list)
+    closed: int = 0  # how many of the records are evaluated, where that is due, and written
+    samples: int = 0
+    seconds: float = 0.0  # wall time of everything
+    client_seconds: float = 0.0  # of client work
+    eval_seconds: float = 0.0
+
+    def totals(self) -> dict[str, Any]:
+        """The run's costs and losses, for its summary."""
+        return {
+            "bytes_up": sum(r["bytes_up"] for r in self.records),
+            "bytes_down": sum(r["bytes_down"] for r in self.records),
+            "dropped": sum(len(r["dropped"]) for r in self.records),
+            "refused": sum(len(r["refused"]) for r in self.records),
+            "failed": sum(len(r["failed"]) for r in self.records),
+            "samples": self.samples,
+            "seconds": round(self.seconds, 3),
+            "client_seconds": round(self.client_seconds, 3),
+            "eval_seconds": round(self.eval_seconds, 3),
+            "samples_per_second": round(self.samples / max(self.client_seconds, 1e-9), 1),
+        }
+
+    def split(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """What changes from round to round, as plain values, and the closed records, which never change again."""
+        return asdict(replace(self, records=self.records[self.closed :])), self.records[: self.closed]
+
+    @classmethod
+    def joined(cls, values: dict[str, Any], closed: list[dict[str, Any]]) -> Progress:
+        return cls(**{**values, "records": [*closed, *values["records"]]})
+
+
+def picked_clients(config: Config, round_: int, clients: int | None = None) -> list[int]:
+    """The clients of a round: ceil(gamma * K) of them, without replacement, the same for every method.
+
+    K is the number of clients there are; partition.clients says it, except for natural sites.
+    """
+    total = config.partition.clients if clients is None else clients
+    count = max(1, math.ceil(config.participation.rate * total - 1e-9))  # less the rounding of 0.07 * 100
+    return sorted(numpy_rng(config.seed, "picks", round_).choice(total, count, replace=False).tolist())
+
+
+def dropped_clients(config: Config, round_: int, picked: list[int]) -> list[int]:
+    """Those of the picked that never report."""
+    fate = numpy_rng(config.seed, "dropout", round_).random(len(picked))
+    return [client for client, f in zip(picked, fate, strict=True) if f < config.participation.dropout]
+
+
+def sampled_clients(config: Config, number: str | int, members: list[int], round_: int) -> list[int]:
+    """Of the members so many, or "all" of them: whose personal models are looked at."""
+    if number == "all" or int(number) >= len(members):
+        return members
+    return sorted(numpy_rng(config.seed, "eval", round_).choice(members, int(number), replace=False).tolist())
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute in this thread alone: a sum's last bits depend on how many threads share it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Simulation:
+    """One run of one method on one federation, in one run folder."""
+
+    def __init__(
+        self,
+        config: Config,
+        federation: Federation,
+        run: RunFolder,
+        watcher: Watcher,
+        stop: threading.Event | None = None,
+    ):
+        self.config, self.fed, self.folder, self.watcher = config, federation, run, watcher
+        self.method, self.net = federation.method, federation.net
+        self.stop = stop or threading.Event()
+        self.workers = worker_count(config)
+        memory.keep_freed()
+        with one_thread():
+            initial = self.method.init(self.net, torch_rng(config.seed, "init"))
+        self.server = {name: value.to(config.device) for name, value in arranged(initial).items()}
+        budget = parse_bytes(config.store.memory, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        self.store = Store(run.path / "clients", budget, self.method.enroll(self.server), config.device)
+        self.checkpoints = Checkpoints(run.path / "checkpoints", self.store)
+        with one_thread():
+            self.engine = pool.choose(config, federation, self.server)
+        self.form = clients.form_of(self.server)
+        self.upload_form = clients.declared_upload(self.method, self.net, self.server)
+        self.progress = Progress()
+
+    def run(self) -> dict[str, Any]:
+        """All rounds, from where the folder stands to the end; returns the summary."""
+        self._resume()
+        workers = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,))
+        with one_thread(), self.checkpoints, workers as self.pool:
+            if self.progress.closed < self.progress.round < self.config.rounds:  # stopped while it was evaluated
+                self._close_round(self.progress.round)
+            while self.progress.round < self.config.rounds:
+                self._one_round(self.progress.round + 1)
+            summary = self._finish()
+            self.checkpoints.wait()
+            self.folder.write_summary(summary)
+            return summary
+
+    # --- one round ---------------------------------------------------------------------------------------------
+
+    def _one_round(self, round_: int) -> None:
+        started = time.perf_counter()
+        try:
+            happened = self._train(round_)
+        except (Interrupted, RunError):
+            self.store.rollback()
+            self._checkpoint()
+            raise
+        self.store.commit()
+        self.progress.round = round_
+        self.progress.samples += happened.processed
+        self.progress.records.append(happened.record(time.perf_counter() - started))
+        self.progress.seconds += time.perf_counter() - started
+        if round_ < self.config.rounds:  # the last round is closed by `_finish`
+            self._close_round(round_)
+        if self.config.checkpoint.every and round_ % self.config.checkpoint.every == 0:
+            self.checkpoints.begin(round_, self.server, *self.progress.split())
+
+    def _close_round(self, round_: int) -> None:
+        """Evaluate the round if that is due, and write its line."""
+        started, record = time.perf_counter(), self.progress.records[-1]
+        if self.config.eval.every and round_ % self.config.eval.every == 0:
+            try:
+                people = self._personal(self._whom(round_, record["clients"]), round_)
+            except Interrupted:
+                self._checkpoint()
+                raise
+            record |= self._figures(self._global(), people)
+            record["eval_seconds"] = round(time.perf_counter() - started, 4)
+            self.progress.eval_seconds += record["eval_seconds"]
+        self.folder.append_metrics(record)
+        self.progress.closed = round_
+        self.progress.seconds += time.perf_counter() - started
+        self.watcher.round_done(record)
+
+    def _train(self, round_: int) -> Round:
+        """Downlink, client work, uplink, aggregation."""
+        if self.stop.is_set():
+            raise Interrupted
+        picked = picked_clients(self.config, round_, len(self.fed.parts))
+        checks.check_picks(picked, len(self.fed.parts), round_)
+        dropped = dropped_clients(self.config, round_, picked)
+        down = self.method.broadcast(self.server)
+        happened = Round(round_, bytes_down=size(down) * len(picked), dropped=dropped)
+        # The largest first: nobody waits for a latecomer. The order is fixed, so sums have the same bits every time.
+        order = sorted(set(picked) - set(dropped), key=lambda k: (-len(self.fed.parts[k]), k))
+        uploads = self._uploads(order, down, happened)
+        first = next(uploads, None)
+        if first is None:
+            self.watcher.note(f"round {round_}: no client of {len(picked)} reported; the server stays as it was")
+            next_server = self.server
+        else:
+            rule = aggregate.rule(self.config.aggregator, self.server, self.config.trim, self.method.by_class)
+            next_server = self.method.aggregate(self.server, Uploads(chain([first], uploads), rule))
+            for _ in uploads:  # an aggregate that did not read them all still lets every client do its part
+                pass
+        self._stop_if_mostly_refused(happened)
+        checks.check_server(self.method, next_server, self.form, round_)
+        self.server = next_server
+        return happened
+
+    def _uploads(self, order: list[int], down: Tree, happened: Round) -> Iterator[Tree]:
+        """The round's uploads, one by one as they are ready; what a client keeps goes to the store."""
+        started, round_, look = time.perf_counter(), happened.round, self.config.diagnostics.gradient_norm
+        work = pool.Work(
+            self.fed, down, self._sgd(round_), self.config.seed, round_, self.store.get, self.stop.is_set, look
+        )
+        for client, update in pool.updates(self.engine, self.pool, work, order, ahead=2 * self.workers):
+            if update is None:
+                raise Interrupted
+            if isinstance(update, Exception):
+                self._failed(client, update, happened)
+                continue
+            happened.processed += update.samples
+            if not (math.isfinite(update.loss_sum) and finite(update.upload)):
+                happened.refused.append(client)
+                self.watcher.note(f"round {round_}: the upload of client {client} is not finite and was refused")
+                continue
+            if problem := checks.upload_problem(update.upload, self.upload_form):
+                name = type(self.method).__name__
+                raise RunError(
+                    f"invariant broken by {name}: the upload of client {client} in round {round_}: {problem}"
+                )
+            self.store.put(client, update.keep, round_)
+            happened.clients.append(client)
+            happened.bytes_up += size(update.upload)
+            happened.samples += update.samples
+            happened.loss_sum += update.loss_sum
+            if update.gradient_norm is not None and math.isfinite(update.gradient_norm):
+                happened.gradient_norms[client] = update.gradient_norm
+            yield update.upload
+        self.progress.client_seconds += time.perf_counter() - started
+
+    def _failed(self, client: int, error: Exception, happened: Round) -> None:
+        """A client's training raised an error: stop, or go on without it, as `on_error` says."""
+        name = type(self.method).__name__
+        told = f"{name}: client {client} failed in round {happened.round}: {type(error).__name__}: {error}"
+        if self.config.on_error == "stop":
+            raise RunError(told) from error
+        happened.failed.append(client)
+        self.watcher.note(f"{told}; going on without it")
+
+    def _stop_if_mostly_refused(self, happened: Round) -> None:
+        reported = len(happened.clients) + len(happened.refused)
+        if 2 * len(happened.refused) > reported:
+            raise RunError(
+                f"round {happened.round}: {len(happened.refused)} of {reported} uploads were not finite, so training "
+                f"diverges; lower train.lr (now {self.config.train.lr:g}) or look for extreme values in the data"
+            )
+
+    def _sgd(self, round_: int) -> Sgd:
+        t = self.config.train
+        return Sgd(t.lr * t.lr_decay ** (round_ - 1), t.momentum, t.weight_decay, t.clip, t.batch_size, t.epochs)
+
+    def _data(self, client: int, round_: int, purpose: str) -> ClientData:
+        return ClientData(self.fed.train, self.fed.parts[client], self.config.seed, round_, client, purpose)
+
+    # --- evaluation --------------------------------------------------------------------------------------------
+
+    def _whom(self, round_: int, active: list[int]) -> list[int]:
+        """Whose personal models to look at: `eval.clients`."""
+        whom = self.config.eval.clients
+        if whom == "active":
+            return active
+        return self._sample(whom, round_)
+
+    def _sample(self, number: str | int, round_: int) -> list[int]:
+        """Of the clients that took part so far `number`, or all."""
+        return sampled_clients(self.config, number, self.store.members, round_)
+
+    def _global(self) -> torch.Tensor | None:  # (C,) correct per class
+        model = self.method.global_model(self.server)
+        if model is None or not len(self.fed.test):
+            return None
+        return self.pool.submit(self._correct, model, self.fed.test).result()
+
+    def _correct(self, model: Tree, test: Samples) -> torch.Tensor:  # (C,)
+        model = arranged(model)
+        return evaluate.correct_per_class(lambda x: self.method.logits(self.net, model, x), test)
+
+    def _held_out(self, client: int, personal: Tree, shared: Tree | None) -> dict[str, Any]:
+        """What the client's own model and the global one achieve on the client's held-out samples."""
+        test, found = subset(self.fed.train, self.fed.held_out[client]), dict[str, float | None]()
+        total = evaluate.total_per_class(test)
+        for prefix, model in (("held", personal), ("held_gm", shared)):
+            if model is not None and len(test):
+                macro, share = evaluate.held_accuracy(self._correct(model, test), total)
+                found |= {f"{prefix}_macro": macro, f"{prefix}_share": share}
+        return found
+
+    def _personal(self, whom: list[int], round_: int, save: bool = False) -> list[Personal]:
+        """The personal models' figures; on request, the models are saved too."""
+        down, sgd, total = (
+            self.method.broadcast(self.server),
+            self._sgd(round_),
+            evaluate.total_per_class(self.fed.test),
+        )
+        shared = self.method.global_model(self.server) if self.fed.measures_held_out else None
+        nothing = torch.zeros_like(total)
+
+        def work(client: int) -> Personal:
+            data = self._data(client, round_, "personal")
+            model = clients.personal_model(self.method, self.net, self.store.get(client), down, data, sgd)
+            if save:
+                about = self._novelty(model, self.fed.parts[client])
+                card = {**self.fed.card(self.config, client), "novelty": about}
+                self.folder.write_model(f"personal/client-{client:06d}", model, card)
+            correct = self._correct(model, self.fed.test) if len(self.fed.test) else nothing
+            person = evaluate.personal(client, correct, total, data.counts)
+            return replace(person, **self._held_out(client, model, shared))
+
+        people = []
+        for person in pool.in_order(self.pool, work, whom, ahead=2 * self.workers):
+            people.append(person)
+            self.watcher.evaluating(len(people), len(whom))
+            if self.stop.is_set():  # this pass starts again after a resume
+                raise Interrupted
+        return people
+
+    def _novelty(self, model: Tree, *parts: NDArray[np.int64]) -> dict[str, Any] | None:
+        """How similar training samples are to their prototypes, where the method has them: for the model's card."""
+        if not self.method.cosine:
+            return None
+        return novelty.look(self.method, self.net, model, self.fed.train, np.concatenate(parts), self.config.seed)
+
+    def _figures(self, correct: torch.Tensor | None, people: list[Personal]) -> dict[str, float | None]:
+        total = evaluate.total_per_class(self.fed.test)
+        return {
+            "gm": None if correct is None else evaluate.accuracy(correct, total, torch.ones_like(total)),
+            "pm_v": evaluate.mean_and_spread(p.pm_v for p in people)[0],
+            "pm_l": evaluate.mean_and_spread(p.pm_l for p in people)[0],
+            **self._held_out_figures(people),
+        }
+
+    def _held_out_figures(self, people: list[Personal]) -> dict[str, float | None]:
+        if not self.fed.measures_held_out:
+            return {}
+        keys = ("held_macro", "held_share", "held_gm_macro", "held_gm_share")
+        return {key: evaluate.mean_and_spread(getattr(p, key) for p in people)[0] for key in keys}
+
+    # --- start and end -----------------------------------------------------------------------------------------
+
+    def _checkpoint(self) -> None:
+        if self.config.checkpoint.every:
+            self.checkpoints.save(self.progress.round, self.server, *self.progress.split())
+
+    def _resume(self) -> None:
+        """Go on from the newest whole checkpoint; metrics written after it are dropped, they will come again."""
+        saved = self.checkpoints.latest(self.watcher.note, self.config.device)
+        if saved is not None:
+            self.server, self.progress = saved.server, Progress.joined(saved.progress, saved.log)
+            self.watcher.note(f"going on after round {saved.round}")
+        elif recorded := self.folder.rounds_written():
+            # The writer finishes one checkpoint before it starts the next: a kill can cost the first, not the second.
+            if self.config.checkpoint.every and recorded > 2 * self.config.checkpoint.every:
+                raise UserError(
+                    f"{self.folder.path}: {recorded} rounds are recorded but there is no checkpoint; restore "
+                    f"checkpoints/ and clients/ from a copy, or delete the folder to start from the beginning"
+                )
+            self.watcher.note("there is no checkpoint yet; starting again from the beginning")
+        self.folder.write_metrics(self.progress.records[: self.progress.closed])
+
+    def _finish(self) -> dict[str, Any]:
+        """Evaluate the global model and the clients that `eval.final` says; write the models; returns the summary."""
+        started = time.perf_counter()
+        round_, record = self.progress.round, self.progress.records[-1]
+        if self.config.checkpoint.every and round_ % self.config.checkpoint.every:
+            self._checkpoint()
+        card, correct = self.fed.card(self.config), self._global()
+        if (model := self.method.global_model(self.server)) is not None:
+            self.folder.write_model(
+                "global", {**self.net.norm, **model}, {**card, "novelty": self._novelty(model, *self.fed.parts)}
+            )
+        self.folder.write_model("broadcast", self.method.broadcast(self.server), card)  # what a newcomer would be sent
+        final, chosen = set(self._sample(self.config.eval.final, round_)), set(self._whom(round_, record["clients"]))
+        people = self._personal(sorted(final | chosen), round_, save=True)
+        record |= self._figures(correct, [p for p in people if p.client in chosen])
+        record["eval_seconds"] = round(time.perf_counter() - started, 4)
+        self.folder.append_metrics(record)
+        self.watcher.round_done(record)
+        self.progress.closed = round_
+        self.progress.eval_seconds += record["eval_seconds"]
+        self.progress.seconds += time.perf_counter() - started
+        return self._summary(correct, [p for p in people if p.client in final])
+
+    def _summary(self, correct: torch.Tensor | None, people: list[Personal]) -> dict[str, Any]:
+        progress, total = self.progress, evaluate.total_per_class(self.fed.test)
+        held = self.fed.measures_held_out
+        return {
+            "method": self.config.method["name"],
+            "data": self.fed.dataset.name,
+            "seed": self.config.seed,
+            "rounds": progress.round,
+            **self._figures(correct, people),
+            "pm_l_std": evaluate.mean_and_spread(p.pm_l for p in people)[1],
+            **({"held_share_std": evaluate.mean_and_spread(p.held_share for p in people)[1]} if held else {}),
+            "per_class": None if correct is None else (100 * correct / total.clamp(min=1)).tolist(),
+            "clients": [{**p.record(), "samples": len(self.fed.parts[p.client])} for p in people],
+            **progress.totals(),
+        }

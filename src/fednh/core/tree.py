@@ -1,0 +1,113 @@
+"""Tree: the state of everything, as one flat dict from dotted name to tensor.
+
+A `state_dict`, a safetensors file and what travels between server and client are all the same thing, so there is
+one set of verbs for them. Trees are values: no function here changes one, and nothing else should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Tree = dict[str, Tensor]
+
+
+def belongs(name: str, parts: tuple[str, ...]) -> bool:
+    """Whether `name` is one of `parts` or lies below one: "body.conv1.weight" belongs to "body"."""
+    return any(name == part or name.startswith(part + ".") for part in parts)
+
+
+def select(tree: Tree, *parts: str) -> Tree:
+    """The entries below any of `parts`: `select(own, "body", "scale")`."""
+    return {name: value for name, value in tree.items() if belongs(name, parts)}
+
+
+def prefix(part: str, tree: Tree) -> Tree:
+    """Put a tree below a name: "head.weight" becomes "personal.head.weight"."""
+    return {f"{part}.{name}": value for name, value in tree.items()}
+
+
+def below(tree: Tree, part: str) -> Tree:
+    """What lies below a name, without it: the inverse of `prefix`."""
+    return {name.removeprefix(part + "."): value for name, value in tree.items() if name.startswith(part + ".")}
+
+
+@dataclass(frozen=True)
+class Uploads:
+    """A round's uploads together with the rule by which the federation averages; see `aggregate.py` for the rules."""
+
+    trees: Iterable[Tree]
+    rule: Callable[[Iterable[Tree]], Tree]
+
+    def __iter__(self) -> Iterator[Tree]:
+        return iter(self.trees)
+
+
+def mean(trees: Iterable[Tree]) -> Tree:
+    """The average, name by name: the plain one, or by the rule that `Uploads` carry.
+
+    The plain one is a single pass, so the trees may come from a generator and need not be kept. The sum is taken in
+    the order given: the same trees in the same order give the same bits.
+    """
+    if isinstance(trees, Uploads):
+        return trees.rule(trees.trees)
+    total: Tree = {}
+    count = 0
+    for tree in trees:
+        if count == 0:
+            total = {name: value.clone() for name, value in tree.items()}
+        elif tree.keys() != total.keys():
+            raise ValueError(f"trees to average differ in names: {sorted(tree.keys() ^ total.keys())}")
+        else:
+            for name, value in tree.items():
+                total[name] += value
+        count += 1
+    if count == 0:
+        raise ValueError("nothing to average")
+    return {name: value / count for name, value in total.items()}
+
+
+def mean_and_count(trees: Iterable[Tree]) -> tuple[Tree, int]:
+    """The average, and how many trees it is of, in one pass."""
+    count = 0
+
+    def counting() -> Iterator[Tree]:
+        nonlocal count
+        for tree in trees:
+            count += 1
+            yield tree
+
+    average = mean(Uploads(counting(), trees.rule) if isinstance(trees, Uploads) else counting())
+    return average, count
+
+
+def stack(trees: Iterable[Tree]) -> Tree:
+    """Many trees as one with a leading axis: name -> (K, ...)."""
+    rows = list(trees)
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def size(tree: Tree) -> int:
+    """Bytes of all tensors: what it costs to send or to keep."""
+    return sum(value.numel() * value.element_size() for value in tree.values())
+
+
+def finite(tree: Tree) -> bool:
+    """Whether every number is finite."""
+    return all(bool(torch.isfinite(value).all()) for value in tree.values())
+
+
+def arranged(tree: Tree) -> Tree:
+    """The same values in one form: names sorted, convolution weights in channels_last order, which CPUs like better.
+
+    A tree read from disk or from the network has its names and numbers in another order. Sums over names, such as a
+    gradient's norm, depend on it in their last bit; arranging a tree before use makes results independent of where it
+    came from.
+    """
+    return {
+        name: value.contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value.contiguous()
+        for name, value in sorted(tree.items())
+    }

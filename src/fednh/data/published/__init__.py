@@ -1,0 +1,1 @@
+"""Published data sets in their published formats, and their download."""

@@ -1,0 +1,120 @@
+"""Reads Hugging Face data sets: by name, saved with save_to_disk, or a folder (or file) of Parquet.
+
+With a local path nothing is asked of the network.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from fednh.data.dataset import Dataset
+from fednh.data.images import MEAN, STD, decode_all
+from fednh.data.sources import tables
+from fednh.data.sources.options import Options, in_order, numbered
+from fednh.errors import UserError
+
+
+def dataset(name: str, source: str, options: Options) -> Dataset:
+    """A data set with an image column, or with columns of numbers and text; its splits train and test are used."""
+    path = Path(source).expanduser()
+    local = path.exists()
+    if not local and source.startswith(("/", ".", "~")):
+        raise UserError(f"{path} does not exist; give a folder written by save_to_disk, a folder of Parquet, or a name")
+    if local:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the library is imported
+        os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError("hf: needs the extra `hf`: pip install 'fednh[hf]'") from error
+    datasets.disable_progress_bars()
+    with TemporaryDirectory() as scratch:
+        try:
+            splits = _local(datasets, path, scratch) if local else datasets.load_dataset(source)
+            return _assembled(datasets, name, splits, source, options)
+        except UserError:
+            raise
+        except Exception as error:  # the library raises many kinds, also for what is not there
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(f"{name} cannot be loaded: {reason}") from error
+
+
+def _local(datasets: Any, path: Path, scratch: str) -> dict[str, Any]:
+    if (path / "dataset_dict.json").exists():
+        return dict(datasets.load_from_disk(str(path)))
+    if (path / "state.json").exists():
+        return {"train": datasets.load_from_disk(str(path))}
+    files = [path] if path.suffix == ".parquet" else sorted(path.rglob("*.parquet"))
+    if not files:
+        raise UserError(f"{path} holds neither a saved data set nor Parquet files")
+    groups: dict[str, list[str]] = {}
+    for file in files:
+        split = next((s for s in ("test", "valid", "train") if file.name.startswith(s)), "train")
+        groups.setdefault(split, []).append(str(file))
+    return {s: datasets.Dataset.from_parquet(names, cache_dir=scratch) for s, names in groups.items()}
+
+
+def _assembled(datasets: Any, name: str, splits: Any, where: str, options: Options) -> Dataset:
+    if not isinstance(splits, dict):
+        splits = {"train": splits}
+    if "train" not in splits:
+        raise UserError(f"{where} has the splits {', '.join(splits)}, but no train")
+    used = {split: splits[split] for split in ("train", "test") if split in splits}
+    features = used["train"].features
+    pictures = [column for column, kind in features.items() if isinstance(kind, datasets.Image)]
+    label = options.label or "label"
+    if label not in features:
+        tables.find_column(where, list(features), options.label, "label", needed=True)
+    names = features[label].names if isinstance(features[label], datasets.ClassLabel) else None
+    if not pictures:
+        return _tabular(name, used, label, names, where, options)
+    words, sources, site_words, test = [], [], [], []
+    site = options.site or ("site" if "site" in features else "")
+    for split, rows in used.items():
+        for row in rows.cast_column(pictures[0], datasets.Image(decode=False)):
+            image = row[pictures[0]]
+            sources.append(image["bytes"] if image["bytes"] is not None else Path(image["path"]))
+            words.append(names[row[label]] if names else tables.word(row[label]))
+            site_words.append(tables.word(row[site]) if site else "")
+            test.append(split == "test")
+    x, notes = decode_all(sources, [f"image {k}" for k in range(len(sources))], options.size, where)
+    y, classes = numbered(words, options.classes or tuple(names or ()), where)
+    is_test = np.array(test)
+    sites = tuple(in_order({w for w, t in zip(site_words, test, strict=True) if not t})) if site else ()
+    place = np.array([sites.index(w) if w in sites else -1 for w in site_words], np.int64)
+    channels = x.shape[-1]
+    return Dataset(
+        name,
+        x[~is_test],
+        y[~is_test],
+        x[is_test],
+        y[is_test],
+        classes,
+        (MEAN,) * channels,
+        (STD,) * channels,
+        sites=sites,
+        site_train=place[~is_test] if sites else None,
+        notes=notes,
+    )
+
+
+def _tabular(
+    name: str, used: dict[str, Any], label: str, names: list[str] | None, where: str, options: Options
+) -> Dataset:
+    import pyarrow as pa
+
+    found = []
+    for split, rows in used.items():
+        table = pa.table(rows.with_format("arrow")[:])
+        if names:
+            words = pa.array([names[k] for k in table.column(label).to_pylist()], pa.string())
+            table = table.set_column(table.column_names.index(label), label, words)
+        if "split" not in table.column_names:
+            table = table.append_column("split", pa.array([split] * len(table), pa.string()))
+        found.append(table)
+    return tables.from_table(name, pa.concat_tables(found, promote_options="permissive"), where, options)

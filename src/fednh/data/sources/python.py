@@ -1,0 +1,42 @@
+"""Data from a person's own Python function: `py:package.module:function`, importable from here or installed.
+
+The function takes nothing and returns a Dataset, a dict of arrays with the names of an .npz file, or the tuple
+(x_train, y_train) or (x_train, y_train, x_test, y_test).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+from fednh.data.dataset import Dataset
+from fednh.data.sources import npz
+from fednh.data.sources.options import Options
+from fednh.errors import UserError
+
+
+def dataset(name: str, address: str, options: Options) -> Dataset:
+    """What the function at `address` returns, checked."""
+    module, _, function = address.partition(":")
+    if not module or not function:
+        raise UserError(f"{name!r} should be py:package.module:function")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = getattr(importlib.import_module(module), function)()
+    except UserError:
+        raise
+    except Exception as error:  # whatever a person's own code may raise
+        raise UserError(f"{name} failed: {type(error).__name__}: {error}") from error
+    if isinstance(found, Dataset):
+        return found
+    if isinstance(found, tuple) and len(found) in (2, 4):
+        found = dict(zip(npz.KEYS, found, strict=False))
+    if not isinstance(found, dict):
+        raise UserError(
+            f"{name} returned {type(found).__name__}; it should return a Dataset, a dict of arrays, or "
+            "(x_train, y_train) with or without (x_test, y_test)"
+        )
+    return npz.from_arrays(name, name, found, options)

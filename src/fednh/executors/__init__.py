@@ -1,0 +1,1 @@
+"""Who computes the clients of a round."""

@@ -1,0 +1,252 @@
+"""A sweep: the product of lists of settings, each combination an ordinary run folder, run by child processes.
+
+Nothing about a sweep is remembered but its run folders. So the same command skips what is finished, goes on with what
+was interrupted, and tries again what failed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any, Protocol
+
+from fednh.config import Config, build_method, dump, load, parse_value
+from fednh.core.federation import build_federation, load_data
+from fednh.data.dataset import Dataset
+from fednh.errors import UserError, did_you_mean
+from fednh.methods.registry import hyper_parameters
+from fednh.storage.files import write_bytes
+from fednh.storage.run_folder import RunFolder
+from fednh.storage.run_names import run_name, unlike
+
+# Which partitions use a setting; those not named here are used by all.
+_PARTITION_USES = {
+    "partition.beta": ("dirichlet", "quantity"),
+    "partition.clients": ("dirichlet", "iid", "classes", "shards", "quantity"),
+    "partition.min_classes": ("dirichlet",),
+    "partition.classes_per_client": ("classes",),
+    "partition.shards_per_client": ("shards",),
+}
+_IN_NAME = ("method.name", "data.name", "partition.name", "partition.beta", "seed")  # a run's name says these anyway
+Axes = Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One combination."""
+
+    name: str
+    config: Config
+    folder: RunFolder
+
+    @property
+    def rounds_done(self) -> int:
+        """Rounds that the folder tells of; those after its last checkpoint will come again."""
+        try:
+            return self.folder.metrics_file.read_bytes().count(b"\n")  # type: ignore[no-any-return]
+        except OSError:
+            return 0
+
+
+@dataclass
+class Outcome:
+    """What became of the sweep."""
+
+    finished: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)  # they were finished before
+    failed: dict[str, str] = field(default_factory=dict)  # name -> why
+    talked: list[Path] = field(default_factory=list)  # what finished runs had to say, refused uploads for example
+    interrupted: bool = False
+
+
+class Screen(Protocol):
+    """Who is told about the progress of a sweep."""
+
+    def started(self, run: Planned) -> None: ...
+    def ended(self, run: Planned, seconds: float, problem: str | None) -> None: ...
+    def look(self, active: Sequence[Planned]) -> None: ...
+
+
+# --- the plan --------------------------------------------------------------------------------------------------------
+
+
+def values(text: str) -> list[Any]:
+    """A comma-separated list of TOML values: `0.1,0.3`, `a,b`, `[16,8],[32]`. Commas in brackets and quotes stay."""
+    parts, depth, quote = [""], 0, ""
+    for char in text:
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        elif char in "[{":
+            depth += 1
+        elif char in "]}":
+            depth -= 1
+        if char == "," and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    if any(not part.strip() for part in parts):
+        raise UserError(f"{text!r} has an empty value; write a list as a,b,c")
+    return [parse_value(part.strip()) for part in parts]
+
+
+def combine(source: str | None, axes: Axes, named: Collection[str], out: Path) -> list[Planned]:
+    """Every combination, validated, in a stable order, each once; the settings in `named` are part of its name.
+
+    A hyper-parameter is given to the methods that have it, and a setting of a partition to the partitions that use it;
+    one that nobody has is an error.
+    """
+    base = load(source, {key: axes[key][0] for key in ("data.name", "method.name", "partition.name") if key in axes})
+    methods = axes.get("method.name", [base.method["name"]])
+    partitions = axes.get("partition.name", [base.partition.name])
+    for method in methods:
+        build_method({"name": method})
+    _check_used(axes, methods, partitions)
+    found: dict[str, tuple[Config, str]] = {}
+    for method, partition in product(methods, partitions):
+        mine = {key: options for key, options in axes.items() if _uses(key, method, partition)}
+        mine |= {"method.name": [method], "partition.name": [partition]}
+        order = sorted(mine, key=lambda key: key != "method.name")  # another method drops the settings of the first
+        for chosen in product(*(mine[key] for key in order)):
+            settings = dict(zip(order, chosen, strict=True))
+            config = load(source, settings)
+            shown = {key: settings[key] for key in named if key in settings and key not in _IN_NAME}
+            found.setdefault(dump(config), (config, run_name(config, shown)))
+    names = unlike([name for _, name in found.values()], list(found))
+    return [Planned(name, c, RunFolder(out / name)) for name, (c, _) in zip(names, found.values(), strict=True)]
+
+
+def check(plan: Sequence[Planned]) -> None:
+    """Find what would stop a run before the first one starts: its folder, data, partition, model or device."""
+    for run in plan:
+        if run.folder.path.parent.is_file():
+            raise UserError(f"{run.folder.path.parent} is a file, not a folder; choose another --out")
+        run.folder.check(run.config)
+    pending = [run.config for run in plan if not run.folder.finished]
+    loaded: dict[str, Dataset] = {}
+    seen = set()
+    for config in pending:
+        data = config.data.model_dump_json()
+        loaded = loaded if data in loaded else {data: load_data(config)}  # one data set in memory at a time
+        what = (data, config.device, config.seed, config.partition.model_dump_json(), config.model.model_dump_json())
+        if what not in seen:
+            build_federation(config, loaded[data])
+            seen.add(what)
+
+
+def _check_used(axes: Axes, methods: Sequence[str], partitions: Sequence[str]) -> None:
+    for key in axes:
+        if not any(_uses(key, method, partition) for method, partition in product(methods, partitions)):
+            if key.startswith("method."):
+                known = {f"method.{name}" for method in methods for name in hyper_parameters(method)}
+                takes = did_you_mean(key, known) if known else ""
+                raise UserError(f"{key} is a hyper-parameter of none of {', '.join(methods)}{takes}")
+            raise UserError(f"{key} is used by none of these partitions: {', '.join(partitions)}")
+
+
+def _uses(key: str, method: str, partition: str) -> bool:
+    section, _, name = key.partition(".")
+    if section == "method" and name != "name":
+        return name in hyper_parameters(method)
+    return partition in _PARTITION_USES.get(key, (partition,))
+
+
+# --- the work --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Child:
+    run: Planned
+    process: subprocess.Popen[bytes]
+    log: Path
+    began: float
+
+
+def execute(
+    plan: Sequence[Planned], jobs: int, workers: int, track: Sequence[str], screen: Screen, stop: threading.Event
+) -> Outcome:
+    """Run what is not finished, at most `jobs` at once, each with `workers`; a crash of one does not touch the others.
+
+    When `stop` is set, the runs at work save what they have and end.
+    """
+    outcome = Outcome(skipped=[run.name for run in plan if run.folder.finished])
+    waiting = [run for run in plan if not run.folder.finished]
+    active: list[_Child] = []
+    told = False
+    while active or (waiting and not stop.is_set()):
+        while waiting and len(active) < jobs and not stop.is_set():
+            run = waiting.pop(0)
+            screen.started(run)
+            active.append(_start(run, workers, track))
+        if stop.is_set() and not told:
+            told = True
+            for child in active:
+                child.process.terminate()
+        stop.wait(0.1) if not told else time.sleep(0.1)
+        screen.look([child.run for child in active])
+        for child in [child for child in active if child.process.poll() is not None]:
+            active.remove(child)
+            code = child.process.returncode
+            problem = None if code == 0 else _problem(code, child.log)
+            if code == 0:
+                outcome.finished.append(child.run.name)
+                if len(_lines(child.log)) > 1:  # one is the run folder's name
+                    outcome.talked.append(child.log)
+                else:
+                    child.log.unlink()
+            elif not (told and code in (130, -signal.SIGTERM)):
+                outcome.failed[child.run.name] = str(problem)
+            screen.ended(child.run, time.perf_counter() - child.began, "interrupted" if told and code else problem)
+    outcome.interrupted = stop.is_set() and len(outcome.finished) + len(outcome.skipped) < len(plan)
+    return outcome
+
+
+def _start(run: Planned, workers: int, track: Sequence[str]) -> _Child:
+    """`fednh run` on the run's config, in a session of its own, so that Ctrl-C reaches it only through us."""
+    notes = run.folder.path.parent / ".sweep"
+    config, log = notes / f"{run.name}.toml", notes / f"{run.name}.log"
+    write_bytes(config, dump(run.config.model_copy(update={"workers": workers})).encode())
+    command = [sys.executable, "-m", "fednh", "run", str(config), "--out", str(run.folder.path), "--quiet"]
+    command += [word for name in track for word in ("--track", name)]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        )
+    return _Child(run, process, log, time.perf_counter())
+
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def _die_with_parent() -> None:
+    """Whoever kills the sweep the hard way (SIGKILL) leaves no run behind that would hold its folder's lock."""
+    pr_set_pdeathsig = 1
+    if _LIBC is not None:
+        _LIBC.prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _problem(code: int, log: Path) -> str:
+    """Why a run failed: the last line that it wrote, or the signal that ended it."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        return f"ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    lines = _lines(log)
+    return lines[-1].removeprefix("fednh: ") if lines else f"exit code {code}"
+
+
+def _lines(log: Path) -> list[str]:
+    return [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]

@@ -1,0 +1,169 @@
+"""Experiment trackers beside a run: TensorBoard and MLflow are told what metrics.jsonl says, no more and no less.
+
+A tracker is opened with the first round that this process finishes and is then given all rounds of metrics.jsonl, so a
+resumed run is tracked as if it had never stopped. What goes wrong in a tracker is told once, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from fednh.config import Config, flat
+from fednh.core.rounds import Watcher
+from fednh.errors import UserError, did_you_mean
+from fednh.storage.run_folder import RunFolder
+
+
+class Tracker(Protocol):
+    """One tracker of one run."""
+
+    def log(self, records: Sequence[dict[str, Any]]) -> None: ...
+    def close(self, finished: bool) -> None: ...
+
+
+def figures(record: dict[str, Any]) -> dict[str, float]:
+    """A line of metrics.jsonl as numbers: what is not known is left out, and of a list of clients it is the count."""
+    found = {}
+    for key, value in record.items():
+        if isinstance(value, list):
+            found[key] = float(len(value))
+        elif isinstance(value, int | float) and key != "round":
+            found[key] = float(value)
+    return found
+
+
+class TensorBoard:
+    """Event files in the run folder: `tensorboard --logdir` finds them below the run, or below a sweep."""
+
+    def __init__(self, folder: RunFolder, config: Config):
+        from torch.utils.tensorboard import SummaryWriter
+
+        place = folder.path / "tensorboard"
+        shutil.rmtree(place, ignore_errors=True)  # of an interrupted run: all its rounds are written again
+        self.writer = SummaryWriter(str(place))
+
+    def log(self, records: Sequence[dict[str, Any]]) -> None:
+        for record in records:
+            for key, value in figures(record).items():
+                self.writer.add_scalar(key, value, record["round"])
+        self.writer.flush()
+
+    def close(self, finished: bool) -> None:
+        self.writer.close()
+
+
+class MLflow:
+    """A run in the experiment `fednh`: at $MLFLOW_TRACKING_URI, else in mlflow.db beside the run folder."""
+
+    def __init__(self, folder: RunFolder, config: Config):
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a run talks to nobody that it was not told to
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        here = folder.path.absolute()
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{here.parent / 'mlflow.db'}"
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        with _alone(here.parent / ".mlflow.lock"):  # runs of a sweep must not set up one data base at the same time
+            self.client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+            found = self.client.get_experiment_by_name("fednh")
+            experiment = found.experiment_id if found else self.client.create_experiment("fednh")
+        for old in self.client.search_runs([experiment], f"tags.`fednh.folder` = '{_quoted(here)}'"):
+            self.client.delete_run(old.info.run_id)  # of an interrupted run: all its rounds are written again
+        tags = {"fednh.folder": _quoted(here)}
+        self.run = self.client.create_run(experiment, run_name=here.name, tags=tags).info.run_id
+        settings = flat(config.model_dump())
+        self.client.log_batch(self.run, params=[Param(key, str(value)) for key, value in settings.items()])
+
+    def log(self, records: Sequence[dict[str, Any]]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        for record in records:
+            metrics = [Metric(key, value, now, record["round"]) for key, value in figures(record).items()]
+            self.client.log_batch(self.run, metrics=metrics)
+
+    def close(self, finished: bool) -> None:
+        self.client.set_terminated(self.run, status="FINISHED" if finished else "KILLED")
+
+
+TRACKERS: dict[str, Callable[[RunFolder, Config], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
+_NEEDS = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
+
+
+def check(names: Sequence[str]) -> None:
+    """Refuse a tracker that is not known or not installed."""
+    for name in names:
+        if name not in TRACKERS:
+            raise UserError(f"--track {name!r} is not known{did_you_mean(name, TRACKERS)}")
+        if any(find_spec(module) is None for module in _NEEDS[name]):
+            raise UserError(f"--track {name} needs an extra that is not installed: pip install 'fednh[{name}]'")
+
+
+class Tracking:
+    """A Watcher that tells the screen and the trackers."""
+
+    def __init__(self, screen: Watcher, names: Sequence[str], folder: RunFolder, config: Config):
+        self.screen, self.folder, self.config = screen, folder, config
+        self._waiting = list(dict.fromkeys(names))
+        self._open: dict[str, Tracker] = {}
+
+    def __enter__(self) -> Tracking:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        for name, tracker in list(self._open.items()):
+            with self._forgiving(name):
+                tracker.close(finished=kind is None)
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        self.screen.round_done(record)
+        for name, tracker in list(self._open.items()):
+            with self._forgiving(name):
+                tracker.log([record])
+        while self._waiting:
+            name = self._waiting.pop()
+            with self._forgiving(name):
+                self._open[name] = TRACKERS[name](self.folder, self.config)
+                self._open[name].log(self._recorded())  # up to and with this round
+
+    def evaluating(self, done: int, total: int) -> None:
+        self.screen.evaluating(done, total)
+
+    def note(self, text: str) -> None:
+        self.screen.note(text)
+
+    def _recorded(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.folder.metrics_file.read_text(encoding="utf-8").splitlines()]
+
+    @contextmanager
+    def _forgiving(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever a tracker, its data base or its network may raise
+            self._open.pop(name, None)
+            what = str(error).strip().partition("\n")[0] or type(error).__name__
+            self.screen.note(f"--track {name} stopped working and is left out from now on: {what}")
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Wait until no other process is in here."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _quoted(path: Path) -> str:
+    """A path as it can stand between the quotes of a search."""
+    return str(path).replace("'", "_")

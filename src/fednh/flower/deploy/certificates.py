@@ -1,0 +1,218 @@
+"""Keys of a federation: a certificate authority of its own, the server's certificate, a key pair for every site.
+
+TLS shows the sites that they speak to the right server; a site's key shows the server that it is that site. Nothing
+that exists is ever overwritten, except the server's certificate when a renewal is asked for.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fednh.errors import UserError
+from fednh.storage.files import write_bytes
+
+ALWAYS = ("127.0.0.1", "localhost")  # names that every server certificate has
+CA_DAYS = 3650
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Where a federation's keys lie."""
+
+    folder: Path  # the federation's folder
+
+    ca = property(lambda self: self.folder / "certs" / "ca.crt")
+    ca_key = property(lambda self: self.folder / "certs" / "ca.key")
+    server = property(lambda self: self.folder / "certs" / "server.crt")
+    server_key = property(lambda self: self.folder / "certs" / "server.key")
+
+    def site_key(self, site: str) -> Path:
+        return self.folder / "sites" / site / "key"
+
+    def site_public(self, site: str) -> Path:
+        return self.folder / "sites" / site / "key.pub"
+
+    def site_ca(self, site: str) -> Path:
+        return self.folder / "sites" / site / "ca.crt"
+
+
+def make(folder: Path, sites: Sequence[str], hosts: Sequence[str] = (), days: int = 365) -> list[Path]:
+    """Make what is missing, and return what was made."""
+    keys, made = Keys(folder), list[Path]()
+    if not keys.ca.exists():
+        made += _make_ca(keys)
+    if not keys.server.exists():
+        made += _issue(keys, hosts, days)
+    elif missing := set(hosts) - set(_names(_read(keys.server))):
+        raise UserError(
+            f"{keys.server} exists and is not for {', '.join(sorted(missing))}; --renew issues it again with them"
+        )
+    for site in sites:
+        made += _make_site(keys, site)
+    return made
+
+
+def renew(folder: Path, hosts: Sequence[str] = (), days: int = 365) -> list[Path]:
+    """Issue the server's certificate again from the same authority, for the same names and the given ones."""
+    keys = Keys(folder)
+    if not keys.server.exists():
+        raise UserError(f"{keys.server} does not exist, so it cannot be renewed; leave out --renew to make it")
+    return _issue(keys, [*_names(_read(keys.server)), *hosts], days)
+
+
+def expires(folder: Path) -> datetime.datetime:
+    """When the server's certificate ends."""
+    return _read(Keys(folder).server).not_valid_after_utc
+
+
+def _make_ca(keys: Keys) -> list[Path]:
+    if keys.ca_key.exists() or keys.server.exists():
+        raise UserError(
+            f"{keys.ca} is missing but other files in {keys.ca.parent} exist; restore it, or move them away"
+        )
+    keys.ca.parent.mkdir(parents=True, exist_ok=True)
+    keys.ca.parent.chmod(0o700)
+    key = ec.generate_private_key(ec.SECP384R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fednh federation CA")])
+    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # signs certificates, lists
+    builder = (
+        _certificate(name, name, key.public_key(), CA_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+    write_private(keys.ca_key, _pem(key))
+    write_bytes(keys.ca, builder.sign(key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
+    return [keys.ca, keys.ca_key]
+
+
+def _issue(keys: Keys, hosts: Iterable[str], days: int) -> list[Path]:
+    """The server's certificate; its key is made if there is none, else kept."""
+    names = list(dict.fromkeys([*ALWAYS, *hosts]))
+    authority, made = _read(keys.ca), list[Path]()
+    ca_key = _private(keys.ca_key)
+    if ca_key.public_key() != authority.public_key():
+        raise UserError(f"{keys.ca_key} is not the key of {keys.ca}; restore the pair from a copy")
+    if not keys.server_key.exists():
+        write_private(keys.server_key, _pem(ec.generate_private_key(ec.SECP384R1())))
+        made.append(keys.server_key)
+    public = _private(keys.server_key).public_key()
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fednh federation server")])
+    builder = (
+        _certificate(name, authority.subject, public, days)
+        .add_extension(x509.SubjectAlternativeName([_name(host) for host in names]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
+    )
+    write_bytes(keys.server, builder.sign(ca_key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
+    return [keys.server, *made]
+
+
+def _make_site(keys: Keys, site: str) -> list[Path]:
+    """A site's key pair in OpenSSH's format, as Flower reads it, and a copy of the authority's certificate."""
+    private, public, ca = keys.site_key(site), keys.site_public(site), keys.site_ca(site)
+    made = []
+    if not private.exists() and not public.exists():
+        key = ec.generate_private_key(ec.SECP384R1())
+        form = (serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
+        write_private(private, key.private_bytes(*form))
+        text = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+        write_bytes(public, text + f" {site}\n".encode())
+        made += [private, public]
+    elif not public.exists():
+        raise UserError(f"{public} is missing beside {private}; restore it: ssh-keygen -y -f {private} > {public}")
+    if not ca.exists():
+        write_bytes(ca, keys.ca.read_bytes())
+        made.append(ca)
+    elif ca.read_bytes() != keys.ca.read_bytes():
+        raise UserError(f"{ca} is of another authority than {keys.ca}; delete it to have it made again")
+    return made
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """A file that only its owner can read, whole or not there; one that exists is an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, path)  # unlike a rename, refuses to replace
+    except FileExistsError:
+        raise UserError(f"{path} exists; keys are never overwritten: move it away first") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _certificate(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))  # sites' clocks may be a little behind
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        if not host or any(c in host for c in " /:@"):
+            raise ValueError
+        return x509.DNSName(host)
+    except ValueError:
+        raise UserError(f"--host {host!r} is neither a host name (in ASCII) nor an IP address") from None
+
+
+def _names(certificate: x509.Certificate) -> list[str]:
+    found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(name.value) for name in found]
+
+
+def _read(path: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not a PEM certificate; restore it from a copy") from error
+
+
+def _private(path: Path) -> ec.EllipticCurvePrivateKey:
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), None)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; bring it back to issue certificates") from error
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise UserError(f"{path} is not an unencrypted PEM private key; restore it from a copy") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise UserError(f"{path} is not an elliptic-curve key; restore it from a copy")
+    return key
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return key.private_bytes(*form)

@@ -1,0 +1,77 @@
+"""The server's letters: sent by the Grid, answered in any order, too late or never."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from flwr.app import Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from fednh.core.rounds import Interrupted
+
+
+@dataclass(frozen=True)
+class Letter:
+    """What was sent, and to whom."""
+
+    node: int
+    kind: str  # query, train or evaluate
+    client: int = -1
+    round: int = 0
+
+
+class Post:
+    """Sends and polls. `stray` is told of every reply that nobody waits for: to queries, and to letters given up."""
+
+    def __init__(self, grid: Grid, stop: threading.Event, stray: Callable[[Letter, Message], None], pause: float):
+        self.grid, self.stop, self.stray, self.pause = grid, stop, stray, pause
+        self._open: dict[str, Letter] = {}
+
+    def asked(self) -> set[int]:
+        """Nodes that owe an answer to a query."""
+        return {letter.node for letter in self._open.values() if letter.kind == MessageType.QUERY}
+
+    def send(self, letters: Sequence[tuple[Letter, RecordDict]], keep: float) -> dict[str, Letter]:
+        """Post them; a reply counts within `keep` seconds. Returns those that could be posted, by message id."""
+        messages = [Message(content, row.node, row.kind, ttl=keep, group_id=str(row.round)) for row, content in letters]
+        posted = set(self.grid.push_messages(messages)) if messages else set()
+        sent = {m.metadata.message_id: row for m, (row, _) in zip(messages, letters, strict=True)}
+        sent = {name: row for name, row in sent.items() if name in posted}
+        self._open |= sent
+        return sent
+
+    def replies(self, sent: dict[str, Letter], timeout: float) -> Iterator[tuple[Letter, Message]]:
+        """Replies to what was `sent`, as they come, until all are in or the time is over."""
+        waiting, deadline = set(sent), time.monotonic() + timeout
+        while waiting and time.monotonic() < deadline:
+            for name, letter, reply in self._pull():
+                if name in waiting:
+                    waiting.remove(name)
+                    yield letter, reply
+                else:
+                    self.stray(letter, reply)
+            if waiting:
+                self._wait()
+
+    def rest(self) -> None:
+        """Nobody in particular is waited for: take what is there, and pause."""
+        for _, letter, reply in self._pull():
+            self.stray(letter, reply)
+        self._wait()
+
+    def _pull(self) -> list[tuple[str, Letter, Message]]:
+        if not self._open:
+            return []
+        found = []
+        for reply in self.grid.pull_messages(list(self._open)):
+            name = reply.metadata.reply_to_message_id
+            if name in self._open:
+                found.append((name, self._open.pop(name), reply))
+        return found
+
+    def _wait(self) -> None:
+        if self.stop.wait(self.pause):
+            raise Interrupted

@@ -1,0 +1,115 @@
+"""Who takes part: sites by name and number, the nodes that speak for them, and the task that they agreed on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from fednh.flower.messages import Hello, Task
+
+
+@dataclass
+class Member:
+    """One site, as the server remembers it: part of every checkpoint."""
+
+    number: int
+    site: str
+    rounds: list[int] = field(default_factory=list)  # in which its upload was taken
+
+    @property
+    def last(self) -> int:
+        return self.rounds[-1] if self.rounds else 0
+
+    def since(self, horizon: int) -> int:
+        """The oldest of its states that a server which goes back to round `horizon` may ask for."""
+        return max((r for r in self.rounds if r <= horizon), default=0)
+
+
+class Roster:
+    """Members by number. Which node speaks for whom is known while the server runs, and asked again when it starts."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]] = ()):
+        self.members = {row["number"]: Member(**row) for row in rows}
+        self._node: dict[int, int] = {}  # client -> node
+        self._client: dict[int, int] = {}  # node -> client
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [asdict(member) for _, member in sorted(self.members.items())]
+
+    def knows(self, node: int) -> bool:
+        return node in self._client
+
+    def node(self, client: int) -> int:
+        return self._node[client]
+
+    def site(self, client: int) -> str:
+        return self.members[client].site
+
+    def present(self, online: set[int]) -> list[int]:
+        """The clients whose nodes are there."""
+        return sorted(client for client, node in self._node.items() if node in online)
+
+    def took_part(self) -> list[int]:
+        return sorted(client for client, member in self.members.items() if member.rounds)
+
+    def admit(self, arrivals: Sequence[tuple[int, Hello]]) -> list[str]:
+        """Nodes that said who they are. New sites are numbered in the order of their names; returns what to tell."""
+        told = []
+        for node, hello in sorted(arrivals, key=lambda row: row[1].site):
+            client = self._number(hello)
+            if self.members.setdefault(client, Member(client, hello.site)).site != hello.site:
+                told.append(
+                    f"site {hello.site} has part {client}, which site {self.site(client)} has already; it is left out"
+                )
+                continue
+            before = self._node.get(client)
+            if before is not None and before != node:
+                self._client.pop(before, None)
+                told.append(f"site {hello.site} came back as another node; the new one speaks for it from now on")
+            self._node[client], self._client[node] = node, client
+        return told
+
+    def _number(self, hello: Hello) -> int:
+        if hello.number >= 0:
+            return hello.number
+        known = [member.number for member in self.members.values() if member.site == hello.site]
+        return known[0] if known else max(self.members, default=-1) + 1
+
+
+def agree(tasks: Sequence[Task]) -> Task:
+    """What most of the first sites have in common; inputs are normalised by the average of their means and deviations.
+
+    Each site counts once, whatever its size. Where all are equal the result is equal too, to the bit.
+    """
+    (common, _), *_ = Counter(_form(task) for task in tasks).most_common(1)
+    alike = [task for task in tasks if _form(task) == common]
+    if len({(task.mean, task.std) for task in alike}) == 1:
+        return alike[0]
+    mean, std = (
+        tuple(sum(column) / len(alike) for column in zip(*rows, strict=True))
+        for rows in ([task.mean for task in alike], [task.std for task in alike])
+    )
+    return replace(alike[0], mean=mean, std=std)
+
+
+def disagreement(agreed: Task, task: Task) -> str | None:
+    """Why a site with this data cannot take part, or None."""
+    if task.classes != agreed.classes:
+        return (
+            f"its classes are {', '.join(task.classes)}, not {', '.join(agreed.classes)}; set data.classes to all of "
+            f"them in the federation's config"
+        )
+    if task.divided != agreed.divided:
+        return "it has data of its own and others a part of one set, or the other way round"
+    if task.preprocessing != agreed.preprocessing:
+        return f"its samples are made by {task.preprocessing}, not by {agreed.preprocessing}"
+    if _form(task) != _form(agreed):
+        return f"its samples have shape {task.shape} and scale {task.scale:g}, not {agreed.shape} and {agreed.scale:g}"
+    return None
+
+
+def _form(task: Task) -> tuple[Any, ...]:
+    form = task.shape, task.scale, len(task.mean), len(task.std), task.preprocessing
+    return task.divided, task.classes, *form

@@ -1,0 +1,78 @@
+"""Methods by name: this library's, those that installed packages offer, and classes by import path.
+
+A package offers a method by an entry point in the group `fednh.methods`, whose name is then the method's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, entry_points
+
+from fednh.core.imports import imported
+from fednh.errors import UserError, did_you_mean
+from fednh.methods import METHODS
+from fednh.methods.base import Method
+
+GROUP = "fednh.methods"
+
+
+def find_method(name: object) -> type[Method]:
+    """The method called `name`: one of METHODS, an entry point, or "package.module:Class"."""
+    if isinstance(name, str) and name in METHODS:
+        return METHODS[name]
+    offered = _offered()
+    if isinstance(name, str) and name in offered:
+        return _loaded(offered[name])
+    if isinstance(name, str) and ":" in name:
+        return _checked(imported(name, "method.name"), f"method.name = {name!r}")
+    known = did_you_mean(str(name), [*METHODS, *offered])
+    raise UserError(f"method.name = {name!r} is not known{known} (or give 'package.module:Class')")
+
+
+def hyper_parameters(name: str) -> list[str]:
+    return [field.name for field in dataclasses.fields(find_method(name))]
+
+
+def listed() -> Iterator[tuple[str, type[Method] | UserError]]:
+    """Every method that has a name; in place of one that an installed package offers in vain, what is wrong."""
+    yield from METHODS.items()
+    for name, point in sorted(_offered().items()):
+        try:
+            yield name, _loaded(point)
+        except UserError as error:
+            yield name, error
+
+
+def _offered() -> dict[str, EntryPoint]:
+    """Entry points by name; our own names cannot be taken over."""
+    return {point.name: point for point in entry_points(group=GROUP) if point.name not in METHODS}
+
+
+def _loaded(point: EntryPoint) -> type[Method]:
+    where = f"method {point.name!r} (entry point {point.value})"
+    try:
+        found = point.load()
+    except Exception as error:  # whatever a stranger's package may raise when it is imported
+        raise UserError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+    return _checked(found, where)
+
+
+def _checked(found: object, where: str) -> type[Method]:
+    """A class that an engine can use, or one sentence that says what it lacks."""
+    if not isinstance(found, type) or not issubclass(found, Method) or found is Method:
+        kind = found.__name__ if isinstance(found, type) else type(found).__name__
+        raise UserError(f"{where} is not a method: {kind} does not derive from fednh.methods.Method")
+    if "__dataclass_fields__" not in vars(found):
+        raise UserError(f"{where} is not a dataclass; put @dataclass(frozen=True) above class {found.__name__}")
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise UserError(f"{where} is not complete: class {found.__name__} lacks {missing}")
+    fields = dataclasses.fields(found)
+    if any(field.name == "name" for field in fields):
+        raise UserError(f"{where} has a hyper-parameter called 'name', which means the method itself; rename it")
+    for field in fields:
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise UserError(f"{where}: the hyper-parameter {field.name} has no default; give it one")
+    return found

@@ -1,0 +1,1 @@
+"""What is written to disk, and how it stays whole."""

@@ -1,0 +1,197 @@
+"""Checkpoints: the complete state of a run after a round, as safetensors and JSON, verified by checksum.
+
+A checkpoint is a manifest, `round-000010.json`, that names the server's file and a mark in the journal, which lists
+the clients' files and the finished rounds' records. All have their SHA-256. The manifest is written last and in one
+step, so one that exists describes files that were whole. The last two are kept. Each adds to the journal what has
+changed since the one before: its cost does not depend on how many clients have ever taken part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from fednh.core.tree import Tree
+from fednh.errors import UserError
+from fednh.storage.client_states import Changes, Saved, Store
+from fednh.storage.files import read_tree, sha256, write_json, write_tree
+from fednh.storage.journal import Journal, Mark
+
+FORMAT = 2
+KEEP = 2
+DAMAGE = (OSError, ValueError, KeyError, TypeError, SafetensorError)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is needed to go on after `round`."""
+
+    round: int
+    server: Tree
+    progress: dict[str, Any]  # counters so far: plain JSON values
+    log: list[dict[str, Any]] = field(default_factory=list)  # what only ever grew
+
+
+class Checkpoints:
+    """The checkpoints of one run folder."""
+
+    def __init__(self, folder: Path, store: Store):
+        self.folder, self.store = folder, store
+        self.journal = Journal(folder / "journal.jsonl")
+        self._logged = 0  # how much of the log is in the journal
+        self._changes: Changes = {}  # kept until they are written: a save that fails loses none
+        self._outdated: list[Path] = []  # client files that only the older of the kept checkpoints needs
+        self._writer = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
+        self._under_way: Future[None] | None = None
+
+    def begin(self, round_: int, server: Tree, progress: dict[str, Any], log: Sequence[dict[str, Any]] = ()) -> None:
+        """Save in the background while the next round goes on: trees never change, so nothing need be copied.
+
+        `log` is what only grows from one checkpoint to the next: its new entries alone are written.
+        """
+        self.wait()
+        self._changes |= self.store.changes()
+        self._under_way = self._writer.submit(self._save, round_, server, progress, log[self._logged :])
+
+    def wait(self) -> None:
+        """Return when nothing is under way any more; what went wrong in the background is raised here."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever ended the run: what is under way is finished before the folder is given up."""
+        try:
+            self.wait()
+        finally:
+            self._writer.shutdown()
+
+    def save(self, round_: int, server: Tree, progress: dict[str, Any], log: Sequence[dict[str, Any]] = ()) -> None:
+        """Save, and return when it is on disk."""
+        self.begin(round_, server, progress, log)
+        self.wait()
+
+    def _save(self, round_: int, server: Tree, progress: dict[str, Any], log: Sequence[dict[str, Any]]) -> None:
+        """Write the state after `round_`, then drop what only older checkpoints needed."""
+        name = f"server.round-{round_:06d}.safetensors"
+        digest = write_tree(self.folder / name, server)
+        saved = self.store.flush(self._changes)
+        states = [{"client": s.client, "round": s.round, "sha256": s.sha256} for s in saved]
+        mark = self.journal.append([*states, *({"log": entry} for entry in log)])
+        self._logged += len(log)
+        self._changes = {}
+        body = {
+            "format": FORMAT,
+            "round": round_,
+            "server": {"file": name, "sha256": digest},
+            "journal": asdict(mark),
+            "progress": progress,
+        }
+        again = self._manifest(round_).exists()
+        write_json(self._manifest(round_), {"sha256": _digest(body), "body": body})
+        self._prune()
+        if not again:  # the checkpoint before the last is gone, and with it the need for these
+            for path in self._outdated:
+                path.unlink(missing_ok=True)
+            self._outdated = []
+        self._outdated += [self.store.path(s.client, s.replaces) for s in saved if s.replaces is not None]
+
+    def latest(self, say: Callable[[str], None], device: str = "cpu") -> Checkpoint | None:
+        """Restore the newest whole checkpoint, telling about damaged ones; None when there never was one."""
+        manifests = self._manifests()
+        damaged: list[Path] = []
+        for path in manifests:
+            try:
+                restored = self._restore(path, device)
+            except DAMAGE as error:
+                say(f"checkpoint {path.name} is damaged ({error}); trying the one before it")
+                damaged.append(path)
+                continue
+            for bad in damaged:  # set aside, so that it does not count as one of the two that are kept
+                bad.rename(bad.with_name(bad.name + ".damaged"))
+            return restored
+        if manifests:
+            raise UserError(
+                f"{self.folder}: none of the {len(manifests)} checkpoints is whole; restore the folder from a copy, or "
+                f"delete it to start again from the beginning"
+            )
+        return None
+
+    def _restore(self, path: Path, device: str) -> Checkpoint:
+        body = _body(path)
+        mark = Mark(**body["journal"])
+        lines = self.journal.read(mark)
+        states = _newest(lines)
+        server = self.folder / body["server"]["file"]
+        files = [(server, body["server"]["sha256"])]
+        files += [(self.store.path(s.client, s.round), s.sha256) for s in states]
+        for file, digest in files:
+            if sha256(file) != digest:
+                raise ValueError(f"{file.name} does not match its checksum")
+        restored = Checkpoint(
+            body["round"], read_tree(server, device), body["progress"], [line["log"] for line in lines if "log" in line]
+        )
+        self.store.restore(states)
+        self.journal.go_on_from(mark)
+        self._logged = len(restored.log)
+        current = {self.store.path(s.client, s.round) for s in states}
+        self._outdated = [file for file in self._needed_before(path) if file not in current]
+        self.store.sweep(current | set(self._outdated))
+        return restored
+
+    def _needed_before(self, path: Path) -> list[Path]:
+        """The client files of the checkpoint before this one, if there is one."""
+        for before in [p for p in self._manifests() if p < path][:1]:
+            try:
+                states = _newest(self.journal.read(Mark(**_body(before)["journal"])))
+                return [self.store.path(s.client, s.round) for s in states]
+            except DAMAGE:  # what is damaged protects nothing
+                pass
+        return []
+
+    def _prune(self) -> None:
+        manifests = self._manifests()
+        for path in manifests[KEEP:]:
+            path.unlink(missing_ok=True)
+        servers = {f"server.{path.stem}.safetensors" for path in manifests[:KEEP]}
+        for path in self.folder.glob("server.round-*.safetensors"):
+            if path.name not in servers:
+                path.unlink(missing_ok=True)
+
+    def _manifest(self, round_: int) -> Path:
+        return self.folder / f"round-{round_:06d}.json"
+
+    def _manifests(self) -> list[Path]:
+        """Newest first."""
+        return sorted(self.folder.glob("round-*.json"), reverse=True)
+
+
+def _body(manifest: Path) -> dict[str, Any]:
+    document = json.loads(manifest.read_bytes())
+    body: dict[str, Any] = document["body"]
+    if document["sha256"] != _digest(body):
+        raise ValueError("the manifest's checksum does not match")
+    if body["format"] != FORMAT:
+        raise ValueError(f"format {body['format']} is not {FORMAT}")
+    return body
+
+
+def _newest(lines: Iterable[dict[str, Any]]) -> list[Saved]:
+    """Every client's latest state."""
+    found = {line["client"]: Saved(line["client"], line["round"], line["sha256"]) for line in lines if "client" in line}
+    return [found[client] for client in sorted(found)]
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

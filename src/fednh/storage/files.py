@@ -1,0 +1,86 @@
+"""Files that are either whole or not there: written under another name, then renamed; trees as safetensors."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import safetensors.torch
+
+from fednh.core.tree import Tree, arranged
+
+
+def write_bytes(path: Path, content: bytes, sync: bool = True) -> str:
+    """Put `content` at `path` in one step and return its SHA-256. A crash leaves the old file or the new one."""
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if sync:
+            sync_path(path.parent.parent)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_path(path.parent)
+    return hashlib.sha256(content).hexdigest()
+
+
+def sync_path(path: Path) -> None:
+    """Make what is written at `path` (a file or a folder's entries) survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_bytes(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def write_tree(path: Path, tree: Tree, metadata: Mapping[str, str] | None = None, sync: bool = True) -> str:
+    """A tree as a safetensors file; returns its SHA-256."""
+    plain = {name: value.detach().cpu().contiguous().clone() for name, value in tree.items()}
+    return write_bytes(path, safetensors.torch.save(plain, dict(metadata) if metadata else None), sync)
+
+
+def read_tree(path: Path, device: str = "cpu") -> Tree:
+    """A tree from a safetensors file, arranged for computing.
+
+    Copied out of the memory-mapped file, where tensors lie at any address: a matrix product's last bits depend on
+    alignment, and a resumed run must give the same ones.
+    """
+    mapped = safetensors.torch.load_file(path, device=device)
+    return arranged({name: value.clone() for name, value in mapped.items()})
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def locked(path: Path) -> IO[str]:
+    """The lock file, locked; BlockingIOError if another process has it."""
+    while True:
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            file.close()
+            raise
+        if path.exists() and os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+            return file
+        file.close()  # whoever had it before removed it between our two steps

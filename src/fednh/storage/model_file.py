@@ -1,0 +1,122 @@
+"""A model file: the tensors, and a card in its metadata that says all that is needed to use them elsewhere.
+
+The card is JSON under the key "fednh": format, the version of fednh, the method with its hyper-parameters, the
+architecture, the shape of a sample, the class names, the preprocessing, and what the model was trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from fednh import __version__
+from fednh.config import Config, build_method, explain
+from fednh.core.imports import imported
+from fednh.core.tree import Tree
+from fednh.errors import UserError
+from fednh.methods import Method
+from fednh.models import Net, build_net
+from fednh.storage.files import read_tree, write_tree
+from fednh.storage.run_names import run_name
+
+FORMAT = 1  # of the card; a reader refuses a newer one
+
+
+class Architecture(BaseModel):
+    """Which network: a model by name or import path, and its constructor's arguments."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
+class Normalisation(BaseModel):
+    """How a raw value v of a sample reaches the network, (v / scale - mean) / std, and how a sample is made."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    scale: float = Field(gt=0)
+    mean: list[float] = Field(min_length=1)
+    std: list[float] = Field(min_length=1)
+
+
+class Card(BaseModel):
+    """What a model file says about itself; keys beyond these are kept as they are."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    format: int = Field(1, ge=1)
+    fednh: str = "unknown"
+    method: dict[str, Any]
+    model: Architecture
+    shape: tuple[int, ...] = Field(min_length=1, max_length=3)
+    classes: tuple[str, ...] = Field(min_length=1)
+    preprocessing: Normalisation
+    trained_on: dict[str, Any] = Field(default_factory=dict)
+    novelty: dict[str, Any] | None = None  # quantiles of training similarities, where logits are cosines
+    client: int | None = None  # whose personal model it is, if anybody's
+
+
+def write_model(path: Path, tree: Tree, card: dict[str, Any], sync: bool = False) -> None:
+    """A model with its card."""
+    write_tree(path, tree, {"fednh": json.dumps(card, sort_keys=True)}, sync)
+
+
+def read_model(path: Path) -> tuple[Tree, Card]:
+    """A model's tensors and its card, or one sentence on what is wrong with the file."""
+    try:
+        with safe_open(path, "pt") as file:
+            text = (file.metadata() or {}).get("fednh")
+        if text is None:
+            raise UserError(f"{path} is a safetensors file without a card: it was not saved by fednh")
+        card = Card.model_validate(json.loads(text))
+        if card.format > FORMAT:
+            raise UserError(f"{path} has a card of format {card.format}, made by fednh {card.fednh}; upgrade fednh")
+        return read_tree(path), card
+    except ValidationError as error:
+        raise UserError(f"{path} has a card that cannot be used: {explain(error)}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, TypeError, SafetensorError) as error:
+        raise UserError(f"{path} is not a model saved by fednh: {error}") from error
+
+
+def card_of(
+    config: Config, net: Net, shape: tuple[int, ...], classes: tuple[str, ...], data: str, preprocessing: dict[str, Any]
+) -> dict[str, Any]:
+    """What a saved model must say about itself to be used elsewhere."""
+    return {
+        "format": FORMAT,
+        "fednh": __version__,
+        "method": config.method,
+        "model": {**net.card, "args": config.model.args},
+        "shape": shape,
+        "classes": classes,
+        "preprocessing": preprocessing,
+        "trained_on": {
+            "run": run_name(config),
+            "data": data,
+            "seed": config.seed,
+            "rounds": config.rounds,
+            "precision": config.precision,
+        },
+    }
+
+
+def architecture(card: Card) -> tuple[Net, Method]:
+    """The network and the method that a card describes.
+
+    A model file may come from anybody: by import path it can name classes of networks, and nothing else to call.
+    """
+    if ":" in card.model.name and not _is_network(imported(card.model.name, "model.name")):
+        raise UserError(f"model.name = {card.model.name!r} is not a torch.nn.Module, and a card may name nothing else")
+    own = {key: value for key, value in (card.model.model_extra or {}).items() if key in ("head", "norm")}
+    net = build_net(card.model.name, card.shape, len(card.classes), card.model.args, **own)
+    return net, build_method(card.method)
+
+
+def _is_network(found: object) -> bool:
+    return isinstance(found, type) and issubclass(found, nn.Module)

@@ -1,0 +1,203 @@
+"""A run folder: everything that a run leaves behind, and all that tables and reports read.
+
+config.toml        complete and re-runnable            metrics.jsonl   a line per round
+environment.json   versions, commit, CPU, threads      summary.json    the final figures
+partition.json     how many samples of each class every client holds
+models/            global and personal, safetensors    checkpoints/, clients/   to go on from
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import tomllib
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import fednh
+from fednh.config import Config, dump, validate
+from fednh.core.tree import Tree
+from fednh.errors import UserError
+from fednh.storage.files import locked, write_bytes, write_json
+from fednh.storage.model_file import write_model
+
+
+class RunFolder:
+    """One run's folder, locked while this process works in it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._lock: IO[str] | None = None
+
+    config_file = property(lambda self: self.path / "config.toml")
+    metrics_file = property(lambda self: self.path / "metrics.jsonl")
+    summary_file = property(lambda self: self.path / "summary.json")
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.summary_file.exists())
+
+    @property
+    def started(self) -> bool:
+        return bool(self.config_file.exists())
+
+    def check(self, config: Config) -> None:
+        """Refuse a folder that holds another run, or something else."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"{self.path} is a file, not a folder; choose another --out")
+        if self.started:
+            other = read_config(self.path)
+            if other.model_copy(update={"workers": config.workers}) != config:
+                raise UserError(f"{self.path} holds a run with other settings; choose another --out, or delete it")
+        elif self.path.exists() and any(not _of_a_beginning(p) for p in self.path.iterdir()):
+            raise UserError(f"{self.path} is not empty and holds no run; choose another --out")
+
+    def __enter__(self) -> RunFolder:
+        """Create the folder if need be and lock it; another process that holds it is named."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = locked(self.path / ".lock")
+        except BlockingIOError:
+            holder = (self.path / ".lock").read_text().strip() or "another process"
+            raise UserError(f"{self.path} is in use by {holder}; wait for it or choose another --out") from None
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be written: {error.strerror}; choose another --out") from error
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self._lock.flush()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if self._lock is not None:
+            (self.path / ".lock").unlink(missing_ok=True)
+            self._lock.close()
+        if not any(self.path.iterdir()):  # nothing was begun: leave nothing behind
+            self.path.rmdir()
+
+    def begin(
+        self,
+        config: Config,
+        classes: Sequence[str],
+        counts: Sequence[Sequence[int]],
+        sites: Sequence[str] = (),
+        backend: str = "simulator",
+    ) -> None:
+        """Write down what the run is, before it starts; `counts` is clients by classes, `sites` their names if any."""
+        write_json(self.path / "environment.json", {**environment(config), "backend": backend})
+        partition = {"classes": list(classes), "counts": [list(row) for row in counts]}
+        partition |= {"sites": list(sites)} if sites else {}
+        write_bytes(self.path / "partition.json", json.dumps(partition).encode())
+        write_bytes(self.config_file, dump(config).encode())
+
+    def write_metrics(self, records: list[dict[str, Any]]) -> None:
+        write_bytes(self.metrics_file, b"".join(_line(record) for record in records))
+
+    def append_metrics(self, record: dict[str, Any]) -> None:
+        with self.metrics_file.open("ab") as file:
+            file.write(_line(record))
+
+    def rounds_written(self) -> int:
+        """How many rounds metrics.jsonl has."""
+        return len(self.metrics_file.read_bytes().splitlines()) if self.metrics_file.exists() else 0
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """The last thing that a run writes: a folder with a summary is finished."""
+        write_json(self.summary_file, summary)
+
+    def write_model(self, name: str, tree: Tree, card: dict[str, Any]) -> None:
+        """A model with what is needed to use it: `card` says its method, architecture, classes and preprocessing."""
+        write_model(self.path / "models" / f"{name}.safetensors", tree, card)
+
+
+def _of_a_beginning(path: Path) -> bool:
+    """Whether a file is one that a run leaves which was killed before its config was written: it can start again."""
+    names = (".lock", "environment.json", "partition.json", "federation.log")
+    return path.name in names or path.suffix == ".tmp"
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    return (json.dumps(record, allow_nan=False) + "\n").encode()
+
+
+def read_config(path: Path, finished: bool = False) -> Config:
+    """The config of a run folder; of a `finished` run it can be read without the code of a method of one's own."""
+    file = path / "config.toml"
+    try:
+        return validate(tomllib.loads(file.read_text(encoding="utf-8")), f"{file}: ", written=finished)
+    except OSError as error:
+        raise UserError(f"{path} is not a run folder: its config.toml cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise UserError(f"{file} is not valid TOML: {error}") from error
+
+
+def read_backend(path: Path) -> str:
+    """What a run folder was made on; folders of earlier versions do not say it."""
+    try:
+        return str(json.loads((path / "environment.json").read_text(encoding="utf-8")).get("backend", "simulator"))
+    except (OSError, ValueError, AttributeError):
+        return "simulator"
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """The final figures of a finished run."""
+    file = path / "summary.json"
+    try:
+        summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if missing := {"gm", "pm_v", "pm_l", "pm_l_std", "rounds", "data", "clients"} - set(summary):
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+    except FileNotFoundError:
+        raise UserError(f"{path} holds no finished run (no summary.json)") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    return summary
+
+
+def environment(config: Config) -> dict[str, Any]:
+    """Where and with what a run was made."""
+    packages = ("torch", "numpy", "scipy", "scikit-learn", "pydantic", "safetensors")
+    return {
+        "fednh": fednh.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "packages": {name: metadata.version(name) for name in packages},
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "workers": worker_count(config),
+        "threads_per_worker": 1,
+        "device": config.device,
+        "precision": config.precision,
+    }
+
+
+def worker_count(config: Config) -> int:
+    """How many clients are trained at once."""
+    return config.workers or len(os.sched_getaffinity(0))
+
+
+def _commit() -> str | None:
+    """The commit of the source tree that this package runs from, when it is one."""
+    try:
+        here = Path(__file__).parent
+        out = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=5, check=True
+        )
+        return out.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

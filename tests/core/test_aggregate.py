@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import same
+from fednh.core.aggregate import rule, trimmed
+from fednh.core.tree import Uploads, mean
+
+
+def trees(*rows: list[float]) -> list[dict[str, torch.Tensor]]:
+    return [{"w": torch.tensor(row)} for row in rows]
+
+
+def test_median_by_hand() -> None:
+    assert trimmed(trees([1.0, 9.0], [2.0, 8.0], [90.0, -5.0]), 0.5)["w"].tolist() == [2.0, 8.0]
+    assert trimmed(trees([1.0], [2.0], [4.0], [90.0]), 0.5)["w"].tolist() == [3.0]
+
+
+def test_trimmed_mean_by_hand() -> None:
+    """A fifth of five is cut at each end: 2, 3 and 4 remain."""
+    assert trimmed(trees([100.0], [2.0], [3.0], [4.0], [-100.0]), 0.2)["w"].tolist() == [3.0]
+
+
+def test_silence_is_no_vote() -> None:
+    """Three of four own the class (row 0), one owns row 1: the median of the owners, times their share."""
+    rows = [[[1.0, 2.0], [0.0, 0.0]], [[3.0, 2.0], [0.0, 0.0]], [[5.0, 2.0], [0.0, 8.0]], [[0.0, 0.0], [0.0, 0.0]]]
+    out = trimmed([{"p": torch.tensor(r)} for r in rows], 0.5, by_class=("p",))["p"]
+    assert out.tolist() == [[3.0 * 3 / 4, 2.0 * 3 / 4], [0.0, 2.0]]
+
+
+def test_a_zero_weight_is_a_vote() -> None:
+    """Only what is uploaded by class can be silent: zeros for the model itself are outvoted, not averaged in."""
+    ones, zeros = {"w": torch.ones(3)}, {"w": torch.zeros(3)}
+    for share in (0.5, 0.2):
+        assert trimmed([ones] * 8 + [zeros] * 2, share)["w"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_norm_clip_by_hand() -> None:
+    """Moves of length 1, 2 and 100 from the server at 10: the third is cut to the median, 2."""
+    server = {"w": torch.tensor([10.0])}
+    out = rule("norm_clip", server, 0.2)(trees([11.0], [12.0], [110.0]))
+    assert out["w"].item() == pytest.approx(10 + (1 + 2 + 2) / 3)
+
+
+def test_norm_clip_of_what_the_server_does_not_hold() -> None:
+    out = rule("norm_clip", {}, 0.2)(trees([3.0, 4.0], [0.0, 0.0], [30.0, 40.0], [0.0, 5.0]))
+    torch.testing.assert_close(out["w"], torch.tensor([6 / 4, 13 / 4]))
+
+
+@pytest.mark.parametrize("name", ["mean", "median", "trimmed_mean", "norm_clip"])
+def test_every_rule_agrees_when_all_agree(name: str) -> None:
+    one = {"body.w": torch.randn(3, 2), "scale": torch.tensor(2.0), "p": torch.tensor([[0.0, 0.0], [1.0, 2.0]])}
+    server = {"body.w": torch.zeros(3, 2), "scale": torch.tensor(1.0)}
+    same(rule(name, server, 0.2, ("p",))([one, one, one]), one)
+
+
+@given(st.lists(st.lists(st.floats(0.5, 2.0, width=32), min_size=3, max_size=3), min_size=1, max_size=9))
+@settings(max_examples=60)
+def test_median_equals_numpy(rows: list[list[float]]) -> None:
+    np.testing.assert_allclose(trimmed(trees(*rows), 0.5)["w"].numpy(), np.median(rows, 0), rtol=1e-5)
+
+
+def test_mean_follows_the_rule_that_uploads_carry() -> None:
+    uploads = Uploads(iter(trees([1.0], [2.0], [900.0])), rule("median", {}, 0.2))
+    assert mean(uploads)["w"].tolist() == [2.0]

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import CLIENTS, identical, same
+from fednh.core.fit import LocalFit, Sgd
+from fednh.core.losses import cross_entropy
+from fednh.core.tree import Tree, select
+from fednh.data.batches import ClientData, Samples
+from fednh.models import Net
+
+
+def start(net: Net) -> Tree:
+    return net.init(torch.Generator().manual_seed(3))
+
+
+def plain(net: Net, params: Tree, data: ClientData, sgd: Sgd, steps_of: list[torch.Tensor]) -> Tree:
+    """The same training with torch's own optimiser, on the batches given by index."""
+    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+    optimiser = torch.optim.SGD(leaves.values(), sgd.lr, sgd.momentum, weight_decay=sgd.weight_decay)
+    for batch in steps_of:
+        x, y = data.samples.x[data.index][batch], data.y[batch]
+        optimiser.zero_grad()
+        torch.nn.functional.cross_entropy(net.logits(leaves, x), y).backward()
+        torch.nn.utils.clip_grad_norm_(leaves.values(), sgd.clip)
+        optimiser.step()
+    return {name: value.detach() for name, value in leaves.items()}
+
+
+@pytest.mark.parametrize("clip", [10.0, 0.05])
+def test_equals_torchs_optimiser(net: Net, tiny: Samples, clip: float) -> None:
+    sgd = Sgd(lr=0.3, momentum=0.9, weight_decay=0.02, clip=clip, batch_size=4, epochs=3)
+    data = ClientData(tiny, CLIENTS[0])
+    ours = LocalFit(data, sgd)(start(net), cross_entropy(net.logits), only=("body", "head"))
+    again = ClientData(tiny, CLIENTS[0])
+    batches = [b for _ in range(3) for b in torch.randperm(6, generator=again.rng).split(4)]
+    assert [len(b) for b in batches] == [4, 2] * 3, "the last, small batch of an epoch is kept"
+    same(ours, plain(net, start(net), data, sgd, batches), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("moving", "still"), [("body", "head"), ("head", "body")])
+def test_what_is_not_selected_is_bit_identical(net: Net, tiny: Samples, moving: str, still: str) -> None:
+    sgd = Sgd(lr=0.5, momentum=0.9, weight_decay=0.5, batch_size=2, epochs=4)
+    before = start(net)
+    reference = {name: value.clone() for name, value in before.items()}
+    after = LocalFit(ClientData(tiny, CLIENTS[0]), sgd)(before, cross_entropy(net.logits), only=(moving,))
+    identical(select(after, still), select(reference, still))
+    for name, value in select(after, moving).items():
+        assert not torch.equal(value, reference[name]), name
+    identical(before, reference)  # and the input itself is never written to
+
+
+def test_selecting_nothing_is_an_error(net: Net, tiny: Samples) -> None:
+    with pytest.raises(ValueError, match="nothing to train"):
+        LocalFit(ClientData(tiny, CLIENTS[0]), Sgd())(start(net), cross_entropy(net.logits), only=("tail",))
+
+
+def test_zero_epochs_change_nothing(net: Net, tiny: Samples) -> None:
+    fit = LocalFit(ClientData(tiny, CLIENTS[0]), Sgd())
+    identical(fit(start(net), cross_entropy(net.logits), only=("body",), epochs=0), start(net))
+    assert fit.samples == 0
+
+
+def test_a_penalty_added_to_every_sample_counts_once(net: Net, tiny: Samples) -> None:
+    """loss + c * ||head||^2 moves the head by exactly one gradient of the penalty more."""
+    sgd = Sgd(lr=0.1, momentum=0.0, weight_decay=0.0, clip=0.0, batch_size=64, epochs=1)
+    loss = cross_entropy(net.logits)
+    free = LocalFit(ClientData(tiny, CLIENTS[0]), sgd)(start(net), loss, only=("head",))
+    tied = LocalFit(ClientData(tiny, CLIENTS[0]), sgd)(
+        start(net), lambda p, x, y: loss(p, x, y) + 0.5 * p["head.weight"].square().sum(), only=("head",)
+    )
+    expected = free["head.weight"] - 0.1 * start(net)["head.weight"]
+    torch.testing.assert_close(tied["head.weight"], expected)
+
+
+def test_counts_samples_and_loss(net: Net, tiny: Samples) -> None:
+    fit = LocalFit(ClientData(tiny, CLIENTS[1]), Sgd(lr=1e-12, epochs=2, batch_size=3))
+    fit(start(net), cross_entropy(net.logits), only=("body", "head"))
+    data = ClientData(tiny, CLIENTS[1])
+    expected = 2 * cross_entropy(net.logits)(start(net), tiny.x[data.index], data.y).sum()
+    assert fit.samples == 10
+    assert fit.loss_sum == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_parameter_that_the_loss_does_not_touch_is_left_alone(net: Net, tiny: Samples) -> None:
+    params = {**start(net), "body.spare": torch.ones(3)}
+    after = LocalFit(ClientData(tiny, CLIENTS[0]), Sgd(weight_decay=0.5))(
+        params, lambda p, x, y: cross_entropy(net.logits)({k: v for k, v in p.items() if k != "body.spare"}, x, y),
+        only=("body", "head"),
+    )  # fmt: skip
+    assert after["body.spare"].tolist() == [1.0, 1.0, 1.0]

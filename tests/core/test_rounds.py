@@ -1,0 +1,342 @@
+"""The round loop: the same numbers for any number of workers, dropouts, refusals, failures, invariants."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import identical
+from fednh.config import Config, load
+from fednh.core import checks, rounds
+from fednh.core.federation import Federation, build_federation
+from fednh.core.fit import Fit
+from fednh.core.rounds import Simulation, dropped_clients, picked_clients
+from fednh.core.tree import Tree
+from fednh.data.batches import ClientData
+from fednh.errors import RunError
+from fednh.executors.pool import in_order
+from fednh.methods import METHODS
+from fednh.methods.fedavg import FedAvg
+from fednh.models import Net
+from fednh.storage.files import read_tree
+from fednh.storage.run_folder import RunFolder
+
+SMALL = {"rounds": 3, "train.epochs": 1, "partition.clients": 8, "eval.every": 2}
+
+
+class Told:
+    """A watcher that remembers."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+
+    def evaluating(self, done: int, total: int) -> None:
+        assert 1 <= done <= total
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def play(path: Path, federation: Federation | None = None, **settings: Any) -> tuple[Simulation, dict[str, Any], Told]:
+    quick = {"creff": {"method.retrain_epochs": 20}, "fedetf": {"method.turns": 1, "method.turn_epochs": 1}}
+    config = load(
+        "digits",
+        {
+            **SMALL,
+            **{k.replace("__", "."): v for k, v in settings.items()},
+            **quick.get(settings.get("method__name", ""), {}),
+        },
+    )
+    return run_config(path, config, federation)
+
+
+def run_config(
+    path: Path, config: Config, federation: Federation | None = None
+) -> tuple[Simulation, dict[str, Any], Told]:
+    told = Told()
+    federation = federation or build_federation(config)
+    with RunFolder(path) as folder:
+        simulation = Simulation(config, federation, folder, told)
+        folder.begin(config, federation.dataset.classes, federation.class_counts())
+        summary = simulation.run()
+    return simulation, summary, told
+
+
+TIMES = {"seconds", "eval_seconds", "client_seconds", "samples_per_second"}
+
+
+def timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: timeless(v) for k, v in value.items() if k not in TIMES}
+    return [timeless(v) for v in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_any_number_of_workers_gives_the_same_bits(method: str, tmp_path: Path) -> None:
+    runs = [play(tmp_path / str(w), method__name=method, workers=w) for w in (1, 4)]
+    for simulation, summary, told in runs[1:]:
+        identical(simulation.server, runs[0][0].server)
+        assert timeless(summary) == timeless(runs[0][1])
+        assert timeless(told.records) == timeless(runs[0][2].records)
+    names = sorted(p.name for p in (tmp_path / "1/models/personal").iterdir())
+    for name in names:
+        identical(read_tree(tmp_path / "1/models/personal" / name), read_tree(tmp_path / "4/models/personal" / name))
+
+
+def test_another_seed_gives_another_result(tmp_path: Path) -> None:
+    a, b = (play(tmp_path / str(s), seed=s)[1] for s in (0, 1))
+    assert a["gm"] != b["gm"]
+
+
+def test_all_methods_see_the_same_picks() -> None:
+    config = load("cifar10", {})
+    picks = [picked_clients(config, t) for t in range(1, 6)]
+    for name in METHODS:
+        other = load("cifar10", {"method.name": name})
+        assert [picked_clients(other, t) for t in range(1, 6)] == picks
+    assert all(len(set(p)) == 10 for p in picks)
+    assert len({tuple(p) for p in picks}) == 5
+
+
+@pytest.mark.parametrize(
+    ("rate", "clients", "count"),
+    [(0.1, 100, 10), (0.07, 100, 7), (0.101, 100, 11), (0.001, 20, 1), (1e-12, 20, 1), (1, 7, 7)],
+)
+def test_picks_are_the_ceiling_of_gamma_k(rate: float, clients: int, count: int) -> None:
+    config = load("digits", {"participation.rate": rate, "partition.clients": clients})
+    assert len(picked_clients(config, 1)) == count
+
+
+def test_what_a_run_folder_holds(tmp_path: Path) -> None:
+    simulation, summary, told = play(tmp_path / "r")
+    lines = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
+    assert lines == told.records
+    assert [line["round"] for line in lines] == [1, 2, 3]
+    assert ["gm" in line for line in lines] == [False, True, True], "evaluated every two rounds and at the end"
+    for line in lines:
+        assert line.keys() >= {"round", "train_loss", "seconds", "bytes_up", "bytes_down", "clients"}
+        assert len(line["clients"]) == 4
+    took_part = sorted({k for line in lines for k in line["clients"]})
+    assert [c["client"] for c in summary["clients"]] == took_part == simulation.store.members
+    assert summary["pm_l"] == pytest.approx(np.mean([c["pm_l"] for c in summary["clients"]]))
+    assert summary["pm_l_std"] == pytest.approx(np.std([c["pm_l"] for c in summary["clients"]]))
+    assert len(summary["per_class"]) == 10
+    assert json.loads((tmp_path / "r/summary.json").read_text()) == summary
+    model = read_tree(tmp_path / "r/models/global.safetensors")
+    identical(model, simulation.server)
+    assert len(list((tmp_path / "r/models/personal").iterdir())) == len(took_part)
+    counts = json.loads((tmp_path / "r/partition.json").read_text())["counts"]
+    assert sum(map(sum, counts)) == len(simulation.fed.train)
+
+
+def test_bytes_are_what_travels(tmp_path: Path) -> None:
+    """The digits MLP: 64*128+128 + 128*64+64 body, 10*64 head, a scale: 4 bytes each, times 4 clients."""
+    body, head = 64 * 128 + 128 + 128 * 64 + 64, 640
+    _, _, told = play(tmp_path / "nh", rounds=1)
+    assert told.records[0]["bytes_down"] == told.records[0]["bytes_up"] == 4 * 4 * (body + head + 1)
+    _, _, told = play(tmp_path / "per", rounds=1, method__name="fedper")
+    assert told.records[0]["bytes_down"] == told.records[0]["bytes_up"] == 4 * 4 * body
+    _, _, told = play(tmp_path / "local", rounds=1, method__name="local")
+    assert told.records[0]["bytes_down"] == told.records[0]["bytes_up"] == 0
+
+
+def test_samples_are_counted(tmp_path: Path) -> None:
+    simulation, summary, told = play(tmp_path / "r", rounds=2, train__epochs=3)
+    parts = simulation.fed.parts
+    expected = 3 * sum(len(parts[k]) for r in told.records for k in r["clients"])
+    assert summary["samples"] == expected
+    assert summary["samples_per_second"] == pytest.approx(expected / summary["client_seconds"], rel=0.01)
+
+
+def test_dropout(tmp_path: Path) -> None:
+    config = load("digits", {**SMALL, "participation.dropout": 0.5})
+    _, summary, told = run_config(tmp_path / "r", config)
+    for record in told.records:
+        picked = picked_clients(config, record["round"])
+        dropped = dropped_clients(config, record["round"], picked)
+        assert record["dropped"] == dropped
+        assert record["clients"] == sorted(set(picked) - set(dropped))
+    assert summary["dropped"] == sum(len(r["dropped"]) for r in told.records) > 0
+
+
+def test_when_all_drop_the_server_stays(tmp_path: Path) -> None:
+    simulation, summary, told = play(tmp_path / "r", participation__dropout=1.0)
+    fresh = Simulation(simulation.config, simulation.fed, RunFolder(tmp_path / "x"), told)
+    identical(simulation.server, fresh.server)
+    assert told.notes[0] == "round 1: no client of 4 reported; the server stays as it was"
+    assert (summary["pm_v"], summary["clients"]) == (None, [])
+    assert summary["gm"] is not None
+
+
+@dataclass(frozen=True)
+class Broken(FedAvg):
+    """FedAvg with one client that misbehaves; clients are told apart by their number of samples."""
+
+    victim: int = -1
+    how: str = "nan"
+
+    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        keep, upload = super().client_update(net, own, data, fit)
+        if len(data) != self.victim:
+            return keep, upload
+        if self.how == "raise":
+            raise ZeroDivisionError("a broken sensor")
+        bad = {
+            "nan": {**upload, "head.weight": upload["head.weight"] * torch.nan},
+            "missing": {n: v for n, v in upload.items() if n != "head.weight"},
+            "extra": {**upload, "secret": torch.zeros(3)},
+            "shape": {**upload, "head.weight": upload["head.weight"][:5]},
+        }
+        return keep, bad[self.how]
+
+
+def broken(how: str, **settings: Any) -> tuple[Config, Federation, int]:
+    """A federation in which one client of round 2 misbehaves, and who it is."""
+    config = load("digits", {**SMALL, "method.name": "fedavg", **settings})
+    federation = build_federation(config)
+    sizes = [len(p) for p in federation.parts]
+    victim = next(k for k in picked_clients(config, 2) if sizes.count(sizes[k]) == 1)
+    return config, replace(federation, method=Broken(victim=sizes[victim], how=how)), victim
+
+
+def test_a_non_finite_upload_is_refused(tmp_path: Path) -> None:
+    config, federation, victim = broken("nan")
+    simulation, summary, told = run_config(tmp_path / "r", config, federation)
+    rounds = [r["round"] for r in told.records if victim in r["refused"]]
+    assert 2 in rounds
+    assert summary["refused"] == len(rounds)
+    assert f"round 2: the upload of client {victim} is not finite and was refused" in told.notes
+    assert victim not in simulation.store.members
+    assert all(torch.isfinite(v).all() for v in simulation.server.values())
+
+
+def test_a_failing_client_stops_the_run_by_name(tmp_path: Path) -> None:
+    config, federation, victim = broken("raise")
+    with pytest.raises(
+        RunError,
+        match=f"Broken: client {victim} failed in round . ZeroDivisionError: a broken sensor".replace(". Z", ".: Z"),
+    ):
+        run_config(tmp_path / "r", config, federation)
+
+
+def test_or_is_skipped(tmp_path: Path) -> None:
+    config, federation, victim = broken("raise", on_error="skip")
+    _, summary, told = run_config(tmp_path / "r", config, federation)
+    assert any(victim in r["failed"] for r in told.records)
+    assert summary["failed"] >= 1
+    assert any("going on without it" in note for note in told.notes)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("missing", "head.weight is missing"),
+        ("extra", "secret does not belong there"),
+        ("shape", r"head.weight is \(5, 64\)"),
+    ],
+)
+def test_an_upload_that_was_not_declared_is_an_error(how: str, words: str, tmp_path: Path) -> None:
+    config, federation, victim = broken(how)
+    with pytest.raises(
+        RunError, match=f"invariant broken by Broken: the upload of client {victim} in round .: {words}"
+    ):
+        run_config(tmp_path / "r", config, federation)
+
+
+@dataclass(frozen=True)
+class Stretching(METHODS["fednh"]):  # type: ignore[misc]
+    """FedNH whose prototypes are not normalised."""
+
+    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
+        out: Tree = super().aggregate(server, uploads)
+        return {**out, "head.weight": out["head.weight"] * 1.5}
+
+
+def test_prototypes_off_the_sphere_are_an_error(tmp_path: Path) -> None:
+    config = load("digits", SMALL)
+    federation = replace(build_federation(config), method=Stretching())
+    with pytest.raises(RunError, match=r"invariant broken by Stretching in round 1: prototype . has length 1\.5"):
+        run_config(tmp_path / "r", config, federation)
+
+
+def test_picking_a_client_twice_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "picked_clients", lambda config, round_, clients: [1, 2, 2])
+    with pytest.raises(RunError, match="picked twice"):
+        play(tmp_path / "r")
+
+
+def test_divergence_stops_with_advice(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"4 of 4 uploads were not finite.*lower train\.lr \(now 1e\+20\)"):
+        play(tmp_path / "r", train__lr=1e20, train__clip=0)
+
+
+def test_dittos_global_model_is_fedavgs_to_the_bit(tmp_path: Path) -> None:
+    ditto, fedavg = (play(tmp_path / m, method__name=m)[0] for m in ("ditto", "fedavg"))
+    identical(ditto.server, fedavg.server)
+
+
+@pytest.mark.parametrize("method", ["fedper", "fedrep"])
+def test_local_epochs_hold_for_every_method(method: str, tmp_path: Path) -> None:
+    head = 10 if method == "fedrep" else 0
+    _, summary, told = play(tmp_path / "r", method__name=method, rounds=1, train__epochs=2)
+    size = sum(len(build_federation(load("digits", SMALL)).parts[k]) for k in told.records[0]["clients"])
+    assert summary["samples"] == (2 + head) * size
+
+
+def test_a_client_without_samples_breaks_an_invariant() -> None:
+    with pytest.raises(RunError, match="class weights of client 3 sum to nan, not 1"):
+        checks.check_share(torch.zeros(4) / 0, 3)
+
+
+@pytest.mark.parametrize(("whom", "count"), [("active", 4), ("all", None), (2, 2), (100, None)])
+def test_whose_models_are_evaluated(
+    whom: str | int, count: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    original = Simulation._personal
+
+    def spy(self: Simulation, chosen: list[int], round_: int, save: bool = False) -> Any:
+        seen.append(len(chosen))
+        return original(self, chosen, round_, save)
+
+    monkeypatch.setattr(Simulation, "_personal", spy)
+    simulation, _, _ = play(tmp_path / "r", eval__clients=whom)
+    so_far = {k for r in simulation.progress.records[:2] for k in r["clients"]}
+    assert seen == [count or len(so_far), len(simulation.store.members)]
+
+
+def test_in_order_keeps_order_and_bounds_what_is_under_way() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    started: list[int] = []
+
+    def work(i: int) -> int:
+        started.append(i)
+        return i * i
+
+    with ThreadPoolExecutor(3) as pool:
+        results: Iterator[int] = in_order(pool, work, range(20), ahead=4)
+        assert next(results) == 0
+        assert len(started) <= 4
+        assert list(results) == [i * i for i in range(1, 20)]
+
+
+@pytest.mark.parametrize(
+    "aggregator", ["median", *(pytest.param(a, marks=pytest.mark.soak) for a in ("mean", "trimmed_mean", "norm_clip"))]
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_runs_with_every_aggregator(method: str, aggregator: str, tmp_path: Path) -> None:
+    _, summary, _ = play(tmp_path / "r", method__name=method, aggregator=aggregator, rounds=2)
+    assert summary["refused"] == 0
+    assert summary["pm_l"] > 20

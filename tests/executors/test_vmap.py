@@ -1,0 +1,234 @@
+"""Both engines give the same numbers for every method; padding has no effect; the choice follows its rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_rounds import run_config, timeless
+
+from conftest import identical
+from fednh.config import load
+from fednh.core import client
+from fednh.core.federation import Federation, build_federation
+from fednh.core.fit import Fit, Sgd
+from fednh.core.seeding import torch_rng
+from fednh.core.tree import Tree, below, prefix, select
+from fednh.data.batches import ClientData, Samples
+from fednh.errors import UserError
+from fednh.executors import pool
+from fednh.executors.pool import LARGEST, blocks, choose
+from fednh.executors.vmap import Block, move, update_block
+from fednh.methods import METHODS
+from fednh.methods.base import MODEL, Method
+from fednh.methods.fedavg import FedAvg
+from fednh.models import Net, build_net
+
+SIZES = (1, 3, 7, 10, 11)  # with batches of 4: one to three steps an epoch, last batches of 1, 2 and 3
+SGD = Sgd(lr=0.05, weight_decay=0.01, clip=0.5, batch_size=4, epochs=2)
+
+
+@pytest.fixture
+def samples() -> Samples:
+    rng = np.random.default_rng(0)
+    x, y = torch.from_numpy(rng.normal(size=(sum(SIZES), 6)).astype(np.float32)), rng.integers(0, 4, sum(SIZES))
+    return Samples(x, torch.from_numpy(y), 4, torch.full((6,), 2.0), torch.full((6,), 0.1), augment=False)
+
+
+def parts() -> list[np.ndarray]:
+    ends = np.cumsum(SIZES)
+    return [np.arange(end - size, end) for end, size in zip(ends, SIZES, strict=True)]
+
+
+def both(name: str, samples: Samples) -> tuple[list[client.Update], list[client.Update]]:
+    """Two rounds of a method by the loop and in one block; the second starts from what the first kept."""
+    method = METHODS[name](**({"retrain_epochs": 5, "match_steps": 5} if name == "creff" else {}))
+    net = build_net("mlp", (6,), 4, {"hidden": [8, 5]})
+    server = method.init(net, torch_rng(0, "init"))
+    kept = [method.enroll(server) for _ in SIZES]
+    for round_ in (1, 2):
+        down = method.broadcast(server)
+        one_by_one = [
+            client.update(method, net, kept[k], down, ClientData(samples, part, 5, round_, k), SGD)
+            for k, part in enumerate(parts())
+        ]
+        block = Block(samples, parts(), range(len(SIZES)), 5, round_, "train")
+        together = update_block(method, net, block, kept, down, SGD)
+        kept = [update.keep for update in one_by_one]
+        server = method.aggregate(server, [update.upload for update in one_by_one])
+    return one_by_one, together
+
+
+def largest_difference(one_by_one: list[client.Update], together: list[client.Update]) -> float:
+    pairs = [
+        (getattr(a, part)[name], getattr(b, part)[name])
+        for a, b in zip(one_by_one, together, strict=True)
+        for part in ("keep", "upload")
+        for name in getattr(a, part)
+    ]
+    return max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_block_gives_what_the_loop_gives(name: str, samples: Samples) -> None:
+    one_by_one, together = both(name, samples)
+    for a, b in zip(one_by_one, together, strict=True):
+        assert client.form_of(a.keep) == client.form_of(b.keep)
+        assert client.form_of(a.upload) == client.form_of(b.upload)
+        assert a.samples == b.samples
+        assert a.loss_sum == pytest.approx(b.loss_sum, rel=1e-4)
+    assert largest_difference(one_by_one, together) < 2e-5
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fednh", "creff"])
+def test_without_the_mask_the_block_is_wrong(name: str, samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Block.__init__
+
+    def unmasked(self: Block, *args: Any) -> None:
+        made(self, *args)
+        self.real = torch.ones_like(self.real)
+
+    monkeypatch.setattr(Block, "__init__", unmasked)
+    assert largest_difference(*both(name, samples)) > 1e-3
+
+
+def test_who_has_no_batch_left_stands_still(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weight decay and momentum would go on moving a client after its last batch."""
+    monkeypatch.setattr("fednh.executors.vmap.move", lambda p, v, g, sgd, active: move(p, v, g, sgd, None))
+    assert largest_difference(*both("fedavg", samples)) > 1e-3
+
+
+def federation(**settings: Any) -> tuple[Any, Federation]:
+    config = load(
+        "digits", {"partition.clients": 40, "partition.min_samples": 5, "participation.rate": 1.0, **settings}
+    )
+    return config, build_federation(config)
+
+
+def engine_of(fed: Federation, config: Any) -> str:
+    return choose(config, fed, fed.method.init(fed.net, torch_rng(0, "init")))
+
+
+def test_the_rule() -> None:
+    config, fed = federation()
+    assert engine_of(fed, config) == "vmap"
+    few, _ = federation(**{"participation.rate": 0.1})
+    assert engine_of(fed, few) == "loop"
+    looking, _ = federation(**{"diagnostics.gradient_norm": True})
+    assert engine_of(fed, looking) == "loop"
+    conv, with_conv = federation(**{"model.name": "conv2", "model.args": {}})
+    assert engine_of(with_conv, conv) == "loop"
+    assert engine_of(with_conv, conv.model_copy(update={"engine": "vmap"})) == "vmap"
+    asked, _ = federation(engine="loop")
+    assert engine_of(fed, asked) == "loop"
+
+
+def test_blocks_hold_every_client_once_and_are_bounded() -> None:
+    _, fed = federation()
+    order = sorted(range(40), key=lambda k: -len(fed.parts[k]))
+    big = replace(fed, parts=[np.tile(np.arange(len(fed.train)), 4)] * 40)
+    for those in (fed, big):
+        made = list(blocks(those, order))
+        assert [k for block in made for k in block] == order
+        assert max(len(block) for block in made) <= LARGEST
+    assert len(list(blocks(big, order))) > len(list(blocks(fed, order)))
+
+
+@dataclass(frozen=True)
+class Peeking(FedAvg):
+    """Decides by a number that it saw: fine for one client, impossible for many at once."""
+
+    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        if data.counts[0] > 3:
+            return super().client_update(net, own, data, fit)
+        return own, own
+
+
+def test_a_method_that_cannot_be_mapped_takes_the_loop() -> None:
+    config, fed = federation()
+    peeking = replace(fed, method=Peeking())
+    assert engine_of(peeking, config) == "loop"
+    with pytest.raises(UserError, match=r"engine = 'vmap' cannot be used: Peeking or its model does not run"):
+        engine_of(peeking, config.model_copy(update={"engine": "vmap"}))
+
+
+@dataclass(frozen=True)
+class Failing(FedAvg):
+    """Fails for clients of one size; a block fails as a whole and is then worked through one by one."""
+
+    size: int = 0
+
+    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        block = getattr(data, "block", None)
+        sizes = block.sizes if block is not None else [len(data)]
+        if self.size in sizes:
+            raise RuntimeError("no luck")
+        return super().client_update(net, own, data, fit)
+
+
+@dataclass(frozen=True)
+class Remembering(FedAvg):
+    """Starts with nothing of its own, and later goes half the way from its last model."""
+
+    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        last = below(own, "last")
+        model, upload = super().client_update(net, select(own, *MODEL), data, fit)
+        moved = {name: (value + last[name]) / 2 if last else value for name, value in model.items()}
+        return prefix("last", moved), upload
+
+
+def test_newcomers_and_old_hands_in_one_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone: list[int] = []
+    usual = pool.one_client
+    monkeypatch.setattr(pool, "one_client", lambda work, client: alone.append(client) or usual(work, client))
+    states, told = [], None
+    for name in ("vmap", "loop"):
+        config, fed = federation(
+            rounds=2, engine=name, **{"participation.rate": 0.6, "train.epochs": 1, "eval.every": 0, "eval.final": 1}
+        )
+        simulation, _, told = run_config(tmp_path / name, config, replace(fed, method=Remembering()))
+        states.append([simulation.store.get(k) for k in simulation.store.members])
+        assert bool(alone) == (name == "loop"), "a block was given up"
+    first, second = (set(record["clients"]) for record in told.records)
+    assert first & second
+    assert second - first
+    for vmap, loop in zip(*states, strict=True):
+        assert vmap.keys() == loop.keys()
+        for key, value in loop.items():
+            torch.testing.assert_close(vmap[key], value, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["fednh", "fedrod"])
+def test_vmap_runs_are_reproducible_and_near_the_loop(method: str, tmp_path: Path) -> None:
+    runs = {}
+    for name, settings in {"one": {"workers": 1}, "two": {"workers": 2}, "loop": {"engine": "loop"}}.items():
+        config, fed = federation(rounds=2, **{"method.name": method, "train.epochs": 1, "eval.every": 0, **settings})
+        simulation, summary, _ = run_config(tmp_path / name, config, fed)
+        runs[name] = simulation, timeless(summary)
+    assert runs["one"][0].engine == "vmap"
+    identical(runs["one"][0].server, runs["two"][0].server)
+    assert runs["one"][1] == runs["two"][1]
+    for key, value in runs["loop"][0].server.items():
+        torch.testing.assert_close(runs["one"][0].server[key], value, atol=1e-4, rtol=1e-4)
+
+
+def test_one_failing_client_does_not_cost_its_block(tmp_path: Path) -> None:
+    config, fed = federation(rounds=1, on_error="skip", **{"train.epochs": 1, "eval.every": 0})
+    sizes = [len(part) for part in fed.parts]
+    bad = max(sizes)
+    simulation, summary, told = run_config(tmp_path / "run", config, replace(fed, method=Failing(size=bad)))
+    assert simulation.engine == "vmap"
+    assert summary["failed"] == sizes.count(bad)
+    assert told.records[0]["failed"] == [k for k, size in enumerate(sizes) if size == bad]
+    assert len(told.records[0]["clients"]) == 40 - sizes.count(bad)
+
+
+def test_every_method_can_be_mapped() -> None:
+    config, fed = federation()
+    for name, kind in METHODS.items():
+        method: Method = kind()
+        assert engine_of(replace(fed, method=method), config) == "vmap", name

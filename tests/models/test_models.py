@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from conftest import identical
+from fednh.core.tree import select
+from fednh.errors import UserError
+from fednh.models import build_net, choose
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "dim"),
+    [((2,), "mlp", 64), ((1, 8, 8), "mlp", 64), ((1, 28, 28), "conv2", 192), ((3, 64, 64), "resnet18", 512)],
+)
+def test_chosen_by_shape(shape: tuple[int, ...], name: str, dim: int) -> None:
+    assert choose(shape) == name
+    net = build_net("auto", shape, 5)
+    assert (net.name, net.dim) == (name, dim)
+
+
+def test_conv2_is_the_papers_network() -> None:
+    """The same values as Listing 1 of the paper, where ReLU stands before pooling."""
+    net = build_net("conv2", (3, 32, 32), 10)
+    p = net.init(torch.Generator().manual_seed(0))
+    assert sum(v.numel() for v in p.values()) == 4864 + 102464 + 614784 + 73920 + 1920
+    x = torch.randn(3, 3, 32, 32)
+    h = F.max_pool2d(F.relu(F.conv2d(x, p["body.conv1.weight"], p["body.conv1.bias"])), 2)
+    h = F.max_pool2d(F.relu(F.conv2d(h, p["body.conv2.weight"], p["body.conv2.bias"])), 2).reshape(3, 1600)
+    h = F.relu(F.linear(h, p["body.linear1.weight"], p["body.linear1.bias"]))
+    h = F.relu(F.linear(h, p["body.linear2.weight"], p["body.linear2.bias"]))
+    torch.testing.assert_close(net.logits(p, x), h @ p["head.weight"].T, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", [4, 8, 15, 16, 17, 28, 64])
+def test_conv2_takes_any_size(side: int) -> None:
+    net = build_net("conv2", (1, side, side), 3)
+    assert net.logits(net.init(torch.Generator()), torch.zeros(2, 1, side, side)).shape == (2, 3)
+
+
+def test_resnet18_has_group_norm_and_the_known_size() -> None:
+    net = build_net("resnet18", (3, 64, 64), 200)
+    params = net.init(torch.Generator().manual_seed(0))
+    assert sum(v.numel() for v in select(params, "body").values()) == 11_168_832
+    assert params["body.conv.weight"].shape == (64, 3, 3, 3)
+    assert sum("norm" in name for name in params) == 2 * 20
+
+
+def test_spiral_network() -> None:
+    net = build_net("mlp", (2,), 6, {"hidden": [16, 8, 4, 2], "linear_output": True})
+    params = net.init(torch.Generator().manual_seed(0))
+    out = net.features(params, torch.randn(200, 2))
+    assert out.shape == (200, 2)
+    assert (out < 0).any(), "a linear output is not cut off at zero"
+
+
+def test_init_depends_on_the_generator_only() -> None:
+    net = build_net("mlp", (4,), 3)
+    torch.manual_seed(1)
+    first = net.init(torch.Generator().manual_seed(8))
+    torch.manual_seed(2)
+    untouched = torch.rand(1)
+    torch.manual_seed(2)
+    identical(net.init(torch.Generator().manual_seed(8)), first)
+    assert torch.equal(torch.rand(1), untouched), "the global generator is left as it was"
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    """functional_call swaps parameters in place: with a shared module this test fails."""
+    net = build_net("mlp", (16,), 4, {"hidden": [32, 32]})
+    trees = [net.init(torch.Generator().manual_seed(i)) for i in range(4)]
+    x = torch.randn(64, 16)
+    expected = [net.logits(t, x) for t in trees]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        for _ in range(300):
+            if not torch.equal(net.logits(trees[i], x), expected[i]):
+                wrong.append(i)
+                return
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+def test_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mynets.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self, num_classes, width=7):\n"
+        "        super().__init__()\n"
+        "        self.body = nn.Sequential(nn.Flatten(), nn.Linear(12, width), nn.Tanh())\n"
+        "        self.head = nn.Linear(width, num_classes)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    net = build_net("mynets:Net", (3, 2, 2), 5, {"width": 9})
+    assert (net.dim, net.num_classes) == (9, 5)
+    assert "head.bias" in net.init(torch.Generator())
+
+
+class Holder(nn.Module):
+    def __init__(self, body: nn.Module, head: nn.Module):
+        super().__init__()
+        self.body, self.head = body, head
+
+
+def flat(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+class Bodyless(nn.Module):
+    pass
+
+
+CASES = {
+    "no_body": (lambda: Bodyless(), "has no .body"),
+    "wrong_classes": (lambda: Holder(flat(nn.Linear(12, 4)), nn.Linear(4, 3)), "head of 3 classes, but the data has 5"),
+    "wrong_input": (lambda: Holder(flat(nn.Linear(99, 4)), nn.Linear(4, 5)), "does not accept inputs of shape"),
+    "not_flat": (lambda: Holder(nn.Conv2d(3, 4, 1), nn.Linear(2, 5)), r"must return \(batch, features\)"),
+    "batch_norm": (lambda: Holder(flat(nn.Linear(12, 4), nn.BatchNorm1d(4)), nn.Linear(4, 5)), "use GroupNorm"),
+    "dropout": (lambda: Holder(flat(nn.Dropout(0.5), nn.Linear(12, 4)), nn.Linear(4, 5)), "is dropout"),
+    "odd_head": (lambda: Holder(flat(nn.Linear(12, 5)), nn.ReLU()), "must be a linear layer"),
+    "not_a_module": (lambda: 3, "not a torch.nn.Module"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_models_that_do_not_fit(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, words = CASES[case]
+    monkeypatch.setattr(sys.modules[__name__], "made", make, raising=False)
+    with pytest.raises(UserError, match=words):
+        build_net(f"{__name__}:made", (3, 2, 2), 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "args", "words"),
+    [
+        ("conv3", (3, 8, 8), {}, "did you mean 'conv2'"),
+        ("nowhere.nets:Net", (3, 8, 8), {}, "cannot be imported"),
+        ("torch.nn:Nothing", (3, 8, 8), {}, "cannot be imported"),
+        ("conv2", (12,), {}, "needs images"),
+        ("conv2", (3, 3, 3), {}, "at least 4x4"),
+        ("mlp", (4,), {"depth": 3}, "model.args.depth is not an argument"),
+        ("mlp", (4,), {"hidden": []}, "at least one width"),
+        ("mlp", (4,), {"hidden": "wide"}, "cannot be built"),
+    ],
+)
+def test_bad_names_and_arguments(name: str, shape: tuple[int, ...], args: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        build_net(name, shape, 5, args)

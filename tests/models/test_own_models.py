@@ -1,0 +1,317 @@
+"""Models of one's own: any module split into body and head, pretrained weights, normalisation that stays local."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from conftest import CLIENTS, identical, same
+from fednh.config import load
+from fednh.core import client
+from fednh.core.federation import build_federation
+from fednh.core.fit import Sgd
+from fednh.core.rounds import Simulation
+from fednh.core.tree import below
+from fednh.data.batches import ClientData, Samples
+from fednh.errors import Notice, UserError
+from fednh.methods import METHODS
+from fednh.models import Net, build_net
+from fednh.models.local_norm import NORM
+from fednh.storage.run_folder import RunFolder
+from forked import fednh
+from synthetic import _Quiet
+
+ME = __name__
+
+
+class Plain(nn.Module):
+    """A module as people write them: layers, and a forward that calls them."""
+
+    def __init__(self, num_classes: int, softmax: bool = False, twice: bool = False, noisy: bool = False):
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.classifier = nn.Sequential(nn.ReLU(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, num_classes))
+        self.softmax, self.twice, self.noisy = softmax, twice, noisy
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.noisy:
+            h = F.dropout(h, 0.5, training=self.training)
+        y: Tensor = self.classifier(h)
+        if self.twice:
+            y = y + self.classifier(h + 1)
+        return y.log_softmax(1) if self.softmax else y
+
+
+class BatchNormed(nn.Module):
+    def __init__(self, num_classes: int, track: bool = True):
+        super().__init__()
+        self.lin = nn.Linear(4, 6)
+        self.bn = nn.BatchNorm1d(6, track_running_stats=track)
+        self.fc = nn.Linear(6, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(F.relu(self.bn(self.lin(x))))
+        return y
+
+
+def test_a_module_is_split_at_the_layer_named() -> None:
+    net = build_net(f"{ME}:Plain", (4,), 3, head="classifier.3")
+    assert (net.head, net.dim) == ("classifier.3", 6)
+    params = net.init(torch.Generator().manual_seed(2))
+    assert {"body.first.weight", "body.classifier.1.bias", "head.weight", "head.bias"} <= params.keys()
+    module, x = Plain(3), torch.randn(5, 4)
+    own = {
+        f"classifier.3.{n.removeprefix('head.')}" if "head" in n else n.removeprefix("body."): v
+        for n, v in params.items()
+    }
+    module.load_state_dict(own)
+    torch.testing.assert_close(net.logits(params, x), module(x))
+
+
+def test_the_head_is_found_and_said() -> None:
+    with pytest.warns(Notice, match=r"its layer 'classifier\.3' is taken as the head"):
+        assert build_net(f"{ME}:Plain", (4,), 6).head == "classifier.3"  # the last of two with six outputs
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build_net(f"{ME}:Plain", (4,), 6, head="classifier.3")
+
+
+@pytest.mark.parametrize(
+    ("args", "settings", "words"),
+    [
+        ({"softmax": True}, {"head": "classifier.3"}, "not the last thing that it does"),
+        ({"twice": True}, {"head": "classifier.3"}, "not the last thing"),
+        ({}, {"head": "first"}, "not the last thing"),
+        ({}, {"head": "fc"}, "not a layer of model .*; its linear layers are: first, classifier.1, classifier.3"),
+        ({}, {"head": "classifier"}, "is a Sequential"),
+        ({"num_classes": 7}, {}, "no linear layer inside it has 3 outputs"),
+        ({"num_classes": 7}, {"head": "classifier.3"}, "a head of 7 classes, but the data has 3"),
+        ({"noisy": True}, {"head": "classifier.3"}, "two different outputs"),
+    ],
+)
+def test_what_cannot_be_split(args: dict[str, Any], settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        build_net(f"{ME}:Plain", (4,), 3, args, **settings)
+
+
+def test_a_head_setting_is_for_ones_own_models() -> None:
+    with pytest.raises(UserError, match="mlp has a head"):
+        build_net("mlp", (4,), 3, head="head")
+
+
+@pytest.mark.parametrize("name", ["fednh", "feduh", "fedetf", "creff"])
+def test_methods_with_a_head_of_their_own_ignore_a_bias(name: str, tiny: Samples) -> None:
+    """Their global model predicts the same whatever bias the network's head would have had."""
+    net = build_net(f"{ME}:Plain", (4,), 4, head="classifier.3")
+    method = METHODS[name]()
+    model = method.global_model(method.init(net, torch.Generator().manual_seed(0)))
+    assert model is not None
+    assert "head.bias" not in model or not model["head.bias"].any()
+
+
+# --- pretrained weights ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, Plain]:
+    module = Plain(3)
+    file = tmp_path / "pretrained.safetensors"
+    save_file(module.state_dict(), file)
+    return file, module
+
+
+def start(
+    file: Path, classes: int = 3, model: str = "Plain", head: str = "classifier.3", **more: Any
+) -> dict[str, Tensor]:
+    net = build_net(f"{ME}:{model}", (4,), classes, head=head, weights=str(file), **more)
+    return net.init(torch.Generator().manual_seed(0))
+
+
+def test_weights_by_the_modules_own_names_or_by_ours(saved: tuple[Path, Plain], tmp_path: Path) -> None:
+    file, module = saved
+    params = start(file)
+    torch.testing.assert_close(params["body.first.weight"], module.first.weight.detach())
+    torch.testing.assert_close(params["head.bias"], module.classifier[3].bias.detach())
+    ours = tmp_path / "ours.safetensors"
+    save_file({n: v.half() for n, v in params.items()}, ours)
+    same(start(ours), {n: v.half().float() for n, v in params.items()})
+    save_file({**params, "scale": torch.ones(1)}, ours, {"fednh": "{}"})  # a model that a run of ours saved
+    identical(start(ours), params)
+
+
+def test_a_head_of_another_size_is_left_out_and_said(saved: tuple[Path, Plain]) -> None:
+    file, module = saved
+    with pytest.warns(Notice, match="head of another size"):
+        params = start(file, classes=5)
+    torch.testing.assert_close(params["body.first.weight"], module.first.weight.detach())
+    fresh = build_net(f"{ME}:Plain", (4,), 5, head="classifier.3").init(torch.Generator().manual_seed(0))
+    assert torch.equal(params["head.weight"], fresh["head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"first.bias": None}, "it lacks: body.first.bias"),
+        ({"extra.weight": torch.ones(2)}, "holds what the model lacks: body.extra.weight"),
+        ({"first.weight": torch.ones(2, 2)}, "has other shapes: body.first.weight"),
+        ({"first.weight": torch.full((6, 4), torch.nan)}, "not finite"),
+    ],
+)
+def test_weights_that_do_not_fit(saved: tuple[Path, Plain], change: dict[str, Tensor | None], words: str) -> None:
+    file, module = saved
+    tree = {**module.state_dict(), **change}
+    save_file({n: v for n, v in tree.items() if v is not None}, file)
+    with pytest.raises(UserError, match=words):
+        start(file)
+
+
+def test_files_that_are_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "text.safetensors").write_text("not a model")
+    for name in ("text.safetensors", "absent.safetensors"):
+        with pytest.raises(UserError, match="cannot be read as safetensors"):
+            start(tmp_path / name)
+
+
+# --- batch normalisation ---------------------------------------------------------------------------------------------
+
+SGD = Sgd(lr=0.1, momentum=0.0, weight_decay=0.0, clip=0.0, batch_size=100, epochs=3)
+NORMS = {f"body.bn.{n}" for n in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
+
+
+def local(**more: Any) -> Net:
+    return build_net(f"{ME}:BatchNormed", (4,), 4, head="fc", norm="local", **more)
+
+
+def test_batch_norm_is_refused_with_advice() -> None:
+    with pytest.raises(UserError, match=r'use GroupNorm instead, or set model.norm = "local"'):
+        build_net(f"{ME}:BatchNormed", (4,), 4, head="fc")
+    with pytest.raises(UserError, match="track_running_stats=True"):
+        local(args={"track": False})
+
+
+def test_local_norm_equals_a_module_trained_by_torch(tiny: Samples) -> None:
+    """FedAvg: the client's module in train mode, its normalisation kept over rounds, the rest averaged."""
+    net, method = local(), METHODS["fedavg"]()
+    assert net.stateful
+    assert net.norm.keys() == NORMS
+    server = method.init(net, torch.Generator().manual_seed(1))
+    assert not server.keys() & NORMS, "the server never sees normalisation"
+    data = [ClientData(tiny, index, client=k) for k, index in enumerate(CLIENTS)]
+    kept = [method.enroll(server) for _ in data]
+    modules = [BatchNormed(4) for _ in data]
+
+    def receive(module: BatchNormed, tree: dict[str, Tensor]) -> None:
+        own = {f"fc.{n.removeprefix('head.')}" if "head" in n else n.removeprefix("body."): v for n, v in tree.items()}
+        module.load_state_dict(own, strict=False)
+
+    for _ in range(2):
+        for module, d in zip(modules, data, strict=True):
+            receive(module, server)
+            module.train()
+            optimiser = torch.optim.SGD(module.parameters(), SGD.lr)
+            for _ in range(SGD.epochs):
+                optimiser.zero_grad()
+                F.cross_entropy(module(tiny.x[d.index]), d.y).backward()
+                optimiser.step()
+        updates = [client.update(method, net, k, server, d, SGD) for k, d in zip(kept, data, strict=True)]
+        assert all(not u.upload.keys() & NORMS for u in updates), "nor does an upload"
+        kept = [u.keep for u in updates]
+        server = method.aggregate(server, [u.upload for u in updates])
+        for k, module in enumerate(modules):
+            state = {f"body.bn.{n}": v for n, v in module.bn.state_dict().items()}
+            same(below(kept[k], NORM), state, rtol=1e-4, atol=1e-5)
+            model = client.personal_model(method, net, kept[k], server, data[k], SGD)
+            module.eval()
+            torch.testing.assert_close(method.logits(net, model, tiny.x), module(tiny.x), rtol=1e-4, atol=1e-5)
+
+
+def test_looking_at_gradients_leaves_statistics_alone(tiny: Samples) -> None:
+    net, method = local(), METHODS["fedavg"]()
+    server = method.init(net, torch.Generator().manual_seed(1))
+    keeps = []
+    for look in (False, True):
+        data = ClientData(tiny, CLIENTS[0])
+        keeps.append(client.update(method, net, {}, server, data, SGD, gradient_norm=look).keep)
+    identical(*keeps)
+
+
+def test_a_batch_of_one_sample(tiny: Samples) -> None:
+    net, method = local(), METHODS["fedavg"]()
+    server = method.init(net, torch.Generator().manual_seed(1))
+    one = Sgd(lr=0.1, batch_size=1, epochs=1)
+    keep = client.update(method, net, {}, server, ClientData(tiny, np.arange(3)), one).keep
+    assert torch.equal(keep[f"{NORM}.body.bn.running_mean"], net.norm["body.bn.running_mean"])
+    assert not torch.equal(keep[f"{NORM}.body.bn.weight"], net.norm["body.bn.weight"])
+
+
+def run(path: Path, method: str, workers: int, rounds: int = 3) -> dict[str, Any]:
+    small = {"partition.clients": 4, "participation.rate": 0.5, "train.epochs": 1, "rounds": rounds, "workers": workers}
+    small |= {"model.name": f"{ME}:Digits", "model.args": {}, "model.norm": "local", "checkpoint.every": 1}
+    config = load("digits", {"method.name": method, "eval.every": 0, **small})
+    federation = build_federation(config)
+    with RunFolder(path) as folder:
+        if not folder.started:
+            folder.begin(config, federation.dataset.classes, federation.class_counts())
+        return Simulation(config, federation, folder, _Quiet()).run()
+
+
+class Digits(nn.Module):
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU())
+        self.head = nn.Linear(16, num_classes, bias=False)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fednh", "ditto", "fedbabu", "creff", "scaffold"])
+def test_local_norm_with_other_methods(method: str, tiny: Samples) -> None:
+    net, how = local(), METHODS[method]()
+    server = how.init(net, torch.Generator().manual_seed(1))
+    data, first = ClientData(tiny, CLIENTS[0]), how.broadcast(server)
+    keep, upload = {}, {}
+    for _ in range(2):
+        update = client.update(how, net, keep or how.enroll(server), first, data, SGD)
+        keep, upload = update.keep, update.upload
+    assert not any("bn" in name for name in upload)
+    assert {name for name in keep if name.startswith(NORM)} == {f"{NORM}.{name}" for name in NORMS}
+    model = client.personal_model(how, net, keep, first, data, SGD)
+    assert model.keys() >= NORMS
+    assert torch.isfinite(how.logits(net, model, tiny.x)).all()
+
+
+def test_local_norm_does_not_depend_on_workers_nor_on_an_interruption(tmp_path: Path) -> None:
+    figures = ("gm", "pm_v", "pm_l", "clients")
+    one, three = (run(tmp_path / f"w{w}", "fedavg", w) for w in (1, 3))
+    assert [one[f] for f in figures] == [three[f] for f in figures]
+    for gone in ("summary.json", "checkpoints/round-000003.json"):
+        (tmp_path / "w3" / gone).unlink()
+    resumed = run(tmp_path / "w3", "fedavg", 2)
+    assert [one[f] for f in figures] == [resumed[f] for f in figures]
+    for name in ("global", f"personal/client-{one['clients'][0]['client']:06d}"):
+        a, b = (load_file(tmp_path / w / "models" / f"{name}.safetensors") for w in ("w1", "w3"))
+        identical(a, b)
+        assert {n for n in a if ".2." in n} == {f"body.2.{n.rpartition('.')[2]}" for n in NORMS}, "the file is complete"
+
+
+def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page on models of one's own, as it stands."""
+    page = (Path(__file__).parents[2] / "docs" / "own-models.md").read_text()
+    blocks = page.split("```")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "mynets", raising=False)
+    (tmp_path / "mynets.py").write_text(next(b for b in blocks if b.startswith("python")).partition("\n")[2])
+    lines = [line for b in blocks if b.startswith("sh") for line in b.splitlines() if line.startswith("fednh ")]
+    assert len(lines) >= 3
+    for line in lines:
+        ended = fednh([*line.split("#")[0].split()[1:], "--rounds", "1", "--epochs", "1", "--quiet"], tmp_path / "log")
+        assert ended.code == 0, f"{line}: {ended.stderr}"
