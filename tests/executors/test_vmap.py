@@ -102,6 +102,40 @@ def test_who_has_no_batch_left_stands_still(samples: Samples, monkeypatch: pytes
     assert largest_difference(*both("fedavg", samples)) > 1e-3
 
 
+@dataclass(frozen=True)
+class Spare(FedAvg):
+    """Two names have a gradient of 1 in common, one has a gradient of zero, and one the loss does not depend on."""
+
+    def init(self, net: Net, rng: torch.Generator) -> Tree:
+        still = torch.full((2,), 1.5)
+        return {"body.one": torch.zeros(2), "body.two": torch.zeros(2), "body.zero": still, "body.spare": still.clone()}
+
+    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        def loss(params: Tree, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return (params["body.one"] + params["body.two"]).sum() + 0 * params["body.zero"].sum() + 0 * x[:, 0]
+
+        own = fit(own, loss, only=("body",))
+        return own, own
+
+
+@pytest.mark.parametrize("clip", [0.0, 10.0])
+@pytest.mark.parametrize("together", [False, True], ids=["loop", "vmap"])
+def test_weight_decay_leaves_alone_what_the_loss_does_not_use(together: bool, clip: float, samples: Samples) -> None:
+    """Without momentum a name of gradient zero shrinks by 1 - lr * decay = 0.9 in each of three or six steps."""
+    method, net, sgd = Spare(), build_net("mlp", (6,), 4), Sgd(0.1, 0.0, 1.0, clip=clip, batch_size=4, epochs=3)
+    server, pair = method.init(net, torch_rng(0, "init")), parts()[1:3]  # clients of 3 and 7 samples
+    if together:
+        made = update_block(method, net, Block(samples, pair, [0, 1], 5, 1, "train"), [{}, {}], server, sgd)
+    else:
+        data = [ClientData(samples, part, 5, 1, k) for k, part in enumerate(pair)]
+        made = [client.update(method, net, {}, server, own, sgd) for own in data]
+    for update, steps in zip(made, (3, 6), strict=True):
+        assert update.keep["body.zero"].tolist() == pytest.approx([1.5 * 0.9**steps] * 2)
+        assert update.keep["body.spare"].tolist() == [1.5, 1.5]
+        for name in ("body.one", "body.two"):  # w <- 0.9 w - 0.1 * 1
+            assert update.keep[name].tolist() == pytest.approx([0.9**steps - 1] * 2, rel=1e-5)
+
+
 def federation(**settings: Any) -> tuple[Any, Federation]:
     config = load(
         "digits", {"partition.clients": 40, "partition.min_samples": 5, "participation.rate": 1.0, **settings}

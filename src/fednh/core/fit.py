@@ -98,9 +98,10 @@ class Momentum:
         params, velocity, grads = ([row[i] for row in moved] for i in range(3))
         if self.sgd.clip > 0:
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-            torch._foreach_mul_(grads, (self.sgd.clip / (norm + 1e-6)).clamp(max=1.0))
+            # New gradients, not the old ones changed: two names may have one in common, as in a loss on their sum.
+            grads = list(torch._foreach_mul(grads, (self.sgd.clip / (norm + 1e-6)).clamp(max=1.0)))
         if self.sgd.weight_decay > 0:
-            torch._foreach_add_(grads, params, alpha=self.sgd.weight_decay)
+            grads = list(torch._foreach_add(grads, params, alpha=self.sgd.weight_decay))
         torch._foreach_mul_(velocity, self.sgd.momentum)
         torch._foreach_add_(velocity, grads)
         torch._foreach_add_(params, velocity, alpha=-self.sgd.lr)

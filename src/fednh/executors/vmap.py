@@ -112,9 +112,13 @@ class BlockFit:
         if not moving:
             raise ValueError(f"nothing to train: no name in {sorted(params)} belongs to {only}")
         velocity = {name: torch.zeros_like(value) for name, value in moving.items()}
+        used: set[str] = set()  # what the loss does not depend on is not decayed either, as in `LocalFit`
 
         def objective(moving: Tree, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-            return (loss({**fixed, **moving}, x, y) * weight).sum()
+            value = (loss({**fixed, **moving}, x, y) * weight).sum()
+            if not used:
+                used.update(_depends_on(value, moving))
+            return value
 
         slope = grad_and_value(objective)
         smallest = int(data.block.sizes.min())
@@ -128,7 +132,7 @@ class BlockFit:
                 gradients, value = slope(moving, data.x[chunk], data.y[chunk], real / count.clamp(min=1))
                 # Where every client has a sample in this batch, none has to be held still.
                 active = None if start < smallest else (count > 0).to(value.dtype)
-                move(moving, velocity, gradients, sgd, active)
+                move({name: moving[name] for name in moving if name in used}, velocity, gradients, sgd, active)
                 self.loss_sum = self.loss_sum + value * count
             self.samples += 1
         return {**fixed, **moving}
@@ -138,17 +142,23 @@ class BlockFit:
         return self.sgd.reach((self.sgd.epochs if epochs is None else epochs) * batches)
 
 
+def _depends_on(value: Tensor, params: Tree) -> list[str]:
+    """The names that a value has a gradient for, be it zero."""
+    gradients = torch.autograd.grad(value, list(params.values()), retain_graph=True, allow_unused=True)
+    return [name for name, gradient in zip(params, gradients, strict=True) if gradient is not None]
+
+
 def move(params: Tree, velocity: Tree, gradients: Tree, sgd: Sgd, active: Tensor | None) -> None:
     """Clipping, weight decay and momentum in place, as `fit.Momentum` does; `active` is 0 for who stands still."""
     if sgd.clip > 0:
-        norm = torch.stack([torch.linalg.vector_norm(g) for g in gradients.values()]).square().sum().sqrt()
+        norm = torch.stack([torch.linalg.vector_norm(gradients[name]) for name in params]).square().sum().sqrt()
         shrink = (sgd.clip / (norm + 1e-6)).clamp(max=1.0)
     for name, p in params.items():
         g, v = gradients[name], velocity[name]
         if sgd.clip > 0:
-            g.mul_(shrink)
+            g = g * shrink  # a new one: two names may have one gradient in common
         if sgd.weight_decay > 0:
-            g.add_(p, alpha=sgd.weight_decay)
+            g = g.add(p, alpha=sgd.weight_decay)
         if active is None:
             p.add_(v.mul_(sgd.momentum).add_(g), alpha=-sgd.lr)
         else:
