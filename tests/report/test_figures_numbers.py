@@ -13,14 +13,14 @@ from fednh.errors import UserError
 from fednh.report.figures.base import Choice, NotAllowed
 from fednh.report.figures.convergence import norms
 from fednh.report.figures.curves import curve
-from fednh.report.figures.fairness import worst_tenth
 from fednh.report.figures.frequency import global_groups, personal_groups, shot_group
 from fednh.report.figures.partition import shares, two_clients
 from fednh.report.figures.representations import principal, shared_classes
 from fednh.report.figures.sensitivity import gains, swept
 from fednh.report.figures.similarity import cosines, semantics
 from fednh.report.figures.style import COLOURS, colours
-from fednh.report.grouping import by_setting, by_variant
+from fednh.report.groups import by_setting, by_variant
+from fednh.report.stats import lowest_tenth
 from fednh.report.superclasses import load_groups
 from synthetic import fake_run, person, record
 
@@ -75,7 +75,7 @@ def test_accuracy_by_shot_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("n", "marked"), [(1, 1), (10, 1), (11, 2), (20, 2)])
 def test_worst_tenth_is_rounded_up_and_lowest(n: int, marked: int) -> None:
     values = np.arange(n, 0, -1).astype(float)
-    found = worst_tenth(values)
+    found = lowest_tenth(values)
     assert found.sum() == marked
     assert set(values[found]) == set(range(1, marked + 1))
 

@@ -13,6 +13,15 @@ Indices = NDArray[np.int64]
 TRIES = 1000  # draws of a random partition before giving up
 HOPELESS = 20, 30  # if in so many draws never fewer clients fell short, that none should is one chance in e^30 a draw
 
+# Which partitions use a setting; those not named here are used by all.
+USES = {
+    "partition.beta": ("dirichlet", "quantity"),
+    "partition.clients": ("dirichlet", "iid", "classes", "shards", "quantity"),
+    "partition.min_classes": ("dirichlet",),
+    "partition.classes_per_client": ("classes",),
+    "partition.shards_per_client": ("shards",),
+}
+
 
 def dirichlet(
     labels: Indices, clients: int, rng: np.random.Generator, beta: float, min_samples: int, min_classes: int

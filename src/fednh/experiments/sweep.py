@@ -21,20 +21,13 @@ from typing import Any, Protocol
 from fednh.config import Config, build_method, dump, load, parse_value
 from fednh.core.federation import build_federation, load_data
 from fednh.data.dataset import Dataset
+from fednh.data.partition import USES as PARTITION_USES
 from fednh.errors import UserError, did_you_mean
 from fednh.methods.registry import hyper_parameters
 from fednh.storage.files import write_bytes
 from fednh.storage.run_folder import RunFolder
 from fednh.storage.run_names import run_name, unlike
 
-# Which partitions use a setting; those not named here are used by all.
-_PARTITION_USES = {
-    "partition.beta": ("dirichlet", "quantity"),
-    "partition.clients": ("dirichlet", "iid", "classes", "shards", "quantity"),
-    "partition.min_classes": ("dirichlet",),
-    "partition.classes_per_client": ("classes",),
-    "partition.shards_per_client": ("shards",),
-}
 _IN_NAME = ("method.name", "data.name", "partition.name", "partition.beta", "seed")  # a run's name says these anyway
 Axes = Mapping[str, Sequence[Any]]
 
@@ -157,7 +150,7 @@ def _uses(key: str, method: str, partition: str) -> bool:
     section, _, name = key.partition(".")
     if section == "method" and name != "name":
         return name in hyper_parameters(method)
-    return partition in _PARTITION_USES.get(key, (partition,))
+    return partition in PARTITION_USES.get(key, (partition,))
 
 
 # --- the work --------------------------------------------------------------------------------------------------------

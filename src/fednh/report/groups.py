@@ -1,7 +1,8 @@
-"""Runs put together for a table: those that differ in the seed alone are one group, everything else keeps them apart.
+"""Runs put together, for tables and figures alike: those that differ in the seed alone are one group.
 
-A table has a row for each method of a block (a data set and a participation rate) and a column for each partition.
-Where that would put two groups into one place, their rows say in which settings they differ.
+A seed counts once in a group, however often it was run. A table has a row for each method of a block (a data set and a
+participation rate) and a column for each partition. Where that would put two groups into one place, their rows say in
+which settings they differ. A figure shows one setting: the groups that differ in the method alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fednh.config import flat
+from fednh.data.partition import USES as PARTITION_USES
 from fednh.methods import METHODS
 from fednh.report.load import Run
 
@@ -29,8 +31,11 @@ PAPER_NAMES = {
     "feduh": "FedAvg+UH",
     "fednh": "FedNH",
 }
-# These change no figure but the time: a run may be resumed with other ones.
-_NO_MATTER = ("seed", "workers", "data.dir", "checkpoint.", "store.")
+# How a run was computed, kept and watched: these change neither what a figure means nor its value.
+_NO_MATTER = (
+    *("seed", "workers", "data.dir", "checkpoint", "store", "eval.every", "diagnostics"),
+    *("federation.name", "federation.folder", "federation.timeout"),
+)
 # These make a block or a column; the column says those that its partition uses.
 _LAID_OUT = (
     "participation.rate",
@@ -88,9 +93,14 @@ class Group:
         return words.get(how.name, how.name)
 
     @property
+    def task(self) -> dict[str, Any]:
+        """Settings that are not the method's."""
+        return {k: v for k, v in self.settings.items() if not k.startswith("method.")}
+
+    @property
     def shared(self) -> dict[str, Any]:
         """Settings that are not the method's and have no other place in the table."""
-        return {k: v for k, v in self.settings.items() if not k.startswith("method.") and k not in _LAID_OUT}
+        return {k: v for k, v in self.task.items() if k not in _LAID_OUT}
 
     @property
     def hyper(self) -> dict[str, Any]:
@@ -105,6 +115,10 @@ class Group:
     def values(self, figure: str) -> list[float]:
         """A figure of the summary, one for each seed that has it."""
         return [float(run.summary[figure]) for run in self.runs if run.summary.get(figure) is not None]
+
+    def by_client(self, figure: str) -> list[list[float]]:
+        """A figure of each client that has it, one list for each seed that has any."""
+        return [values for run in self.runs if (values := [value for _, value in run.people(figure)])]
 
 
 @dataclass(frozen=True)
@@ -145,16 +159,41 @@ class Layout:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """One group for each setting; a seed counts once, however often it was run."""
+    """One group for each setting; a seed counts once: of its runs the one that recorded most, else the first given."""
     found: dict[str, list[Run]] = {}
     for run in runs:
-        found.setdefault(_key({"data shown": run.summary["data"], **_settings(run)}), []).append(run)
+        found.setdefault(_key({"data shown": run.summary["data"], **settings_of(run)}), []).append(run)
     groups = []
     for same in found.values():
-        seeds = {run.config.seed: run for run in reversed(same)}  # the first one given stands
-        chosen = tuple(seeds[seed] for seed in sorted(seeds))
-        groups.append(Group(chosen, _settings(same[0]), len(same) - len(chosen)))
+        chosen = tuple(max((r for r in same if r.config.seed == seed), key=_recorded) for seed in seeds(same))
+        groups.append(Group(chosen, settings_of(same[0]), len(same) - len(chosen)))
     return groups
+
+
+def by_setting(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs that differ in method and seed only, under a label that tells the settings apart; a seed counts once."""
+    found: dict[str, list[Run]] = {}
+    for alike in _by(group_runs(runs), lambda g: _words(g.runs[0])):
+        apart = varying([g.task for g in alike])
+        for group in alike:
+            label = ", ".join([_words(group.runs[0]), *(f"{k}={show(group.task.get(k))}" for k in apart)])
+            found.setdefault(label, []).extend(group.runs)
+    return found
+
+
+def by_variant(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs that differ in their seed only, each seed once; what a method's runs differ in stands in the label."""
+    found: dict[str, list[Run]] = {}
+    for same in sorted(_by(group_runs(runs), lambda g: g.method), key=lambda groups: method_order(groups[0].method)):
+        apart = varying([g.settings for g in same])
+        for group in sorted(same, key=lambda g: repr(g.hyper)):
+            words = [f"{_short(k)}={show(group.settings.get(k))}" for k in apart]
+            found[" ".join([method_name(group.method), *words])] = list(group.runs)
+    return found
+
+
+def seeds(runs: Iterable[Run]) -> list[int]:
+    return sorted({run.config.seed for run in runs})
 
 
 def lay_out(runs: Sequence[Run]) -> Layout:
@@ -162,9 +201,9 @@ def lay_out(runs: Sequence[Run]) -> Layout:
     groups = group_runs(runs)
     places: dict[tuple[Row, str], Group] = {}
     for block in _by(groups, lambda g: (g.data, g.rate)):
-        shared = _varying([g.shared for g in block])
+        shared = varying([g.shared for g in block])
         for same in _by(block, lambda g: g.method):
-            hyper = _varying([g.hyper for g in same])
+            hyper = varying([g.hyper for g in same])
             for group in same:
                 apart = ", ".join(f"{_short(k)}={show(group.settings.get(k))}" for k in [*shared, *hyper])
                 places[Row(group.data, group.rate, group.method, apart), group.column] = group
@@ -173,12 +212,34 @@ def lay_out(runs: Sequence[Run]) -> Layout:
     return Layout(rows, columns, places)
 
 
-def _settings(run: Run) -> dict[str, Any]:
-    everything = flat(run.config.model_dump())
-    return {k: v for k, v in everything.items() if k not in _NO_MATTER and f"{k.partition('.')[0]}." not in _NO_MATTER}
+def settings_of(run: Run) -> dict[str, Any]:
+    """The settings that decide a run's figures, by dotted name: not the seed, nor what the run does not use."""
+    config = run.config
+    unused = {key for key, users in PARTITION_USES.items() if config.partition.name not in users}
+    unused |= {"trim"} if config.aggregator != "trimmed_mean" else set()
+    everything = flat(config.model_dump())
+    return {k: v for k, v in everything.items() if k not in unused and not _below(k, _NO_MATTER)}
 
 
-def _varying(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+def _below(key: str, parts: Sequence[str]) -> bool:
+    return any(key == part or key.startswith(part + ".") for part in parts)
+
+
+def _recorded(run: Run) -> int:
+    """How many values the run's rounds have: one that was evaluated more often has more."""
+    return sum(map(len, run.records))
+
+
+def _words(run: Run) -> str:
+    """digits, Dirichlet(0.3), 20 clients, 50% a round."""
+    how, rate = run.config.partition, run.config.participation.rate
+    kind = {"dirichlet": "Dirichlet", "quantity": "Dirichlet sizes", "site": "natural sites"}.get(how.name, how.name)
+    spread = f"{kind}({how.beta:g})" if how.name in ("dirichlet", "quantity") else kind
+    return f"{run.summary['data']}, {spread}, {run.clients} clients, {rate:.0%} a round"
+
+
+def varying(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The settings that are not the same in all."""
     keys = {key: None for one in settings for key in one}
     return [key for key in keys if len({_key(one.get(key)) for one in settings}) > 1]
 

@@ -26,8 +26,7 @@ from fednh.report import tables
 from fednh.report.figures import FIGURES, Choice, Kind, NotAllowed, style
 from fednh.report.figures.curves import AXES
 from fednh.report.figures.write import scopes, to_csv
-from fednh.report.grouping import by_setting, by_variant, seeds, settings_of
-from fednh.report.groups import method_name, show
+from fednh.report.groups import by_setting, by_variant, method_name, seeds, settings_of, show
 from fednh.report.load import Run
 from fednh.report.pairs import HELD_OUT, METRICS
 from fednh.report.sheet import Cell, Sheet
@@ -226,7 +225,7 @@ def _explorer(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _by_client(run: Run, figure: str) -> dict[int, float]:
-    return {p["client"]: round(p[figure], 2) for p in run.summary["clients"] if p.get(figure) is not None}
+    return {client: round(value, 2) for client, value in run.people(figure)}
 
 
 # --- small things --------------------------------------------------------------------------------------------------

@@ -37,6 +37,10 @@ class Run:
     def has(self, *figures: str) -> bool:
         return any(self.summary.get(figure) is not None for figure in figures)
 
+    def people(self, figure: str) -> list[tuple[int, float]]:
+        """The clients that have a figure of the summary, each with its value."""
+        return [(p["client"], p[figure]) for p in self.summary["clients"] if p.get(figure) is not None]
+
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
     """The finished runs among `folders` and directly below them, in a stable order."""

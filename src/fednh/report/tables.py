@@ -33,15 +33,6 @@ class Figure:
     paper_prints: str = "mean"  # or "std": the paper's figure is the spread that it prints
 
 
-def _worst(group: Group) -> list[float]:
-    return _worst_of(group, "pm_l")
-
-
-def _worst_of(group: Group, figure: str) -> list[float]:
-    people = [[c[figure] for c in run.summary["clients"] if c.get(figure) is not None] for run in group.runs]
-    return [worst_tenth(values) for values in people if values]
-
-
 ACCURACY = (
     Figure("GM", lambda g: g.values("gm"), paper="GM"),
     Figure("PM(V)", lambda g: g.values("pm_v"), paper="PM(V)"),
@@ -50,12 +41,12 @@ ACCURACY = (
 FAIRNESS = (
     Figure("PM(L)", lambda g: g.values("pm_l"), paper="fairness"),
     Figure("spread", lambda g: g.values("pm_l_std"), lowest_is_best=True, paper="fairness", paper_prints="std"),
-    Figure("worst 10%", _worst),
+    Figure("worst 10%", lambda g: [worst_tenth(values) for values in g.by_client("pm_l")]),
 )
 HELD = (
     *(Figure(name, partial(Group.values, figure=key)) for key, name in HELD_OUT.items()),
     Figure("spread", lambda g: g.values("held_share_std"), lowest_is_best=True),
-    Figure("worst 10%", lambda g: _worst_of(g, "held_share")),
+    Figure("worst 10%", lambda g: [worst_tenth(values) for values in g.by_client("held_share")]),
 )
 _HELD_WORDS = (
     "On samples that every client holds out of its own data. Macro: its classes alike; share: plain accuracy, each "

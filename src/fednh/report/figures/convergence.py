@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, stated_n
 from fednh.report.figures.style import DASHES, colours, grid, legend_below, log_axis, muted, panels
-from fednh.report.grouping import by_variant
+from fednh.report.groups import by_variant
 from fednh.report.load import Run
 
 THEOREM = (
@@ -66,7 +66,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     grid(ax)
     ax.set(xlabel="round", ylabel="‖∇ body‖², mean over picked clients", title="Measured, at the received model")
-    legend_below(figure, ax, 4)
+    legend_below(figure, variants, 4)
     axes[0, 1].set_axis_off()
     axes[0, 1].text(0.02, 0.97, THEOREM, va="top", fontsize=8, color=muted(), transform=axes[0, 1].transAxes)
     n = stated_n(map(len, variants.values()))

@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from fednh.errors import UserError, did_you_mean
 from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, metrics_of, stated_n
 from fednh.report.figures.style import DASHES, colours, grid, legend_below, panels
-from fednh.report.grouping import by_variant, seeds
+from fednh.report.groups import by_variant, seeds
 from fednh.report.load import Run
 
 AXES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
@@ -78,7 +78,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=choice.x == "round"))
         ax.set(title=name, xlabel=AXES[choice.x][0])
     axes[0, 0].set_ylabel("test accuracy, %" if "gm" in metrics else "accuracy, %")
-    legend_below(figure, axes[0, 2])
+    legend_below(figure, variants)
     several = max(map(len, variants.values())) > 1
     band = "the band is ± one standard deviation over seeds" if several else "one seed, so no band"
     whom = sorted({str(run.config.eval.clients) for run in runs})

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, stated_n
 from fednh.report.figures.style import MARKERS, colours, grid, legend_below, panels
-from fednh.report.grouping import by_variant
+from fednh.report.groups import by_variant
 from fednh.report.load import Run
 
 SHOTS = ("absent", "few", "medium", "many")
@@ -52,7 +52,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     paint = colours(list(variants), [group[0].method for group in variants.values()])
     figure, axes = panels(1, 2, 4.4, 3.3)
     rows = _global(axes[0, 0], variants, paint, choice.shots) + _personal(axes[0, 1], variants, paint, choice.shots)
-    legend_below(figure, axes[0, 1])
+    legend_below(figure, variants)
     few, many = choice.shots
     n = stated_n(map(len, variants.values()))
     caption = (
@@ -104,7 +104,7 @@ def _personal(
             values = [g[shot][0] for g in found if shot in g]
             if values:
                 at = place + (i - (len(groups) - 1) / 2) * width
-                ax.bar(at, np.mean(values), width * 0.9, color=paint[label], label=label if place == 0 else None)
+                ax.bar(at, np.mean(values), width * 0.9, color=paint[label], label=label)
                 ax.errorbar(at, np.mean(values), yerr=_sd(values), color=paint[label], alpha=0.6, linewidth=1)
                 pairs = sum(g[shot][1] for g in found if shot in g)
                 rows.append(["personal", label, f"{shot}-shot", pairs, np.mean(values), _sd(values)])

@@ -21,7 +21,7 @@ from fednh.models import Net
 from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed
 from fednh.report.figures.partition import two_clients
 from fednh.report.figures.style import CYCLE, MARKERS, muted, panels
-from fednh.report.grouping import by_variant
+from fednh.report.groups import by_variant
 from fednh.report.load import Run
 from fednh.report.saved import personal_models
 from fednh.storage.model_file import Card, architecture, read_model

@@ -10,8 +10,7 @@ import numpy as np
 from fednh.errors import UserError
 from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, metrics_of, stated_n
 from fednh.report.figures.style import CYCLE, DASHES, MARKERS, grid, legend_below, line, panels
-from fednh.report.grouping import settings_of
-from fednh.report.groups import method_name
+from fednh.report.groups import Group, group_runs, method_name, show, varying
 from fednh.report.load import Run
 
 
@@ -28,11 +27,11 @@ class Gain:
 def swept(runs: Sequence[Run]) -> list[str]:
     """Numeric settings in which runs differ that are otherwise the same, hyper-parameters of the method first."""
     keys = []
-    settings = [settings_of(run) for run in runs]
+    settings = [group.settings for group in group_runs(runs)]
     for key in dict.fromkeys(k for s in settings for k in s):
         values: dict[str, set[float]] = {}
         for s in settings:
-            if isinstance(s.get(key), int | float) and not isinstance(s[key], bool):
+            if _number(s.get(key)):
                 values.setdefault(_rest(s, key), set()).add(float(s[key]))
         if any(len(different) > 1 for different in values.values()):
             keys.append(key)
@@ -41,7 +40,12 @@ def swept(runs: Sequence[Run]) -> list[str]:
 
 def gains(runs: Sequence[Run], key: str, metric: str, base: float) -> list[Gain]:
     """For every value of `key`: the metric minus the metric at `base` with the same seed."""
-    at = {(float(settings_of(r)[key]), r.config.seed): r.summary[metric] for r in runs if r.has(metric)}
+    at = {
+        (float(group.settings[key]), run.config.seed): run.summary[metric]
+        for group in group_runs(runs)
+        for run in group.runs
+        if run.has(metric)
+    }
     found = []
     for value in sorted({v for v, _ in at}):
         pairs = [at[v, s] - at[base, s] for v, s in sorted(at) if v == value and (base, s) in at]
@@ -58,12 +62,8 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     if not keys:
         raise NotAllowed("no two runs differ in one number only (sweep one, such as method.rho=0.1,0.5,0.9)")
     key = choice.setting or keys[0]
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        if key in settings_of(run):
-            groups.setdefault(_rest(settings_of(run), key), []).append(run)
-    groups = {name: group for name, group in groups.items() if len({settings_of(r)[key] for r in group}) > 1}
-    values = sorted({float(settings_of(r)[key]) for group in groups.values() for r in group})
+    lines = _lines(runs, key)
+    values = sorted({float(group.settings[key]) for groups in lines.values() for group in groups})
     base = values[0] if choice.base is None else choice.base
     if base not in values:
         raise UserError(f"no run has {key} = {base:g}; the base may be {', '.join(f'{v:g}' for v in values)}")
@@ -72,11 +72,10 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     rows, counts = [], set()
     for ax, (metric, name) in zip(axes[0], metrics.items(), strict=True):
         ax.axhline(0, color=line(), linewidth=1)
-        for i, (_, group) in enumerate(sorted(groups.items(), key=lambda g: _label(g[1], groups))):
-            points = gains(group, key, metric, base)
+        for i, (label, groups) in enumerate(lines.items()):
+            points = gains([run for group in groups for run in group.runs], key, metric, base)
             if not points:
                 continue
-            label = _label(group, groups)
             x, mean, spread = (np.array([getattr(p, k) for p in points]) for k in ("value", "mean", "spread"))
             look = {"color": CYCLE[i % len(CYCLE)], "linestyle": DASHES[i % 4], "marker": MARKERS[i % 11]}
             ax.errorbar(x, mean, yerr=spread, markersize=4, capsize=2, label=label, **look)
@@ -86,7 +85,9 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         ax.set_xticks(values, [f"{v:g}" for v in values])
         ax.set(title=name, xlabel=key)
     axes[0, 0].set_ylabel(f"gain over {base:g}, percentage points")
-    legend_below(figure, axes[0, 2])
+    legend_below(figure, lines)
+    if not counts:
+        raise NotAllowed(f"no run of another value has a seed in common with {key} = {base:g}")
     n = stated_n(counts)
     caption = (
         f"Each run is compared with the run at {key} = {base:g} of the same seed; mean of the differences over {n} "
@@ -100,14 +101,28 @@ def _rest(settings: dict[str, object], key: str) -> str:
     return repr(sorted((k, repr(v)) for k, v in settings.items() if k != key))
 
 
-def _label(group: Sequence[Run], groups: dict[str, list[Run]]) -> str:
-    run = group[0]
-    words = [method_name(run.method)]
-    if len({g[0].summary["data"] for g in groups.values()}) > 1:
-        words.append(str(run.summary["data"]))
-    if len({g[0].config.partition.beta for g in groups.values()}) > 1:
-        words.append(f"beta {run.config.partition.beta:g}")
-    return " ".join(words)
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _lines(runs: Sequence[Run], key: str) -> dict[str, list[Group]]:
+    """The groups of runs that differ in `key` alone, by a label that says in what else the lines differ."""
+    alike: dict[str, list[Group]] = {}
+    for group in group_runs(runs):
+        if _number(group.settings.get(key)):
+            alike.setdefault(_rest(group.settings, key), []).append(group)
+    swept_ones = [groups for groups in alike.values() if len(groups) > 1]
+    rests = [{**groups[0].settings, "data.name": groups[0].data, key: None} for groups in swept_ones]
+    apart = [k for k in varying(rests) if k != "method.name"]
+    found: dict[str, list[Group]] = {}
+    for groups, rest in zip(swept_ones, rests, strict=True):
+        words = [f"{_short(k)} {show(rest[k])}" for k in apart if k in rest]
+        found[" ".join([method_name(groups[0].method), *words])] = groups
+    return dict(sorted(found.items()))
+
+
+def _short(key: str) -> str:
+    return {"data.name": ""}.get(key, key.rpartition(".")[2])
 
 
 SENSITIVITY = Kind(

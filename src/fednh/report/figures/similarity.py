@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, stated_n
 from fednh.report.figures.style import ALARM, CYCLE, fading, muted, panels
-from fednh.report.grouping import by_variant
+from fednh.report.groups import by_variant
 from fednh.report.load import Run
 from fednh.report.saved import global_model, personal_models
 from fednh.report.superclasses import load_groups

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -159,9 +159,15 @@ def log_axis(axes: Axes, which: str) -> None:
     axis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
 
 
-def legend_below(figure: Figure, axes: Axes, columns: int = 6) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
+def legend_below(figure: Figure, order: Iterable[str], columns: int = 6) -> None:
+    """One legend for all panels: whatever is drawn in any of them, in the given order."""
+    drawn: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            drawn.setdefault(label, handle)
+    labels = [label for label in order if label in drawn]
+    if labels:
+        handles = [drawn[label] for label in labels]
         figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))
 
 

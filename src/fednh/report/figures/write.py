@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fednh.report.figures import FIGURES, Choice, Drawing, Kind, NotAllowed, style
-from fednh.report.grouping import by_setting
+from fednh.report.groups import by_setting
 from fednh.report.load import Run
 from fednh.storage.files import write_bytes
 
