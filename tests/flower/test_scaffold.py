@@ -11,7 +11,7 @@ import pytest
 
 from fednh import config as settings
 from fednh.errors import UserError
-from fednh.flower.deploy import scaffold
+from fednh.flower.deploy import certificates, scaffold
 from fednh.methods import METHODS
 from forked import fednh
 
@@ -53,7 +53,7 @@ def test_the_app_that_flower_builds_is_the_app_and_nothing_else(tmp_path: Path) 
 
     folder = tmp_path / "fed"
     sites = scaffold.write(folder, 2, [], {})
-    certs.make(folder, [site.name for site in sites])
+    certificates.make(folder, [site.name for site in sites])
     others = (
         "run/config.toml",
         "run2/summary.json",
