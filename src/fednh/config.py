@@ -30,6 +30,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 from fednh.errors import Ignored, UserError, did_you_mean
 from fednh.methods import METHODS, Method
 from fednh.methods.registry import find_method, hyper_parameters
+from fednh.words import name_problem
 
 PATH_KINDS = ("npz", "folder", "csv", "parquet")  # of data sources: what follows is a path
 PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet")
@@ -156,6 +157,13 @@ class FederationConfig(Section):
     min_clients: int = Field(2, ge=1, le=MANY)  # so many sites must be there before the first round
     timeout: float = Field(600.0, gt=0)  # seconds in which a site must answer
     test: str | None = None  # a data source whose test part is a balanced test set at the server
+
+    @field_validator("name")
+    @classmethod
+    def _harmless(cls, value: str) -> str:
+        if problem := name_problem(value):
+            raise ValueError(f"should be a plain name: {problem}")
+        return value
 
 
 class Config(Section):

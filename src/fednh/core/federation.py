@@ -20,6 +20,7 @@ from fednh.errors import UserError
 from fednh.methods import Method
 from fednh.models import Net, build_net
 from fednh.storage.model_file import card_of
+from fednh.words import name_problem
 
 DEFAULT_HOLDOUT = 0.2  # of each client's classes, where there is no balanced test set
 
@@ -123,6 +124,9 @@ def divide(data: Dataset, config: Config) -> tuple[list[partition.Indices], list
     if how.name == "site":
         if data.site_train is None:
             raise UserError(f"partition.name = 'site', but {data.name} does not say which site a sample comes from")
+        for name in data.sites:
+            if problem := name_problem(name):
+                raise UserError(f"{data.name} names a site {name!r}: {problem}; rename it")
         owned = partition.by_site(data.site_train, data.sites, how.min_samples)
         names = [f"holdout {site}" for site in data.sites]  # by name: a site alone holds out what it does among others
     else:

@@ -18,6 +18,7 @@ from fednh.core.rounds import one_thread
 from fednh.errors import RunError, UserError
 from fednh.flower import messages
 from fednh.flower.site import Place, Site, read_place
+from fednh.words import one_line
 
 log = logging.getLogger("flwr")
 
@@ -58,7 +59,7 @@ def _handle(
         with one_thread():
             content = work(place, message.content)
     except (UserError, RunError) as error:
-        log.error("%s", error)
+        log.error("%s", one_line(str(error)))
         content = messages.sorry(str(error))
     except Exception as error:
         log.exception("this site could not do what it was asked")

@@ -19,6 +19,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fednh.core.federation import Federation
 from fednh.core.tree import Tree, arranged
+from fednh.words import name_problem, one_line
 
 FORMAT = 1  # of these messages; server and sites must have the same
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
@@ -66,6 +67,8 @@ class Task:
         """From JSON, every field of the right kind."""
         try:
             found: dict[str, Any] = json.loads(text)
+            if not all(str(name).isprintable() for name in (found["data"], *found["classes"])):
+                raise ValueError("a name in it holds a character that cannot be printed")
             shape, mean, std = (found[key] for key in ("shape", "mean", "std"))
             return cls(
                 data=str(found["data"]),
@@ -100,7 +103,10 @@ class Hello:
     def read(cls, content: RecordDict) -> Hello:
         said = _said(content)
         _only(content, "said")
-        return cls(_text(said, "site"), Task.read(_text(said, "task")), _integer(said, "number"))
+        site = _text(said, "site")
+        if problem := name_problem(site):
+            raise ValueError(f"its name cannot be used: {problem}")
+        return cls(site, Task.read(_text(said, "task")), _integer(said, "number"))
 
 
 @dataclass(frozen=True)
@@ -211,7 +217,7 @@ def _said(content: RecordDict) -> ConfigRecord:
     if said.get("format") != FORMAT:
         raise ValueError(f"it speaks format {said.get('format')!r}, this server {FORMAT}: install the same fednh")
     if "problem" in said:
-        raise SiteProblem(" ".join(_text(said, "problem").split())[:500])
+        raise SiteProblem(one_line(_text(said, "problem"), 500))
     return said
 
 

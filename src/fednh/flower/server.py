@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from fednh.core.rounds import (
 )
 from fednh.core.tree import Tree, Uploads, finite, size
 from fednh.errors import RunError, UserError
-from fednh.flower import messages
+from fednh.flower import messages, notes
 from fednh.flower.evaluation import Evaluation
 from fednh.flower.mailbox import Letter, Post
 from fednh.flower.membership import Roster, agree, disagreement
@@ -47,6 +46,7 @@ from fednh.storage.checkpoint import Checkpoints
 from fednh.storage.client_states import Store
 from fednh.storage.model_file import card_of
 from fednh.storage.run_folder import RunFolder
+from fednh.words import one_line
 
 REMINDER = 60.0  # seconds between two messages that sites are missing
 
@@ -109,9 +109,8 @@ class Server:
 
     def note(self, text: str) -> None:
         """To the log, and to a file of the run folder."""
-        self.watcher.note(text)
-        with (self.folder.path / "federation.log").open("a", encoding="utf-8") as file:
-            file.write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {text}\n")
+        self.watcher.note(one_line(text))
+        notes.add(self.folder.path, text)
 
     # --- before the first round --------------------------------------------------------------------------------
 
@@ -462,5 +461,5 @@ class Server:
 
 def _content(reply: Message) -> RecordDict:
     if reply.has_error():
-        raise SiteProblem(" ".join(str(reply.error.reason or f"error {reply.error.code}").split())[:500])
+        raise SiteProblem(one_line(str(reply.error.reason or f"error {reply.error.code}"), 500))
     return reply.content

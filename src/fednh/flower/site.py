@@ -37,6 +37,7 @@ from fednh.methods import Method
 from fednh.models import Net
 from fednh.storage.files import read_tree, write_tree
 from fednh.storage.model_file import write_model
+from fednh.words import name_problem
 
 log = logging.getLogger("flwr")
 PATHS = {".npz": "npz", ".csv": "csv", ".parquet": "parquet"}  # sources that a bare path stands for
@@ -74,6 +75,8 @@ def read_place(node: Mapping[str, Any], home: Path | None = None, models: Path |
         raise UserError(
             "node-config: data= needs site=NAME beside it; state and numbers of a site are kept by its name"
         )
+    if "site" in text and (problem := name_problem(text["site"])):
+        raise UserError(f"node-config: site= cannot be the site's name: {problem}")
     if "state" in text:
         home = Path(text["state"]).expanduser().absolute()
     if home is None:

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from fednh.config import Config
 from fednh.errors import RunError, UserError
+from fednh.flower import notes
 from fednh.flower.deploy import certificates
 from fednh.flower.deploy.scaffold import Site, connections
 from fednh.storage.files import write_bytes
@@ -166,7 +167,7 @@ class Local:
         self.ports = free_ports(1 + len(sites))
         self.address = f"127.0.0.1:{self.ports[0]}"
         self.seen: dict[str, int] = {}  # lines of files of the run folder that were shown
-        for name in ("federation.log", "metrics.jsonl"):
+        for name in (notes.NAME, "metrics.jsonl"):
             self._new(name)
         self.restarts: dict[str, int] = {}
         self.forgotten: dict[str, float] = {}  # when the server will have forgotten a SuperNode that was killed
@@ -349,8 +350,8 @@ class Local:
 
     def _show(self) -> None:
         """What the server has written since the last look: rounds, and what it had to say."""
-        for line in self._new("federation.log"):
-            words = line.decode(errors="replace")[20:]  # without the time
+        for line in self._new(notes.NAME):
+            words = notes.sentence(line)
             self.told.note(words)
             # "Unavailable" is Flower's word for a question that a slow site has not answered yet: it is asked again.
             if "cannot take part" in words and "Unavailable" not in words and not self._begun():

@@ -22,6 +22,7 @@ from fednh.config import Config
 from fednh.errors import UserError
 from fednh.flower.runconfig import read_config, run_config
 from fednh.storage.files import write_bytes
+from fednh.words import name_problem
 
 PORT = 8000  # of the server, Flower's own choice
 # What a federation differs in from a simulation: few sites that all take part, and nothing lost by an interruption.
@@ -165,4 +166,7 @@ def sites_of(folder: Path) -> list[Site]:
     found = [Site(path.parent.name, path.parent) for path in sorted((folder / "sites").glob("*/site.toml"))]
     if not found:
         raise UserError(f"{folder} has no sites: there is no sites/NAME/site.toml; `fednh federation init` writes them")
+    for site in found:
+        if problem := name_problem(site.name):
+            raise UserError(f"{str(site.folder)!r} cannot be a site's folder, which has the site's name: {problem}")
     return found

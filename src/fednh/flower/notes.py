@@ -1,0 +1,29 @@
+"""federation.log: what a server had to say about its sites, one JSON line a sentence, `{"time": ..., "text": ...}`.
+
+Sentences quote what sites sent. As JSON no word of theirs can end a line and begin another.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fednh.words import one_line
+
+NAME = "federation.log"
+
+
+def add(run: Path, text: str) -> None:
+    """Add a sentence to a run folder's log."""
+    line = {"time": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}", "text": one_line(text)}
+    with (run / NAME).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def sentence(line: bytes) -> str:
+    """The words of a line, safe to show; lines of earlier versions are plain text behind their time."""
+    try:
+        return one_line(str(json.loads(line)["text"]))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return one_line(line.decode(errors="replace")[20:])
