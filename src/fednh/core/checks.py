@@ -10,6 +10,7 @@ from fednh.core.client import Form, form_of
 from fednh.core.tree import Tree
 from fednh.errors import RunError
 from fednh.methods.base import Method
+from fednh.words import one_line
 
 
 def check_picks(picked: Sequence[int], clients: int, round_: int) -> None:
@@ -25,17 +26,21 @@ def check_share(share: torch.Tensor, client: int) -> None:  # (C,)
         raise RunError(f"invariant broken: the class weights of client {client} sum to {float(share.sum()):g}, not 1")
 
 
-def upload_problem(upload: Tree, declared: Form) -> str | None:
-    """How an upload differs from what the method declared, or None."""
-    form = form_of(upload)
+def form_problem(form: Form, declared: Form) -> str | None:
+    """How a tree of this form differs from what was declared, or None."""
     for name in sorted(declared.keys() | form.keys()):
         if name not in form:
             return f"{name} is missing"
         if name not in declared:
-            return f"{name} does not belong there"
+            return f"{one_line(name, 80)} does not belong there"
         if form[name] != declared[name]:
             return f"{name} is {form[name][0]} {form[name][1]}, not {declared[name][0]} {declared[name][1]}"
     return None
+
+
+def upload_problem(upload: Tree, declared: Form) -> str | None:
+    """How an upload differs from what the method declared, or None."""
+    return form_problem(form_of(upload), declared)
 
 
 def check_server(method: Method, server: Tree, declared: Form, round_: int) -> None:

@@ -43,8 +43,7 @@ def _hello(place: Place, content: RecordDict) -> RecordDict:
 
 def _answer(place: Place, content: RecordDict) -> RecordDict:
     site = Site(place, *messages.read_config(content))
-    down, more = (messages.read_tree(content, name, site.config.device) for name in ("down", "global"))
-    return site.answer(messages.Order.read(content), down, more).write()
+    return site.answer(messages.Order.read(content), *site.read(content)).write()
 
 
 def _handle(

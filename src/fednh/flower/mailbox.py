@@ -11,6 +11,10 @@ from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fednh.core.rounds import Interrupted
+from fednh.flower.bounds import Limit
+from fednh.flower.parcels import Broken, Parcels
+
+Reply = Message | Broken
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,7 @@ class Letter:
 
     node: int
     kind: str  # query, train or evaluate
+    limit: Limit  # of the reply
     client: int = -1
     round: int = 0
 
@@ -26,9 +31,10 @@ class Letter:
 class Post:
     """Sends and polls. `stray` is told of every reply that nobody waits for: to queries, and to letters given up."""
 
-    def __init__(self, grid: Grid, stop: threading.Event, stray: Callable[[Letter, Message], None], pause: float):
+    def __init__(self, grid: Grid, stop: threading.Event, stray: Callable[[Letter, Reply], None], pause: float):
         self.grid, self.stop, self.stray, self.pause = grid, stop, stray, pause
         self._open: dict[str, Letter] = {}
+        self._parcels = Parcels(grid)
 
     def asked(self) -> set[int]:
         """Nodes that owe an answer to a query."""
@@ -43,7 +49,7 @@ class Post:
         self._open |= sent
         return sent
 
-    def replies(self, sent: dict[str, Letter], timeout: float) -> Iterator[tuple[Letter, Message]]:
+    def replies(self, sent: dict[str, Letter], timeout: float) -> Iterator[tuple[Letter, Reply]]:
         """Replies to what was `sent`, as they come, until all are in or the time is over."""
         waiting, deadline = set(sent), time.monotonic() + timeout
         while waiting and time.monotonic() < deadline:
@@ -55,6 +61,8 @@ class Post:
                     self.stray(letter, reply)
             if waiting:
                 self._wait()
+        for name in waiting:
+            self._parcels.drop(name)
 
     def rest(self) -> None:
         """Nobody in particular is waited for: take what is there, and pause."""
@@ -62,15 +70,12 @@ class Post:
             self.stray(letter, reply)
         self._wait()
 
-    def _pull(self) -> list[tuple[str, Letter, Message]]:
+    def _pull(self) -> list[tuple[str, Letter, Reply]]:
         if not self._open:
             return []
-        found = []
-        for reply in self.grid.pull_messages(list(self._open)):
-            name = reply.metadata.reply_to_message_id
-            if name in self._open:
-                found.append((name, self._open.pop(name), reply))
-        return found
+        limits = {name: letter.limit for name, letter in self._open.items()}
+        replies = [(name, reply) for name, reply in self._parcels.pull(limits) if name in self._open]
+        return [(name, self._open.pop(name), reply) for name, reply in replies if name in self._open]
 
     def _wait(self) -> None:
         if self.stop.wait(self.pause):

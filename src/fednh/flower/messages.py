@@ -5,39 +5,31 @@
     server ---evaluate {config, order, down, [global]}              --->  site: only evaluate
     server <--reply    {said} or {said, facts, [upload], [figures]} ----  site
 
-Whatever does not read as one of these is a `ValueError` that says what is wrong: a reply may come from anybody.
+Whatever does not read as one of these is a `ValueError` that says what is wrong: a message may come from anybody.
+Sizes and kinds are checked before anything is allocated (bounds.py, arrays.py).
 """
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
-import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
+from fednh.core.client import Form
 from fednh.core.federation import Federation
-from fednh.core.tree import Tree, arranged
+from fednh.core.tree import Tree
+from fednh.flower import bounds
+from fednh.flower.arrays import to_arrays, to_tree
+from fednh.flower.bounds import quoted
 from fednh.words import name_problem, one_line
 
+SAMPLES = 10**12  # training samples that one site can process in a round
 FORMAT = 1  # of these messages; server and sites must have the same
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 Number = int | float | list[float]
-
-
-def to_arrays(tree: Tree) -> ArrayRecord:
-    """A tree as it travels."""
-    plain = {name: value.detach().cpu().contiguous().numpy() for name, value in tree.items()}
-    return ArrayRecord({name: Array.from_numpy_ndarray(value) for name, value in plain.items()})
-
-
-def to_tree(record: ArrayRecord, device: str = "cpu") -> Tree:
-    """A tree from a message, copied and arranged: the bits of a result must not depend on where numbers came from."""
-    try:
-        return arranged({name: torch.from_numpy(array.numpy().copy()).to(device) for name, array in record.items()})
-    except (TypeError, ValueError, OSError, EOFError, RuntimeError) as error:
-        raise ValueError(f"its arrays cannot be read: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -64,24 +56,44 @@ class Task:
 
     @classmethod
     def read(cls, text: str) -> Task:
-        """From JSON, every field of the right kind."""
+        """From JSON, every field of the right kind and in its range."""
         try:
-            found: dict[str, Any] = json.loads(text)
-            if not all(str(name).isprintable() for name in (found["data"], *found["classes"])):
-                raise ValueError("a name in it holds a character that cannot be printed")
-            shape, mean, std = (found[key] for key in ("shape", "mean", "std"))
-            return cls(
-                data=str(found["data"]),
-                divided=bool(found["divided"]),
-                shape=tuple(int(n) for n in shape),
-                classes=tuple(str(c) for c in found["classes"]),
-                scale=float(found["scale"]),
-                mean=tuple(float(v) for v in mean),
-                std=tuple(float(v) for v in std),
-                preprocessing=json.dumps(json.loads(found["preprocessing"]), sort_keys=True),
-            )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"the description of its data cannot be read: {error}") from error
+            task = cls._found(bounds.read_json(text))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            words = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"the description of its data cannot be read: {one_line(words, 500)}") from error
+        if problem := task._problem():
+            raise ValueError(f"the description of its data cannot be true: {problem}")
+        return task
+
+    @classmethod
+    def _found(cls, found: dict[str, Any]) -> Task:
+        (scale,) = bounds.floats([found["scale"]])
+        data, preprocessing = bounds.texts([found["data"], found["preprocessing"]], longest=bounds.TEXT)
+        return cls(
+            data=data,
+            divided=bounds.flag(found["divided"]),
+            shape=bounds.numbers(found["shape"], 1, bounds.SAMPLE),
+            classes=bounds.texts(found["classes"]),
+            scale=scale,
+            mean=bounds.floats(found["mean"]),
+            std=bounds.floats(found["std"]),
+            preprocessing=json.dumps(bounds.read_json(preprocessing), sort_keys=True),
+        )
+
+    def _problem(self) -> str | None:
+        """Why no data can be like this, or None."""
+        if len(self.shape) not in (1, 3) or math.prod(self.shape) > bounds.SAMPLE:
+            return f"samples of shape {quoted(self.shape)}"
+        if not all(name.isprintable() for name in (self.data, *self.classes)):
+            return "a name in it holds a character that cannot be printed"
+        if not self.classes or len(set(self.classes)) < len(self.classes):
+            return "it has no classes, or one of them twice"
+        if self.scale <= 0 or len(self.mean) != len(self.std) or len(self.mean) not in (1, self.shape[0]):
+            return f"{len(self.mean)} means and {len(self.std)} deviations of {self.shape[0]} features or channels"
+        if any(value <= 0 for value in self.std):
+            return f"the deviation {quoted(min(self.std))} is not positive"
+        return None
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -103,10 +115,10 @@ class Hello:
     def read(cls, content: RecordDict) -> Hello:
         said = _said(content)
         _only(content, "said")
-        site = _text(said, "site")
+        site, number = _text(said, "site", 1000), _integer(said, "number", -1, bounds.NUMBER)
         if problem := name_problem(site):
             raise ValueError(f"its name cannot be used: {problem}")
-        return cls(site, Task.read(_text(said, "task")), _integer(said, "number"))
+        return cls(site, Task.read(_text(said, "task")), number)
 
 
 @dataclass(frozen=True)
@@ -134,9 +146,8 @@ class Order:
     @classmethod
     def read(cls, content: RecordDict) -> Order:
         record = _record(content, "order", ConfigRecord)
-        return cls(
-            **{f.name: _integer(record, f.name) for f in fields(cls) if f.name != "final"}, final=bool(record["final"])
-        )
+        names = [each.name for each in fields(cls) if each.name != "final"]
+        return cls(**{n: _integer(record, n, 0, bounds.NUMBER) for n in names}, final=bounds.flag(record.get("final")))
 
 
 @dataclass(frozen=True)
@@ -165,17 +176,18 @@ class Answer:
         return content
 
     @classmethod
-    def read(cls, content: RecordDict, device: str = "cpu") -> Answer:
+    def read(cls, content: RecordDict, form: Form | None, device: str = "cpu") -> Answer:
+        """An answer whose upload has this form; with None, it must not have an upload."""
         _said(content)
-        _only(content, "said", "facts", "upload", "figures")
+        _only(content, "said", "facts", "figures", *(["upload"] if form is not None else []))
         facts = _record(content, "facts", MetricRecord)
-        upload = to_tree(_record(content, "upload", ArrayRecord), device) if "upload" in content else None
+        upload = to_tree(_record(content, "upload", ArrayRecord), device, form) if "upload" in content else None
         norm = facts.get("gradient_norm")
         return cls(
-            client=_integer(facts, "client"),
-            round=_integer(facts, "round"),
+            client=_integer(facts, "client", 0, bounds.NUMBER),
+            round=_integer(facts, "round", 0, bounds.NUMBER),
             upload=upload,
-            samples=_integer(facts, "samples") if upload is not None else 0,
+            samples=_integer(facts, "samples", 1, SAMPLES) if upload is not None else 0,
             loss_sum=_number(facts, "loss_sum") if upload is not None else 0.0,
             gradient_norm=None if norm is None else _number(facts, "gradient_norm"),
             figures=_figures(_record(content, "figures", MetricRecord)) if "figures" in content else {},
@@ -192,15 +204,15 @@ def read_config(content: RecordDict) -> tuple[str, Task | None]:
     record = _record(content, "config", ConfigRecord)
     if record.get("format") != FORMAT:
         raise ValueError(
-            f"the server speaks format {record.get('format')!r}, this site {FORMAT}: install the same fednh"
+            f"the server speaks format {quoted(record.get('format'))}, this site {FORMAT}: install the same fednh"
         )
     task = _text(record, "task")
     return _text(record, "toml"), Task.read(task) if task else None
 
 
-def read_tree(content: RecordDict, name: str, device: str) -> Tree:
-    """A tree of a message; without one, an empty tree."""
-    return to_tree(_record(content, name, ArrayRecord), device) if name in content else {}
+def read_tree(content: RecordDict, name: str, device: str, form: Form | None = None) -> Tree:
+    """A tree of a message, of this form if one is given; without a tree, an empty one."""
+    return to_tree(_record(content, name, ArrayRecord), device, form) if name in content else {}
 
 
 def sorry(problem: str) -> RecordDict:
@@ -215,7 +227,7 @@ class SiteProblem(Exception):
 def _said(content: RecordDict) -> ConfigRecord:
     said = _record(content, "said", ConfigRecord)
     if said.get("format") != FORMAT:
-        raise ValueError(f"it speaks format {said.get('format')!r}, this server {FORMAT}: install the same fednh")
+        raise ValueError(f"it speaks format {quoted(said.get('format'))}, this server {FORMAT}: install the same fednh")
     if "problem" in said:
         raise SiteProblem(one_line(_text(said, "problem"), 500))
     return said
@@ -223,7 +235,7 @@ def _said(content: RecordDict) -> ConfigRecord:
 
 def _only(content: RecordDict, *known: str) -> None:
     if unknown := sorted(set(content) - set(known)):
-        raise ValueError(f"it holds {', '.join(unknown)}, which nobody asked for")
+        raise ValueError(f"it holds {one_line(', '.join(unknown), 200)}, which nobody asked for")
 
 
 def _record(content: RecordDict, name: str, kind: type[R]) -> R:
@@ -233,24 +245,24 @@ def _record(content: RecordDict, name: str, kind: type[R]) -> R:
     return record
 
 
-def _integer(record: ConfigRecord | MetricRecord, key: str) -> int:
+def _integer(record: ConfigRecord | MetricRecord, key: str, least: int, most: int) -> int:
     value = record.get(key)
-    if not isinstance(value, int):
-        raise ValueError(f"{key} is {value!r}, not a whole number")
+    if not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{key} is {quoted(value)}, not a whole number from {least} to {most}")
     return int(value)
 
 
 def _number(record: MetricRecord, key: str) -> float:
     value = record.get(key)
     if not isinstance(value, int | float):
-        raise ValueError(f"{key} is {value!r}, not a number")
+        raise ValueError(f"{key} is {quoted(value)}, not a number")
     return float(value)
 
 
-def _text(record: ConfigRecord, key: str) -> str:
+def _text(record: ConfigRecord, key: str, longest: int = bounds.TEXT) -> str:
     value = record.get(key)
-    if not isinstance(value, str):
-        raise ValueError(f"{key} is {value!r}, not a text")
+    if not isinstance(value, str) or len(value) > longest:
+        raise ValueError(f"{key} is {quoted(value)}, not a text of up to {longest} characters")
     return value
 
 
@@ -258,7 +270,7 @@ def _figures(record: MetricRecord) -> dict[str, Number]:
     found: dict[str, Number] = {}
     for key, value in record.items():
         values = value if isinstance(value, list) else [value]
-        if not all(abs(number) < float("inf") for number in values):
-            raise ValueError(f"{key} is not finite")
+        if len(values) > bounds.NAMES or not all(abs(number) < float("inf") for number in values):
+            raise ValueError(f"{quoted(key)} is not finite")
         found[key] = [float(number) for number in value] if isinstance(value, list) else value
     return found

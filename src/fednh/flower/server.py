@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from flwr.app import Message, MessageType, RecordDict
+from flwr.app import MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fednh.config import Config, dump
@@ -37,10 +37,13 @@ from fednh.core.rounds import (
 from fednh.core.tree import Tree, Uploads, finite, size
 from fednh.errors import RunError, UserError
 from fednh.flower import messages, notes
+from fednh.flower.arrays import to_arrays
+from fednh.flower.bounds import GREETING, Limit
 from fednh.flower.evaluation import Evaluation
-from fednh.flower.mailbox import Letter, Post
+from fednh.flower.mailbox import Letter, Post, Reply
 from fednh.flower.membership import Roster, agree, disagreement
 from fednh.flower.messages import Answer, Hello, Order, SiteProblem, Task
+from fednh.flower.parcels import Broken
 from fednh.flower.site import balanced, initial_state
 from fednh.storage.checkpoint import Checkpoints
 from fednh.storage.client_states import Store
@@ -138,7 +141,8 @@ class Server:
         met = self.post.asked() | {node for node, _ in self.arrivals}
         strangers = [node for node in sorted(online - met) if not self.roster.knows(node)]
         question = messages.question(self.toml)
-        self.post.send([(Letter(node, MessageType.QUERY), question) for node in strangers], self.manner.timeout)
+        letters = [(Letter(node, MessageType.QUERY, GREETING), question) for node in strangers]
+        self.post.send(letters, self.manner.timeout)
 
     def _welcome(self) -> None:
         """Admit those who said who they are, if their data fits."""
@@ -153,16 +157,16 @@ class Server:
         for words in self.roster.admit(fitting):
             self.note(words)
 
-    def _stray(self, letter: Letter, reply: Message) -> None:
+    def _stray(self, letter: Letter, reply: Reply) -> None:
         """A reply that nobody waits for: of a newcomer, or of somebody late."""
         if letter.kind != MessageType.QUERY:
-            if not reply.has_error():  # an error is Flower's own: the letter has expired
+            if isinstance(reply, Broken) or not reply.has_error():  # an error is Flower's own: the letter has expired
                 self.note(f"round {letter.round}: {self._who(letter.client)} answered too late; refused")
             return
         try:
             self.arrivals.append((letter.node, Hello.read(_content(reply))))
-        except (SiteProblem, ValueError) as error:
-            self._once(f"a site cannot take part: {error}")
+        except Exception as error:  # whatever reading it raises is that site's problem, not the server's
+            self._once(f"a site cannot take part: {_why(error)}")
 
     def _prepare(self, saved: Tree | None) -> None:
         """The network, the server's state, and the test set if there is one; begin or check the run folder."""
@@ -284,12 +288,13 @@ class Server:
     def _ask(self, orders: list[Order], down: Tree, happened: Round) -> list[Answer]:
         """Send the orders and wait; returns the answers that can be used."""
         assert self.task is not None
-        arrays, more = messages.to_arrays(down), messages.to_arrays(self._beyond(down))
+        arrays, more = to_arrays(down), to_arrays(self._beyond(down))
         letters = [
             (
                 Letter(
                     self.roster.node(order.client),
                     MessageType.TRAIN if order.round else MessageType.EVALUATE,
+                    Limit.of(self.upload_form if order.round else None),
                     order.client,
                     order.round or order.evaluate,
                 ),
@@ -317,11 +322,11 @@ class Server:
         theirs = self.method.global_model({**self.initial, **down}) or {}
         return {n: v for n, v in model.items() if n not in theirs or not torch.equal(v, theirs[n])}
 
-    def _read(self, order: Order, reply: Message, happened: Round) -> Iterator[Answer]:
+    def _read(self, order: Order, reply: Reply, happened: Round) -> Iterator[Answer]:
         """The answer, if it is one; what is wrong with it is told."""
         who, when = self._who(order.client), f"round {order.round or order.evaluate}"
         try:
-            answer = Answer.read(_content(reply), self.config.device)
+            answer = Answer.read(_content(reply), self.upload_form if order.round else None, self.config.device)
             if (answer.client, answer.round) != (order.client, order.round):
                 raise ValueError(f"it is for client {answer.client} and round {answer.round}")
             if order.round:
@@ -330,8 +335,8 @@ class Server:
             self._failed(f"{when}: {who} failed: {error}")
             if order.round:
                 happened.failed.append(order.client)
-        except ValueError as error:
-            self.note(f"{when}: the answer of {who} was refused: {error}")
+        except Exception as error:  # whatever reading it raises is this site's problem, not the server's
+            self.note(f"{when}: the answer of {who} was refused: {_why(error)}")
             if order.round:
                 happened.refused.append(order.client)
         else:
@@ -340,12 +345,8 @@ class Server:
     def _check_upload(self, answer: Answer) -> None:
         if answer.upload is None:
             raise ValueError("it has no upload")
-        if problem := checks.upload_problem(answer.upload, self.upload_form):
-            raise ValueError(problem)
         if not (math.isfinite(answer.loss_sum) and finite(answer.upload)):
             raise ValueError("the upload is not finite")
-        if answer.samples < 1:
-            raise ValueError(f"it says that it trained on {answer.samples} samples")
 
     def _failed(self, told: str) -> None:
         if self.manner.simulated and self.config.on_error == "stop":
@@ -459,7 +460,15 @@ class Server:
             self.note(words)
 
 
-def _content(reply: Message) -> RecordDict:
+def _content(reply: Reply) -> RecordDict:
+    if isinstance(reply, Broken):
+        raise reply.problem
     if reply.has_error():
         raise SiteProblem(one_line(str(reply.error.reason or f"error {reply.error.code}"), 500))
     return reply.content
+
+
+def _why(error: Exception) -> str:
+    """What was wrong with somebody else's message; of what nobody foresaw, its kind too."""
+    foreseen = isinstance(error, ValueError | SiteProblem)
+    return str(error) if foreseen else f"{type(error).__name__}: {one_line(str(error), 200)}"

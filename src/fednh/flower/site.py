@@ -20,6 +20,7 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
+from flwr.app import RecordDict
 from safetensors import SafetensorError
 
 from fednh.config import Config, validate
@@ -32,6 +33,7 @@ from fednh.core.tree import Tree, arranged, finite
 from fednh.data.batches import ClientData, Samples, samples_of, subset
 from fednh.data.dataset import Dataset
 from fednh.errors import UserError
+from fednh.flower import messages
 from fednh.flower.messages import Answer, Hello, Number, Order, Task
 from fednh.methods import Method
 from fednh.models import Net
@@ -107,7 +109,8 @@ class Site:
     def __init__(self, place: Place, toml: str, task: Task | None):
         self.place = place
         self.config = _config(toml, place.device)
-        self.fed = _federation(toml, replace(place, part=-1, site="" if place.divided else place.site), task)
+        self.shared = toml, replace(place, part=-1, site="" if place.divided else place.site), task
+        self.fed = _federation(*self.shared)
         self.index = self.fed.parts[max(place.part, 0)]
         self.folder = place.home / _safe(self.config.federation.name) / _safe(place.site)
 
@@ -117,6 +120,13 @@ class Site:
         name = self.fed.dataset.name if divided else self.config.federation.name
         site = self.fed.sites[self.place.part] if divided and self.fed.sites else self.place.site
         return Hello(site, Task.of(self.fed, name, divided), self.place.part)
+
+    def read(self, content: RecordDict) -> tuple[Tree, Tree]:
+        """The broadcast, and what the global model has beyond it; what is not of the config's form is refused."""
+        down, whole = _forms(*self.shared)
+        more = {name: whole[name] for name in content.get("global", {}) if name in whole}
+        device = self.config.device
+        return messages.read_tree(content, "down", device, down), messages.read_tree(content, "global", device, more)
 
     def answer(self, order: Order, down: Tree, more: Tree) -> Answer:
         """Evaluate, train, keep; `more` is what the global model has beyond the broadcast."""
@@ -272,6 +282,14 @@ def _federation(toml: str, place: Place, task: Task | None) -> Federation:
         if data.is_image:  # features are scaled by the site's own statistics, channels by the average of all sites'
             data = replace(data, scale=task.scale, mean=task.mean, std=task.std, fitted=False)
     return build_federation(config, data)
+
+
+@lru_cache(maxsize=2)
+def _forms(toml: str, place: Place, task: Task | None) -> tuple[clients.Form, clients.Form]:
+    """Of what the server sends, and of the global model. Found once in a process."""
+    method, net = (fed := _federation(toml, place, task)).method, fed.net
+    initial = initial_state(_config(toml, place.device), method, net)
+    return clients.form_of(method.broadcast(initial)), clients.form_of(method.global_model(initial) or {})
 
 
 def _alone(data: Dataset, site: str) -> Dataset:

@@ -1,0 +1,69 @@
+"""Trees as they travel: one array a name, in numpy's own format, read without trust.
+
+The header of an array says its type and shape. Both are compared with the expected form, and the bytes that are there
+with the bytes that the form needs, before a number is read: a small message cannot ask for a large array.
+"""
+
+from __future__ import annotations
+
+import math
+from io import BytesIO
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord
+from numpy.lib import format as npy
+
+from fednh.core import checks
+from fednh.core.client import Form
+from fednh.core.tree import Tree, arranged
+from fednh.flower.bounds import quoted
+
+TYPES = {
+    torch.from_numpy(np.empty(0, kind)).dtype: np.dtype(kind)
+    for kind in ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "?")
+}
+HEADER = 1 << 10  # bytes; numpy writes 128 for what travels here
+
+
+def to_arrays(tree: Tree) -> ArrayRecord:
+    """A tree as it travels."""
+    plain = {name: value.detach().cpu().contiguous().numpy() for name, value in tree.items()}
+    return ArrayRecord({name: Array.from_numpy_ndarray(value) for name, value in plain.items()})
+
+
+def to_tree(record: ArrayRecord, device: str = "cpu", form: Form | None = None) -> Tree:
+    """A tree from a message, copied and arranged: the bits of a result must not depend on where numbers came from.
+
+    With a `form`, whatever is not of that form is refused before anything is allocated.
+    """
+    try:
+        heads = {name: _head(array) for name, array in record.items()}
+    except Exception as error:  # of numpy's parsers, given somebody else's bytes
+        raise ValueError(f"its arrays cannot be read: {quoted(str(error))}") from error
+    found: Form = {name: (shape, dtype) for name, (shape, dtype, _) in heads.items()}
+    if form is not None and (problem := checks.form_problem(found, form)):
+        raise ValueError(problem)
+    return arranged({name: _tensor(record[name], *head).to(device) for name, head in heads.items()})
+
+
+def _head(array: Array) -> tuple[tuple[int, ...], torch.dtype, int]:
+    """Shape, type and where the numbers begin; exactly as many bytes follow as that needs."""
+    if array.stype != "numpy.ndarray":
+        raise ValueError(f"{quoted(array.stype)} is not a kind of array that travels here")
+    file = BytesIO(array.data[:HEADER])
+    if npy.read_magic(file) != (1, 0):
+        raise ValueError("its version of numpy's format is not 1.0")
+    shape, columns, dtype = npy.read_array_header_1_0(file, max_header_size=HEADER)
+    known = [mine for mine, theirs in TYPES.items() if theirs == dtype]
+    if not known or columns or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"{quoted(str(dtype))} of shape {quoted(shape)} is not an array that travels here")
+    needed, there = math.prod(shape) * dtype.itemsize, len(array.data) - file.tell()
+    if needed != there:
+        raise ValueError(f"its header declares {needed} bytes, and {there} follow")
+    return shape, known[0], file.tell()
+
+
+def _tensor(array: Array, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> torch.Tensor:
+    values = np.frombuffer(array.data, TYPES[dtype], math.prod(shape), start)
+    return torch.from_numpy(values.reshape(shape).copy())

@@ -1,0 +1,88 @@
+"""How large, deep and strange a message from somebody else may be: told before anything is allocated for it."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NamedTuple, NoReturn
+
+from fednh.core.client import Form
+from fednh.words import one_line
+
+WORDS = 1 << 20  # bytes of all that a message holds beside its arrays
+TEXT = 4 << 20  # characters of one text: a greeting may name many classes and columns
+ARRAY = 1 << 12  # bytes of what describes one array
+CHUNK = 1 << 20  # bytes; Flower cuts arrays into chunks of 5 MB
+SAMPLE = 1 << 28  # numbers in one sample
+NAMES = 1 << 16  # classes, features or names of any kind
+NUMBER = 10**9  # of clients and rounds
+
+
+class Limit(NamedTuple):
+    """The largest size of one message."""
+
+    bytes: int
+    parts: int  # objects in Flower's store: records, arrays and their chunks
+
+    @classmethod
+    def of(cls, form: Form | None) -> Limit:
+        """Of an answer that carries an upload of this form, or none."""
+        sizes = [math.prod(shape) * dtype.itemsize + ARRAY for shape, dtype in (form or {}).values()]
+        return cls(WORDS + sum(sizes), 16 + sum(2 + size // CHUNK for size in sizes))
+
+
+GREETING = Limit(TEXT + WORDS, 8)
+
+
+def read_json(text: str) -> Any:
+    """What a JSON text holds; every fault of it, its length and depth too, is a ValueError."""
+    if len(text) > TEXT:
+        raise ValueError(f"a text of {len(text)} characters is too long")
+    try:
+        return json.loads(text, parse_constant=_refused)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _refused(word: str) -> NoReturn:
+    raise ValueError(f"it holds {word}")
+
+
+def numbers(values: Any, least: int, most: int) -> tuple[int, ...]:
+    """Whole numbers from `least` to `most`."""
+    found = _list(values)
+    if not all(type(value) is int and least <= value <= most for value in found):
+        raise ValueError(f"{quoted(values)} should be whole numbers from {least} to {most}")
+    return tuple(found)
+
+
+def floats(values: Any) -> tuple[float, ...]:
+    """Finite numbers."""
+    found = _list(values)
+    if not all(type(value) in (int, float) and abs(value) < 1e30 for value in found):
+        raise ValueError(f"{quoted(values)} should be numbers")
+    return tuple(float(value) for value in found)
+
+
+def texts(values: Any, longest: int = 1000) -> tuple[str, ...]:
+    found = _list(values)
+    if not all(isinstance(value, str) and len(value) <= longest for value in found):
+        raise ValueError(f"{quoted(values)} should be texts of up to {longest} characters")
+    return tuple(found)
+
+
+def flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{quoted(value)} should be true or false")
+    return value
+
+
+def _list(values: Any) -> list[Any]:
+    if not isinstance(values, list) or len(values) > NAMES:
+        raise ValueError(f"{quoted(values)} should be a list of up to {NAMES}")
+    return values
+
+
+def quoted(value: Any) -> str:
+    """Somebody else's value as it may stand in a sentence: short, on one line, without control characters."""
+    return one_line(repr(value if not isinstance(value, list | dict) else list(value)[:8])[:200], 80)
