@@ -27,6 +27,7 @@ from pydantic import (
 )
 from pydantic.errors import PydanticSchemaGenerationError
 
+from fednh.core.fit import Sgd
 from fednh.errors import Ignored, UserError, did_you_mean
 from fednh.methods import METHODS, Method
 from fednh.methods.registry import find_method, hyper_parameters
@@ -113,6 +114,11 @@ class TrainConfig(Section):
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(1e-5, ge=0)
     clip: float = Field(10.0, ge=0)  # largest gradient norm; 0: no clipping
+
+    def sgd(self, round_: int) -> Sgd:
+        """The optimiser's settings in a round, counted from 1."""
+        lr = self.lr * self.lr_decay ** (round_ - 1)
+        return Sgd(lr, self.momentum, self.weight_decay, self.clip, self.batch_size, self.epochs)
 
 
 class EvalConfig(Section):

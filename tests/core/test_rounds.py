@@ -18,7 +18,7 @@ from fednh.core import checks, rounds
 from fednh.core.federation import Federation, build_federation
 from fednh.core.fit import Fit
 from fednh.core.rounds import Simulation, dropped_clients, picked_clients
-from fednh.core.tree import Tree
+from fednh.core.tree import Tree, select
 from fednh.data.batches import ClientData
 from fednh.errors import RunError
 from fednh.executors.pool import in_order
@@ -219,6 +219,31 @@ def test_a_non_finite_upload_is_refused(tmp_path: Path) -> None:
     assert f"round 2: the upload of client {victim} is not finite and was refused" in told.notes
     assert victim not in simulation.store.members
     assert all(torch.isfinite(v).all() for v in simulation.server.values())
+
+
+@dataclass(frozen=True)
+class Poisoned(FedAvg):
+    """FedAvg with a client, known by its number of samples, whose personal state is infinite; its upload is not."""
+
+    victim: int = -1
+
+    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        model, upload = super().client_update(net, select(own, "body", "head"), data, fit)
+        state = torch.where(data.counts.sum() == self.victim, torch.inf, 0.0)
+        return {**model, "memory": state}, upload
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_a_non_finite_personal_state_is_refused_as_an_upload_is(engine: str, tmp_path: Path) -> None:
+    config, federation, victim = broken("nan", engine=engine)
+    federation = replace(federation, method=Poisoned(victim=len(federation.parts[victim])))
+    simulation, summary, told = run_config(tmp_path / "r", config, federation)
+    picked = [r["round"] for r in told.records if victim in picked_clients(config, r["round"])]
+    assert [r["round"] for r in told.records if r["refused"] == [victim]] == picked
+    assert summary["refused"] == len(picked) > 0
+    assert f"round 2: the personal state of client {victim} is not finite and was refused" in told.notes
+    assert victim not in simulation.store.members
+    assert not any(victim in r["clients"] for r in told.records)
 
 
 def test_a_failing_client_stops_the_run_by_name(tmp_path: Path) -> None:

@@ -99,6 +99,19 @@ def test_a_wrong_answer_is_refused_and_told(wrong: Callable[[Message], None], tm
     assert (tmp_path / "models" / "global.safetensors").exists()
 
 
+def test_a_state_that_is_not_finite_is_not_kept_and_the_server_refuses_the_upload(tmp_path: Path) -> None:
+    """One step of Local with an absurd weight decay: the loss is computed before it, and nothing is uploaded."""
+    one_step = {"train.batch_size": 2000, "train.weight_decay": 1e38, "train.lr": 1e3, "train.clip": 0.0, "rounds": 2}
+    config = small("local", **{"partition.clients": 3, "participation.rate": 1.0, "eval.every": 0, **one_step})
+    _, watcher = federate(config, tmp_path, simulated=False)
+    rounds = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["clients"], r["refused"]) for r in rounds] == [([], [0, 1, 2])] * 2
+    assert any(
+        "client 2" in note and "the personal state that it would keep is not finite" in note for note in watcher.notes
+    )
+    assert list(tmp_path.rglob("state.round-*")) == []
+
+
 def test_who_does_not_answer_is_left_out_and_late_answers_are_refused(tmp_path: Path) -> None:
     config = small("fedavg", **{"partition.clients": 3, "participation.rate": 1.0})
     held: list[Message] = []

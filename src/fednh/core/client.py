@@ -5,6 +5,7 @@ Every engine calls these same functions, so it cannot matter to a method where a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from fednh.core.diagnostics import GradientNorm
 from fednh.core.fit import LocalFit, Sgd
 from fednh.core.losses import Loss
-from fednh.core.tree import Tree
+from fednh.core.tree import Tree, finite
 from fednh.data.batches import ClientData, blank_samples
 from fednh.methods.base import Method
 from fednh.models.local_norm import LocalNorm, without_norm
@@ -29,6 +30,16 @@ class Update:
     samples: int  # training samples processed
     loss_sum: float  # their summed loss
     gradient_norm: float | None = None  # squared, of the body at the received model, where it was asked for
+
+    @property
+    def not_finite(self) -> str | None:
+        """What of it is not finite, in words, or None. Every executor refuses such an update as a whole.
+
+        A state that is not finite would spoil all of the client's later rounds.
+        """
+        if not (math.isfinite(self.loss_sum) and finite(self.upload)):
+            return "the upload"
+        return None if finite(self.keep) else "the personal state"
 
 
 def update(

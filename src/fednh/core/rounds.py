@@ -22,9 +22,8 @@ from fednh.core import aggregate, checks, evaluate, memory, novelty
 from fednh.core import client as clients
 from fednh.core.evaluate import Personal
 from fednh.core.federation import Federation
-from fednh.core.fit import Sgd
 from fednh.core.seeding import numpy_rng, torch_rng
-from fednh.core.tree import Tree, Uploads, arranged, finite, size
+from fednh.core.tree import Tree, Uploads, arranged, size
 from fednh.data.batches import ClientData, Samples, subset
 from fednh.errors import RunError, UserError
 from fednh.executors import pool
@@ -53,7 +52,7 @@ class Round:
     bytes_down: int
     dropped: list[int]
     clients: list[int] = field(default_factory=list)  # whose uploads were used
-    refused: list[int] = field(default_factory=list)  # whose uploads were not finite
+    refused: list[int] = field(default_factory=list)  # whose uploads or personal states were not finite
     failed: list[int] = field(default_factory=list)  # whose training raised an error, with on_error = "skip"
     bytes_up: int = 0
     processed: int = 0  # training samples of all that reported
@@ -256,10 +255,9 @@ class Simulation:
 
     def _uploads(self, order: list[int], down: Tree, happened: Round) -> Iterator[Tree]:
         """The round's uploads, one by one as they are ready; what a client keeps goes to the store."""
-        started, round_, look = time.perf_counter(), happened.round, self.config.diagnostics.gradient_norm
-        work = pool.Work(
-            self.fed, down, self._sgd(round_), self.config.seed, round_, self.store.get, self.stop.is_set, look
-        )
+        started, round_, config = time.perf_counter(), happened.round, self.config
+        look, sgd = config.diagnostics.gradient_norm, config.train.sgd(round_)
+        work = pool.Work(self.fed, down, sgd, config.seed, round_, self.store.get, self.stop.is_set, look)
         for client, update in pool.updates(self.engine, self.pool, work, order, ahead=2 * self.workers):
             if update is None:
                 raise Interrupted
@@ -267,9 +265,9 @@ class Simulation:
                 self._failed(client, update, happened)
                 continue
             happened.processed += update.samples
-            if not (math.isfinite(update.loss_sum) and finite(update.upload)):
+            if what := update.not_finite:
                 happened.refused.append(client)
-                self.watcher.note(f"round {round_}: the upload of client {client} is not finite and was refused")
+                self.watcher.note(f"round {round_}: {what} of client {client} is not finite and was refused")
                 continue
             if problem := checks.upload_problem(update.upload, self.upload_form):
                 name = type(self.method).__name__
@@ -302,10 +300,6 @@ class Simulation:
                 f"round {happened.round}: {len(happened.refused)} of {reported} uploads were not finite, so training "
                 f"diverges; lower train.lr (now {self.config.train.lr:g}) or look for extreme values in the data"
             )
-
-    def _sgd(self, round_: int) -> Sgd:
-        t = self.config.train
-        return Sgd(t.lr * t.lr_decay ** (round_ - 1), t.momentum, t.weight_decay, t.clip, t.batch_size, t.epochs)
 
     def _data(self, client: int, round_: int, purpose: str) -> ClientData:
         return ClientData(self.fed.train, self.fed.parts[client], self.config.seed, round_, client, purpose)
@@ -347,7 +341,7 @@ class Simulation:
         """The personal models' figures; on request, the models are saved too."""
         down, sgd, total = (
             self.method.broadcast(self.server),
-            self._sgd(round_),
+            self.config.train.sgd(round_),
             evaluate.total_per_class(self.fed.test),
         )
         shared = self.method.global_model(self.server) if self.fed.measures_held_out else None

@@ -180,13 +180,12 @@ def update_block(
         return keep, upload, fit.loss_sum
 
     keep, upload, loss = _mapped(one, block, kept, received)
-    finite = _finite(upload, len(block))
     return [
         Update(
             {name: value[k].clone() for name, value in keep.items()},  # its own memory: the block's is given back
             {name: value[k] for name, value in upload.items()},
             int(block.sizes[k]) * epochs[0],
-            float(loss[k]) if finite[k] else float("nan"),
+            float(loss[k]),
         )
         for k in range(len(block))
     ]
@@ -198,11 +197,3 @@ def _mapped(one: Callable[..., Any], block: Block, kept: Sequence[Tree], receive
     return vmap(one, in_dims=(0, 0 if kept[0] else None, None), randomness="same")(
         rows, stack(kept) if kept[0] else {}, received
     )
-
-
-def _finite(tree: Tree, clients: int) -> list[bool]:
-    """Which clients' numbers are all finite."""
-    good = torch.ones(clients, dtype=torch.bool)
-    for value in tree.values():
-        good &= torch.isfinite(value.reshape(clients, -1)).all(1).cpu()
-    return good.tolist()

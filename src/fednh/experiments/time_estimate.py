@@ -21,7 +21,6 @@ import torch
 from fednh.config import Config
 from fednh.core import client, evaluate
 from fednh.core.federation import Federation, build_federation, load_data
-from fednh.core.fit import Sgd
 from fednh.core.rounds import picked_clients
 from fednh.core.seeding import torch_rng
 from fednh.core.tree import arranged
@@ -68,8 +67,7 @@ def measure(config: Config, fed: Federation) -> Pace:
     server = {name: value.to(config.device) for name, value in server.items()}
     down, kept = method.broadcast(server), method.enroll(server)
     part = sorted(fed.parts, key=len)[len(fed.parts) // 2]
-    t = config.train
-    sgd = Sgd(t.lr, t.momentum, t.weight_decay, t.clip, t.batch_size, t.epochs)
+    sgd = config.train.sgd(1)
 
     def train(count: int) -> client.Update:
         return client.update(method, net, kept, down, ClientData(fed.train, part[:count], config.seed), sgd)

@@ -345,8 +345,10 @@ class Server:
     def _check_upload(self, answer: Answer) -> None:
         if answer.upload is None:
             raise ValueError("it has no upload")
-        if not (math.isfinite(answer.loss_sum) and finite(answer.upload)):
+        if not finite(answer.upload):
             raise ValueError("the upload is not finite")
+        if not math.isfinite(answer.loss_sum):
+            raise ValueError("its loss or the personal state that it would keep is not finite")
 
     def _failed(self, told: str) -> None:
         if self.manner.simulated and self.config.on_error == "stop":

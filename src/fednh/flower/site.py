@@ -10,6 +10,7 @@ server that starts again from a checkpoint, or an answer that came too late leav
 from __future__ import annotations
 
 import logging
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -27,9 +28,8 @@ from fednh.config import Config, validate
 from fednh.core import checks, evaluate, novelty
 from fednh.core import client as clients
 from fednh.core.federation import Federation, build_federation, load_data
-from fednh.core.fit import Sgd
 from fednh.core.seeding import torch_rng
-from fednh.core.tree import Tree, arranged, finite
+from fednh.core.tree import Tree, arranged
 from fednh.data.batches import ClientData, Samples, samples_of, subset
 from fednh.data.dataset import Dataset
 from fednh.errors import UserError
@@ -134,23 +134,26 @@ class Site:
         figures: dict[str, Number] = {}
         if order.evaluate:
             if order.final and order.last == 0:  # it came too late for any round
-                kept = self._update(order.client, order.evaluate, kept, down).keep
+                late = self._update(order.client, order.evaluate, kept, down)
+                kept = kept if late.not_finite else late.keep
             figures = self._figures(order, kept, down, more)
         if not order.round:
             return Answer(order.client, 0, figures=figures)
         update = self._update(order.client, order.round, kept, down)
-        if finite(update.upload) and finite(update.keep):
+        loss = update.loss_sum
+        if what := update.not_finite:
+            log.warning("round %d: %s is not finite: nothing is kept, and the server refuses it", order.round, what)
+            loss = math.nan  # the server sees the upload alone; by the loss it knows that all of it is void
+        else:
             write_tree(self._state(order.round), update.keep)
         self._forget(order.since)
-        return Answer(
-            order.client, order.round, update.upload, update.samples, update.loss_sum, update.gradient_norm, figures
-        )
+        return Answer(order.client, order.round, update.upload, update.samples, loss, update.gradient_norm, figures)
 
     def _update(self, client: int, round_: int, kept: Tree, down: Tree) -> clients.Update:
         data = self._data(client, round_, "train")
         checks.check_share(data.share, client)
         look = self.config.diagnostics.gradient_norm
-        return clients.update(self.fed.method, self.fed.net, kept, down, data, sgd(self.config, round_), look)
+        return clients.update(self.fed.method, self.fed.net, kept, down, data, self.config.train.sgd(round_), look)
 
     def _data(self, client: int, round_: int, purpose: str) -> ClientData:
         return ClientData(self.fed.train, self.index, self.config.seed, round_, client, purpose)
@@ -161,7 +164,7 @@ class Site:
         """What the personal and the global model achieve here: aggregate numbers."""
         fed, round_ = self.fed, order.evaluate
         data = self._data(order.client, round_, "personal")
-        model = clients.personal_model(fed.method, fed.net, kept, down, data, sgd(self.config, round_))
+        model = clients.personal_model(fed.method, fed.net, kept, down, data, self.config.train.sgd(round_))
         self._save(model, order)
         found: dict[str, Number] = {"samples": len(data)}
         if len(test := self._test()):
@@ -238,12 +241,6 @@ class Site:
         for round_, path in self._states().items():
             if round_ < since:
                 path.unlink(missing_ok=True)
-
-
-def sgd(config: Config, round_: int) -> Sgd:
-    """The optimiser's settings in a round."""
-    t = config.train
-    return Sgd(t.lr * t.lr_decay ** (round_ - 1), t.momentum, t.weight_decay, t.clip, t.batch_size, t.epochs)
 
 
 def initial_state(config: Config, method: Method, net: Net) -> Tree:
