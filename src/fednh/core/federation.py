@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from fednh.config import Config, PartitionConfig
 from fednh.core.machine import check_machine
 from fednh.core.seeding import numpy_rng
 from fednh.data import partition, scaling
+from fednh.data.agreement import not_agreed
 from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
 from fednh.data.sources import default_folder, load
 from fednh.data.sources.options import Options
-from fednh.errors import UserError
+from fednh.errors import Notice, UserError
 from fednh.methods import Method
 from fednh.models import Net, build_net
 from fednh.storage.model_file import card_of
@@ -99,8 +101,10 @@ def build_federation(config: Config, dataset: Dataset | None = None) -> Federati
     Who builds several federations of the same data may load them once and pass them.
     """
     check_machine(config.device, config.precision)
-    data = dataset or load_data(config)
     natural = config.partition.name == "site"
+    data = dataset or load_data(config)
+    if natural and dataset is None:
+        _tell_what_is_not_agreed(data, config)
     parts, held_out = divide(data, config)
     raw_scale = data.scale
     data, scalings = scaling.fit(data, parts, held_out, natural)
@@ -116,6 +120,12 @@ def build_federation(config: Config, dataset: Dataset | None = None) -> Federati
         raw_scale=raw_scale,
         sites=data.sites if natural else (),
     )
+
+
+def _tell_what_is_not_agreed(data: Dataset, config: Config) -> None:
+    """In a simulation all rows are in one place; sites of their own would refuse to tell what is not agreed."""
+    if ":" in config.data.name and (words := not_agreed(data, config.data.classes, config.data.columns)):
+        warnings.warn(f"sites of a real federation would refuse to take part with {data.name}: {words}", Notice, 3)
 
 
 def divide(data: Dataset, config: Config) -> tuple[list[partition.Indices], list[partition.Indices]]:

@@ -1,0 +1,77 @@
+"""What sites may tell each other about their data: names and values that the federation's config has, and no others.
+
+A site's greeting says how its samples are made, and that holds class names and the values of text columns. Whatever of
+these the config does not list would be read from the site's own data, and might name a person.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fednh.data.dataset import Dataset
+from fednh.data.sources.tables import MANY_VALUES
+
+AT = "of the federation's config"
+
+
+def not_agreed(
+    data: Dataset, classes: Sequence[str] | None, columns: Mapping[str, str | Sequence[str]] | None
+) -> str | None:
+    """What a site would have to tell that is not in `data.classes` and `data.columns`, and what to set; or None.
+
+    The sentence says how many there are and quotes none of them.
+    """
+    found = [*_classes(data, classes), *_columns(data, columns or {})]
+    return "; ".join(found) or None
+
+
+def _classes(data: Dataset, agreed: Sequence[str] | None) -> list[str]:
+    held = len(np.unique(data.y_train))
+    if _names_rows(held, len(data.y_train)):
+        return [f"the label has {held} different values in {len(data.y_train)} rows, so it names rows; choose another"]
+    numbers = tuple(str(k) for k in range(data.num_classes))
+    if data.classes in (tuple(agreed or ()), numbers):  # numbers from 0 are no names: they say how many there are
+        return []
+    return [f"the names of its {data.num_classes} classes are not agreed: list all classes in data.classes {AT}"]
+
+
+def _columns(data: Dataset, agreed: Mapping[str, str | Sequence[str]]) -> list[str]:
+    text, rows, at = 0, 0, 0
+    for column in data.preprocessing.get("columns", []):
+        width = 1
+        if column["kind"] == "category":
+            width = len(column["values"]) + 1
+            held = int((data.x_train[:, at : at + width - 1] > 0).any(axis=0).sum())
+            rows += _names_rows(held, len(data.x_train))
+            text += list(agreed.get(column["name"], ())) != list(column["values"])
+        at += width
+    found = []
+    if rows:
+        found.append(
+            f"{rows} of its text columns name rows rather than describing them: leave them out of data.columns"
+        )
+    elif text:
+        found.append(
+            f"the values of {text} of its text columns are not agreed: list the columns to use, with their values, in "
+            f"data.columns {AT}, and leave out names and notes"
+        )
+    if not agreed and any(_is_number(column["name"]) for column in data.preprocessing.get("columns", [])):
+        found.append(
+            f"a name of its columns is a number, so its first line may be data: add a line of names, or list the columns "
+            f"in data.columns {AT}"
+        )
+    return found
+
+
+def _names_rows(different: int, rows: int) -> bool:
+    return different > MANY_VALUES and 2 * different > rows
+
+
+def _is_number(name: str) -> bool:
+    try:
+        float(name)
+    except ValueError:
+        return False
+    return True
