@@ -160,6 +160,7 @@ class FederationConfig(Section):
 
     name: str = Field("fednh", min_length=1)  # sites keep their personal state by it
     folder: str | None = None  # the server's run folder
+    key: str | None = None  # the file with which it signs orders; None: certs/orders.key beside the run folder
     min_clients: int = Field(2, ge=1, le=MANY)  # so many sites must be there before the first round
     timeout: float = Field(600.0, gt=0)  # seconds in which a site must answer
     test: str | None = None  # a data source whose test part is a balanced test set at the server

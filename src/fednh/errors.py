@@ -10,6 +10,10 @@ class UserError(Exception):
     """What was wrong, where, and what to do about it. The command line prints it and exits with 2."""
 
 
+class Refused(UserError):
+    """A site does not do what it was asked. The words hold nothing of its data, so they may be sent to who asked."""
+
+
 class Ignored(UserWarning):
     """A setting that has no effect here; told, not refused."""
 

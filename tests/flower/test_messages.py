@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from test_parity import small
-from wire import Wire, federate, serve
+from wire import Wire, deployed, federate, serve, server_identity
 
 from fednh.config import METHODS, load
 from fednh.core.client import declared_upload
 from fednh.core.federation import build_federation
-from fednh.flower.client_app import client_app
-from fednh.flower.messages import to_arrays, to_tree
+from fednh.flower.messages import FORMAT, to_arrays, to_tree
 from fednh.flower.site import initial_state
 
 FACTS = {"client", "round", "samples", "loss_sum"}
@@ -43,7 +42,7 @@ def test_exactly_the_declared_upload_leaves_a_site(method: str, tmp_path: Path) 
         assert set(content) == {"said", "facts"} | ({"upload"} if kind == "train" else set()) | (
             set() if first else {"figures"}
         )
-        assert dict(content["said"]) == {"format": 1}
+        assert dict(content["said"]) == {"format": FORMAT}
         assert set(content["facts"]) == (FACTS if kind == "train" else {"client", "round"})
         if kind == "train":
             upload = to_tree(content["upload"])
@@ -75,11 +74,11 @@ def own_sites(folder: Path, settings: dict[str, object], names: tuple[str, ...] 
         np.savez(
             folder / f"{name}.npz", x_train=x, y_train=y, x_test=x[:20], y_test=y[:20], classes=np.array(data.classes)
         )
-        nodes[7 + k] = {"data": str(folder / f"{name}.npz"), "site": name, "state": str(folder / "sites")}
+        nodes[7 + k] = {"data": str(folder / f"{name}.npz"), "site": name}
     defaults = {"rounds": 2, "model.name": "mlp", "participation.rate": 1.0, "eval.every": 1, "federation.name": "own"}
     config = load(None, {"data.name": "digits", **defaults, "federation.test": "digits", **settings})
-    wire = Wire(nodes, client_app())
-    serve(config, wire, folder / "run")
+    wire = deployed(folder, nodes)
+    serve(config, wire, folder / "run", identity=server_identity(folder, "own"))
     return wire
 
 

@@ -11,11 +11,11 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from test_messages import own_sites
 from test_parity import compare, small
-from wire import Wire, federate, serve, simulate
+from wire import RUN, Wire, deployed, federate, serve, server_identity, simulate
 
 from conftest import identical
 from fednh.flower.client_app import client_app
-from fednh.flower.messages import to_arrays, to_tree
+from fednh.flower.messages import FORMAT, to_arrays, to_tree
 from fednh.storage.files import read_tree
 
 
@@ -57,7 +57,7 @@ def nothing(reply: Message) -> None:
 
 
 def sorry(reply: Message) -> None:
-    reply.content = RecordDict({"said": ConfigRecord({"format": 1, "problem": "the disk\nis full"})})
+    reply.content = RecordDict({"said": ConfigRecord({"format": FORMAT, "problem": "the disk\nis full"})})
 
 
 def crashed(reply: Message) -> None:
@@ -189,7 +189,7 @@ def test_an_order_that_comes_twice_gives_the_same_answer(tmp_path: Path) -> None
 def context_of(wire: Wire, node: int):  # type: ignore[no-untyped-def]
     from flwr.app import Context
 
-    return Context(0, node, wire.nodes[node], RecordDict(), {})
+    return Context(RUN, node, wire.nodes[node], RecordDict(), {})
 
 
 def test_sites_with_data_of_their_own(tmp_path: Path) -> None:
@@ -200,30 +200,33 @@ def test_sites_with_data_of_their_own(tmp_path: Path) -> None:
     assert summary["gm"] is not None
     assert summary["pm_v"] is None
     assert summary["held_share"] == pytest.approx(sum(row["held_share"] for row in summary["clients"]) / 3)
-    models = sorted((tmp_path / "sites" / "own").glob("*/personal.safetensors"))
+    models = sorted((tmp_path / "state" / "own").glob("*/personal.safetensors"))
     assert [path.parent.name for path in models] == ["a", "b", "c"]
     heads = [read_tree(path)["head.weight"] for path in models]
     assert not torch.equal(heads[0], heads[1])
     assert json.loads((tmp_path / "run" / "partition.json").read_text())["counts"] == []
 
 
+AT_TIMES = ((1, 0, "early0"), (2, 1, "early1"), (9, 2, "late"))
+
+
 def test_a_site_that_joins_late(tmp_path: Path) -> None:
     """It gets the next number, takes part from then on, and has a personal model at the end."""
-    wire = Wire({}, client_app())
+    nodes = {k: {"partition-id": part, "num-partitions": 3, "site": site} for k, part, site in AT_TIMES}
+    wire = deployed(tmp_path, nodes)
+    late = wire.nodes.pop(9)
     config = small("fedper", rounds=3, **{"participation.rate": 1.0, "eval.every": 1, "partition.clients": 3})
 
     def later(node: int, request: Message, reply: Message) -> Message:
         if request.metadata.group_id == "2":
-            wire.nodes[9] = {"partition-id": 2, "num-partitions": 3, "state": str(tmp_path / "s"), "site": "late"}
+            wire.nodes[9] = late
         return reply
 
     wire.tamper = later
-    for k in range(2):
-        wire.nodes[k + 1] = {"partition-id": k, "num-partitions": 3, "state": str(tmp_path / "s"), "site": f"early{k}"}
-    serve(config, wire, tmp_path / "run", enough=2)
+    serve(config, wire, tmp_path / "run", enough=2, identity=server_identity(tmp_path))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert [(row["site"], row["rounds"]) for row in summary["sites"]] == [("early0", 3), ("early1", 3), ("late", 0)]
-    assert (tmp_path / "s" / "fednh" / "late" / "personal.safetensors").exists()
+    assert (tmp_path / "state" / "fednh" / "late" / "personal.safetensors").exists()
     assert [row["client"] for row in summary["clients"]] == [0, 1]
 
 
@@ -235,9 +238,10 @@ def test_data_that_does_not_fit_is_told(tmp_path: Path) -> None:
     for k, width in enumerate((4, 4, 5)):
         x, y = rng.normal(size=(30, width)).astype(np.float32), np.arange(30) % 3
         np.savez(tmp_path / f"{k}.npz", x_train=x, y_train=y, x_test=x, y_test=y)
-        nodes[k + 1] = {"data": str(tmp_path / f"{k}.npz"), "site": f"s{k}", "state": str(tmp_path / "sites")}
-    nodes[9] = {"data": str(tmp_path / "gone.npz"), "site": "gone", "state": str(tmp_path / "sites")}
+        nodes[k + 1] = {"data": str(tmp_path / f"{k}.npz"), "site": f"s{k}"}
+    nodes[9] = {"data": str(tmp_path / "gone.npz"), "site": "gone"}
     config = small("fedavg", rounds=1, **{"participation.rate": 1.0})
-    watcher = serve(config, Wire(nodes, client_app()), tmp_path / "run", enough=3)
+    identity = server_identity(tmp_path)
+    watcher = serve(config, deployed(tmp_path, nodes), tmp_path / "run", enough=3, identity=identity)
     assert any(note.startswith("site s2 cannot take part: its samples have shape (5,)") for note in watcher.notes)
-    assert any("gone.npz does not exist" in note for note in watcher.notes)
+    assert any("its data cannot be used" in note and "gone.npz" not in note for note in watcher.notes)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.serde import message_from_proto, message_to_proto
@@ -16,10 +18,14 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fednh.config import Config
 from fednh.core.rounds import Simulation
+from fednh.flower import signing
 from fednh.flower.client_app import client_app
+from fednh.flower.deploy import certificates as certs
+from fednh.flower.identity import Identity
 from fednh.flower.server import Manner, Server
 from fednh.storage.run_folder import RunFolder
 
+RUN = 1  # Flower's number of the run
 Tamper = Callable[[int, Message, Message], Message | None]  # (node, request, reply) -> what the server gets
 
 
@@ -30,7 +36,7 @@ class Wire(Grid):
         self.nodes, self.app, self.tamper = nodes, app, tamper
         self.seen: list[tuple[Message, Message | None]] = []  # every request with its reply, as they travelled
         self._replies: list[Message] = []
-        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1  # who sends, as Flower has it
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, RUN, 1  # who sends, as Flower has it
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self.nodes)
@@ -41,15 +47,18 @@ class Wire(Grid):
             message.metadata.__dict__["_message_id"] = str(uuid4())
             names.append(message.metadata.message_id)
             node = message.metadata.dst_node_id
-            context = Context(0, node, self.nodes[node], RecordDict(), {})
             request = travelled(message)
-            reply: Message | None = travelled(self.app(request, context))
+            reply: Message | None = travelled(self.deliver(node, request))
             if self.tamper is not None:
                 reply = self.tamper(node, request, reply)
             self.seen.append((request, reply))
             if reply is not None:
                 self._replies.append(reply)
         return names
+
+    def deliver(self, node: int, request: Message) -> Message:
+        """What a node answers to a message, wherever that comes from."""
+        return self.app(request, Context(RUN, node, self.nodes[node], RecordDict(), {}))
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         wanted = set(message_ids)
@@ -97,12 +106,45 @@ def federate(config: Config, out: Path, tamper: Tamper | None = None, simulated:
     return wire, serve(config, wire, out, simulated)
 
 
-def serve(config: Config, wire: Wire, out: Path, simulated: bool = False, enough: int | None = None) -> Quiet:
+def serve(
+    config: Config,
+    wire: Wire,
+    out: Path,
+    simulated: bool = False,
+    enough: int | None = None,
+    identity: Identity | None = None,
+) -> Quiet:
     watcher = Quiet()
     with RunFolder(out) as folder:
         manner = Manner(0.2, enough or len(wire.nodes), simulated, pause=0.001)
-        Server(config, wire, folder, watcher, manner).run()
+        Server(config, wire, folder, watcher, manner, identity=identity).run()
     return watcher
+
+
+def deployed(folder: Path, nodes: dict[int, dict[str, Any]], tamper: Tamper | None = None) -> Wire:
+    """Real sites, which obey signed orders only; the key of a site lies in sites/NAME of `folder`, as after `certs`."""
+    for place in nodes.values():
+        own = folder / "sites" / place["site"]
+        if not (own / "key").exists():
+            write_site_key(own)
+            certs.make_orders(folder, [place["site"]])
+        place |= {"orders": str(own / "orders.pub"), "key": str(own / "key"), "state": str(folder / "state")}
+    return Wire(nodes, client_app(), tamper)
+
+
+def write_site_key(folder: Path) -> None:
+    key = ec.generate_private_key(ec.SECP384R1())
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "key").write_bytes(key.private_bytes(*form))
+    (folder / "key.pub").write_text(signing.public_text(key.public_key()) + " comment\n")
+
+
+def server_identity(folder: Path, name: str = "fednh", run: int = RUN) -> Identity:
+    """The server's side of `deployed`."""
+    certs.make_orders(folder, [])
+    signer = signing.OrderSigner(signing.read_orders_private(certs.Keys(folder).orders_key))
+    return Identity(signer, name, run, folder / "sites")
 
 
 def simulate(config: Config, out: Path) -> Quiet:

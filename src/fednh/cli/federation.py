@@ -48,6 +48,10 @@ def init(
     given = {key: value for key, value in given.items() if value is not None}
     given |= {key: parse_value(value) for key, value in settings_given(settings or []).items()}
     made = scaffold.write(folder, sites, data or [], given)
+    if not _lacking():
+        from fednh.flower.deploy import certificates as keys
+
+        keys.make_orders(folder.absolute(), [site.name for site in made])
     typer.echo(f"{folder}: a federation of {len(made)} sites, {made[0].name} to {made[-1].name}")
     typer.echo(f"try it on this machine: fednh federation up {folder} --local")
     typer.echo(f"on several machines: see {folder / 'README.md'}")
@@ -108,8 +112,7 @@ def up(
         console.print(f"{run} is finished already", highlight=False, soft_wrap=True)
     else:
         with _only_one(folder), stop_on_signal("fednh: stopping the federation", insist=False) as stop:
-            if not insecure:
-                keys.make(folder, [site.name for site in sites])
+            keys.make(folder, [site.name for site in sites])
             name = f"{config.method['name']} at {len(sites)} sites"
             with watcher(console, config.rounds, name, quiet) as screen:
                 screen.note(f"starting the server and {len(sites)} sites; logs: {folder / 'logs'}")
@@ -186,8 +189,11 @@ def _only_one(folder: Path) -> Iterator[None]:
 
 def _need_extra() -> None:
     """Federations need packages that a simulation can do without."""
+    if missing := _lacking():
+        raise UserError(f"federations need {missing[0]}: pip install 'fednh[flower]'")
+
+
+def _lacking() -> list[str]:
     from importlib.util import find_spec
 
-    missing = [name for name in ("flwr", "cryptography") if find_spec(name) is None]
-    if missing:
-        raise UserError(f"federations need {missing[0]}: pip install 'fednh[flower]'")
+    return [name for name in ("flwr", "cryptography") if find_spec(name) is None]

@@ -1,13 +1,16 @@
-"""The ClientApp: a site that Flower calls; start it with `flower-supernode --node-config "data=... site=... state=..."`
+"""The ClientApp: a site that Flower calls; start it with `flower-supernode --node-config site.toml`.
 
-A site that cannot do what it is asked says why in a sentence; what is not foreseen is told by its kind alone, because
-the words of an error may quote data, and in full in the site's own log.
+An order is obeyed only if the federation's server has signed it for this site (signing.py) and the site's own rules
+allow it (policy.py). Otherwise it is refused and logged before anything of it is read. A site that cannot do what it is
+asked says so; the words of an error may quote data, so they are for the site's own log, and only those of a refusal,
+which quote the request alone, are sent.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,56 +18,97 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fednh.core.rounds import one_thread
-from fednh.errors import RunError, UserError
-from fednh.flower import messages
+from fednh.errors import Refused, RunError, UserError
+from fednh.flower import messages, signing
 from fednh.flower.site import Place, Site, read_place
-from fednh.words import one_line
 
 log = logging.getLogger("flwr")
 
 
+@dataclass(frozen=True)
+class Duty:
+    """One message to work on."""
+
+    place: Place
+    content: RecordDict
+    book: signing.OrderBook | None  # None in a simulation
+
+
+Work = Callable[[Duty], RecordDict]
+
+
 def client_app(home: Path | None = None, models: Path | None = None) -> ClientApp:
-    """A ClientApp; a simulation says here where its sites keep their things."""
+    """A ClientApp; a simulation says here where its sites keep their things, and its orders need no signature."""
     app = ClientApp()
-    place = partial(_place, home=home, models=models)
-    app.query()(partial(_handle, _hello, place))
-    app.train()(partial(_handle, _answer, place))
-    app.evaluate()(partial(_handle, _answer, place))
+    handle = partial(_simulated, home, models) if home is not None else _deployed
+    app.query()(partial(handle, _hello))
+    app.query(messages.NOTICE.partition(".")[2])(partial(handle, _notice))
+    app.train()(partial(handle, _answer))
+    app.evaluate()(partial(handle, _answer))
     return app
 
 
-def _place(context: Context, home: Path | None, models: Path | None) -> Place:
-    return read_place(context.node_config, home, models)
+def _hello(duty: Duty) -> RecordDict:
+    return Site(duty.place, *messages.read_config(duty.content)).hello().write()
 
 
-def _hello(place: Place, content: RecordDict) -> RecordDict:
-    return Site(place, *messages.read_config(content)).hello().write()
+def _notice(duty: Duty) -> RecordDict:
+    log.warning("the server says: %s", messages.read_notice(duty.content))
+    return messages.noted()
 
 
-def _answer(place: Place, content: RecordDict) -> RecordDict:
-    site = Site(place, *messages.read_config(content))
-    return site.answer(messages.Order.read(content), *site.read(content)).write()
+def _answer(duty: Duty) -> RecordDict:
+    order = messages.Order.read(duty.content)
+    site = Site(duty.place, *messages.read_config(duty.content))
+    down, more = site.read(duty.content)
+    if order.round and duty.book is not None and duty.place.policy is not None:
+        duty.book.count_round(duty.place.policy.rounds)
+    return site.answer(order, down, more).write()
 
 
-def _handle(
-    work: Callable[[Place, RecordDict], RecordDict],
-    place_of: Callable[[Context], Place],
-    message: Message,
-    context: Context,
-) -> Message:
-    place = None
+def _simulated(home: Path, models: Path | None, work: Work, message: Message, context: Context) -> Message:
+    """In a simulation the user is server and sites at once: nothing is signed, and errors are told in full."""
     try:
-        place = place_of(context)
         with one_thread():
-            content = work(place, message.content)
+            content = work(Duty(read_place(context.node_config, home, models), message.content, None))
     except (UserError, RunError) as error:
-        log.error("%s", one_line(str(error)))
         content = messages.sorry(str(error))
     except Exception as error:
         log.exception("this site could not do what it was asked")
-        words = f": {error}" if place is not None and place.divided else ""
-        content = messages.sorry(f"{type(error).__name__}{words}")
+        content = messages.sorry(f"{type(error).__name__}: {error}")
     return Message(content, reply_to=message)
+
+
+def _deployed(work: Work, message: Message, context: Context) -> Message:
+    """Check the order, do it, sign the reply."""
+    seal: Callable[[RecordDict], RecordDict] | None = None  # what answers a forged order is not signed
+    try:
+        place = read_place(context.node_config)
+        envelope, book = _accepted(place, message, context)
+        seal = partial(signing.sign_reply, key=signing.read_site_private(place.key), envelope=envelope)
+        with one_thread():
+            content = work(Duty(place, signing.unsealed(message.content), book))
+    except Refused as error:
+        data = message.metadata
+        log.error("refused: %s (message %r of node %d)", error, data.message_type[:50], data.src_node_id)
+        content = messages.sorry(f"refused: {error}")
+    except Exception as error:
+        log.error("this site could not do what it was asked", exc_info=error)
+        content = messages.sorry(f"{type(error).__name__}; the site's own log says more")
+    return Message(seal(content) if seal else content, reply_to=message)
+
+
+def _accepted(place: Place, message: Message, context: Context) -> tuple[signing.Envelope, signing.OrderBook]:
+    """The order's envelope, with this site's name, if the server signed it and it is new."""
+    data = message.metadata
+    if data.dst_node_id != context.node_id or data.run_id != context.run_id:
+        raise Refused("the message is for another node or run")
+    known = signing.Envelope("", context.run_id, data.message_type, data.group_id, context.node_id, place.site)
+    public = signing.read_orders_public(place.orders)
+    envelope = signing.check_order(message.content, public, known)
+    book = signing.OrderBook(place.home, place.site, public)
+    book.accept(envelope.counter)
+    return replace(envelope, site=place.site), book
 
 
 app = client_app()

@@ -26,13 +26,28 @@ class Letter:
     limit: Limit  # of the reply
     client: int = -1
     round: int = 0
+    site: str = ""  # its name; not known when it is asked for it
+    counter: int = 0  # of the signed order; its reply must repeat it
+
+
+Sign = Callable[[Letter, RecordDict], tuple[Letter, RecordDict]]
 
 
 class Post:
-    """Sends and polls. `stray` is told of every reply that nobody waits for: to queries, and to letters given up."""
+    """Sends and polls. `stray` is told of every reply that nobody waits for: to queries, and to letters given up.
 
-    def __init__(self, grid: Grid, stop: threading.Event, stray: Callable[[Letter, Reply], None], pause: float):
-        self.grid, self.stop, self.stray, self.pause = grid, stop, stray, pause
+    With `sign` every letter is signed when it is sent.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        stop: threading.Event,
+        stray: Callable[[Letter, Reply], None],
+        pause: float,
+        sign: Sign | None = None,
+    ):
+        self.grid, self.stop, self.stray, self.pause, self.sign = grid, stop, stray, pause, sign
         self._open: dict[str, Letter] = {}
         self._parcels = Parcels(grid)
 
@@ -42,6 +57,8 @@ class Post:
 
     def send(self, letters: Sequence[tuple[Letter, RecordDict]], keep: float) -> dict[str, Letter]:
         """Post them; a reply counts within `keep` seconds. Returns those that could be posted, by message id."""
+        if self.sign is not None:
+            letters = [self.sign(*letter) for letter in letters]
         messages = [Message(content, row.node, row.kind, ttl=keep, group_id=str(row.round)) for row, content in letters]
         posted = set(self.grid.push_messages(messages)) if messages else set()
         sent = {m.metadata.message_id: row for m, (row, _) in zip(messages, letters, strict=True)}

@@ -17,6 +17,7 @@ class Member:
     number: int
     site: str
     rounds: list[int] = field(default_factory=list)  # in which its upload was taken
+    key: str = ""  # the public key that speaks for it; empty where nothing is signed
 
     @property
     def last(self) -> int:
@@ -44,6 +45,10 @@ class Roster:
     def node(self, client: int) -> int:
         return self._node[client]
 
+    def nodes(self, site: str) -> list[int]:
+        """The node that speaks for a site, if there is one."""
+        return [node for client, node in self._node.items() if self.site(client) == site]
+
     def site(self, client: int) -> str:
         return self.members[client].site
 
@@ -59,7 +64,7 @@ class Roster:
         told = []
         for node, hello in sorted(arrivals, key=lambda row: row[1].site):
             client = self._number(hello)
-            if self.members.setdefault(client, Member(client, hello.site)).site != hello.site:
+            if self.members.setdefault(client, Member(client, hello.site, key=hello.key)).site != hello.site:
                 told.append(
                     f"site {hello.site} has part {client}, which site {self.site(client)} has already; it is left out"
                 )
@@ -92,6 +97,15 @@ def agree(tasks: Sequence[Task]) -> Task:
         for rows in ([task.mean for task in alike], [task.std for task in alike])
     )
     return replace(alike[0], mean=mean, std=std)
+
+
+def number_problem(hello: Hello, parts: int) -> str | None:
+    """Why a site cannot have the number that it gives itself, or None."""
+    if hello.task.divided and not 0 <= hello.number < parts:
+        return f"it says that it has part {hello.number} of {parts}; parts are numbered from 0 (partition.clients)"
+    if not hello.task.divided and hello.number != -1:
+        return "it has data of its own, so the server numbers it, but it gives itself a number"
+    return None
 
 
 def disagreement(agreed: Task, task: Task) -> str | None:

@@ -3,8 +3,10 @@
     server ---query    {config}                                     --->  site: who are you, and what is your data like
     server ---train    {config, order, down, [global]}              --->  site: evaluate the last round, train the next
     server ---evaluate {config, order, down, [global]}              --->  site: only evaluate
+    server ---query.notice {notice}                                 --->  site: something for its log
     server <--reply    {said} or {said, facts, [upload], [figures]} ----  site
 
+In a deployment every message also has a `seal`: see signing.py.
 Whatever does not read as one of these is a `ValueError` that says what is wrong: a message may come from anybody.
 Sizes and kinds are checked before anything is allocated (bounds.py, arrays.py).
 """
@@ -13,7 +15,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Set
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -26,8 +29,9 @@ from fednh.flower.arrays import to_arrays, to_tree
 from fednh.flower.bounds import quoted
 from fednh.words import name_problem, one_line
 
+FORMAT = 2  # of these messages; server and sites must have the same
+NOTICE = "query.notice"  # Flower's message type of what the server tells a site
 SAMPLES = 10**12  # training samples that one site can process in a round
-FORMAT = 1  # of these messages; server and sites must have the same
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 Number = int | float | list[float]
 
@@ -106,6 +110,7 @@ class Hello:
     site: str
     task: Task
     number: int = -1  # -1: the server gives it one
+    key: str = ""  # the public key that signed it, as the server found; empty in a simulation
 
     def write(self) -> RecordDict:
         said = ConfigRecord({"format": FORMAT, "site": self.site, "number": self.number, "task": self.task.text()})
@@ -131,6 +136,7 @@ class Order:
     last: int = 0  # the round of the state to start from: the last one that the server took; 0: enrol
     since: int = 0  # states of earlier rounds will never be asked for again
     final: bool = False  # the federation ends: a site that never took part makes its personal model now
+    sites: int = 1  # how many are asked to train this round
 
     def write(self, config: str, task: Task, down: ArrayRecord, more: ArrayRecord) -> RecordDict:
         """With the config (TOML), the agreed task, the broadcast, and what the global model has beyond it."""
@@ -157,17 +163,29 @@ class Answer:
     client: int
     round: int
     upload: Tree | None = None  # None: it was not asked to train
-    samples: int = 0  # training samples processed
-    loss_sum: float = 0.0
+    samples: int | None = None  # training samples processed; None: the site does not say
+    loss_sum: float | None = None  # None: the site does not say
     gradient_norm: float | None = None
     figures: dict[str, Number] = field(default_factory=dict)  # accuracies; empty: it was not asked to evaluate
 
+    def without(self, metrics: Set[str]) -> Answer:
+        """The same without some metrics: facts, or figures of an evaluation."""
+        return replace(
+            self,
+            samples=None if "samples" in metrics else self.samples,
+            # A loss that is not finite says that the client must be left out: that is told in any case.
+            loss_sum=None if "loss" in metrics and math.isfinite(self.loss_sum or 0.0) else self.loss_sum,
+            gradient_norm=None if "gradient_norm" in metrics else self.gradient_norm,
+            figures={key: value for key, value in self.figures.items() if key not in metrics},
+        )
+
     def write(self) -> RecordDict:
         facts: dict[str, Any] = {"client": self.client, "round": self.round}
-        if self.upload is not None:
-            facts |= {"samples": self.samples, "loss_sum": float(self.loss_sum)}
-        if self.gradient_norm is not None:
-            facts["gradient_norm"] = float(self.gradient_norm)
+        if self.samples is not None:
+            facts["samples"] = self.samples
+        for name, value in (("loss_sum", self.loss_sum), ("gradient_norm", self.gradient_norm)):
+            if value is not None:
+                facts[name] = float(value)
         content = RecordDict({"said": ConfigRecord({"format": FORMAT}), "facts": MetricRecord(facts)})
         if self.upload is not None:
             content["upload"] = to_arrays(self.upload)
@@ -182,14 +200,13 @@ class Answer:
         _only(content, "said", "facts", "figures", *(["upload"] if form is not None else []))
         facts = _record(content, "facts", MetricRecord)
         upload = to_tree(_record(content, "upload", ArrayRecord), device, form) if "upload" in content else None
-        norm = facts.get("gradient_norm")
         return cls(
             client=_integer(facts, "client", 0, bounds.NUMBER),
             round=_integer(facts, "round", 0, bounds.NUMBER),
             upload=upload,
-            samples=_integer(facts, "samples", 1, SAMPLES) if upload is not None else 0,
-            loss_sum=_number(facts, "loss_sum") if upload is not None else 0.0,
-            gradient_norm=None if norm is None else _number(facts, "gradient_norm"),
+            samples=_integer(facts, "samples", 1, SAMPLES) if "samples" in facts else None,
+            loss_sum=_number(facts, "loss_sum") if "loss_sum" in facts else None,
+            gradient_norm=_number(facts, "gradient_norm") if "gradient_norm" in facts else None,
             figures=_figures(_record(content, "figures", MetricRecord)) if "figures" in content else {},
         )
 
@@ -197,6 +214,20 @@ class Answer:
 def question(config: str) -> RecordDict:
     """The content of a query."""
     return RecordDict({"config": ConfigRecord({"format": FORMAT, "toml": config, "task": ""})})
+
+
+def notice(text: str) -> RecordDict:
+    """What the server tells a site, for its log."""
+    return RecordDict({"notice": ConfigRecord({"format": FORMAT, "text": text})})
+
+
+def read_notice(content: RecordDict) -> str:
+    return one_line(_text(_record(content, "notice", ConfigRecord), "text"), 500)
+
+
+def noted() -> RecordDict:
+    """The reply to a notice."""
+    return RecordDict({"said": ConfigRecord({"format": FORMAT})})
 
 
 def read_config(content: RecordDict) -> tuple[str, Task | None]:
@@ -224,12 +255,18 @@ class SiteProblem(Exception):
     """A site says in words that it cannot do what it was asked."""
 
 
+def check_problem(content: RecordDict) -> None:
+    """Raise what a site says it cannot do. That needs no signature: who cannot sign must be able to say why."""
+    said = content.get("said")
+    if isinstance(said, ConfigRecord) and "problem" in said:
+        raise SiteProblem(one_line(_text(said, "problem"), 500))
+
+
 def _said(content: RecordDict) -> ConfigRecord:
     said = _record(content, "said", ConfigRecord)
     if said.get("format") != FORMAT:
         raise ValueError(f"it speaks format {quoted(said.get('format'))}, this server {FORMAT}: install the same fednh")
-    if "problem" in said:
-        raise SiteProblem(one_line(_text(said, "problem"), 500))
+    check_problem(content)
     return said
 
 

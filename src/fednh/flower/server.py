@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -40,10 +40,12 @@ from fednh.flower import messages, notes
 from fednh.flower.arrays import to_arrays
 from fednh.flower.bounds import GREETING, Limit
 from fednh.flower.evaluation import Evaluation
+from fednh.flower.identity import Identity
 from fednh.flower.mailbox import Letter, Post, Reply
-from fednh.flower.membership import Roster, agree, disagreement
-from fednh.flower.messages import Answer, Hello, Order, SiteProblem, Task
+from fednh.flower.membership import Roster, agree, disagreement, number_problem
+from fednh.flower.messages import NOTICE, Answer, Hello, Order, SiteProblem, Task
 from fednh.flower.parcels import Broken
+from fednh.flower.policy import for_sites
 from fednh.flower.site import balanced, initial_state
 from fednh.storage.checkpoint import Checkpoints
 from fednh.storage.client_states import Store
@@ -76,12 +78,15 @@ class Server:
         manner: Manner,
         stop: threading.Event | None = None,
         federation: Federation | None = None,
+        identity: Identity | None = None,
     ):
-        """`federation` is what a simulation has built already."""
+        """`federation` is what a simulation has built already; without an `identity` nothing is signed nor checked."""
+        self.identity = identity
         self.config, self.grid, self.folder, self.watcher, self.manner = config, grid, folder, watcher, manner
-        self.toml = dump(config)
+        self.toml = dump(config if manner.simulated else for_sites(config))
         self.method = config.build_method()
-        self.post = Post(grid, stop or threading.Event(), self._stray, manner.pause)
+        sign = identity.sign if identity is not None else None
+        self.post = Post(grid, stop or threading.Event(), self._stray, manner.pause, sign)
         # Personal states are the sites': what a checkpoint has of them is the round of each.
         unused = Store(folder.path / "checkpoints" / "clients", 0, {})
         self.checkpoints = Checkpoints(folder.path / "checkpoints", unused)
@@ -149,7 +154,8 @@ class Server:
         assert self.task is not None
         fitting = []
         for node, hello in self.arrivals:
-            if problem := disagreement(self.task, hello.task):
+            problem = disagreement(self.task, hello.task)
+            if problem := problem or number_problem(hello, self.config.partition.clients):
                 self._once(f"site {hello.site} cannot take part: {problem}")
             else:
                 fitting.append((node, hello))
@@ -159,14 +165,41 @@ class Server:
 
     def _stray(self, letter: Letter, reply: Reply) -> None:
         """A reply that nobody waits for: of a newcomer, or of somebody late."""
+        if letter.kind == NOTICE:
+            return
         if letter.kind != MessageType.QUERY:
             if isinstance(reply, Broken) or not reply.has_error():  # an error is Flower's own: the letter has expired
                 self.note(f"round {letter.round}: {self._who(letter.client)} answered too late; refused")
             return
         try:
-            self.arrivals.append((letter.node, Hello.read(_content(reply))))
+            hello = self._hello(letter, reply)
         except Exception as error:  # whatever reading it raises is that site's problem, not the server's
             self._once(f"a site cannot take part: {_why(error)}")
+            return
+        if self.identity is not None and (problem := self.identity.claim(hello.site, hello.key)):
+            if problem not in self.told:
+                spokesmen = [node for node, other in self.arrivals if other.site == hello.site]
+                self._notify({letter.node, *spokesmen, *self.roster.nodes(hello.site)}, problem)
+            self._once(problem)
+            return
+        self.arrivals.append((letter.node, hello))
+
+    def _hello(self, letter: Letter, reply: Reply) -> Hello:
+        """Who a newcomer is, by its signature where there are signatures."""
+        content = _content(reply)
+        if self.identity is None:
+            return Hello.read(content)
+        messages.check_problem(content)
+        content, site, key = self.identity.opened(letter, content)
+        hello = Hello.read(content)
+        if hello.site != site:
+            raise ValueError("it signs for one site and speaks for another")
+        return replace(hello, key=key)
+
+    def _notify(self, nodes: set[int], words: str) -> None:
+        """Tell sites something for their own logs."""
+        text = messages.notice(words)
+        self.post.send([(Letter(node, NOTICE, GREETING), text) for node in sorted(nodes)], self.manner.timeout)
 
     def _prepare(self, saved: Tree | None) -> None:
         """The network, the server's state, and the test set if there is one; begin or check the run folder."""
@@ -207,6 +240,8 @@ class Server:
             return None
         rest = dict(saved.progress)
         self.roster, self.task = Roster(rest.pop("sites")), Task.read(rest.pop("task"))
+        if self.identity is not None:
+            self.identity.keys |= {member.site: member.key for member in self._members() if member.key}
         self.progress = Progress(**rest)
         self.note(f"going on after round {saved.round}")
         return saved.server
@@ -228,7 +263,8 @@ class Server:
         train = set(picked) - set(happened.dropped)
         look = set(self._looked_at(closing)) & set(here) if closing else set()
         orders = [
-            self._order(k, round_ if k in train else 0, closing if k in look else 0) for k in sorted(train | look)
+            replace(self._order(k, round_ if k in train else 0, closing if k in look else 0), sites=max(1, len(train)))
+            for k in sorted(train | look)
         ]
         answers = self._ask(orders, down, happened)
         if closing:
@@ -297,6 +333,7 @@ class Server:
                     Limit.of(self.upload_form if order.round else None),
                     order.client,
                     order.round or order.evaluate,
+                    self.roster.site(order.client),
                 ),
                 order.write(self.toml, self.task, arrays, more),
             )
@@ -307,7 +344,7 @@ class Server:
         answers: list[Answer] = []
         for letter, reply in self.post.replies(sent, self.manner.timeout):
             order = by_client.pop(letter.client)
-            answers += self._read(order, reply, happened)
+            answers += self._read(letter, order, reply, happened)
         for client, order in sorted(by_client.items()):
             when = f"round {order.round or order.evaluate}"
             self.note(f"{when}: {self._who(client)} did not answer in {self.manner.timeout:g} s; going on without it")
@@ -322,11 +359,15 @@ class Server:
         theirs = self.method.global_model({**self.initial, **down}) or {}
         return {n: v for n, v in model.items() if n not in theirs or not torch.equal(v, theirs[n])}
 
-    def _read(self, order: Order, reply: Reply, happened: Round) -> Iterator[Answer]:
+    def _read(self, letter: Letter, order: Order, reply: Reply, happened: Round) -> Iterator[Answer]:
         """The answer, if it is one; what is wrong with it is told."""
         who, when = self._who(order.client), f"round {order.round or order.evaluate}"
         try:
-            answer = Answer.read(_content(reply), self.upload_form if order.round else None, self.config.device)
+            content = _content(reply)
+            if self.identity is not None:
+                messages.check_problem(content)
+                content, *_ = self.identity.opened(letter, content)
+            answer = Answer.read(content, self.upload_form if order.round else None, self.config.device)
             if (answer.client, answer.round) != (order.client, order.round):
                 raise ValueError(f"it is for client {answer.client} and round {answer.round}")
             if order.round:
@@ -347,7 +388,7 @@ class Server:
             raise ValueError("it has no upload")
         if not finite(answer.upload):
             raise ValueError("the upload is not finite")
-        if not math.isfinite(answer.loss_sum):
+        if not math.isfinite(answer.loss_sum or 0.0):
             raise ValueError("its loss or the personal state that it would keep is not finite")
 
     def _failed(self, told: str) -> None:
@@ -358,7 +399,7 @@ class Server:
     def _aggregate(self, happened: Round, answers: list[Answer]) -> None:
         """The server's next state; one that breaks an invariant is not taken."""
         # As in the simulator: the largest first. A sum's last bits depend on the order.
-        answers = sorted(answers, key=lambda answer: (-answer.samples, answer.client))
+        answers = sorted(answers, key=lambda answer: (-(answer.samples or 0), answer.client))
         uploads = [answer.upload for answer in answers if answer.upload is not None]
         if not uploads:
             self.note(f"round {happened.round}: no upload could be used; the server stays as it was")
@@ -378,9 +419,10 @@ class Server:
             self.roster.members[answer.client].rounds.append(happened.round)
             happened.clients.append(answer.client)
             happened.bytes_up += size(answer.upload)
-            happened.processed += answer.samples
-            happened.samples += answer.samples
-            happened.loss_sum += answer.loss_sum
+            happened.processed += answer.samples or 0
+            if answer.samples is not None and answer.loss_sum is not None:
+                happened.samples += answer.samples
+                happened.loss_sum += answer.loss_sum
             if answer.gradient_norm is not None and math.isfinite(answer.gradient_norm):
                 happened.gradient_norms[answer.client] = answer.gradient_norm
 

@@ -13,6 +13,7 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from fednh.flower.identity import of_server
 from fednh.flower.runconfig import read_config
 from fednh.flower.server import Manner, Server
 from fednh.report.terminal import figures
@@ -34,8 +35,9 @@ def main(grid: Grid, context: Context) -> None:
         log.info("%s is finished already; remove it, or choose another federation.folder", folder.path)
         return
     manner = Manner(federation.timeout, federation.min_clients)
+    identity = of_server(config, context.run_id)
     with folder:
-        Server(config, grid, folder, LogWatcher(config.rounds), manner).run()
+        Server(config, grid, folder, LogWatcher(config.rounds), manner, identity=identity).run()
     log.info("run folder: %s", folder.path)
 
 

@@ -13,7 +13,8 @@ import logging
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -32,9 +33,10 @@ from fednh.core.seeding import torch_rng
 from fednh.core.tree import Tree, arranged
 from fednh.data.batches import ClientData, Samples, samples_of, subset
 from fednh.data.dataset import Dataset
-from fednh.errors import UserError
+from fednh.errors import Refused, UserError
 from fednh.flower import messages
 from fednh.flower.messages import Answer, Hello, Number, Order, Task
+from fednh.flower.policy import KEYS, Policy, read_policy
 from fednh.methods import Method
 from fednh.models import Net
 from fednh.storage.files import read_tree, write_tree
@@ -57,6 +59,9 @@ class Place:
     test: str | None = None  # a source whose test part is the balanced test set
     device: str | None = None
     models: Path | None = None  # a simulation collects personal models here
+    policy: Policy | None = None  # None in a simulation, where nobody but the user gives orders
+    orders: Path = Path("orders.pub")  # the public key of who may give orders
+    key: Path = Path("key")  # with which this site signs its replies
 
     @property
     def divided(self) -> bool:
@@ -64,13 +69,17 @@ class Place:
         return self.data is None
 
 
+TEXT = ("data", "site", "state", "test", "device", "orders", "key")  # what a node-config says about the site itself
+
+
 def read_place(node: Mapping[str, Any], home: Path | None = None, models: Path | None = None) -> Place:
-    """From a node-config: data, site, state, partition-id, num-partitions, test, device."""
-    known = {"data", "site", "state", "partition-id", "num-partitions", "test", "device"}
+    """From a node-config; a simulation gives `home`, and then no policy holds."""
+    known = {*TEXT, "partition-id", "num-partitions", *KEYS}
     if unknown := sorted(set(node) - known):
         raise UserError(f"node-config: {unknown[0]} is not known; it takes {', '.join(sorted(known))}")
     part, parts = node.get("partition-id", -1), node.get("num-partitions", 0)
-    text = {key: str(node[key]) for key in ("data", "site", "state", "test", "device") if key in node}
+    text = {key: str(node[key]) for key in TEXT if key in node}
+    policy = read_policy(node) if home is None else None
     if "data" not in text and not (isinstance(part, int) and isinstance(parts, int) and 0 <= part < parts):
         raise UserError("node-config: give data=SOURCE, the site's own data, or partition-id=K and num-partitions=N")
     if "data" in text and "site" not in text:
@@ -92,6 +101,9 @@ def read_place(node: Mapping[str, Any], home: Path | None = None, models: Path |
         test=_source(text["test"]) if "test" in text else None,
         device=text.get("device"),
         models=models,
+        policy=policy,
+        orders=Path(text.get("orders", "orders.pub")).expanduser().absolute(),
+        key=Path(text.get("key", "key")).expanduser().absolute(),
     )
 
 
@@ -108,7 +120,7 @@ class Site:
 
     def __init__(self, place: Place, toml: str, task: Task | None):
         self.place = place
-        self.config = _config(toml, place.device)
+        self.config = _config(toml, place)
         self.shared = toml, replace(place, part=-1, site="" if place.divided else place.site), task
         self.fed = _federation(*self.shared)
         self.index = self.fed.parts[max(place.part, 0)]
@@ -130,6 +142,13 @@ class Site:
 
     def answer(self, order: Order, down: Tree, more: Tree) -> Answer:
         """Evaluate, train, keep; `more` is what the global model has beyond the broadcast."""
+        policy = self.place.policy
+        if policy is None:
+            return self._answer(order, down, more)
+        policy.check_order(order)
+        return policy.leaving(self._answer(order, down, more))
+
+    def _answer(self, order: Order, down: Tree, more: Tree) -> Answer:
         kept = self._kept(order.last)
         figures: dict[str, Number] = {}
         if order.evaluate:
@@ -249,43 +268,58 @@ def initial_state(config: Config, method: Method, net: Net) -> Tree:
     return {name: value.to(config.device) for name, value in arranged(initial).items()}
 
 
-def _config(toml: str, device: str | None) -> Config:
+def _config(toml: str, place: Place) -> Config:
     """The server's config as it holds here."""
-    config = validate(tomllib.loads(toml), "the server's config: ")
-    return config.model_copy(update={"device": device or config.device})
+    if place.policy is None:
+        config = validate(tomllib.loads(toml), "the server's config: ")
+    else:
+        config = place.policy.config(toml, place.data)
+    return config.model_copy(update={"device": place.device or config.device})
 
 
 @lru_cache(maxsize=2)
 def _federation(toml: str, place: Place, task: Task | None) -> Federation:
     """What a site works on; parts of one set share it. Loaded once in a process."""
-    config = _config(toml, place.device)
+    config = _config(toml, place)
     if place.data is None:
-        return build_federation(
-            config.model_copy(update={"partition": _changed(config.partition, clients=place.parts)})
-        )
+        with _discreet(place):
+            return build_federation(
+                config.model_copy(update={"partition": _changed(config.partition, clients=place.parts)})
+            )
     config = config.model_copy(
         update={
             "data": _changed(config.data, name=place.data),
             "partition": _changed(config.partition, name="site"),
         }
     )
-    data = _alone(load_data(config), place.site)
+    with _discreet(place):
+        data = _alone(load_data(config), place.site)
     if task is not None:
         if (data.shape, data.classes) != (task.shape, task.classes):
-            raise UserError(
-                f"{place.data} has samples of shape {data.shape} and the classes {', '.join(data.classes)}, but the "
-                f"federation agreed on {task.shape} and {', '.join(task.classes)}"
-            )
+            raise Refused("this site's data has another shape or other classes than the federation agreed on")
         if data.is_image:  # features are scaled by the site's own statistics, channels by the average of all sites'
             data = replace(data, scale=task.scale, mean=task.mean, std=task.std, fitted=False)
-    return build_federation(config, data)
+    with _discreet(place):
+        return build_federation(config, data)
+
+
+@contextmanager
+def _discreet(place: Place) -> Iterator[None]:
+    """What is wrong with a site's data is for its own log: the words may quote it."""
+    try:
+        yield
+    except UserError as error:
+        if place.policy is None or isinstance(error, Refused):
+            raise
+        log.error("%s", error)
+        raise Refused("its data cannot be used as the federation's config asks; the site's own log says why") from error
 
 
 @lru_cache(maxsize=2)
 def _forms(toml: str, place: Place, task: Task | None) -> tuple[clients.Form, clients.Form]:
     """Of what the server sends, and of the global model. Found once in a process."""
     method, net = (fed := _federation(toml, place, task)).method, fed.net
-    initial = initial_state(_config(toml, place.device), method, net)
+    initial = initial_state(_config(toml, place), method, net)
     return clients.form_of(method.broadcast(initial)), clients.form_of(method.global_model(initial) or {})
 
 

@@ -17,9 +17,11 @@ from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fednh.errors import UserError
+from fednh.flower.signing import public_text, read_orders_private
 from fednh.storage.files import write_bytes
 
 ALWAYS = ("127.0.0.1", "localhost")  # names that every server certificate has
@@ -36,6 +38,11 @@ class Keys:
     ca_key = property(lambda self: self.folder / "certs" / "ca.key")
     server = property(lambda self: self.folder / "certs" / "server.crt")
     server_key = property(lambda self: self.folder / "certs" / "server.key")
+
+    orders_key = property(lambda self: self.folder / "certs" / "orders.key")
+
+    def site_orders(self, site: str) -> Path:
+        return self.folder / "sites" / site / "orders.pub"
 
     def site_key(self, site: str) -> Path:
         return self.folder / "sites" / site / "key"
@@ -60,6 +67,23 @@ def make(folder: Path, sites: Sequence[str], hosts: Sequence[str] = (), days: in
         )
     for site in sites:
         made += _make_site(keys, site)
+    return [*made, *make_orders(folder, sites)]
+
+
+def make_orders(folder: Path, sites: Sequence[str]) -> list[Path]:
+    """The key with which the server signs orders, and its public half for every site: what is missing of them."""
+    keys, made = Keys(folder), list[Path]()
+    if not keys.orders_key.exists():
+        form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        write_private(keys.orders_key, Ed25519PrivateKey.generate().private_bytes(*form))
+        made.append(keys.orders_key)
+    public = public_text(read_orders_private(keys.orders_key).public_key()).encode() + b" orders\n"
+    for path in map(keys.site_orders, sites):
+        if not path.exists():
+            write_bytes(path, public)
+            made.append(path)
+        elif path.read_bytes() != public:
+            raise UserError(f"{path} is of another key than {keys.orders_key}; delete it to have it made again")
     return made
 
 

@@ -20,6 +20,7 @@ import tomli_w
 from fednh import config as settings
 from fednh.config import Config
 from fednh.errors import UserError
+from fednh.flower.policy import site_toml
 from fednh.flower.runconfig import read_config, run_config
 from fednh.storage.files import write_bytes
 from fednh.words import name_problem
@@ -52,6 +53,7 @@ def write(folder: Path, sites: int | None, sources: Sequence[str], overrides: Ma
     count, told = _what_sites_are_told(sites, sources)
     name = project_name(folder.name)
     federation = {"federation.name": name, "federation.folder": str(folder / "run"), "federation.min_clients": count}
+    federation["federation.key"] = str(folder / "certs" / "orders.key")
     chosen = settings.load(None, {**USUAL, **_data(sources, count), **federation, **overrides})
     names = site_names(count)
     write_bytes(folder / "pyproject.toml", app(name, chosen).encode())
@@ -60,7 +62,7 @@ def write(folder: Path, sites: int | None, sources: Sequence[str], overrides: Ma
     write_bytes(folder / ".flwr" / "config.toml", connections("server", connection).encode())
     made = [Site(each, folder / "sites" / each) for each in names]
     for site, facts in zip(made, told, strict=True):
-        write_bytes(site.node_config, tomli_w.dumps({"site": site.name, "state": "state", **facts}).encode())
+        write_bytes(site.node_config, site_toml({"site": site.name, "state": "state", **facts}, chosen).encode())
     write_bytes(folder / "README.md", readme(name, made).encode())
     return made
 

@@ -1,0 +1,69 @@
+"""Who is who, at the server: it signs what it sends, and knows which key speaks for which site.
+
+A site's key is the one in the federation's folder, `sites/NAME/key.pub`; for a name that has none there, the first that
+is used. A key speaks for one site, and a site has one key, until somebody changes that by hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from flwr.app import RecordDict
+
+from fednh.config import Config
+from fednh.flower import signing
+from fednh.flower.mailbox import Letter
+
+
+@dataclass
+class Identity:
+    """The server's key, and the sites'."""
+
+    signer: signing.OrderSigner
+    federation: str
+    run: int
+    sites: Path | None = None  # the folder with NAME/key.pub
+    keys: dict[str, str] = field(default_factory=dict)  # site -> the public key that speaks for it
+
+    def sign(self, letter: Letter, content: RecordDict) -> tuple[Letter, RecordDict]:
+        """A letter with its counter, and its content with a seal."""
+        letter = replace(letter, counter=self.signer.next())
+        return letter, self.signer.sign(content, self._envelope(letter))
+
+    def opened(self, letter: Letter, content: RecordDict) -> tuple[RecordDict, str, str]:
+        """The records of a reply, the site that it is from, and its key; ValueError if that is not so."""
+        site, key = signing.check_reply(content, self._envelope(letter))
+        if letter.site and key != self.keys.get(site):
+            raise ValueError("it is signed by another key than the site's")
+        return signing.unsealed(content), site, key
+
+    def claim(self, site: str, key: str) -> str | None:
+        """Let a key speak for a site from now on; what is against it, in words, or None."""
+        if (known := self._known(site)) is not None and known != key:
+            return f"a node with another key than that of site {site} says that it is site {site}; it is left out"
+        others = [name for name in self.keys if self._known(name) == key and name != site]
+        if others:
+            return f"a node with the key of site {others[0]} says that it is site {site}; it is left out"
+        self.keys[site] = key
+        return None
+
+    def _known(self, site: str) -> str | None:
+        """The key in the federation's folder; else the one that was used first."""
+        filed = None
+        if self.sites is not None and signing.is_plain(site):
+            filed = signing.known_site_key(self.sites / site / "key.pub")
+        return filed or self.keys.get(site)
+
+    def _envelope(self, letter: Letter) -> signing.Envelope:
+        where = (letter.kind, str(letter.round), letter.node, letter.site, letter.counter)
+        return signing.Envelope(self.federation, self.run, *where)
+
+
+def of_server(config: Config, run: int) -> Identity:
+    """That of the server of a deployed federation; its keys lie as `fednh federation certs` puts them."""
+    given, folder = config.federation.key, config.federation.folder
+    assert folder is not None
+    key = Path(given).expanduser() if given else Path(folder).parent / "certs" / "orders.key"
+    signer = signing.OrderSigner(signing.read_orders_private(key))
+    return Identity(signer, config.federation.name, run, key.parent.parent / "sites")

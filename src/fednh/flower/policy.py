@@ -1,0 +1,245 @@
+"""What a site permits. Its owner writes it into `site.toml`, Flower's node-config; no message can change it.
+
+A config that the server sends is a request. `Policy.applied` takes from it what may be the server's to say, puts the
+site's own words in place of the rest, and refuses what the site does not allow, before anything is imported or read.
+Flower takes no lists in a node-config, so they are text with commas.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tomli_w
+
+from fednh.config import Config, validate
+from fednh.data.sources import BUILTIN, PUBLISHED
+from fednh.errors import Refused, UserError
+from fednh.methods import METHODS
+from fednh.models import MODELS
+
+if TYPE_CHECKING:
+    from fednh.flower.messages import Answer, Order
+
+METRICS = (
+    "samples",
+    "loss",
+    "gradient_norm",
+    "pm_v",
+    "pm_l",
+    "per_class",
+    "held_macro",
+    "held_share",
+    "held_gm_macro",
+    "held_gm_share",
+)
+# site.toml: what may be read ...
+DATA_KEYS = {"federation", "label", "site-column", "columns", "weights", "set"}
+# ... and [allow], what may be run and what may leave.
+ALLOW_KEYS = {"methods", "models", "rounds", "epochs", "metrics", "sites", "privacy"}
+SERVERS_EPOCHS = {"retrain_epochs"}  # of CReFF: the server trains them, not the sites
+KEYS = DATA_KEYS | {f"allow.{key}" for key in ALLOW_KEYS}
+SAFE_DATA = ("augment", "size", "classes", "test_share", "holdout")  # of the server's data.*: how, not what
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A site's rules; the defaults hold where site.toml says nothing."""
+
+    federation: str | None = None  # the only one it takes part in
+    set: str | None = None  # the public set of which it has a part; None: whichever the server names
+    label: str | None = None  # of its own data: the column that holds the class
+    site_column: str | None = None  # the column that holds the site
+    columns: tuple[str, ...] | None = None  # the columns that may be features
+    weights: str | None = None  # its own copy of the pretrained weights that the federation starts from
+    methods: tuple[str, ...] = tuple(METHODS)
+    models: tuple[str, ...] = ("auto", *MODELS)
+    rounds: int | None = None  # most that it trains in all, over every run
+    epochs: int | None = None  # most of one round, of any kind of epoch
+    metrics: tuple[str, ...] = METRICS  # which may leave
+    sites: int = 1  # fewest that must be asked in a round in which it trains
+    privacy: str = "none"  # the least that it demands
+
+    def config(self, toml: str, source: str | None) -> Config:
+        """The server's config as it holds here; `source` is the site's own data (None: a part of a public set)."""
+        try:
+            tree = self.applied(tomllib.loads(toml), source)
+            return validate(tree, "the server's config: ")
+        except (tomllib.TOMLDecodeError, RecursionError):
+            raise Refused("the server's config is not valid TOML") from None
+        except Refused:
+            raise
+        except UserError as error:
+            if tree["method"].get("name") not in METHODS:  # words of somebody's own code
+                raise
+            raise Refused(str(error)) from error  # it quotes the request alone
+
+    def applied(self, tree: Mapping[str, Any], source: str | None) -> dict[str, Any]:
+        """What the request becomes here: settings as `validate` takes them."""
+        method, model, train = (dict(_section(tree, name)) for name in ("method", "model", "train"))
+        federation = _section(tree, "federation")
+        self._check_federation(federation)
+        _allowed("method.name", method.get("name", "fednh"), self.methods, "methods")
+        _allowed("model.name", model.get("name", "auto"), self.models, "models")
+        self._check_length(tree, train, method)
+        if model.get("weights") is not None:
+            if self.weights is None:
+                raise Refused("model.weights: this site starts from no file; its site.toml names none (weights =)")
+            model["weights"] = self.weights
+        data = self._data(_section(tree, "data"), source)
+        ours = {key: federation[key] for key in ("name", "min_clients") if key in federation}
+        return {**tree, "method": method, "model": model, "data": data, "federation": ours}
+
+    def check_order(self, order: Order) -> None:
+        """Refuse an order that asks for more than the config says, or for training among too few."""
+        if order.round and order.sites < self.sites:
+            raise Refused(f"the round has {order.sites} sites, and this site trains among {self.sites} or more only")
+        if self.rounds is not None and max(order.round, order.evaluate) > self.rounds:
+            raise Refused(f"round {max(order.round, order.evaluate)} is beyond the {self.rounds} of this site's policy")
+
+    def leaving(self, answer: Answer) -> Answer:
+        """The answer without the metrics that stay here."""
+        return answer.without({*METRICS} - {*self.metrics})
+
+    def _check_federation(self, said: Mapping[str, Any]) -> None:
+        name, fewest = said.get("name", "fednh"), said.get("min_clients", 1)
+        if self.federation is not None and name != self.federation:
+            raise Refused(f"federation.name = {name!r} is not the federation of this site")
+        if type(fewest) is not int or fewest < self.sites:
+            raise Refused(
+                f"federation.min_clients = {fewest!r}, and this site takes part among {self.sites} sites or more only"
+            )
+
+    def _check_length(self, tree: Mapping[str, Any], train: Mapping[str, Any], method: Mapping[str, Any]) -> None:
+        asked = {"train.epochs": train.get("epochs", 5)}
+        asked |= {f"method.{key}": value for key, value in method.items() if key.endswith("epochs")}
+        asked = {key: value for key, value in asked.items() if key.removeprefix("method.") not in SERVERS_EPOCHS}
+        limits = [("rounds", tree.get("rounds", 0), self.rounds), *((k, v, self.epochs) for k, v in asked.items())]
+        for key, value, most in limits:
+            if most is not None and (type(value) is not int or value > most):
+                raise Refused(f"{key} = {value!r} is more than the {most} that this site allows")
+
+    def _data(self, asked: Mapping[str, Any], source: str | None) -> dict[str, Any]:
+        """What is read is the site's to say; how samples are made of it, the federation's."""
+        how = {key: asked[key] for key in SAFE_DATA if key in asked}
+        if source is None:
+            name = asked.get("name", "digits")
+            if name not in (*BUILTIN, *PUBLISHED) or self.set not in (None, name):
+                named = self.set or "the public sets that have a name"
+                raise Refused(f"data.name = {name!r} is not read here; this site has a part of {named}")
+            return {**how, "name": name}
+        for key, ours, law in (("label", self.label, "label"), ("site", self.site_column, "site-column")):
+            if asked.get(key) not in (None, key, ours) and ours is None:
+                raise Refused(
+                    f"data.{key} = {asked[key]!r}: which column that is, this site's site.toml says ({law} =)"
+                )
+        return {**how, "name": source, **_known(label=self.label, site=self.site_column, columns=self._columns(asked))}
+
+    def _columns(self, asked: Mapping[str, Any]) -> Any:
+        """The federation's columns, if all of them may be read."""
+        columns = asked.get("columns")
+        if self.columns is None and not columns:
+            return None
+        if self.columns is None:
+            raise Refused("data.columns: this site's site.toml does not say which columns may be read (columns =)")
+        if not isinstance(columns, Mapping) or not columns:
+            raise Refused("data.columns must name the columns and their values: this site reads no others")
+        if strange := [name for name in columns if name not in self.columns]:
+            raise Refused(f"data.columns names {strange[0]!r}, which may not be read at this site")
+        return columns
+
+
+def read_policy(node: Mapping[str, Any]) -> Policy:
+    """From a node-config; keys that are not of the policy are left alone."""
+    text = {key: _text(node, key) for key in ("federation", "set", "label", "site-column", "weights")}
+    most = {key: _count(node, f"allow.{key}") for key in ("rounds", "epochs", "sites")}
+    usual, lists = Policy(), {key: _words(node, f"allow.{key}") for key in ("methods", "models", "metrics")}
+    if unknown := sorted({*(lists["metrics"] or ())} - {*METRICS}):
+        raise UserError(f"site.toml: allow.metrics has {unknown[0]!r}; metrics are {', '.join(METRICS)}")
+    if node.get("allow.privacy", "none") != "none":
+        raise UserError("site.toml: allow.privacy takes 'none' only: this version of fednh has no privacy mechanism")
+    return Policy(
+        federation=text["federation"],
+        set=text["set"],
+        label=text["label"],
+        site_column=text["site-column"],
+        columns=_words(node, "columns"),
+        weights=None if text["weights"] is None else str(Path(text["weights"]).expanduser().absolute()),
+        methods=usual.methods if lists["methods"] is None else lists["methods"],
+        models=usual.models if lists["models"] is None else lists["models"],
+        rounds=most["rounds"],
+        epochs=most["epochs"],
+        metrics=usual.metrics if lists["metrics"] is None else lists["metrics"],
+        sites=most["sites"] or 1,
+    )
+
+
+def for_sites(config: Config) -> Config:
+    """A config as the server sends it: without paths and sources that are the server's own."""
+    weights = None if config.model.weights is None else "pretrained"
+    return config.model_copy(
+        update={
+            "data": config.data.model_copy(update={"dir": None}),
+            "model": config.model.model_copy(update={"weights": weights}),
+            "federation": config.federation.model_copy(update={"folder": None, "key": None, "test": None}),
+        }
+    )
+
+
+def site_toml(facts: Mapping[str, Any], config: Config) -> str:
+    """A new site's site.toml: the facts, what the federation's config says about its data, and rules to choose from."""
+    data = config.data
+    own = {"label": data.label, "site-column": data.site, "columns": ", ".join(data.columns or ()) or None}
+    public = {"set": data.name}
+    known = _known(federation=config.federation.name, **(own if "data" in facts else public))
+    return f"""\
+# What this site is, what may be read here, what may be run and what may leave: the server cannot change it.
+# Flower takes no lists: write them as text with commas.
+{tomli_w.dumps({**facts, **known})}
+[allow]  # a rule that is not given allows what fednh has built in, without a limit
+# methods = "{config.method["name"]}"
+# models = "{config.model.name}"
+# rounds = {config.rounds}       # most that are trained here in all; one that a restarted server repeats counts again
+# epochs = {config.train.epochs}       # most in a round
+# sites = {config.federation.min_clients}        # fewest that train together
+# metrics = "samples, loss, held_macro, held_share"
+"""
+
+
+def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = tree.get(name, {})
+    if not isinstance(section, Mapping):
+        raise Refused(f"the server's config: {name} is not a section")
+    return section
+
+
+def _allowed(key: str, name: Any, allowed: tuple[str, ...], rule: str) -> None:
+    if name not in allowed:
+        raise Refused(f"{key} = {str(name)[:100]!r} is not allowed at this site (allow.{rule} of its site.toml)")
+
+
+def _known(**values: Any) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _text(node: Mapping[str, Any], key: str) -> str | None:
+    value = node.get(key)
+    if value is not None and not isinstance(value, str):
+        raise UserError(f"site.toml: {key} = {value!r} should be a text")
+    return value
+
+
+def _words(node: Mapping[str, Any], key: str) -> tuple[str, ...] | None:
+    """A list, written as text with commas; empty text is an empty list."""
+    text = _text(node, key)
+    return None if text is None else tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _count(node: Mapping[str, Any], key: str) -> int | None:
+    value = node.get(key)
+    if value is not None and (type(value) is not int or value < 1):
+        raise UserError(f"site.toml: {key} = {value!r} should be a whole number, 1 or more")
+    return value

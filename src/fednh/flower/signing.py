@@ -1,0 +1,302 @@
+"""Signed messages: a site obeys its federation's server and nobody else, and the server knows which site speaks.
+
+Flower lets every registered node send messages to every other node, so a message proves nothing by having arrived.
+The server signs orders with the federation's Ed25519 key, whose public half each site has as `orders.pub`; a site signs
+its replies with the key of its SuperNode. A signature is a record `seal` beside the others. It covers every record to
+the last byte, and the `Envelope`: which federation, run, round and kind of message, from or to which node and site, and
+a counter that only grows. So a message cannot be forged, changed, sent again, or redirected to somebody else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import re
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from fednh.errors import Refused, UserError
+from fednh.storage.files import write_json
+
+SEAL = "seal"  # the record that holds a signature
+ORDER, REPLY = b"fednh order 1", b"fednh reply 1"  # what is signed begins with its purpose
+LONGEST_KEY = 1000  # characters of a public key
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What a signature covers beside the records."""
+
+    federation: str
+    run: int  # Flower's number of the run
+    kind: str  # query, train, ...: Flower's message type
+    round: str  # Flower's group of the message
+    node: int  # the site's SuperNode
+    site: str = ""  # its name; empty in a query, which asks for it
+    counter: int = 0  # of the order; its reply repeats it
+
+
+# --- orders -----------------------------------------------------------------------------------------------------------
+
+
+class OrderSigner:
+    """The server's side: signs what it sends, each message with a higher counter than the one before."""
+
+    def __init__(self, key: Ed25519PrivateKey):
+        self._key, self._last = key, 0
+
+    def next(self) -> int:
+        """A counter that no earlier order had, also not before a restart."""
+        self._last = max(self._last + 1, time.time_ns())
+        return self._last
+
+    def sign(self, content: RecordDict, envelope: Envelope) -> RecordDict:
+        """The same records with a seal."""
+        signature = self._key.sign(_statement(ORDER, content, envelope))
+        seal = ConfigRecord({"federation": envelope.federation, "counter": envelope.counter, "signature": signature})
+        return RecordDict({**content, SEAL: seal})
+
+
+def check_order(content: RecordDict, key: Ed25519PublicKey, expected: Envelope) -> Envelope:
+    """The envelope of an order that the federation's server signed for this site; anything else is Refused.
+
+    `expected` is what the site knows by itself; federation and counter are the server's to say.
+    """
+    seal = content.get(SEAL)
+    if not isinstance(seal, ConfigRecord):
+        raise Refused("the order is not signed")
+    federation, counter, signature = (seal.get(name) for name in ("federation", "counter", "signature"))
+    if not isinstance(federation, str) or type(counter) is not int or not isinstance(signature, bytes):
+        raise Refused("the signature of the order cannot be read")
+    query = expected.kind.startswith("query")  # it asks who the site is, so it cannot name it
+    envelope = Envelope(
+        federation,
+        expected.run,
+        expected.kind,
+        expected.round,
+        expected.node,
+        "" if query else expected.site,
+        counter,
+    )
+    try:
+        key.verify(signature, _statement(ORDER, content, envelope))
+    except InvalidSignature:
+        raise Refused(
+            "the order was not signed by this federation's server for this site, run and round: it was forged, changed "
+            "or redirected, or orders.pub is of another federation"
+        ) from None
+    return envelope
+
+
+class OrderBook:
+    """What a site remembers of the orders of one key: the last counter, and how many rounds it has trained."""
+
+    def __init__(self, folder: Path, site: str, key: Ed25519PublicKey):
+        self._path = folder / f"orders-{fingerprint(key)}-{hashlib.sha256(site.encode()).hexdigest()[:8]}.json"
+
+    def accept(self, counter: int) -> None:
+        """Take an order once; one with an old counter is Refused."""
+        with self._locked():
+            last, trained = self._read()
+            if counter <= last:
+                raise Refused(
+                    "the order was given before, or is older than the last one: it was sent again, or the server's "
+                    "clock has been set back"
+                )
+            self._write(counter, trained)
+
+    def count_round(self, most: int | None) -> None:
+        """One more round is trained; one beyond the `most` that are allowed in all is Refused."""
+        with self._locked():
+            last, trained = self._read()
+            if most is not None and trained >= most:
+                raise Refused(f"this site has trained {trained} rounds, and its site.toml allows no more")
+            self._write(last, trained + 1)
+
+    def _write(self, counter: int, trained: int) -> None:
+        write_json(self._path, {"counter": counter, "trained": trained})
+
+    def _read(self) -> tuple[int, int]:
+        if not self._path.exists():
+            return 0, 0
+        try:
+            known = json.loads(self._path.read_text())
+            return int(known["counter"]), int(known["trained"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{self._path} is damaged; restore it, or delete it to accept old orders again") from error
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.with_suffix(".lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # two ClientApps of one site may run at once
+            yield
+
+
+# --- replies ----------------------------------------------------------------------------------------------------------
+
+
+def sign_reply(content: RecordDict, key: ec.EllipticCurvePrivateKey, envelope: Envelope) -> RecordDict:
+    """A site's answer with its seal."""
+    signature = key.sign(_statement(REPLY, content, envelope), ec.ECDSA(hashes.SHA384()))
+    seal = ConfigRecord({"site": envelope.site, "key": public_text(key.public_key()), "signature": signature})
+    return RecordDict({**content, SEAL: seal})
+
+
+def check_reply(content: RecordDict, expected: Envelope) -> tuple[str, str]:
+    """The site that a reply speaks for, and the public key that signed it; ValueError if it does not hold.
+
+    `expected` is the order's envelope; in a query, which does not know the site yet, the reply names it.
+    """
+    seal = content.get(SEAL)
+    if not isinstance(seal, ConfigRecord):
+        raise ValueError("it is not signed")
+    site, text, signature = (seal.get(name) for name in ("site", "key", "signature"))
+    if not isinstance(site, str) or not isinstance(text, str) or not isinstance(signature, bytes):
+        raise ValueError("its signature cannot be read")
+    if expected.site and site != expected.site:
+        raise ValueError("it is signed for another site")
+    key, envelope = _site_public(text), Envelope(**{**asdict(expected), "site": site})
+    try:
+        key.verify(signature, _statement(REPLY, content, envelope), ec.ECDSA(hashes.SHA384()))
+    except InvalidSignature:
+        raise ValueError("its signature does not match") from None
+    return site, public_text(key)
+
+
+def unsealed(content: RecordDict) -> RecordDict:
+    """The records without the signature."""
+    return RecordDict({name: record for name, record in content.items() if name != SEAL})
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def public_text(key: Ed25519PublicKey | ec.EllipticCurvePublicKey) -> str:
+    """A public key as one line, in OpenSSH's format without a comment."""
+    return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
+
+
+def is_plain(name: str) -> bool:
+    """Whether a site's name can be a folder's name and nothing else."""
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) is not None
+
+
+def fingerprint(key: Ed25519PublicKey) -> str:
+    return hashlib.sha256(public_text(key).encode()).hexdigest()[:16]
+
+
+def read_orders_private(path: Path) -> Ed25519PrivateKey:
+    """The key with which a server signs."""
+    missing = f"the server has no key to sign its orders with: {path} cannot be read"
+    make = "`fednh federation certs DIR` makes what is missing in the federation's folder DIR"
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), None)
+    except OSError as error:
+        raise UserError(f"{missing} ({error.strerror}); {make}") from error
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise UserError(f"{path} is not an unencrypted PEM private key; restore it from a copy") from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise UserError(f"{path} is not an Ed25519 key; restore it from a copy")
+    return key
+
+
+def read_orders_public(path: Path) -> Ed25519PublicKey:
+    """The key by which a site knows its server."""
+    try:
+        key = serialization.load_ssh_public_key(path.read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}), so this site obeys nobody; `fednh federation certs DIR` makes "
+            "it in the federation's folder: copy sites/NAME/orders.pub here, or say in site.toml where it is (orders =)"
+        ) from error
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise UserError(f"{path} is not a public key in OpenSSH's format; get it again from the server") from error
+    if not isinstance(key, Ed25519PublicKey):
+        raise UserError(f"{path} is not an Ed25519 key; get it again from the server")
+    return key
+
+
+def read_site_private(path: Path) -> ec.EllipticCurvePrivateKey:
+    """The key of a site's SuperNode, with which it signs its replies too."""
+    try:
+        key = serialization.load_ssh_private_key(path.read_bytes(), None)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}), so this site cannot sign its replies; say in site.toml where "
+            "its key is (key =), the one that --auth-supernode-private-key names"
+        ) from error
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise UserError(f"{path} is not an unencrypted private key in OpenSSH's format") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise UserError(f"{path} is not an elliptic-curve key, which Flower needs: ssh-keygen -t ecdsa -b 384")
+    return key
+
+
+def known_site_key(path: Path) -> str | None:
+    """The public key in a site's `key.pub` at the server; None if there is none."""
+    try:
+        return public_text(_site_public(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
+
+
+def _site_public(text: str) -> ec.EllipticCurvePublicKey:
+    try:
+        key = serialization.load_ssh_public_key(text.encode()) if len(text) <= LONGEST_KEY else None
+    except (ValueError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise ValueError("its key is not an elliptic-curve key in OpenSSH's format")
+    return key
+
+
+# --- what is signed ---------------------------------------------------------------------------------------------------
+
+
+def _statement(purpose: bytes, content: RecordDict, envelope: Envelope) -> bytes:
+    """The purpose, the envelope and a digest of all records but the seal."""
+    total = hashlib.sha256()
+    for part in (purpose, json.dumps(asdict(envelope), sort_keys=True).encode(), *_parts(content)):
+        total.update(struct.pack(">Q", len(part)))  # lengths first: no two contents give the same bytes
+        total.update(part)
+    return purpose + total.digest()
+
+
+def _parts(content: RecordDict) -> Iterator[bytes]:
+    for name, record in sorted(content.items()):
+        if name == SEAL:
+            continue
+        yield from (type(record).__name__.encode(), name.encode(), str(len(record)).encode())
+        if isinstance(record, ArrayRecord):
+            for key, array in sorted(record.items()):
+                form = json.dumps([array.dtype, [int(n) for n in array.shape], array.stype])
+                yield from (key.encode(), form.encode(), array.data)
+        elif isinstance(record, ConfigRecord | MetricRecord):
+            for key, value in sorted(record.items()):
+                yield from (key.encode(), _value(value))
+
+
+def _value(value: Any) -> bytes:
+    """A value with its type; a number by its bits."""
+    if isinstance(value, list):
+        return b"l" + b"".join(struct.pack(">Q", len(part := _value(each))) + part for each in value)
+    if isinstance(value, bool):
+        return b"b1" if value else b"b0"
+    if isinstance(value, int):
+        return b"i%d" % value
+    if isinstance(value, float):
+        return b"f" + struct.pack(">d", value)
+    return b"s" + value.encode() if isinstance(value, str) else b"y" + bytes(value)
