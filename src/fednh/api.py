@@ -68,15 +68,12 @@ def run(
     """
     settings = _settings(config, overrides)
     folder = RunFolder(Path(out) if out is not None else new_folder(settings))
-    folder.check(settings)
-    if not folder.finished:
-        federation = build_federation(settings)
-        name = f"{settings.method['name']} on {federation.dataset.name}"
-        with folder, watcher(Console(stderr=True), settings.rounds, name, quiet=not progress) as screen:
-            simulation = Simulation(settings, federation, folder, screen)
-            if not folder.started:
-                folder.begin(settings, federation.dataset.classes, federation.class_counts(), federation.sites)
-            simulation.run()
+    with folder.opened(settings) as unfinished:
+        if unfinished:
+            federation = build_federation(settings, run=folder.path)
+            name = f"{settings.method['name']} on {federation.dataset.name}"
+            with watcher(Console(stderr=True), settings.rounds, name, quiet=not progress) as screen:
+                Simulation(settings, federation, folder, screen).run()
     return load_run(folder.path)
 
 

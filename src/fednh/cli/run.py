@@ -103,43 +103,18 @@ def resume(
 
 def _execute(config: Config, out: Path, track: list[str], quiet: bool, backend: str) -> None:
     """Start, continue, or recognise as finished the run in `out`."""
-    from fednh.core.federation import build_federation
-    from fednh.core.rounds import Interrupted
-    from fednh.experiments.trackers import Tracking
     from fednh.experiments.trackers import check as check_trackers
-    from fednh.report.terminal import watcher
-    from fednh.storage.run_folder import RunFolder, read_backend, read_summary
+    from fednh.storage.run_folder import RunFolder, read_summary
 
     console = console_for_people(stderr=quiet)  # with --quiet, standard output has the folder and nothing else
     check_trackers(track)
     engine = _engine(backend)
     folder = RunFolder(out)
-    folder.check(config)
-    if folder.started and read_backend(out) != backend:
-        raise UserError(f"{out} holds a run on the backend {read_backend(out)}; continue with: fednh resume {out}")
-    if folder.finished:
-        console.print(f"{out} is finished already", highlight=False, soft_wrap=True)
-    else:
-        federation = build_federation(config)
-        name = f"{config.method['name']} on {federation.dataset.name}"
-        with (
-            stop_on_signal() as stop,
-            folder,
-            watcher(console, config.rounds, name, quiet) as screen,
-            Tracking(screen, track, folder, config) as watching,
-        ):
-            for note in federation.dataset.notes:
-                watching.note(note)
-            try:
-                engine(config, federation, folder, watching, stop)
-            except Interrupted:
-                kept = (
-                    f"continue with: fednh resume {out}"
-                    if config.checkpoint.every
-                    else "checkpoint.every = 0: not saved"
-                )
-                typer.echo(f"fednh: interrupted after round {folder.rounds_written()}; {kept}", err=True)
-                raise typer.Exit(130) from None
+    with stop_on_signal() as stop, folder.opened(config, backend) as unfinished:
+        if unfinished:
+            _train(config, folder, engine, track, console, quiet, stop)
+        else:
+            console.print(f"{out} is finished already", highlight=False, soft_wrap=True)
     _tell_losses(console, read_summary(out))
     if not quiet:
         from fednh.report.load import load_runs
@@ -149,6 +124,36 @@ def _execute(config: Config, out: Path, track: list[str], quiet: bool, backend: 
         console.print(to_rich(comparison_sheet(load_runs([out])), console.width))
         typer.echo("run folder:")
     typer.echo(str(out))
+
+
+def _train(
+    config: Config,
+    folder: RunFolder,
+    engine: Engine,
+    track: list[str],
+    console: Console,
+    quiet: bool,
+    stop: threading.Event,
+) -> None:
+    """The run in a locked folder, from where it stands to its end."""
+    from fednh.core.federation import build_federation
+    from fednh.core.rounds import Interrupted
+    from fednh.experiments.trackers import Tracking
+    from fednh.report.terminal import watcher
+
+    federation = build_federation(config, run=folder.path)
+    name = f"{config.method['name']} on {federation.dataset.name}"
+    with watcher(console, config.rounds, name, quiet) as screen, Tracking(screen, track, folder, config) as watching:
+        for note in federation.dataset.notes:
+            watching.note(note)
+        try:
+            engine(config, federation, folder, watching, stop)
+        except Interrupted:
+            kept = "checkpoint.every = 0: not saved"
+            if config.checkpoint.every:
+                kept = f"continue with: fednh resume {folder.path}"
+            typer.echo(f"fednh: interrupted after round {folder.rounds_written()}; {kept}", err=True)
+            raise typer.Exit(130) from None
 
 
 def _engine(backend: str) -> Engine:
@@ -168,10 +173,7 @@ def _simulate(
 ) -> None:
     from fednh.core.rounds import Simulation
 
-    simulation = Simulation(config, federation, folder, watcher, stop)
-    if not folder.started:
-        folder.begin(config, federation.dataset.classes, federation.class_counts(), federation.sites)
-    simulation.run()
+    Simulation(config, federation, folder, watcher, stop).run()
 
 
 def _tell_losses(console: Console, summary: dict[str, Any]) -> None:

@@ -16,11 +16,12 @@ from fednh.data import partition, scaling
 from fednh.data.agreement import not_agreed
 from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
-from fednh.data.sources import default_folder, load
+from fednh.data.sources import default_folder, file_of, load
 from fednh.data.sources.options import Options
 from fednh.errors import Notice, UserError
 from fednh.methods import Method
 from fednh.models import Net, build_net
+from fednh.storage import fingerprint
 from fednh.storage.model_file import card_of
 from fednh.words import name_problem
 
@@ -41,6 +42,7 @@ class Federation:
     scalings: tuple[scaling.Scaling, ...] = ()  # of each natural site, where every one has its own
     raw_scale: float = 1.0  # what raw inputs are divided by before a site's own scaling
     sites: tuple[str, ...] = ()  # the clients' names, where they are natural sites
+    as_read: dict[str, Any] | None = None  # fingerprint of the data before they were scaled
 
     def __post_init__(self) -> None:
         if not self.held_out:
@@ -92,17 +94,33 @@ def load_data(config: Config) -> Dataset:
         columns=data.columns or {},
         test_share=data.test_share,
     )
-    return load(data.name, Path(data.dir).expanduser() if data.dir else default_folder(), options)
+    return load(data.name, data_folder(config), options)
 
 
-def build_federation(config: Config, dataset: Dataset | None = None) -> Federation:
+def data_folder(config: Config) -> Path:
+    """Where data sets that have a name are looked for."""
+    return Path(config.data.dir).expanduser() if config.data.dir else default_folder()
+
+
+def fingerprint_of(config: Config, data: Dataset) -> dict[str, Any]:
+    """What was read, and from where."""
+    file = file_of(config.data.name, data_folder(config))
+    size = {"bytes": file.stat().st_size} if file is not None and file.is_file() else {}
+    return {**data.fingerprint, "path": config.data.name if file is None else str(file), **size}
+
+
+def build_federation(config: Config, dataset: Dataset | None = None, run: Path | None = None) -> Federation:
     """Load, divide and check everything that a run needs; bad input is found here, before anything is written.
 
-    Who builds several federations of the same data may load them once and pass them.
+    Pass `dataset` to reuse loaded data. Where the folder `run` holds a run that began before, data and weights must be
+    those that it began with.
     """
     check_machine(config.device, config.precision)
     natural = config.partition.name == "site"
     data = dataset or load_data(config)
+    as_read = fingerprint_of(config, data)
+    if run is not None:
+        fingerprint.check(run, config, as_read)
     if natural and dataset is None:
         _tell_what_is_not_agreed(data, config)
     parts, held_out = divide(data, config)
@@ -119,6 +137,7 @@ def build_federation(config: Config, dataset: Dataset | None = None) -> Federati
         scalings=scalings,
         raw_scale=raw_scale,
         sites=data.sites if natural else (),
+        as_read=as_read,
     )
 
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from fednh.config import Config, parse_bytes
-from fednh.core import aggregate, checks, evaluate, memory, novelty
+from fednh.core import aggregate, checks, evaluate, failures, memory, novelty
 from fednh.core import client as clients
 from fednh.core.evaluate import Personal
 from fednh.core.federation import Federation
@@ -164,20 +164,20 @@ class Simulation:
         self.stop = stop or threading.Event()
         self.workers = worker_count(config)
         memory.keep_freed()
-        with one_thread():
-            initial = self.method.init(self.net, torch_rng(config.seed, "init"))
-        self.server = {name: value.to(config.device) for name, value in arranged(initial).items()}
         budget = parse_bytes(config.store.memory, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        self.store = Store(run.path / "clients", budget, self.method.enroll(self.server), config.device)
-        self.checkpoints = Checkpoints(run.path / "checkpoints", self.store)
-        with one_thread():
+        with one_thread(), failures.named(self.method, "the first try on blank samples failed, before any round"):
+            initial = self.method.init(self.net, torch_rng(config.seed, "init"))
+            self.server = {name: value.to(config.device) for name, value in arranged(initial).items()}
+            self.store = Store(run.path / "clients", budget, self.method.enroll(self.server), config.device)
+            self.upload_form = clients.declared_upload(self.method, self.net, self.server)
             self.engine = pool.choose(config, federation, self.server)
+        self.checkpoints = Checkpoints(run.path / "checkpoints", self.store)
         self.form = clients.form_of(self.server)
-        self.upload_form = clients.declared_upload(self.method, self.net, self.server)
         self.progress = Progress()
 
     def run(self) -> dict[str, Any]:
         """All rounds, from where the folder stands to the end; returns the summary."""
+        self._begin()
         self._resume()
         workers = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,))
         with one_thread(), self.checkpoints, workers as self.pool:
@@ -185,7 +185,8 @@ class Simulation:
                 self._close_round(self.progress.round)
             while self.progress.round < self.config.rounds:
                 self._one_round(self.progress.round + 1)
-            summary = self._finish()
+            with failures.named(self.method, f"the end failed after round {self.progress.round}"):
+                summary = self._finish()
             self.checkpoints.wait()
             self.folder.write_summary(summary)
             return summary
@@ -195,7 +196,8 @@ class Simulation:
     def _one_round(self, round_: int) -> None:
         started = time.perf_counter()
         try:
-            happened = self._train(round_)
+            with failures.named(self.method, f"the server failed in round {round_}"):
+                happened = self._train(round_)
         except (Interrupted, RunError):
             self.store.rollback()
             self._checkpoint()
@@ -216,10 +218,11 @@ class Simulation:
         if self.config.eval.every and round_ % self.config.eval.every == 0:
             try:
                 people = self._personal(self._whom(round_, record["clients"]), round_)
-            except Interrupted:
+                correct = self._global()
+            except (Interrupted, RunError):
                 self._checkpoint()
                 raise
-            record |= self._figures(self._global(), people)
+            record |= self._figures(correct, people)
             record["eval_seconds"] = round(time.perf_counter() - started, 4)
             self.progress.eval_seconds += record["eval_seconds"]
         self.folder.append_metrics(record)
@@ -286,8 +289,7 @@ class Simulation:
 
     def _failed(self, client: int, error: Exception, happened: Round) -> None:
         """A client's training raised an error: stop, or go on without it, as `on_error` says."""
-        name = type(self.method).__name__
-        told = f"{name}: client {client} failed in round {happened.round}: {type(error).__name__}: {error}"
+        told = failures.sentence(self.method, error, f"client {client} failed in round {happened.round}")
         if self.config.on_error == "stop":
             raise RunError(told) from error
         happened.failed.append(client)
@@ -318,10 +320,11 @@ class Simulation:
         return sampled_clients(self.config, number, self.store.members, round_)
 
     def _global(self) -> torch.Tensor | None:  # (C,) correct per class
-        model = self.method.global_model(self.server)
-        if model is None or not len(self.fed.test):
-            return None
-        return self.pool.submit(self._correct, model, self.fed.test).result()
+        with failures.named(self.method, f"the global model failed after round {self.progress.round}"):
+            model = self.method.global_model(self.server)
+            if model is None or not len(self.fed.test):
+                return None
+            return self.pool.submit(self._correct, model, self.fed.test).result()
 
     def _correct(self, model: Tree, test: Samples) -> torch.Tensor:  # (C,)
         model = arranged(model)
@@ -339,15 +342,17 @@ class Simulation:
 
     def _personal(self, whom: list[int], round_: int, save: bool = False) -> list[Personal]:
         """The personal models' figures; on request, the models are saved too."""
-        down, sgd, total = (
-            self.method.broadcast(self.server),
-            self.config.train.sgd(round_),
-            evaluate.total_per_class(self.fed.test),
-        )
-        shared = self.method.global_model(self.server) if self.fed.measures_held_out else None
+        sgd, total = self.config.train.sgd(round_), evaluate.total_per_class(self.fed.test)
+        with failures.named(self.method, f"the server failed after round {round_}"):
+            down = self.method.broadcast(self.server)
+            shared = self.method.global_model(self.server) if self.fed.measures_held_out else None
         nothing = torch.zeros_like(total)
 
         def work(client: int) -> Personal:
+            with failures.named(self.method, f"the personal model of client {client} failed after round {round_}"):
+                return measured(client)
+
+        def measured(client: int) -> Personal:
             data = self._data(client, round_, "personal")
             model = clients.personal_model(self.method, self.net, self.store.get(client), down, data, sgd)
             if save:
@@ -388,6 +393,12 @@ class Simulation:
         return {key: evaluate.mean_and_spread(getattr(p, key) for p in people)[0] for key in keys}
 
     # --- start and end -----------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Write down what the run is, or refuse to go on with other data than it began with."""
+        fed, note = self.fed, self.watcher.note
+        counts = fed.class_counts()
+        self.folder.begin(self.config, fed.dataset.classes, counts, fed.sites, data=fed.as_read, tell=note)
 
     def _checkpoint(self) -> None:
         if self.config.checkpoint.every:

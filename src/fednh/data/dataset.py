@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fednh.data import contents
 from fednh.errors import UserError
 
 Inputs = NDArray[np.uint8] | NDArray[np.float32]
@@ -66,6 +68,11 @@ class Dataset:
     @property
     def num_classes(self) -> int:
         return len(self.classes)
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """What the samples are, to be compared with what they are another time."""
+        return contents.fingerprint(self)
 
     def __post_init__(self) -> None:
         if not self.preprocessing:

@@ -94,15 +94,10 @@ def train(folder: Path, seed: int = 0, rounds: int = 100, tell: Callable[[str], 
     """Make the runs that are not there yet."""
     for name, config in plan(seed, rounds).items():
         run = RunFolder(folder / name)
-        run.check(config)
-        if run.finished:
-            continue
-        tell(name)
-        federation = build_federation(config)
-        with run:
-            simulation = Simulation(config, federation, run, Silent(Console(stderr=True)))
-            run.begin(config, federation.dataset.classes, federation.class_counts())
-            simulation.run()
+        with run.opened(config) as unfinished:
+            if unfinished:
+                tell(name)
+                Simulation(config, build_federation(config, run=run.path), run, Silent(Console(stderr=True))).run()
 
 
 def look(folder: Path) -> Example:

@@ -20,7 +20,7 @@ from flwr.app import MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fednh.config import Config, dump
-from fednh.core import aggregate, checks
+from fednh.core import aggregate, checks, failures
 from fednh.core import client as clients
 from fednh.core.federation import Federation, build_federation, network
 from fednh.core.machine import check_machine
@@ -103,10 +103,12 @@ class Server:
         with one_thread(), self.checkpoints:
             saved = self._resume()
             self._gather()
-            self._prepare(saved)
+            with failures.named(self.method, "the first try on blank samples failed, before any round"):
+                self._prepare(saved)
             try:
                 while self.progress.closed < self.config.rounds:
-                    self._exchange()
+                    with failures.named(self.method, f"the server failed after round {self.progress.round}"):
+                        self._exchange()
             except (Interrupted, RunError):
                 self._checkpoint()
                 raise
@@ -216,9 +218,10 @@ class Server:
         if config.federation.test is not None:
             test = balanced(config, config.federation.test, task)
         self.evaluation = Evaluation(self.method, self.net, test)
-        if not self.folder.started:  # how the samples of sites with data of their own are spread is not known here
-            counts, sites = (self.fed.class_counts(), self.fed.sites) if self.fed else ([], ())
-            self.folder.begin(config, task.classes, counts, sites, backend="flower")
+        # How the samples of sites with data of their own are spread is not known here.
+        counts, sites = (self.fed.class_counts(), self.fed.sites) if self.fed else ([], ())
+        data = self.fed.as_read if self.fed else None
+        self.folder.begin(config, task.classes, counts, sites, backend="flower", data=data, tell=self.note)
         self.folder.write_metrics(self.progress.records[: self.progress.closed])
 
     def _divided_federation(self, task: Task) -> Federation | None:
@@ -406,7 +409,8 @@ class Server:
             return
         rule = aggregate.rule(self.config.aggregator, self.server, self.config.trim, self.method.by_class)
         try:
-            server = self.method.aggregate(self.server, Uploads(uploads, rule))
+            with failures.named(self.method, f"the server failed in round {happened.round}"):
+                server = self.method.aggregate(self.server, Uploads(uploads, rule))
             checks.check_server(self.method, server, self.form, happened.round)
         except RunError as error:
             if self.manner.simulated:

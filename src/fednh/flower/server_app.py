@@ -30,13 +30,12 @@ def main(grid: Grid, context: Context) -> None:
     federation = config.federation
     assert federation.folder is not None
     folder = RunFolder(Path(federation.folder))
-    folder.check(config)
-    if folder.finished:
-        log.info("%s is finished already; remove it, or choose another federation.folder", folder.path)
-        return
     manner = Manner(federation.timeout, federation.min_clients)
     identity = of_server(config, context.run_id)
-    with folder:
+    with folder.opened(config, "flower") as unfinished:
+        if not unfinished:
+            log.info("%s is finished already; remove it, or choose another federation.folder", folder.path)
+            return
         Server(config, grid, folder, LogWatcher(config.rounds), manner, identity=identity).run()
     log.info("run folder: %s", folder.path)
 

@@ -3,6 +3,7 @@
 config.toml        complete and re-runnable            metrics.jsonl   a line per round
 environment.json   versions, commit, CPU, threads      summary.json    the final figures
 partition.json     how many samples of each class every client holds
+fingerprint.json   what the run depends on             weights.safetensors   those that it started from, if any
 models/            global and personal, safetensors    checkpoints/, clients/   to go on from
 """
 
@@ -14,7 +15,8 @@ import platform
 import socket
 import subprocess
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +26,7 @@ import fednh
 from fednh.config import Config, dump, validate
 from fednh.core.tree import Tree
 from fednh.errors import UserError
+from fednh.storage import fingerprint
 from fednh.storage.files import locked, write_bytes, write_json
 from fednh.storage.model_file import write_model
 
@@ -34,6 +37,7 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self._lock: IO[str] | None = None
+        self._made: list[Path] = []  # folders that locking it has made, the innermost first
 
     config_file = property(lambda self: self.path / "config.toml")
     metrics_file = property(lambda self: self.path / "metrics.jsonl")
@@ -47,19 +51,44 @@ class RunFolder:
     def started(self) -> bool:
         return bool(self.config_file.exists())
 
-    def check(self, config: Config) -> None:
-        """Refuse a folder that holds another run, or something else."""
+    @contextmanager
+    def opened(self, config: Config, backend: str = "simulator") -> Iterator[bool]:
+        """Lock the folder for a run of `config`; yields whether anything is left to do.
+
+        What the folder holds is checked under the lock: two processes that start at the same time cannot both find it
+        free. It is checked before, too: a folder that holds something else, or a finished run, is not even locked.
+        """
+        self.check(config, backend)
+        if self.finished:
+            yield False
+            return
+        with self:
+            self.check(config, backend)
+            yield not self.finished
+
+    def check(self, config: Config, backend: str | None = None) -> None:
+        """Refuse a folder that holds another run, one whose settings were edited, or something else."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file, not a folder; choose another --out")
         if self.started:
             other = read_config(self.path)
-            if other.model_copy(update={"workers": config.workers}) != config:
-                raise UserError(f"{self.path} holds a run with other settings; choose another --out, or delete it")
+            there, here = fingerprint.of_settings(other), fingerprint.of_settings(config)
+            words = "{key} is {was} there and {now} here"
+            if told := fingerprint.settings_changed(there, here, words, free=["workers"]):
+                raise UserError(
+                    f"{self.path} holds a run with other settings ({told}); choose another --out, or delete it"
+                )
+            fingerprint.check_settings(self.path, other)
+            if backend is not None and (used := read_backend(self.path)) != backend:
+                raise UserError(
+                    f"{self.path} holds a run on the backend {used}; continue with: fednh resume {self.path}"
+                )
         elif self.path.exists() and any(not _of_a_beginning(p) for p in self.path.iterdir()):
             raise UserError(f"{self.path} is not empty and holds no run; choose another --out")
 
     def __enter__(self) -> RunFolder:
         """Create the folder if need be and lock it; another process that holds it is named."""
+        self._made = [p for p in (self.path, *self.path.parents) if not p.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = locked(self.path / ".lock")
@@ -78,7 +107,9 @@ class RunFolder:
             (self.path / ".lock").unlink(missing_ok=True)
             self._lock.close()
         if not any(self.path.iterdir()):  # nothing was begun: leave nothing behind
-            self.path.rmdir()
+            for path in self._made or [self.path]:
+                with suppress(OSError):  # somebody else uses it
+                    path.rmdir()
 
     def begin(
         self,
@@ -87,13 +118,42 @@ class RunFolder:
         counts: Sequence[Sequence[int]],
         sites: Sequence[str] = (),
         backend: str = "simulator",
+        data: Mapping[str, Any] | None = None,
+        tell: Callable[[str], None] = print,
     ) -> None:
-        """Write down what the run is, before it starts; `counts` is clients by classes, `sites` their names if any."""
-        write_json(self.path / "environment.json", {**environment(config), "backend": backend})
+        """Write down what the run is, before it starts; if it has started, refuse what is not the same any more.
+
+        `counts` is clients by classes, `sites` their names if any, `data` the fingerprint of what was read.
+        """
         partition = {"classes": list(classes), "counts": [list(row) for row in counts]}
         partition |= {"sites": list(sites)} if sites else {}
+        if self.started:
+            self._check_same(config, partition, data, tell)
+            return
+        write_json(self.path / "environment.json", {**environment(config), "backend": backend})
         write_bytes(self.path / "partition.json", json.dumps(partition).encode())
+        fingerprint.write(self.path, config, data)
         write_bytes(self.config_file, dump(config).encode())
+
+    def _check_same(
+        self,
+        config: Config,
+        partition: dict[str, Any],
+        data: Mapping[str, Any] | None,
+        tell: Callable[[str], None],
+    ) -> None:
+        """Refuse to go on with data or weights that are not those that the run began with."""
+        fingerprint.check(self.path, config, data)
+        if fingerprint.read(self.path) is None:
+            if partition["counts"] and read_partition(self.path) not in (None, partition):
+                raise UserError(
+                    f"the data are not those that the run in {self.path} began with: partition.json has other classes, "
+                    f"sites or numbers of samples; restore them, or start another run"
+                )
+            tell(
+                f"{self.path} was made before runs recorded what their data are: only the numbers of samples were "
+                f"compared"
+            )
 
     def write_metrics(self, records: list[dict[str, Any]]) -> None:
         write_bytes(self.metrics_file, b"".join(_line(record) for record in records))
@@ -117,7 +177,7 @@ class RunFolder:
 
 def _of_a_beginning(path: Path) -> bool:
     """Whether a file is one that a run leaves which was killed before its config was written: it can start again."""
-    names = (".lock", "environment.json", "partition.json", "federation.log")
+    names = (".lock", "environment.json", "partition.json", "federation.log", fingerprint.FILE, fingerprint.WEIGHTS)
     return path.name in names or path.suffix == ".tmp"
 
 
@@ -134,6 +194,15 @@ def read_config(path: Path, finished: bool = False) -> Config:
         raise UserError(f"{path} is not a run folder: its config.toml cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise UserError(f"{file} is not valid TOML: {error}") from error
+
+
+def read_partition(path: Path) -> dict[str, Any] | None:
+    """How the samples of a run were divided; None where that is not recorded."""
+    try:
+        found: dict[str, Any] = json.loads((path / "partition.json").read_text(encoding="utf-8"))
+        return found
+    except (OSError, ValueError):
+        return None
 
 
 def read_backend(path: Path) -> str:

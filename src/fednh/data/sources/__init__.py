@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from fednh.config import PATH_KINDS
 from fednh.data.dataset import Arrays, Dataset
 from fednh.data.published import cifar, idx, tinyimagenet
 from fednh.data.sources import builtin, hf, npz, python, tables
@@ -140,6 +141,15 @@ def load(name: str, folder: Path, options: Options | None = None) -> Dataset:
     if place is None:
         raise UserError(_not_found(name, folder))
     return _assemble(name, place)
+
+
+def file_of(name: str, folder: Path) -> Path | None:
+    """The file or folder that a data set is read from, where there is one."""
+    kind, colon, rest = name.partition(":")
+    if colon:
+        return _expand(rest) if kind in PATH_KINDS else None
+    place = _find(name, folder) if name in PUBLISHED else None
+    return place.path if place else None
 
 
 def _own(name: str, kind: str, rest: str, options: Options) -> Dataset:

@@ -1,0 +1,108 @@
+"""What a run depends on, in fingerprint.json: written when it begins, compared when somebody goes on with it.
+
+settings   every setting by dotted name
+data       what was read (data/contents.py), and from which file; absent where sites have data of their own
+weights    the file of pretrained weights (`model.weights`): path, size and SHA-256; weights.safetensors is a copy
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fednh.config import Config, flat
+from fednh.data import contents
+from fednh.errors import UserError
+from fednh.storage.files import sha256, write_bytes, write_json
+
+FORMAT = 1
+FILE, WEIGHTS = "fingerprint.json", "weights.safetensors"
+FREE = {  # settings that say where things lie or how the work is done: the result does not depend on them
+    *("workers", "store.memory", "checkpoint.every", "on_error"),
+    *("data.name", "data.dir", "model.weights"),  # files may move: their contents are compared
+    *("federation.folder", "federation.timeout"),
+}
+
+
+def of_settings(config: Config) -> dict[str, Any]:
+    """Every setting that is set, by dotted name."""
+    return {key: value for key, value in flat(config.model_dump(mode="json")).items() if value is not None}
+
+
+def write(run: Path, config: Config, data: Mapping[str, Any] | None) -> None:
+    """Record what the run in this folder depends on; a copy of its pretrained weights is for those who join later."""
+    found: dict[str, Any] = {"format": FORMAT, "settings": of_settings(config)}
+    if data is not None:
+        found["data"] = dict(data)
+    if config.model.weights is not None:
+        content = Path(config.model.weights).read_bytes()
+        checksum = write_bytes(run / WEIGHTS, content)
+        found["weights"] = {"path": config.model.weights, "bytes": len(content), "sha256": checksum}
+    write_json(run / FILE, found)
+
+
+def read(run: Path) -> dict[str, Any] | None:
+    """What a run recorded; None for a folder that was made before runs did so."""
+    file = run / FILE
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if found["format"] > FORMAT:
+            raise UserError(f"{file} has the format {found['format']}, which this version does not know; upgrade fednh")
+        return {"settings": {}, **found}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} cannot be read ({error}); restore it from a copy, or start another run") from error
+
+
+def check_settings(run: Path, config: Config) -> None:
+    """Refuse a run whose own config.toml, read as `config`, was edited after it began."""
+    recorded, words = read(run), "{key} was {was} and is {now}"
+    if recorded and (told := settings_changed(recorded["settings"], of_settings(config), words, FREE)):
+        raise UserError(
+            f"{run / 'config.toml'} was edited after the run began: {told}; put it back, or start another run"
+        )
+
+
+def check(run: Path, config: Config, data: Mapping[str, Any] | None) -> None:
+    """Refuse data or pretrained weights that are not those that the run began with."""
+    recorded = read(run) or {}
+    if data is not None and (then := recorded.get("data")) and (told := contents.changed(then, data)):
+        raise UserError(
+            f"the data are not those that the run in {run} began with: {told}; restore them, or start another run"
+        )
+    if config.model.weights is not None and (then := recorded.get("weights")):
+        check_weights(Path(config.model.weights), run, then)
+
+
+def check_weights(file: Path, run: Path, recorded: Mapping[str, Any]) -> None:
+    """Refuse a file of weights that is not the one that the run began with."""
+    if not file.exists() or sha256(file) != recorded["sha256"]:
+        raise UserError(
+            f"the weights in {file} are not those that the run in {run} began with; restore them from "
+            f"{run / WEIGHTS if file.name != WEIGHTS else recorded['path']}, or start another run"
+        )
+
+
+def settings_changed(
+    before: Mapping[str, Any], now: Mapping[str, Any], words: str, free: Iterable[str] = ()
+) -> str | None:
+    """Which settings differ, each in these words with {key}, {was} and {now}; None if none does.
+
+    A setting that an older version did not have yet had its default.
+    """
+    usual, told = of_settings(Config()), []
+    for key in sorted(before.keys() | now.keys()):
+        if key in free or (key not in before and key.startswith("method.") and key != "method.name"):
+            continue
+        was, here = before.get(key, usual.get(key)), now.get(key)
+        if was != here:
+            told.append(words.format(key=key, was=_value(was), now=_value(here)))
+    more = f" and {len(told) - 3} more" if len(told) > 3 else ""
+    return ", ".join(told[:3]) + more if told else None
+
+
+def _value(value: Any) -> str:
+    return "not set" if value is None else repr(value)
