@@ -233,6 +233,8 @@ def build_method(section: Mapping[str, Any]) -> Method:
         raise UserError(explain(error, "method.")) from error
     except PydanticSchemaGenerationError as error:
         raise UserError(f"method.name = {name!r}: a hyper-parameter has a type that no setting can have") from error
+    except Exception as error:  # whatever a method of one's own raises when it is made
+        raise UserError(f"method.name = {name!r} cannot be made: {type(error).__name__}: {error}") from error
 
 
 def load(source: str | None, overrides: Mapping[str, Any]) -> Config:

@@ -107,7 +107,8 @@ class Server:
                 self._prepare(saved)
             try:
                 while self.progress.closed < self.config.rounds:
-                    with failures.named(self.method, f"the server failed after round {self.progress.round}"):
+                    at = min(self.progress.round + 1, self.config.rounds)
+                    with failures.named(self.method, f"the server failed in round {at}"):
                         self._exchange()
             except (Interrupted, RunError):
                 self._checkpoint()
