@@ -68,7 +68,7 @@ class Trial:
         return found
 
     def personal(self) -> list[Path]:
-        return sorted(self.folder.glob("sites/*/state/*/*/personal.safetensors"))
+        return sorted(self.folder.glob("trial/*/state/*/*/personal.safetensors"))
 
     def wait_for(self, condition: Callable[[], Any], process: Process, seconds: float = 240) -> None:
         deadline = time.monotonic() + seconds

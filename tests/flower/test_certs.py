@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import re
 import socket
 import ssl
 import stat
+import subprocess
 import threading
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
 from fednh.errors import UserError
-from fednh.flower.deploy import certificates
+from fednh.flower.deploy import certificates, scaffold
 from forked import fednh
 
 SITES = ["site-1", "site-2"]
@@ -28,6 +30,10 @@ def folder(tmp_path: Path) -> Path:
         (tmp_path / "sites" / site).mkdir(parents=True)
         (tmp_path / "sites" / site / "site.toml").write_text(f'site = "{site}"\n')
     return tmp_path
+
+
+def authority(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}-authority")
 
 
 def shake_hands(folder: Path, trust: Path, name: str) -> None:
@@ -70,10 +76,16 @@ def test_another_authority_is_not_trusted(folder: Path, tmp_path: Path) -> None:
 
 def test_private_files_are_the_owners_alone_and_pairs_match(folder: Path) -> None:
     certificates.make(folder, SITES)
-    private = [folder / "certs/ca.key", folder / "certs/server.key", *(folder / "sites" / s / "key" for s in SITES)]
+    private = [
+        authority(folder) / "ca.key",
+        folder / "certs/server.key",
+        *(folder / "sites" / s / "key" for s in SITES),
+    ]
     for path in private:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
-    assert stat.S_IMODE((folder / "certs").stat().st_mode) == 0o700
+    for path in (folder / "certs", authority(folder), *(folder / "sites" / s for s in SITES)):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700, path
+    assert not (folder / "certs/ca.key").exists(), "apps run here"
     publics = set()
     for site in SITES:
         key = load_ssh_private_key((folder / "sites" / site / "key").read_bytes(), None)
@@ -109,6 +121,42 @@ def test_a_site_may_have_brought_its_own_public_key(folder: Path) -> None:
     assert (folder / "sites/site-1/ca.crt").exists()
 
 
+def test_a_server_whose_user_can_read_the_authoritys_key_does_not_start(folder: Path, tmp_path: Path) -> None:
+    scaffold.write(tmp_path / "fed", 1, [], {})
+    serve = ["federation", "serve", str(tmp_path / "fed")]
+    assert "certs/server.crt does not exist" in fednh(serve, tmp_path / "io").stderr
+    certificates.make(tmp_path / "fed", ["site-1"])
+    ended = fednh(serve, tmp_path / "io")
+    assert ended.code == 2
+    assert f"{tmp_path}/fed-authority/ca.key can be read by the user who runs the server" in ended.stderr
+
+
+def test_an_authoritys_key_where_earlier_versions_put_it_is_told(folder: Path, tmp_path: Path) -> None:
+    """Nothing is made or issued until it is moved, and the words say how."""
+    certificates.make(folder, SITES)
+    (authority(folder) / "ca.key").rename(folder / "certs/ca.key")
+    authority(folder).rmdir()
+    for words in (["certs", str(folder)], ["certs", str(folder), "--renew"]):
+        ended = fednh(["federation", *words], tmp_path / "io")
+        assert ended.code == 2
+        assert "lies where apps run" in ended.stderr
+    todo = re.search(r"move it: (.*?);", " ".join(ended.stderr.split()))
+    assert todo is not None
+    subprocess.run(todo[1], shell=True, check=True)
+    assert certificates.renew(folder) == [folder / "certs/server.crt"]
+
+
+def test_a_key_that_a_site_made_itself_ends_a_trial_in_one_sentence(tmp_path: Path) -> None:
+    scaffold.write(tmp_path / "fed", 2, [], {})
+    key = tmp_path / "theirs"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", key], check=True)
+    key.with_suffix(".pub").rename(tmp_path / "fed/sites/site-2/key.pub")
+    ended = fednh(["federation", "up", str(tmp_path / "fed"), "--local"], tmp_path / "io")
+    assert ended.code == 2
+    assert "sites/site-2/key is not here (the site has made its key itself" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
 def test_a_renewal_keeps_authority_key_and_names(folder: Path) -> None:
     certificates.make(folder, SITES, ["fl.example.org"], days=2)
     old = x509.load_pem_x509_certificate((folder / "certs/server.crt").read_bytes())
@@ -135,11 +183,11 @@ def test_keys_are_never_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda d: (d / "certs/ca.key").unlink(), "ca.key cannot be read: No such file"),
-        (lambda d: (d / "certs/ca.key").write_text("nonsense"), "ca.key is not an unencrypted PEM private key"),
+        (lambda d: (authority(d) / "ca.key").unlink(), "ca.key cannot be read: No such file"),
+        (lambda d: (authority(d) / "ca.key").write_text("nonsense"), "ca.key is not an unencrypted PEM private key"),
         (lambda d: (d / "certs/ca.crt").write_text("nonsense"), "ca.crt is not a PEM certificate"),
         (lambda d: (d / "certs/server.crt").unlink(), "so it cannot be renewed"),
-        (lambda d: (d / "certs/ca.key").write_bytes((d / "certs/server.key").read_bytes()), "is not the key of"),
+        (lambda d: (authority(d) / "ca.key").write_bytes((d / "certs/server.key").read_bytes()), "is not the key of"),
     ],
 )
 def test_what_is_lost_or_damaged_is_named(spoil: object, words: str, folder: Path, tmp_path: Path) -> None:
@@ -160,8 +208,9 @@ def test_the_command_says_what_it_made_and_until_when(folder: Path, tmp_path: Pa
     ended = fednh(["federation", "certs", str(folder)], tmp_path / "io")
     assert "nothing was made" in ended.stdout
     ended = fednh(["federation", "certs", str(folder), "--host", "new.example.org"], tmp_path / "io")
-    assert ended.code == 2
-    assert "is not for new.example.org; --renew" in ended.stderr
+    assert ended.code == 0, ended.stderr
+    for name in ("localhost", "fl.example.org", "new.example.org"):
+        shake_hands(folder, folder / "sites/site-1/ca.crt", name)
     for bad in ("a b", "", "https://x", "münchen.de"):
         ended = fednh(["federation", "certs", str(folder), "--renew", "--host", bad], tmp_path / "io")
         assert ended.code == 2, bad

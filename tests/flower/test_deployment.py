@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import stat
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,7 @@ import pytest
 from federations import Trial, assert_same_as_simulated, trial
 
 from fednh.flower.deploy import local
+from forked import Process
 
 
 @pytest.fixture
@@ -20,10 +24,36 @@ def fed(tmp_path: Path) -> Iterator[Trial]:
         yield made
 
 
+def commands_seen(fed: Trial, process: Process) -> set[str]:
+    """The command lines of all processes of a federation while it runs, as `ps` shows them to everybody."""
+    seen = set()
+    while not process.ended():
+        for pid in local.marked(fed.folder):
+            with suppress(OSError):
+                seen.add(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+        time.sleep(1)
+    return seen
+
+
+def readable_by_others(fed: Trial) -> list[Path]:
+    """What is there of states, models, databases and logs that other users of the machine could read."""
+    assert stat.S_IMODE(fed.folder.stat().st_mode) == 0o700
+    kept = [fed.run, *(fed.folder / "trial").iterdir(), fed.folder / "logs", fed.folder / ".flwr/local"]
+    paths = [path for each in kept for path in (each, *each.rglob("*"))]
+    written = {"personal.safetensors", "superlink.db", "site-1.log", "global.safetensors"}
+    assert written <= {path.name for path in paths}
+    mine = ("config.toml", "site.toml", "approved")  # what `up` itself writes, in folders that are closed
+    return [path for path in paths if path.stat().st_mode & 0o077 and path.name not in mine]
+
+
 def test_from_nothing_to_personal_models_over_tls(fed: Trial, tmp_path: Path) -> None:
     process = fed.init(2, rounds=1).up()
+    seen = commands_seen(fed, process)
     ended = process.wait(240)
     assert ended.code == 0, fed.said()
+    assert any("flwr-serverapp" in words for words in seen)
+    assert not [words for words in seen if re.search(r"--token |[0-9a-f]{64}", words)], "every user can read these"
+    assert readable_by_others(fed) == []
     assert "fednh at 2 sites round 1/1" in ended.stdout
     assert f"site-2: {fed.personal()[1]}" in ended.stdout
     assert ended.stdout.rstrip().endswith(str(fed.run))

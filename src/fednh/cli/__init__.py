@@ -24,6 +24,7 @@ from fednh.cli import figures
 from fednh.cli import trained
 from fednh.cli import spiral
 from fednh.cli import federation
+from fednh.cli import deployment
 from fednh.cli import about
 from fednh.cli import new
 from fednh.cli import bench
@@ -33,6 +34,7 @@ __all__ = [
     "about",
     "app",
     "bench",
+    "deployment",
     "federation",
     "figures",
     "inspect",

@@ -69,7 +69,7 @@ def certs(
     ] = False,
 ) -> None:
     """Make a certificate authority, the server's certificate and a key pair for every site: whatever is missing."""
-    _need_extra()
+    need_extra()
     from fednh.flower.deploy import certificates as keys
     from fednh.flower.deploy.scaffold import sites_of
 
@@ -90,6 +90,9 @@ def up(
     plain: Annotated[
         bool, typer.Option("--plain", help="A new Python for every message, as Flower does by itself; slower.")
     ] = False,
+    proxy: Annotated[
+        bool, typer.Option("--proxy", help="Sites come in through nginx, as on several machines; it must be installed.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the run folder.")] = False,
 ) -> None:
     """Run a federation on this machine: start its server and sites, train, show progress, stop all of it.
@@ -98,7 +101,7 @@ def up(
     """
     if not local:
         raise UserError(f"fednh starts federations on this machine only: add --local, or see {folder / 'README.md'}")
-    _need_extra()
+    need_extra()
     from fednh.flower.deploy import certificates as keys
     from fednh.flower.deploy import scaffold
     from fednh.flower.deploy.local import Local, Stopped
@@ -111,13 +114,14 @@ def up(
     if (run / "summary.json").exists():
         console.print(f"{run} is finished already", highlight=False, soft_wrap=True)
     else:
-        with _only_one(folder), stop_on_signal("fednh: stopping the federation", insist=False) as stop:
+        with only_one(folder), stop_on_signal("fednh: stopping the federation", insist=False) as stop:
             keys.make(folder, [site.name for site in sites])
+            keys.check_complete(folder, [site.name for site in sites])
             name = f"{config.method['name']} at {len(sites)} sites"
             with watcher(console, config.rounds, name, quiet) as screen:
                 screen.note(f"starting the server and {len(sites)} sites; logs: {folder / 'logs'}")
                 try:
-                    Local(folder, config, sites, screen, stop, secure=not insecure, warm=not plain).run()
+                    Local(folder, config, sites, screen, stop, not insecure, not plain, proxy).run()
                 except Stopped:
                     typer.echo(f"fednh: interrupted; go on with: fednh federation up {folder} --local", err=True)
                     raise typer.Exit(130) from None
@@ -154,6 +158,7 @@ def audit(
 def _tell(folder: Path, run: Path, config: Config, sites: list[Site], quiet: bool) -> None:
     """What came out, and where it lies."""
     if not quiet:
+        from fednh.flower.deploy.local import trial_state
         from fednh.report.load import load_runs
         from fednh.report.render import to_rich
         from fednh.report.tables import comparison_sheet
@@ -163,15 +168,16 @@ def _tell(folder: Path, run: Path, config: Config, sites: list[Site], quiet: boo
         if (run / "models/global.safetensors").exists():
             typer.echo(f"global model: {run / 'models/global.safetensors'}")
         for site in sites:
-            for model in sorted(site.folder.glob(f"state/{config.federation.name}/*/personal.safetensors")):
+            kept = trial_state(folder, site, run)
+            for model in sorted(kept.glob(f"{config.federation.name}/*/personal.safetensors")):
                 typer.echo(f"{site.name}: {model}")
         typer.echo("run folder:")
     typer.echo(str(run))
 
 
 @contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
-    """One `up` at a time in a folder."""
+def only_one(folder: Path) -> Iterator[None]:
+    """One of these commands at a time in a folder."""
     from fednh.storage.files import locked
 
     path = folder / ".flwr" / "up.lock"
@@ -179,7 +185,7 @@ def _only_one(folder: Path) -> Iterator[None]:
     try:
         lock = locked(path)
     except BlockingIOError:
-        raise UserError(f"{folder} is running already, by another `fednh federation up`; wait for it") from None
+        raise UserError(f"{folder} is running already, by another `fednh federation` command; wait for it") from None
     with lock:
         try:
             yield
@@ -187,7 +193,7 @@ def _only_one(folder: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def _need_extra() -> None:
+def need_extra() -> None:
     """Federations need packages that a simulation can do without."""
     if missing := _lacking():
         raise UserError(f"federations need {missing[0]}: pip install 'fednh[flower]'")

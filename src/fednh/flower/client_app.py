@@ -21,6 +21,7 @@ from fednh.core.rounds import one_thread
 from fednh.errors import Refused, RunError, UserError
 from fednh.flower import messages, signing
 from fednh.flower.site import Place, Site, read_place
+from fednh.storage.files import keep_private
 
 log = logging.getLogger("flwr")
 
@@ -84,6 +85,7 @@ def _deployed(work: Work, message: Message, context: Context) -> Message:
     seal: Callable[[RecordDict], RecordDict] | None = None  # what answers a forged order is not signed
     try:
         place = read_place(context.node_config)
+        keep_private(place.home)
         envelope, book = _accepted(place, message, context)
         seal = partial(signing.sign_reply, key=signing.read_site_private(place.key), envelope=envelope)
         with one_thread():

@@ -13,10 +13,12 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from fednh.errors import UserError
 from fednh.flower.identity import of_server
 from fednh.flower.runconfig import read_config
 from fednh.flower.server import Manner, Server
 from fednh.report.terminal import figures
+from fednh.storage.files import keep_private
 from fednh.storage.run_folder import RunFolder
 
 log = logging.getLogger("flwr")
@@ -30,12 +32,12 @@ def main(grid: Grid, context: Context) -> None:
     federation = config.federation
     assert federation.folder is not None
     folder = RunFolder(Path(federation.folder))
+    keep_private(folder.path)
     manner = Manner(federation.timeout, federation.min_clients)
     identity = of_server(config, context.run_id)
     with folder.opened(config, "flower") as unfinished:
         if not unfinished:
-            log.info("%s is finished already; remove it, or choose another federation.folder", folder.path)
-            return
+            raise UserError(f"{folder.path} holds a finished run; move it away, or choose another federation.folder")
         Server(config, grid, folder, LogWatcher(config.rounds), manner, identity=identity).run()
     log.info("run folder: %s", folder.path)
 

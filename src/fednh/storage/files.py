@@ -8,12 +8,14 @@ import json
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 import safetensors.torch
 
 from fednh.core.tree import Tree, arranged
+from fednh.errors import UserError
 
 
 def write_bytes(path: Path, content: bytes, sync: bool = True) -> str:
@@ -36,6 +38,36 @@ def write_bytes(path: Path, content: bytes, sync: bool = True) -> str:
     if sync:
         sync_path(path.parent)
     return hashlib.sha256(content).hexdigest()
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """A file that only its owner can read, whole or not there; one that exists is an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, path)  # unlike a rename, refuses to replace
+    except FileExistsError:
+        raise UserError(f"{path} exists; keys are never overwritten: move it away first") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def private_folder(path: Path) -> None:
+    """A folder that only its owner can enter, made if need be; one that belongs to somebody else stays as it is."""
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with suppress(PermissionError):
+        path.chmod(0o700)
+
+
+def keep_private(folder: Path) -> None:
+    """Let all that this process writes from now on be its user's alone, and this folder too."""
+    os.umask(0o077)
+    private_folder(folder)
 
 
 def sync_path(path: Path) -> None:

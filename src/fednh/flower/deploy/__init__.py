@@ -1,1 +1,1 @@
-"""A real federation's folder, its keys, and its processes on this machine."""
+"""Federations as processes: the programs of server and sites and their options, the proxy, and what may run where."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fednh.errors import UserError
 from fednh.flower.signing import public_text, read_orders_private
-from fednh.storage.files import write_bytes
+from fednh.storage.files import private_folder, write_bytes, write_private
 
 ALWAYS = ("127.0.0.1", "localhost")  # names that every server certificate has
 CA_DAYS = 3650
@@ -34,8 +35,11 @@ class Keys:
 
     folder: Path  # the federation's folder
 
+    # The authority's key is not in the federation's folder: apps run there, and whoever has it can be the server.
+    authority = property(lambda self: self.folder.absolute().with_name(f"{self.folder.absolute().name}-authority"))
     ca = property(lambda self: self.folder / "certs" / "ca.crt")
-    ca_key = property(lambda self: self.folder / "certs" / "ca.key")
+    ca_key = property(lambda self: self.authority / "ca.key")
+    old_ca_key = property(lambda self: self.folder / "certs" / "ca.key")  # where earlier versions put it
     server = property(lambda self: self.folder / "certs" / "server.crt")
     server_key = property(lambda self: self.folder / "certs" / "server.key")
 
@@ -57,14 +61,13 @@ class Keys:
 def make(folder: Path, sites: Sequence[str], hosts: Sequence[str] = (), days: int = 365) -> list[Path]:
     """Make what is missing, and return what was made."""
     keys, made = Keys(folder), list[Path]()
+    _refuse_old(keys)
     if not keys.ca.exists():
         made += _make_ca(keys)
     if not keys.server.exists():
         made += _issue(keys, hosts, days)
-    elif missing := set(hosts) - set(_names(_read(keys.server))):
-        raise UserError(
-            f"{keys.server} exists and is not for {', '.join(sorted(missing))}; --renew issues it again with them"
-        )
+    elif set(hosts) - set(names := _names(_read(keys.server))):  # after a trial it is for this machine only
+        made += _issue(keys, [*names, *hosts], days)
     for site in sites:
         made += _make_site(keys, site)
     return [*made, *make_orders(folder, sites)]
@@ -90,6 +93,7 @@ def make_orders(folder: Path, sites: Sequence[str]) -> list[Path]:
 def renew(folder: Path, hosts: Sequence[str] = (), days: int = 365) -> list[Path]:
     """Issue the server's certificate again from the same authority, for the same names and the given ones."""
     keys = Keys(folder)
+    _refuse_old(keys)
     if not keys.server.exists():
         raise UserError(f"{keys.server} does not exist, so it cannot be renewed; leave out --renew to make it")
     return _issue(keys, [*_names(_read(keys.server)), *hosts], days)
@@ -103,10 +107,11 @@ def expires(folder: Path) -> datetime.datetime:
 def _make_ca(keys: Keys) -> list[Path]:
     if keys.ca_key.exists() or keys.server.exists():
         raise UserError(
-            f"{keys.ca} is missing but other files in {keys.ca.parent} exist; restore it, or move them away"
+            f"{keys.ca} is missing but {keys.ca_key if keys.ca_key.exists() else keys.server} exists; restore it, "
+            "or move that away"
         )
-    keys.ca.parent.mkdir(parents=True, exist_ok=True)
-    keys.ca.parent.chmod(0o700)
+    private_folder(keys.ca.parent)
+    private_folder(keys.authority)
     key = ec.generate_private_key(ec.SECP384R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fednh federation CA")])
     usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # signs certificates, lists
@@ -145,9 +150,40 @@ def _issue(keys: Keys, hosts: Iterable[str], days: int) -> list[Path]:
     return [keys.server, *made]
 
 
+def check_away(folder: Path) -> None:
+    """Refuse where whoever runs the server, and so every app there, could read the authority's key."""
+    keys = Keys(folder)
+    _refuse_old(keys)
+    if keys.ca_key.exists() and os.access(keys.ca_key, os.R_OK):
+        raise UserError(
+            f"{keys.ca_key} can be read by the user who runs the server, and so by every app; take {keys.authority} "
+            "off this machine (it is needed only to issue certificates), or run the server as another user"
+        )
+
+
+def check_complete(folder: Path, sites: Sequence[str]) -> None:
+    """Refuse a trial for which a key is missing here: that of a site that made it itself."""
+    for site in sites:
+        if not (private := Keys(folder).site_key(site)).exists():
+            raise UserError(
+                f"{private} is not here (the site has made its key itself, and only key.pub was sent), so this machine "
+                "cannot speak for it; try a federation of which all keys are here: fednh federation init TRIAL"
+            )
+
+
+def _refuse_old(keys: Keys) -> None:
+    if keys.old_ca_key.exists():
+        raise UserError(
+            f"{keys.old_ca_key} lies where apps run, as earlier versions had it; move it: mkdir -m 700 -p "
+            f"{shlex.quote(str(keys.authority))} && mv {shlex.quote(str(keys.old_ca_key))} "
+            f"{shlex.quote(str(keys.ca_key))}; and if strangers could reach the server's port, make new keys"
+        )
+
+
 def _make_site(keys: Keys, site: str) -> list[Path]:
     """A site's key pair in OpenSSH's format, as Flower reads it, and a copy of the authority's certificate."""
     private, public, ca = keys.site_key(site), keys.site_public(site), keys.site_ca(site)
+    private_folder(private.parent)
     made = []
     if not private.exists() and not public.exists():
         key = ec.generate_private_key(ec.SECP384R1())
@@ -164,23 +200,6 @@ def _make_site(keys: Keys, site: str) -> list[Path]:
     elif ca.read_bytes() != keys.ca.read_bytes():
         raise UserError(f"{ca} is of another authority than {keys.ca}; delete it to have it made again")
     return made
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """A file that only its owner can read, whole or not there; one that exists is an error."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.link(temporary, path)  # unlike a rename, refuses to replace
-    except FileExistsError:
-        raise UserError(f"{path} exists; keys are never overwritten: move it away first") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _certificate(

@@ -1,10 +1,14 @@
 """A SuperExec that has imported everything already: it forks for every message instead of starting Python anew.
 
 Flower starts a new process for every message that a site receives. Most of its time goes into importing PyTorch, and
-sites that share a machine pay for it at once. `fednh federation up` therefore starts one of these for all its sites
-(`flower-supernode --isolation process` leaves the starting to others). Flower's protocol is untouched.
+sites that share a machine pay for it at once. This one serves all SuperNodes, and the SuperLink, that were started with
+`--isolation process`, which leaves the starting to others. Flower's protocol is untouched.
 
-A line of JSON on standard input for each SuperNode: {"address", "folder", "log", "pid"}. The end of the input ends it.
+- It signs its questions with the secret that it shares with each of them, so nobody else is given a task.
+- A task's token is never on a command line, where every user of the machine could read it.
+- At a site nothing of an app is unpacked or run that is not on the site's list.
+
+A line of JSON on standard input for each (commands.Job). The end of the input ends it.
 """
 
 from __future__ import annotations
@@ -12,44 +16,90 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
-from flwr.supercore.constant import TaskType
+from flwr.supercore.constant import TASK_TYPE_TO_APPIO_API_ADDRESS_ARG, TASK_TYPE_TO_COMMAND, TaskType
 from flwr.supercore.superexec import run_superexec as superexec
 from flwr.supercore.superexec.executor import SubprocessExecutor
 from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResult
-from flwr.supernode.runtime.run_clientapp import run_clientapp
+from flwr.supernode.runtime import run_clientapp as clientapp
 
 import fednh.flower.client_app  # noqa: F401  what a ClientApp needs, imported before the fork
+from fednh.flower.deploy import approval
+from fednh.flower.deploy.commands import Job
 
 
 class Forking(SubprocessExecutor):
-    """Runs a ClientApp in a fork of this process; anything else as Flower does."""
+    """Runs a ClientApp in a fork of this process, and a ServerApp as Flower does; a federation has no other tasks."""
+
+    def __init__(self, site: bool):
+        self.kinds = {TaskType.CLIENT_APP} if site else {TaskType.SERVER_APP}
+
+    def get_eligible_capacity(self, *_: Any, **__: Any) -> tuple[set[TaskType], set[str]]:
+        return self.kinds, set()
 
     def launch(self, spec: ExecutionSpec) -> LaunchResult:
-        if spec.task_type != TaskType.CLIENT_APP:
-            return super().launch(spec)
-        if os.fork() == 0:
+        if spec.task_type not in self.kinds:
+            return LaunchResult.failed(f"{spec.task_type} is not run here")
+        if spec.task_type == TaskType.SERVER_APP:
+            _server_app(spec)
+        elif os.fork() == 0:
             _leave(lambda: _client_app(spec))
         return LaunchResult.accepted()
 
 
 def _client_app(spec: ExecutionSpec) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    run_clientapp(spec.runtime_api_address, spec.token, spec.insecure, parent_pid=spec.parent_pid)
+    clientapp.run_clientapp(spec.runtime_api_address, spec.token, spec.insecure, parent_pid=spec.parent_pid)
 
 
-def _serve(job: dict[str, Any]) -> None:
-    """Be the SuperExec of one SuperNode, until that ends."""
+def _server_app(spec: ExecutionSpec) -> None:
+    """Its token is in a file that has no name and that only this user can open."""
+    token = os.memfd_create("token")
+    os.write(token, spec.token.encode())
+    command = [TASK_TYPE_TO_COMMAND[spec.task_type], TASK_TYPE_TO_APPIO_API_ADDRESS_ARG[spec.task_type]]
+    command += [spec.runtime_api_address, "--token-file", f"/proc/self/fd/{token}"]
+    command += ["--insecure"] if spec.insecure else ["--root-certificates", str(spec.root_certificates_path)]
+    command += ["--parent-pid", str(spec.parent_pid)]
+    subprocess.Popen(command, pass_fds=[token], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.close(token)
+
+
+def _serve(job: Job) -> None:
+    """Be the SuperExec of one SuperLink or SuperNode, until that ends."""
     os.setsid()
-    os.chdir(job["folder"])
-    for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, job["log"], os.O_WRONLY | os.O_APPEND)):
+    os.chdir(job.folder)
+    files = [(0, os.devnull, os.O_RDONLY)]
+    files += [] if job.log is None else [(1, job.log, os.O_WRONLY | os.O_APPEND)]
+    for number, path, flags in files:
         os.dup2(os.open(path, flags), number)
     os.dup2(1, 2)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that have ended need nobody to wait for them
-    setattr(superexec, "get_executor", lambda *_, **__: Forking())  # noqa: B010  Flower has no option for it
-    superexec.run_superexec(job["address"], insecure=True, parent_pid=job["pid"])  # on the loopback of one machine
+    # Flower has no option for these two.
+    setattr(superexec, "get_executor", lambda *_, **__: Forking(site=job.approved is not None))  # noqa: B010
+    if job.approved is not None:
+        setattr(clientapp, "install_from_fab", _only_approved(Path(job.approved)))  # noqa: B010
+    superexec.run_superexec(
+        job.address,
+        insecure=job.root is None,
+        root_certificates_path=job.root,
+        superexec_auth_secret=Path(job.secret).read_bytes(),
+        parent_pid=job.pid,
+    )
+
+
+def _only_approved(file: Path) -> Any:
+    """Flower's first step with an app, for those on the list."""
+    from flwr.cli.install import install_from_fab as install
+
+    def check_and_install(content: bytes, *args: Any, **kwargs: Any) -> Any:
+        approval.check(file, content)
+        return install(content, *args, **kwargs)
+
+    return check_and_install
 
 
 def _leave(work: Any) -> NoReturn:
@@ -70,7 +120,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         if os.fork() == 0:
-            _leave(lambda line=line: _serve(json.loads(line)))
+            _leave(lambda line=line: _serve(Job(**json.loads(line))))
 
 
 if __name__ == "__main__":

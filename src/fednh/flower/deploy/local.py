@@ -1,51 +1,36 @@
 """A whole federation on this machine: SuperLink and SuperNodes as child processes that speak over the loopback.
 
-They are the same plain Flower commands that run on several machines. Whatever happens, all that was started is ended:
-the processes are sessions of their own, and carry the federation's folder in their environment, by which those that
-Flower starts in turn are found, and those that a killed `up` has left behind.
+They are the same programs with the same options as on several machines (deploy/commands.py). What the trial keeps is
+its own: sites' states are below trial/, so that the folders that are handed over stay as they are.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+import tomllib
 from pathlib import Path
 from typing import Any, Protocol
+
+import tomli_w
 
 from fednh.config import Config
 from fednh.errors import RunError, UserError
 from fednh.flower import notes
-from fednh.flower.deploy import certificates
+from fednh.flower.deploy import approval, certificates, commands, proxy
+from fednh.flower.deploy.commands import Job
+from fednh.flower.deploy.processes import PATIENCE, Processes, answers, end, end_marked, free_ports, marked, named
 from fednh.flower.deploy.scaffold import Site, connections
-from fednh.storage.files import write_bytes
+from fednh.storage.files import private_folder, write_bytes
 
-MARK = "FEDNH_FEDERATION"  # in the environment of every process of a federation: its folder
-# Nothing calls home, nothing is installed on the way, one thread a site, and no waiting where Flower lets one choose.
-ENVIRONMENT = {
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONUNBUFFERED": "1",
-}
+__all__ = ["Local", "Stopped", "Told", "end_marked", "marked", "named", "trial_state"]
+
 RESTARTS = 3  # of a SuperNode or a ServerApp that ended by itself
 GIVE_UP = 30.0  # seconds after which a federation does not begin any more when a site cannot take part
 FORGET = 120.0  # seconds in which Flower's server has surely missed the heartbeats of a SuperNode: twice its 2 x 30
-PATIENCE = 60.0  # seconds in which a server must answer
-
-
-Process = subprocess.Popen[bytes]
 
 
 class Told(Protocol):
@@ -59,91 +44,10 @@ class Stopped(Exception):
     """Somebody asked to stop."""
 
 
-class Processes:
-    """The child processes of one federation; leaving the context ends them and all that they started."""
-
-    def __init__(self, folder: Path, home: Path):
-        self.folder, self.logs = folder, folder / "logs"
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        own = {MARK: str(folder), "FLWR_HOME": str(home), "PATH": path}
-        self.environment = {**ENVIRONMENT, **os.environ, **own}
-        self.running: dict[str, Process] = {}
-
-    def __enter__(self) -> Processes:
-        self.logs.mkdir(parents=True, exist_ok=True)
-        end_marked(self.folder)  # what an earlier `up` left that was killed
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        end(list(self.running.values()))
-        end_marked(self.folder)
-
-    def start(self, name: str, command: list[str], cwd: Path | None = None, talk: bool = False) -> Process:
-        """Start a command; what it says is appended to its log."""
-        program = shutil.which(command[0], path=self.environment["PATH"])
-        if program is None:
-            raise UserError(f"{command[0]} is not installed here: pip install 'fednh[flower]'")
-        with self.log(name).open("ab") as log:
-            self.running[name] = subprocess.Popen(
-                [program, *command[1:]],
-                cwd=cwd or self.folder,
-                env=self.environment,
-                stdin=subprocess.PIPE if talk else subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C in the terminal is ours to pass on
-            )
-        return self.running[name]
-
-    def log(self, name: str) -> Path:
-        return self.logs / f"{name}.log"
-
-    def tail(self, name: str) -> str:
-        """The end of a log, for a sentence about what went wrong."""
-        lines = [line.strip() for line in self.log(name).read_text(errors="replace").splitlines() if line.strip()]
-        return " / ".join(lines[-3:])[-400:] or "it said nothing"
-
-
-def end(processes: list[Process], grace: float = 3.0) -> None:
-    """Ask, wait a little, then insist; each is the leader of a session of its own."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-        deadline = time.monotonic() + grace
-        for process in processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-
-
-def marked(folder: Path) -> list[int]:
-    """The processes of a federation, this one aside. Where there is no /proc the process groups must do."""
-    mark, found = f"{MARK}={folder}".encode(), []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        pid = int(path.parent.name)
-        with suppress(OSError):
-            if pid != os.getpid() and mark in path.read_bytes().split(b"\0"):
-                found.append(pid)
-    return found
-
-
-def named(folder: Path, word: str) -> list[int]:
-    """Those of a federation's processes whose command line has this word."""
-    found = []
-    for pid in marked(folder):
-        with suppress(OSError):
-            if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-    return found
-
-
-def end_marked(folder: Path, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while (left := marked(folder)) and time.monotonic() < deadline:
-        for pid in left:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
+def trial_state(folder: Path, site: Site, run: Path) -> Path:
+    """Where a site keeps its state in a trial; one that an earlier version began in the site's folder goes on there."""
+    old, new = site.folder / "state", folder / "trial" / site.name / "state"
+    return old if old.exists() and not new.exists() and (run / "config.toml").exists() else new
 
 
 class Local:
@@ -158,14 +62,20 @@ class Local:
         stop: threading.Event,
         secure: bool,
         warm: bool,
+        behind_proxy: bool = False,
     ):
+        if behind_proxy and not secure:
+            raise UserError("--proxy is TLS in front of TLS: it does not go with --insecure")
         self.folder, self.sites, self.secure = folder, sites, secure
         self.warm = warm and sys.platform == "linux"  # elsewhere a fork of a process with PyTorch in it may not work
         self.run_folder, self.enough = Path(str(config.federation.folder)), config.federation.min_clients
         self.told, self.stop, self.keys = told, stop, certificates.Keys(folder)
         self.home = folder / ".flwr" / "local"
-        self.ports = free_ports(1 + len(sites))
-        self.address = f"127.0.0.1:{self.ports[0]}"
+        self.secret = self.home / "runtime.secret" if self.warm else None
+        self.proxy = self.home / "proxy" if behind_proxy else None
+        self.port, self.front, *self.ports = free_ports(2 + len(sites))
+        self.address = f"{commands.LOOPBACK}:{self.port}"
+        self.door = f"{commands.LOOPBACK}:{self.front}" if behind_proxy else self.address  # where sites knock
         self.seen: dict[str, int] = {}  # lines of files of the run folder that were shown
         for name in (notes.NAME, "metrics.jsonl"):
             self._new(name)
@@ -178,12 +88,18 @@ class Local:
         """Everything from start to end; raises RunError when the federation cannot finish, Stopped when asked to."""
         connection: dict[str, Any] = {"address": self.address}
         connection |= {"root-certificates": str(self.keys.ca)} if self.secure else {"insecure": True}
+        private_folder(self.home)
         write_bytes(self.home / "config.toml", connections("local", connection).encode())
-        with Processes(self.folder, self.home) as self.processes:
+        with Processes(self.folder, self.home, self.folder / "logs") as self.processes:
             if self.warm:
-                self._executor()  # its imports take a while
+                commands.new_secret(self.home)
+                commands.executor(self.processes)  # its imports take a while
             self._start_superlink()
+            self._start_proxy()
             self._register()
+            self.approved = self.home / approval.NAME  # who starts a trial approves the app that it is of
+            self.approved.unlink(missing_ok=True)
+            approval.approve(self.approved, approval.app_of(self.folder).hash)
             for number, _ in enumerate(self.sites):
                 self._start_supernode(number)
             self._start_run()
@@ -192,35 +108,38 @@ class Local:
     # --- starting ----------------------------------------------------------------------------------------------
 
     def _start_superlink(self) -> None:
-        command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(self.ports[0])]
-        command += ["--disable-runtime-dependency-installation"]
-        if self.secure:
-            command += ["--ssl-ca-certfile", str(self.keys.ca), "--ssl-certfile", str(self.keys.server)]
-            command += ["--ssl-keyfile", str(self.keys.server_key), "--enable-supernode-auth"]
-        else:
-            command += ["--insecure"]
-        process = self.processes.start("superlink", command)
+        database = self.home / "superlink.db"
+        for old in self.home.glob(f"{database.name}*"):
+            old.unlink()
+        keys = self.keys if self.secure else None
+        process = self.processes.start("superlink", commands.superlink(keys, self.port, database, self.secret))
+        self._await("superlink", "the SuperLink", self.port)
+        if self.secret is not None:
+            root, log = str(self.keys.ca) if self.secure else None, str(self.processes.log("superlink"))
+            job = Job(self.address, str(self.folder), process.pid, str(self.secret), log, root)
+            commands.execute(self.processes, job)
+
+    def _start_proxy(self) -> None:
+        if self.proxy is not None:
+            proxy.write(self.proxy, self.keys.ca.parent, self.door, self.port)
+            self.processes.start("proxy", proxy.command(self.proxy))
+            self._await("proxy", "nginx", self.front)
+
+    def _await(self, name: str, what: str, port: int) -> None:
+        """Wait until a server answers."""
         deadline = time.monotonic() + PATIENCE
-        while not answers(self.ports[0]):
+        while not answers(port):
             self._pause(0.05)
-            if process.poll() is not None:
-                raise RunError(
-                    f"the SuperLink ended with code {process.returncode}: {self.processes.tail('superlink')}"
-                )
+            self.processes.check(name, what)
             if time.monotonic() > deadline:
-                raise RunError(
-                    f"the SuperLink does not answer after {PATIENCE:g} s; see {self.processes.log('superlink')}"
-                )
+                raise RunError(f"{what} does not answer after {PATIENCE:g} s; {self.processes.where(name)}")
 
     def _register(self) -> None:
         """Tell the SuperLink the sites' public keys; others are refused."""
         if not self.secure:
             return
         keys = {f"register-{site.name}": self.keys.site_public(site.name) for site in self.sites}
-        started = {
-            name: self.processes.start(name, ["flwr", "supernode", "register", str(key), "local"])
-            for name, key in keys.items()
-        }
+        started = {name: self.processes.start(name, commands.register(key, "local")) for name, key in keys.items()}
         while any(process.poll() is None for process in started.values()):
             self._pause(0.05)
         for name, process in started.items():
@@ -230,36 +149,30 @@ class Local:
             del self.processes.running[name]
 
     def _start_supernode(self, number: int) -> None:
-        site = self.sites[number]
-        command = ["flower-supernode", "--superlink", self.address, "--node-config", str(site.node_config)]
-        command += ["--host", "127.0.0.1", "--port", str(self.ports[1 + number])]
-        if self.secure:
-            command += ["--root-certificates", str(self.keys.site_ca(site.name))]
-            command += ["--auth-supernode-private-key", str(self.keys.site_key(site.name))]
-        else:
-            command += ["--insecure"]
-        if self.warm:
-            command += ["--isolation", "process"]
+        site, port = self.sites[number], self.ports[number]
+        ca, key = (self.keys.site_ca(site.name), self.keys.site_key(site.name)) if self.secure else (None, None)
+        node_config = self._node_config(site)
+        command = commands.supernode(self.door, node_config, port, ca, key, self.secret)
         process = self.processes.start(site.name, command, site.folder)
-        if self.warm:
-            address, log = f"127.0.0.1:{self.ports[1 + number]}", self.processes.log(site.name)
-            job = {"address": address, "folder": str(site.folder), "log": str(log), "pid": process.pid}
-            talk = self._executor().stdin
-            assert talk is not None
-            talk.write(json.dumps(job).encode() + b"\n")
-            talk.flush()
+        if self.secret is not None:
+            address, log = f"{commands.LOOPBACK}:{port}", str(self.processes.log(site.name))
+            approved = str(self.approved)
+            job = Job(address, str(site.folder), process.pid, str(self.secret), log, approved=approved)
+            commands.execute(self.processes, job)
 
-    def _executor(self) -> Process:
-        """The process that runs the sites' ClientApps."""
-        running = self.processes.running.get("executor")
-        if running is not None and running.poll() is None:
-            return running
-        return self.processes.start("executor", [sys.executable, "-m", "fednh.flower.deploy.forking"], talk=True)
+    def _node_config(self, site: Site) -> Path:
+        """What the site says about itself, with the trial's place for its state."""
+        told = tomllib.loads(site.node_config.read_text(encoding="utf-8"))
+        told["state"] = str(trial_state(self.folder, site, self.run_folder))
+        path = self.folder / "trial" / site.name / "site.toml"
+        private_folder(path.parent)
+        write_bytes(path, tomli_w.dumps(told).encode())
+        return path
 
     def _start_run(self) -> None:
         self.server_seen, self.server_gone = False, time.monotonic()
-        self.processes.log("run").write_bytes(b"")
-        self.processes.start("run", ["flwr", "run", str(self.folder), "local", "--stream"])
+        self.processes.log("run").unlink(missing_ok=True)
+        self.processes.start("run", commands.run(self.folder, "local"))
 
     # --- watching ----------------------------------------------------------------------------------------------
 
@@ -301,9 +214,10 @@ class Local:
 
     def _look_after_server(self) -> None:
         """A ServerApp that was killed is started again, and goes on from its checkpoint; one that failed says why."""
-        link, run = self.processes.running["superlink"], self.processes.running["run"]
-        if link.poll() is not None:
-            raise RunError(f"the SuperLink ended with code {link.returncode}: {self.processes.tail('superlink')}")
+        run = self.processes.running["run"]
+        self.processes.check("superlink", "the SuperLink")
+        if self.proxy is not None:
+            self.processes.check("proxy", "nginx")
         alive = bool(named(self.folder, "flwr-serverapp"))
         self.server_seen = self.server_seen or alive
         if alive or (not self.server_seen and run.poll() is None):
@@ -369,18 +283,3 @@ class Local:
     def _pause(self, seconds: float) -> None:
         if self.stop.wait(seconds):
             raise Stopped
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback that nobody listens on now."""
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(each.getsockname()[1]) for each in held]
-    for each in held:
-        each.close()
-    return ports
-
-
-def answers(port: int) -> bool:
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-        return True
-    return False

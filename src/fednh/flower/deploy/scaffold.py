@@ -2,6 +2,8 @@
 
 pyproject.toml   the app and all settings          sites/NAME/site.toml   what a site is told when it starts
 README.md        how to run it on many machines    certs/                 made by `fednh federation certs`
+proxy/           nginx before the server           systemd/               the server's unit; a site has its own
+trial/           what `up --local` keeps           run/                   the server's run folder
 """
 
 from __future__ import annotations
@@ -10,9 +12,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import tomli_w
@@ -20,12 +20,14 @@ import tomli_w
 from fednh import config as settings
 from fednh.config import Config
 from fednh.errors import UserError
+from fednh.flower.deploy import proxy, templates
 from fednh.flower.policy import site_toml
 from fednh.flower.runconfig import read_config, run_config
-from fednh.storage.files import write_bytes
+from fednh.storage.files import private_folder, write_bytes
 from fednh.words import name_problem
 
-PORT = 8000  # of the server, Flower's own choice
+PORT = 8000  # of the SuperLink on the server's loopback, Flower's own choice
+DOOR = 8443  # of the proxy, where sites come in
 # What a federation differs in from a simulation: few sites that all take part, and nothing lost by an interruption.
 USUAL = {"rounds": 10, "participation.rate": 1.0, "checkpoint.every": 1, "eval.every": 1, "eval.clients": "all"}
 
@@ -57,13 +59,20 @@ def write(folder: Path, sites: int | None, sources: Sequence[str], overrides: Ma
     chosen = settings.load(None, {**USUAL, **_data(sources, count), **federation, **overrides})
     names = site_names(count)
     write_bytes(folder / "pyproject.toml", app(name, chosen).encode())
-    write_bytes(folder / ".gitignore", b"/.flwr/\n/certs/\n/logs/\n/run/\n/sites/\n*.db\n")
-    connection = {"address": f"127.0.0.1:{PORT}", "root-certificates": str(folder / "certs" / "ca.crt")}
-    write_bytes(folder / ".flwr" / "config.toml", connections("server", connection).encode())
+    hidden = ("/.flwr/", "/certs/", "/logs/", "/proxy/", "/run/", "/sites/", "/trial/", "*.db")
+    write_bytes(folder / ".gitignore", "".join(f"{each}\n" for each in hidden).encode())
+    private_folder(folder)
+    write_bytes(folder / ".flwr" / "config.toml", connection(folder).encode())
+    proxy.write(folder / "proxy", folder / "certs", str(DOOR), PORT)
+    unit = "fednh-server.service"
+    write_bytes(folder / "systemd" / unit, templates.fill(unit, name=name).encode())
     made = [Site(each, folder / "sites" / each) for each in names]
     for site, facts in zip(made, told, strict=True):
+        private_folder(site.folder)
+        unit = "fednh-site.service"
+        write_bytes(site.folder / unit, templates.fill(unit, name=name, door=str(DOOR)).encode())
         write_bytes(site.node_config, site_toml({"site": site.name, "state": "state", **facts}, chosen).encode())
-    write_bytes(folder / "README.md", readme(name, made).encode())
+    write_bytes(folder / "README.md", readme(name, folder, made).encode())
     return made
 
 
@@ -137,10 +146,16 @@ def connections(name: str, connection: Mapping[str, Any]) -> str:
     return tomli_w.dumps({"superlink": {"default": name, name: dict(connection)}})
 
 
-def readme(name: str, sites: Sequence[Site]) -> str:
-    text = resources.files("fednh.flower").joinpath("README.template.md").read_text(encoding="utf-8")
+def connection(folder: Path, port: int = PORT) -> str:
+    """Flower's config.toml for commands at the server: the SuperLink on this machine."""
+    ca = folder / "certs" / "ca.crt"
+    return connections("server", {"address": f"127.0.0.1:{port}", "root-certificates": str(ca)})
+
+
+def readme(name: str, folder: Path, sites: Sequence[Site]) -> str:
     register = "\n".join(f"flwr supernode register sites/{s.name}/key.pub server" for s in sites)
-    return Template(text).substitute(name=name, count=len(sites), first=sites[0].name, register=register, port=PORT)
+    words = {"name": name, "folder": folder.name, "first": sites[0].name, "register": register}
+    return templates.fill("README.md", **words, count=str(len(sites)), port=str(PORT), door=str(DOOR))
 
 
 def read(folder: Path) -> tuple[Config, list[Site]]:

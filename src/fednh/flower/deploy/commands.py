@@ -1,0 +1,105 @@
+"""The programs of a federation with their options: the same on one machine and on many.
+
+The server's SuperLink listens on the loopback alone: whoever reaches its port can start apps. Both SuperLink and
+SuperNode hand their tasks to our executor only, which knows a secret that is made anew for every start.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fednh.errors import UserError
+from fednh.flower.deploy.certificates import Keys
+from fednh.flower.deploy.processes import Process, Processes
+from fednh.storage.files import write_private
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What an executor is told about one SuperLink or SuperNode: one line of JSON."""
+
+    address: str
+    folder: str
+    pid: int  # it ends with that process
+    secret: str
+    log: str | None = None
+    root: str | None = None  # the authority that the address is checked against; None: it speaks without TLS
+    approved: str | None = None  # a site's list of apps that may run; None: at the server
+
+
+def superlink(keys: Keys | None, port: int, database: Path, secret: Path | None) -> list[str]:
+    """With keys: TLS, and only SuperNodes whose keys are registered. Without a secret it starts ServerApps itself."""
+    command = [*_superlink_program(), "--host", LOOPBACK, "--port", str(port), "--database", str(database)]
+    command += ["--disable-runtime-dependency-installation"]
+    if keys is not None:
+        command += ["--ssl-ca-certfile", str(keys.ca), "--ssl-certfile", str(keys.server)]
+        command += ["--ssl-keyfile", str(keys.server_key), "--enable-supernode-auth"]
+    else:
+        command += ["--insecure"]
+    return command + _isolation(secret)
+
+
+def supernode(
+    server: str, node_config: Path, port: int, ca: Path | None, key: Path | None, secret: Path | None
+) -> list[str]:
+    """Without a secret it starts ClientApps itself, whatever app they are of."""
+    command = ["flower-supernode", "--superlink", server, "--node-config", str(node_config)]
+    command += ["--host", LOOPBACK, "--port", str(port)]
+    if ca is not None and key is not None:
+        command += ["--root-certificates", str(ca), "--auth-supernode-private-key", str(key)]
+    else:
+        command += ["--insecure"]
+    return command + _isolation(secret)
+
+
+def register(public: Path, connection: str) -> list[str]:
+    return ["flwr", "supernode", "register", str(public), connection]
+
+
+def run(folder: Path, connection: str) -> list[str]:
+    return ["flwr", "run", str(folder), connection, "--stream"]
+
+
+def new_secret(folder: Path, name: str = "runtime.secret") -> Path:
+    """A secret that a program and its executor share; an earlier one is replaced."""
+    path = folder / name
+    path.unlink(missing_ok=True)
+    write_private(path, secrets.token_bytes(32))
+    return path
+
+
+def execute(processes: Processes, job: Job) -> None:
+    """Have the executor, which is started if need be, run the tasks of a SuperLink or SuperNode."""
+    talk = executor(processes).stdin
+    assert talk is not None
+    talk.write(json.dumps(asdict(job)).encode() + b"\n")
+    talk.flush()
+
+
+def executor(processes: Processes) -> Process:
+    running = processes.running.get("executor")
+    if running is not None and running.poll() is None:
+        return running
+    return processes.start("executor", [sys.executable, "-m", "fednh.flower.deploy.forking"], talk=True)
+
+
+def _isolation(secret: Path | None) -> list[str]:
+    return [] if secret is None else ["--isolation", "process", "--superexec-auth-secret-file", str(secret)]
+
+
+def _superlink_program() -> list[str]:
+    """Flower's own, or where that cannot make its database: ours around it."""
+    from importlib.util import find_spec
+
+    found = find_spec("flwr")
+    if found is None or found.origin is None:
+        raise UserError("federations need flwr: pip install 'fednh[flower]'")
+    if any(sign in str(Path(found.origin).resolve()) for sign in " %"):
+        return [sys.executable, "-m", "fednh.flower.deploy.superlink"]
+    return ["flower-superlink"]

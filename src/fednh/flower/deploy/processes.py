@@ -1,0 +1,160 @@
+"""Child processes that are all ended at the end, whatever happens.
+
+They are sessions of their own, and carry a folder in their environment, by which those that Flower starts in turn are
+found, and those that a killed parent has left behind. What they write is their user's alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from fednh.errors import RunError, UserError
+from fednh.storage.files import private_folder
+
+MARK = "FEDNH_FEDERATION"  # in the environment of every process: the folder of its federation or site
+# Nothing calls home, nothing is installed on the way, one thread a site, and no waiting where Flower lets one choose.
+ENVIRONMENT = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+PATIENCE = 60.0  # seconds in which a server must answer
+
+Process = subprocess.Popen[bytes]
+
+
+class Processes:
+    """The child processes of one folder; leaving the context ends them and all that they started."""
+
+    def __init__(self, folder: Path, home: Path, logs: Path | None):
+        """`home` is Flower's folder. Without a folder for logs, what the processes say is said where we speak."""
+        self.folder, self.home, self.logs = folder, home, logs
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        own = {MARK: str(folder), "FLWR_HOME": str(home), "PATH": path}
+        self.environment = {**ENVIRONMENT, **os.environ, **own}
+        self.running: dict[str, Process] = {}
+
+    def __enter__(self) -> Processes:
+        for each in (self.home, self.logs):
+            if each is not None:
+                private_folder(each)
+        end_marked(self.folder)  # what an earlier parent left that was killed
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end(list(self.running.values()))
+        end_marked(self.folder)
+
+    def start(self, name: str, command: list[str], cwd: Path | None = None, talk: bool = False) -> Process:
+        """Start a command; what it says is appended to its log."""
+        program = shutil.which(command[0], path=self.environment["PATH"])
+        if program is None:
+            raise UserError(f"{command[0]} is not installed here: pip install 'fednh[flower]'")
+        log = None
+        if self.logs is not None:
+            log = os.open(self.log(name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            self.running[name] = subprocess.Popen(
+                [program, *command[1:]],
+                cwd=cwd or self.folder,
+                env=self.environment,
+                stdin=subprocess.PIPE if talk else subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT if log is not None else None,
+                start_new_session=True,  # Ctrl-C in the terminal is ours to pass on
+                umask=0o077,
+            )
+        finally:
+            if log is not None:
+                os.close(log)
+        return self.running[name]
+
+    def log(self, name: str) -> Path:
+        assert self.logs is not None
+        return self.logs / f"{name}.log"
+
+    def where(self, name: str) -> str:
+        """Where to read what a process said."""
+        return "see above" if self.logs is None else f"see {self.log(name)}"
+
+    def tail(self, name: str) -> str:
+        """The end of a log, for a sentence about what went wrong."""
+        if self.logs is None:
+            return "see above"
+        lines = [line.strip() for line in self.log(name).read_text(errors="replace").splitlines() if line.strip()]
+        return " / ".join(lines[-3:])[-400:] or "it said nothing"
+
+    def check(self, name: str, what: str) -> None:
+        """Raise if this one has ended."""
+        process = self.running[name]
+        if process.poll() is not None:
+            raise RunError(f"{what} ended with code {process.returncode}: {self.tail(name)}")
+
+
+def end(processes: list[Process], grace: float = 3.0) -> None:
+    """Ask, wait a little, then insist; each is the leader of a session of its own."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        deadline = time.monotonic() + grace
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def marked(folder: Path) -> list[int]:
+    """The processes of a folder, this one aside. Where there is no /proc the process groups must do."""
+    mark, found = f"{MARK}={folder}".encode(), []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        pid = int(path.parent.name)
+        with suppress(OSError):
+            if pid != os.getpid() and mark in path.read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
+
+
+def named(folder: Path, word: str) -> list[int]:
+    """Those of a folder's processes whose command line has this word."""
+    found = []
+    for pid in marked(folder):
+        with suppress(OSError):
+            if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def end_marked(folder: Path, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while (left := marked(folder)) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback that nobody listens on now."""
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(each.getsockname()[1]) for each in held]
+    for each in held:
+        each.close()
+    return ports
+
+
+def answers(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False

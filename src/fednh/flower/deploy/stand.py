@@ -1,0 +1,106 @@
+"""What runs on a machine of its own: the server of a federation, or one of its sites. Each until it is stopped."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fednh.errors import RunError, UserError
+from fednh.flower.deploy import approval, certificates, commands
+from fednh.flower.deploy.commands import Job
+from fednh.flower.deploy.processes import PATIENCE, Processes, answers, free_ports
+from fednh.flower.deploy.scaffold import PORT, connection
+from fednh.storage.files import private_folder, write_bytes
+
+Say = Callable[[str], None]
+
+
+def serve(folder: Path, stop: threading.Event, say: Say, port: int = PORT) -> None:
+    """The SuperLink on the loopback, with TLS and the sites' keys, and what runs its ServerApps."""
+    keys, home = certificates.Keys(folder), folder / ".flwr"
+    if not keys.server.exists():
+        raise UserError(f"{keys.server} does not exist; make it: fednh federation certs {folder} --host NAME")
+    certificates.check_away(folder)
+    if answers(port):
+        raise UserError(f"something listens at 127.0.0.1:{port} already; stop it, or choose another --port")
+    private_folder(home)
+    write_bytes(home / "config.toml", connection(folder, port).encode())
+    with Processes(folder, home, None) as processes:
+        secret = commands.new_secret(home)
+        command = commands.superlink(keys, port, folder / "superlink.db", secret)
+        link = processes.start("superlink", command)
+        _until(lambda: answers(port), processes, stop, "the SuperLink does not answer", PATIENCE)
+        if not stop.is_set():
+            address = f"{commands.LOOPBACK}:{port}"
+            job = Job(address, str(folder), link.pid, str(secret), root=str(keys.ca))
+            commands.execute(processes, job)
+            say(f"the server is ready at {address}, for this machine only; sites come in through the proxy")
+        _until(lambda: False, processes, stop)
+
+
+def join(folder: Path, server: str, stop: threading.Event, say: Say) -> None:
+    """A site's SuperNode, and what runs the apps that it has approved."""
+    check_site(folder, server)
+    home, (port,) = folder / ".flwr", free_ports(1)
+    for private in (folder, home):
+        private_folder(private)
+    with Processes(folder, home, None) as processes:
+        secret = commands.new_secret(home)
+        names = (folder / "site.toml", port, folder / "ca.crt", folder / "key", secret)
+        node = processes.start("supernode", commands.supernode(server, *names))
+        address, approved = f"{commands.LOOPBACK}:{port}", str(folder / approval.NAME)
+        commands.execute(processes, Job(address, str(folder), node.pid, str(secret), approved=approved))
+        say(f"the site calls {server}; apps that may run here: {len(approval.approved(folder / approval.NAME))}")
+        _until(lambda: False, processes, stop)
+
+
+def check_site(folder: Path, server: str) -> None:
+    """What a site needs before it can take part, in words."""
+    if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@]+):\d{1,5}", server):
+        raise UserError(f"--server {server!r} is not NAME:PORT; no https:// before it, and a port after it")
+    for name, words in {
+        "site.toml": "it says where the site's data lies",
+        "ca.crt": "the server's owner has it",
+        "key": "it is made by `fednh federation certs` or by the site itself",
+    }.items():
+        if not (folder / name).is_file():
+            raise UserError(f"{folder / name} does not exist: {words}; a site's folder is what `federation init` wrote")
+    if not approval.approved(folder / approval.NAME):
+        raise UserError(
+            f"{folder / approval.NAME} names no app, so this site would do nothing: ask the server's owner for the "
+            f"app's hash, then: fednh federation approve {folder} HASH"
+        )
+    if (folder / "key").stat().st_mode & 0o077:
+        (folder / "key").chmod(0o600)
+
+
+def train(folder: Path, run: Path, stop: threading.Event) -> None:
+    """`flwr run`, whose own exit code says nothing about how the run ended."""
+    if (run / "summary.json").exists():
+        raise UserError(
+            f"{run} holds a finished run; move it away, or choose another federation.folder in "
+            f"{folder / 'pyproject.toml'}, to train anew"
+        )
+    if not (folder / ".flwr" / "config.toml").exists():
+        raise UserError(f"{folder}: no server was started here; start it: fednh federation serve {folder}")
+    with Processes(folder / ".flwr" / "run", folder / ".flwr", None) as processes:
+        process = processes.start("run", commands.run(folder, "server"), folder)
+        while process.poll() is None and not stop.wait(0.2):
+            pass
+    if not stop.is_set() and not (run / "summary.json").exists():
+        raise RunError(f"the run ended before its last round; it goes on with: fednh federation run {folder}")
+
+
+def _until(
+    done: Callable[[], bool], processes: Processes, stop: threading.Event, late: str = "", patience: float = 0
+) -> None:
+    """Wait for something, or to be stopped; a program that ends in the meantime is an error."""
+    deadline = time.monotonic() + patience
+    while not done() and not stop.wait(0.2):
+        for name in list(processes.running):
+            processes.check(name, f"the {name}")
+        if late and time.monotonic() > deadline:
+            raise RunError(f"{late} after {patience:g} s; see above")
