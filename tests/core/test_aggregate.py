@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import same
-from fednh.core.aggregate import rule, trimmed
-from fednh.core.tree import Uploads, mean
+from fednh.core import aggregate
+from fednh.core.aggregate import rule
+from fednh.core.tree import Tree, Uploads, mean
+from fednh.methods.fedavg import FedAvg
+
+
+@dataclass(frozen=True)
+class ByClass(FedAvg):
+    by_class = ("p",)
+
+
+def trimmed(uploads: list[Tree], share: float, method: FedAvg | None = None) -> Tree:
+    return aggregate.trimmed(uploads, share, method or FedAvg())
 
 
 def trees(*rows: list[float]) -> list[dict[str, torch.Tensor]]:
@@ -25,11 +38,25 @@ def test_trimmed_mean_by_hand() -> None:
     assert trimmed(trees([100.0], [2.0], [3.0], [4.0], [-100.0]), 0.2)["w"].tolist() == [3.0]
 
 
+def test_trimmed_mean_cuts_at_least_one_where_three_are_left() -> None:
+    """A fifth of four, or of three, is less than one: one hostile client is cut off all the same."""
+    assert trimmed(trees([2.0], [3.0], [5.0], [-100.0]), 0.2)["w"].tolist() == [2.5]
+    assert trimmed(trees([2.0], [3.0], [900.0]), 0.2)["w"].tolist() == [3.0]
+    assert trimmed(trees([2.0], [4.0]), 0.2)["w"].tolist() == [3.0], "of two nobody knows who is wrong"
+
+
+def test_as_many_are_cut_as_the_round_may_have_hostile_clients() -> None:
+    """A fifth of ten clients is two, who may both be among the five owners of a class: the median is left."""
+    rows = [[[1.0]], [[2.0]], [[3.0]], [[2.5]], [[2.5]], *[[[0.0]]] * 5]
+    out = trimmed([{"p": torch.tensor(r)} for r in rows], 0.2, ByClass())["p"]
+    assert out.item() == pytest.approx(2.5 * 5 / 10)
+
+
 def test_silence_is_no_vote() -> None:
     """Three of four own the class (row 0), one owns row 1: the median of the owners, times their share."""
-    rows = [[[1.0, 2.0], [0.0, 0.0]], [[3.0, 2.0], [0.0, 0.0]], [[5.0, 2.0], [0.0, 8.0]], [[0.0, 0.0], [0.0, 0.0]]]
-    out = trimmed([{"p": torch.tensor(r)} for r in rows], 0.5, by_class=("p",))["p"]
-    assert out.tolist() == [[3.0 * 3 / 4, 2.0 * 3 / 4], [0.0, 2.0]]
+    rows = [[[1.0, 2.0], [0.0, 0.0]], [[3.0, 2.0], [0.0, 0.0]], [[5.0, 2.0], [0.0, 3.0]], [[0.0, 0.0], [0.0, 0.0]]]
+    out = trimmed([{"p": torch.tensor(r)} for r in rows], 0.5, ByClass())["p"]
+    assert out.tolist() == [[3.0 * 3 / 4, 2.0 * 3 / 4], [0.0, 0.75]]
 
 
 def test_a_zero_weight_is_a_vote() -> None:
@@ -42,12 +69,12 @@ def test_a_zero_weight_is_a_vote() -> None:
 def test_norm_clip_by_hand() -> None:
     """Moves of length 1, 2 and 100 from the server at 10: the third is cut to the median, 2."""
     server = {"w": torch.tensor([10.0])}
-    out = rule("norm_clip", server, 0.2)(trees([11.0], [12.0], [110.0]))
+    out = rule("norm_clip", server, 0.2, FedAvg())(trees([11.0], [12.0], [110.0]))
     assert out["w"].item() == pytest.approx(10 + (1 + 2 + 2) / 3)
 
 
 def test_norm_clip_of_what_the_server_does_not_hold() -> None:
-    out = rule("norm_clip", {}, 0.2)(trees([3.0, 4.0], [0.0, 0.0], [30.0, 40.0], [0.0, 5.0]))
+    out = rule("norm_clip", {}, 0.2, FedAvg())(trees([3.0, 4.0], [0.0, 0.0], [30.0, 40.0], [0.0, 5.0]))
     torch.testing.assert_close(out["w"], torch.tensor([6 / 4, 13 / 4]))
 
 
@@ -55,7 +82,7 @@ def test_norm_clip_of_what_the_server_does_not_hold() -> None:
 def test_every_rule_agrees_when_all_agree(name: str) -> None:
     one = {"body.w": torch.randn(3, 2), "scale": torch.tensor(2.0), "p": torch.tensor([[0.0, 0.0], [1.0, 2.0]])}
     server = {"body.w": torch.zeros(3, 2), "scale": torch.tensor(1.0)}
-    same(rule(name, server, 0.2, ("p",))([one, one, one]), one)
+    same(rule(name, server, 0.2, ByClass())([one, one, one]), one)
 
 
 @given(st.lists(st.lists(st.floats(0.5, 2.0, width=32), min_size=3, max_size=3), min_size=1, max_size=9))
@@ -65,5 +92,5 @@ def test_median_equals_numpy(rows: list[list[float]]) -> None:
 
 
 def test_mean_follows_the_rule_that_uploads_carry() -> None:
-    uploads = Uploads(iter(trees([1.0], [2.0], [900.0])), rule("median", {}, 0.2))
+    uploads = Uploads(iter(trees([1.0], [2.0], [900.0])), rule("median", {}, 0.2, FedAvg()))
     assert mean(uploads)["w"].tolist() == [2.0]

@@ -91,6 +91,32 @@ def test_robust_averages_hold(method: str, aggregator: str, attack: str, tmp_pat
     assert accuracy(method, aggregator, attack, tmp_path / "r") > 75
 
 
+@dataclass(frozen=True)
+class Turned(METHODS["fednh"]):  # type: ignore[misc]
+    """FedNH with one hostile client of ten, which puts every class on the first axis, very far out."""
+
+    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        keep, upload = super().client_update(net, own, data, fit)
+        if data._address[2] == 9:
+            upload = {**upload, "prototypes": torch.zeros_like(upload["prototypes"])}
+            upload["prototypes"][:, 0] = 1e6
+        return keep, upload
+
+
+@pytest.mark.parametrize(
+    "aggregator", ["trimmed_mean", *(pytest.param(a, marks=pytest.mark.soak) for a in ("mean", "median", "norm_clip"))]
+)
+def test_one_of_ten_does_not_turn_prototypes_of_classes_with_few_owners(aggregator: str, tmp_path: Path) -> None:
+    """Two classes a client, so about two owners a class; FedNH moves its prototypes fast (rho = 0.5)."""
+    few = {"partition.name": "classes", "partition.classes_per_client": 2, "method.rho": 0.5, "aggregator": aggregator}
+    config = load("digits", {**SETTINGS, **few, "rounds": 4, "train.epochs": 1})
+    federation = replace(build_federation(config), method=Turned(rho=0.5))
+    simulation, _, _ = run_config(tmp_path / "r", config, federation)
+    count("faults injected", config.rounds)
+    cosine = simulation.server["head.weight"][:, 0]  # of unit prototypes to the attacker's direction
+    assert (cosine > 0.99).all() if aggregator == "mean" else (cosine < 0.75).all(), cosine
+
+
 def test_nan_from_two_is_refused_whatever_the_average(tmp_path: Path) -> None:
     assert accuracy("fedavg", "mean", "nan", tmp_path / "r") > 85
 

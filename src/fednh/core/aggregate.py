@@ -1,9 +1,14 @@
 """Averages that a few broken or hostile clients cannot ruin, for every method that averages.
 
-Each rule takes a round's uploads and gives one tree, as `tree.mean` does. What a method uploads by class (prototypes,
-class gradients, ownership marks: `Method.by_class`) is zero for classes that a client lacks: there a row of zeros is
-silence, not a vote. The robust value is taken over those who speak and scaled by their share of the round, which is
-what the plain mean does with silence.
+Each rule takes a round's uploads and gives one tree, as `tree.mean` does. A method says what its uploads mean:
+
+`Method.by_class` (prototypes, class gradients): a row is about one class, and a client that lacks the class is silent
+about it: its row is zero, or its mark for the class is 0. Silence is no vote. The robust value is taken over those who
+speak and scaled by their share of the round, which is what the plain mean does with silence. A class may have few
+owners, of whom a rule cannot tell who lies, so the length of every row is bounded first: none is longer than the
+longest row of the median client. In `Method.counted` a row's length is the number of samples behind it: directions
+are trimmed, lengths are weights.
+`Method.marks` (ownership, newcomers) are 0 or 1 and are counted: to trim or to clip a count makes it wrong.
 
 trimmed_mean and median: Yin, Chen, Ramchandran, Bartlett, "Byzantine-Robust Distributed Learning", ICML 2018.
 norm_clip: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated Learning?", 2019; the bound is the
@@ -19,50 +24,107 @@ import torch
 from torch import Tensor
 
 from fednh.core.tree import Tree, mean, stack
+from fednh.methods.base import Method
 
 Rule = Callable[[Iterable[Tree]], Tree]
 
 
-def rule(name: str, server: Tree, trim: float, by_class: tuple[str, ...] = ()) -> Rule:
+def rule(name: str, server: Tree, trim: float, method: Method) -> Rule:
     """The averaging rule called `name`; `server` is the state that the clients started from."""
     rules: dict[str, Rule] = {
         "mean": mean,
-        "median": partial(trimmed, share=0.5, by_class=by_class),
-        "trimmed_mean": partial(trimmed, share=trim, by_class=by_class),
-        "norm_clip": partial(norm_clipped, server=server),
+        "median": partial(trimmed, share=0.5, method=method),
+        "trimmed_mean": partial(trimmed, share=trim, method=method),
+        "norm_clip": partial(norm_clipped, server=server, method=method),
     }
     return rules[name]
 
 
-def trimmed(trees: Iterable[Tree], share: float, by_class: tuple[str, ...] = ()) -> Tree:
-    """Coordinate by coordinate, the mean without the `share` smallest and largest values; 0.5 is the median."""
-    return {name: _trimmed(values, share, name in by_class) for name, values in stack(trees).items()}
+def trimmed(trees: Iterable[Tree], share: float, method: Method) -> Tree:
+    """Coordinate by coordinate, the mean without the smallest and largest values; a share of 0.5 is the median.
+
+    As many are cut at each end as hostile clients are expected in the round, `share` of it and at least one: all of
+    them may claim to own the same class. At least one value, or two, remain in the middle.
+    """
+    uploads = stack(trees)
+    count = len(next(iter(uploads.values()), ()))
+    cut = max(1, int(count * share + 1e-9))
+    out: Tree = {}
+    for name, values in uploads.items():
+        if name in method.marks:
+            out[name] = _counted(values)
+        elif name in method.by_class:
+            rows, speaks = _by_class(uploads, name, method)
+            weight = _lengths(rows) if name in method.counted else None
+            out[name] = _middle(rows, speaks, cut, weight).reshape(values.shape[1:])
+        else:
+            everybody = torch.ones(count, 1, dtype=torch.bool, device=values.device)
+            out[name] = _middle(values.reshape(count, 1, -1), everybody, cut).reshape(values.shape[1:])
+    return out
 
 
-def _trimmed(values: Tensor, share: float, by_class: bool) -> Tensor:  # (K, ...) -> (...)
-    count = len(values)
-    rows = values.reshape(count, values.shape[1], -1) if values.ndim > 1 else values.reshape(count, 1, 1)
-    silent = (rows == 0).all(2, keepdim=True) & by_class  # (K, R, 1)
-    speakers = (~silent).sum(0)  # (R, 1)
-    ordered = rows.masked_fill(silent, torch.inf).sort(0).values  # silence goes last
-    cut = torch.minimum((speakers * share).floor().long(), (speakers - 1).clamp(min=0) // 2)
-    place = torch.arange(count, device=values.device)[:, None, None]
-    inside = (place >= cut) & (place < speakers - cut)
-    middle = ordered.masked_fill(~inside, 0).sum(0) / (speakers - 2 * cut).clamp(min=1)
-    return (middle * speakers / count).reshape(values.shape[1:])
-
-
-def norm_clipped(trees: Iterable[Tree], server: Tree) -> Tree:
+def norm_clipped(trees: Iterable[Tree], server: Tree, method: Method) -> Tree:
     """The mean after no client may move the model, or any other part of its upload, by more than the median does."""
     uploads = list(trees)
-    moves = [{n: v - server[n] for n, v in tree.items() if n in server} for tree in uploads]
-    others = sorted(uploads[0].keys() - moves[0].keys())
+    special = [name for name in uploads[0] if name in method.marks or name in method.by_class]
+    plain = [{n: v for n, v in tree.items() if n not in special} for tree in uploads]
+    moves = [{n: v - server[n] for n, v in tree.items() if n in server} for tree in plain]
+    others = sorted(plain[0].keys() - moves[0].keys())
     shrink = _shrink(torch.stack([_norm(move) for move in moves]))
     total = mean({n: server[n] + s * v for n, v in move.items()} for move, s in zip(moves, shrink, strict=True))
     for name in others:
         factors = _shrink(torch.stack([_norm({name: tree[name]}) for tree in uploads]))
         total |= mean({name: tree[name] * s} for tree, s in zip(uploads, factors, strict=True))
+    together = stack([{name: tree[name] for name in special} for tree in uploads])
+    for name, values in together.items():
+        if name in method.marks:
+            total[name] = _counted(values)
+        else:
+            total[name] = _by_class(together, name, method)[0].mean(0).reshape(values.shape[1:])
     return {name: total[name] for name in uploads[0]}
+
+
+def _counted(marks: Tensor) -> Tensor:  # (K, ...) -> (...)
+    """The share of clients that say 1; whatever else is said counts as the nearer of 0 and 1."""
+    return (marks > 0.5).to(marks.dtype).mean(0)
+
+
+def _by_class(uploads: Tree, name: str, method: Method) -> tuple[Tensor, Tensor]:  # (K, R, D), (K, R)
+    """Rows of bounded length, zero where a client is silent, and who speaks about which class."""
+    values = uploads[name]
+    rows = values.reshape(len(values), values.shape[1], -1)
+    marks = [uploads[mark] for mark in method.marks if uploads[mark].shape == rows.shape[:2]]
+    speaks = marks[0] > 0.5 if marks else (rows != 0).any(2)
+    rows = rows * speaks[..., None]
+    lengths, speakers = _lengths(rows), speaks.any(1)
+    if speakers.any():
+        bound = lengths.amax(1)[speakers].median()
+        rows = rows * (bound / lengths.clamp(min=1e-300)).clamp(max=1.0)[..., None].to(rows.dtype)
+    return rows, speaks
+
+
+def _lengths(rows: Tensor) -> Tensor:  # (K, R, D) -> (K, R), in double: the square of a hostile number may overflow
+    return torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64)
+
+
+def _middle(rows: Tensor, speaks: Tensor, cut: int, weight: Tensor | None = None) -> Tensor:
+    """(K, R, D) -> (R, D): the mean of the middle values of those who speak, times their share of all.
+
+    With weights (K, R), which are the rows' lengths, directions are ordered and averaged by weight.
+    """
+    count, speakers = len(rows), speaks.sum(0)[:, None]  # (R, 1)
+    if weight is not None:
+        rows = rows / weight.clamp(min=1e-30)[..., None].to(rows.dtype)
+    ordered, who = rows.masked_fill(~speaks[..., None], torch.inf).sort(0)  # silence goes last
+    cuts = ((speakers - 1).clamp(min=0) // 2).clamp(max=cut)
+    place = torch.arange(count, device=rows.device)[:, None, None]
+    inside = (place >= cuts) & (place < speakers - cuts)
+    if weight is None:
+        middle = ordered.masked_fill(~inside, 0).sum(0) / (speakers - 2 * cuts).clamp(min=1)
+        return middle * speakers / count
+    heavy = weight[..., None].to(rows.dtype).expand_as(rows).gather(0, who) * inside
+    middle = (ordered.masked_fill(~inside, 0) * heavy).sum(0) / heavy.sum(0).clamp(min=1e-30)
+    return middle * weight.sum(0)[:, None].to(rows.dtype) / count
 
 
 def _norm(tree: Tree) -> Tensor:

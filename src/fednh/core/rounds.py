@@ -247,7 +247,7 @@ class Simulation:
             self.watcher.note(f"round {round_}: no client of {len(picked)} reported; the server stays as it was")
             next_server = self.server
         else:
-            rule = aggregate.rule(self.config.aggregator, self.server, self.config.trim, self.method.by_class)
+            rule = aggregate.rule(self.config.aggregator, self.server, self.config.trim, self.method)
             next_server = self.method.aggregate(self.server, Uploads(chain([first], uploads), rule))
             for _ in uploads:  # an aggregate that did not read them all still lets every client do its part
                 pass

@@ -408,7 +408,7 @@ class Server:
         if not uploads:
             self.note(f"round {happened.round}: no upload could be used; the server stays as it was")
             return
-        rule = aggregate.rule(self.config.aggregator, self.server, self.config.trim, self.method.by_class)
+        rule = aggregate.rule(self.config.aggregator, self.server, self.config.trim, self.method)
         try:
             with failures.named(self.method, f"the server failed in round {happened.round}"):
                 server = self.method.aggregate(self.server, Uploads(uploads, rule))

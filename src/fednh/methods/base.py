@@ -34,7 +34,13 @@ class Method(ABC):
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # an unknown hyper-parameter is an error
     cite: ClassVar[str]  # the paper, in one line
     cosine: ClassVar[bool] = False  # logits are params["scale"] times the cosine to every class's prototype
-    by_class: ClassVar[tuple[str, ...]] = ()  # uploads by class, zero where the client lacks the class
+    by_class: ClassVar[tuple[str, ...]] = ()  # uploads by class: row c is about class c, zero where a client lacks it
+    marks: ClassVar[tuple[str, ...]] = ()  # uploads of 0 and 1, which are counted; one a class says which are owned
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """Of `by_class` those whose rows are as long as the number of samples behind them."""
+        return ()
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:
         """All that the server remembers. Call `net.init(rng)` first: then all methods start from the same weights."""

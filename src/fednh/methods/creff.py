@@ -35,7 +35,8 @@ class CReFF(Method):
     cite = (
         "Shang et al., Federated Learning on Heterogeneous and Long-Tailed Data via Classifier Re-Training, IJCAI 2022"
     )
-    by_class = ("gradient", "owned")
+    by_class = ("gradient",)
+    marks = ("owned",)
 
     features_per_class: Annotated[int, Field(ge=1)] = 100  # synthetic ("federated") features of each class
     match_steps: Annotated[int, Field(ge=0)] = 100  # steps of gradient matching a round

@@ -42,6 +42,10 @@ class FedNH(Method):
     train_scale: bool = True  # s moves with the body; false keeps it constant
     head_init: Literal["separated", "orthogonal"] = "separated"  # Eq. (1), or what the authors' code does
 
+    @property
+    def counted(self) -> tuple[str, ...]:
+        return ("prototypes",) if self.aggregation == "count" else ()
+
     def init(self, net: Net, rng: torch.Generator) -> Tree:
         body = select(net.init(rng), "body")
         head = uniform_head(net.num_classes, net.dim, self.head_init, rng)

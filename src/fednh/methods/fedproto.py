@@ -29,7 +29,8 @@ class FedProto(Method):
     """Clients share nothing but class means of their representations, and are pulled towards the global ones."""
 
     cite = "Tan et al., FedProto: Federated Prototype Learning across Heterogeneous Clients, AAAI 2022"
-    by_class = ("prototypes", "known")
+    by_class = ("prototypes",)
+    marks = ("known",)
 
     lam: Annotated[float, Field(ge=0)] = 0.1  # lambda, the pull towards the global prototypes, Eq. (7)
     inference: Literal["prototype", "logits"] = "prototype"  # predict by nearest global prototype, or by the head

@@ -38,6 +38,8 @@ class Scaffold(Method):
 
     cite = "Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020"
 
+    marks = ("newcomers",)
+
     eta_g: Annotated[float, Field(gt=0)] = 1.0  # the server's step size
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:
