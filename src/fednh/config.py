@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tomli_w
 from pydantic import (
@@ -22,12 +22,15 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
     ValidationInfo,
+    create_model,
     field_validator,
     model_validator,
 )
 from pydantic.errors import PydanticSchemaGenerationError
 
 from fednh.core.fit import Sgd
+from fednh.data import partitions
+from fednh.data.partitions import PARTITIONS, Partition
 from fednh.errors import Ignored, UserError, did_you_mean
 from fednh.methods import METHODS, Method
 from fednh.methods.registry import find_method, hyper_parameters
@@ -83,14 +86,29 @@ class DataConfig(Section):
     holdout: float | None = Field(None, ge=0, lt=1)  # of every client's classes; None: 0.2 without a test set, else 0
 
 
-class PartitionConfig(Section):
-    name: Literal["dirichlet", "iid", "classes", "shards", "quantity", "site"] = "dirichlet"
-    clients: int = Field(100, ge=1, le=MANY)  # not of site: there are as many as the data has
-    beta: float = Field(0.3, gt=0)  # of dirichlet and quantity: smaller is more uneven
-    classes_per_client: int = Field(2, ge=1, le=MANY)
-    shards_per_client: int = Field(2, ge=1, le=MANY)
-    min_samples: int = Field(10, ge=1, le=MANY)
-    min_classes: int = Field(2, ge=1, le=MANY)  # of dirichlet
+class PartitionSection(Section):
+    """What all partitions have; the other settings are declared by the kinds in data/partitions."""
+
+    name: str = "dirichlet"
+    clients: int = 100  # not of site: there are as many as the data has
+    min_samples: int = 10
+
+    @property
+    def kind(self) -> Partition:
+        """The partition with the settings that it uses."""
+        kind = PARTITIONS[self.name]
+        return kind(**{setting.name: getattr(self, setting.name) for setting in dataclasses.fields(kind)})
+
+
+if TYPE_CHECKING:
+    PartitionConfig = PartitionSection
+else:
+    PartitionConfig = create_model(
+        "PartitionConfig",
+        __base__=PartitionSection,
+        name=(Literal[tuple(PARTITIONS)], "dirichlet"),
+        **partitions.settings(),
+    )
 
 
 class ParticipationConfig(Section):

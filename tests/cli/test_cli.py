@@ -19,6 +19,7 @@ import pytest
 from safetensors import safe_open
 
 from conftest import cifar10_file
+from fednh.data.partitions import PARTITIONS
 from fednh.methods import METHODS
 from fednh.storage.files import read_tree
 from forked import Ended, fednh
@@ -158,6 +159,12 @@ def test_table_compares(tmp_path: Path) -> None:
     assert "FedNH" in ended.stdout
     assert "Local" in ended.stdout
     assert "–" in ended.stdout, "Local has no global model"
+
+
+def test_partitions_are_listed_with_their_settings(tmp_path: Path) -> None:
+    text = ok(["partitions"], tmp_path).stdout
+    assert {line.split()[0] for line in text.splitlines() if line and line[0] != " "} >= set(PARTITIONS)
+    assert "beta = 0.3" in text
 
 
 def test_methods_lists_all_with_settings_and_papers(tmp_path: Path) -> None:

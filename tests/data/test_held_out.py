@@ -14,8 +14,8 @@ from fednh.config import Config, load
 from fednh.core.federation import build_federation, divide, load_data
 from fednh.core.seeding import numpy_rng
 from fednh.data.dataset import Dataset, one_site
+from fednh.data.hold_out import hold_out
 from fednh.data.inspection import Division, effective, gini, inspect
-from fednh.data.partition import hold_out
 from fednh.errors import UserError
 
 

@@ -4,19 +4,28 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from fednh.config import PartitionConfig
-from fednh.core.federation import split
 from fednh.core.seeding import numpy_rng
-from fednh.data import partition
+from fednh.data.partitions import PARTITIONS, Drawn, base, uses
+from fednh.data.partitions import settings as all_settings
+from fednh.data.partitions.dirichlet import Dirichlet
 from fednh.errors import UserError
+
+
+def split(labels: np.ndarray, config: PartitionConfig, seed: int) -> list[np.ndarray]:
+    kind = config.kind
+    assert isinstance(kind, Drawn)
+    return kind.draw(labels, numpy_rng(seed, "partition"))
+
 
 labels_of = st.integers(2, 8).flatmap(
     lambda c: st.lists(st.integers(0, c - 1), min_size=60, max_size=400).map(lambda y: np.array(y, np.int64))
 )
 how = st.builds(
     PartitionConfig,
-    name=st.sampled_from(["dirichlet", "iid", "classes", "shards", "quantity"]),
+    name=st.sampled_from([name for name, kind in PARTITIONS.items() if not kind.natural]),
     clients=st.integers(1, 12),
     beta=st.sampled_from([0.05, 0.3, 1.0, 100.0]),
     classes_per_client=st.integers(1, 4),
@@ -31,7 +40,7 @@ how = st.builds(
 def test_every_partition_is_sound_or_refused(labels: np.ndarray, config: PartitionConfig, seed: int) -> None:
     """Each sample in exactly one client, the minimum respected, the same seed the same parts; or a clear refusal."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partition, "TRIES", 20)
+        patch.setattr(base, "TRIES", 20)
         try:
             parts = split(labels, config, seed)
         except UserError:
@@ -66,7 +75,7 @@ def test_dirichlet_is_more_uneven_for_a_smaller_beta() -> None:
 
 def test_a_full_client_gets_no_more_of_later_classes() -> None:
     """FedDF's scheme: no client holds more than N/K before its last class arrives."""
-    parts = partition.dirichlet(CIFAR_LIKE, 20, numpy_rng(0, "t"), 0.3, 1, 1)
+    parts = Dirichlet(clients=20, beta=0.3, min_samples=1, min_classes=1).draw(CIFAR_LIKE, numpy_rng(0, "t"))
     fair = len(CIFAR_LIKE) / 20
     for part in parts:
         y = CIFAR_LIKE[part]
@@ -108,6 +117,33 @@ def test_quantity_varies_the_size_only() -> None:
     ],
 )
 def test_what_cannot_be_done_is_said(settings_: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition, "TRIES", 20)
+    monkeypatch.setattr(base, "TRIES", 20)
     with pytest.raises(UserError, match=words.replace("(", r"\(").replace(")", r"\)")):
         split(CIFAR_LIKE, PartitionConfig(**settings_), 0)
+
+
+def test_a_partition_declares_its_settings_once() -> None:
+    """The config has exactly the settings that some kind declares, with the kind's range and default."""
+    assert set(PartitionConfig.model_fields) == {"name", *all_settings()}
+    assert PartitionConfig(name="quantity", beta=0.7, clients=5).kind == PARTITIONS["quantity"](clients=5, beta=0.7)
+    with pytest.raises(ValidationError, match="greater than 0"):
+        PartitionConfig(beta=0.0)
+    assert uses("dirichlet", "beta")
+    assert not uses("iid", "beta")
+    assert not uses("site", "clients")
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "words", "slug"),
+    [
+        ("dirichlet", "Dir(0.3)", "Dirichlet(0.3)", "dirichlet0.3"),
+        ("iid", "IID", "iid", "iid"),
+        ("classes", "2 classes", "classes", "classes"),
+        ("shards", "2 shards", "shards", "shards"),
+        ("quantity", "Dir sizes(0.3)", "Dirichlet sizes(0.3)", "quantity0.3"),
+        ("site", "sites", "natural sites", "site"),
+    ],
+)
+def test_how_a_partition_is_called(name: str, column: str, words: str, slug: str) -> None:
+    kind = PARTITIONS[name]()
+    assert (kind.column(), kind.words(), kind.slug()) == (column, words, slug)

@@ -20,9 +20,9 @@ from fednh.core.federation import build_federation
 from fednh.core.rounds import Simulation
 from fednh.core.seeding import numpy_rng
 from fednh.core.tree import Tree
-from fednh.data import partition
 from fednh.data.batches import samples_of
 from fednh.data.dataset import Dataset
+from fednh.data.partitions.dirichlet import Dirichlet
 from fednh.errors import UserError
 from fednh.methods.fedavg import FedAvg
 from fednh.storage.run_folder import RunFolder
@@ -50,17 +50,17 @@ def test_counts_of_many_clients_agree_with_their_parts(name: str) -> None:
 
 def test_a_hopeless_draw_is_given_up_early(monkeypatch: pytest.MonkeyPatch) -> None:
     draws = 0
-    real = partition._dirichlet_owner
+    real = Dirichlet._owner
 
     def counted(*args: Any) -> Any:
         nonlocal draws
         draws += 1
         return real(*args)
 
-    monkeypatch.setattr(partition, "_dirichlet_owner", counted)
+    monkeypatch.setattr(Dirichlet, "_owner", counted)
     labels = np.arange(10 * MANY) % 3
     with pytest.raises(UserError, match=r"no Dirichlet\(0.3\) draw in 20 gave all 20000 clients"):
-        partition.dirichlet(labels, MANY, numpy_rng(0, "partition"), 0.3, 5, 2)
+        Dirichlet(clients=MANY, beta=0.3, min_samples=5).draw(labels, numpy_rng(0, "partition"))
     assert draws == 20
 
 

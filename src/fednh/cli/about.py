@@ -1,4 +1,4 @@
-"""Commands about what there is: methods, data sets, prototypes."""
+"""Commands about what there is: methods, partitions, data sets, prototypes."""
 
 from __future__ import annotations
 
@@ -33,6 +33,20 @@ def methods() -> None:
         fields = [f"{f.name} = {f.default}" for f in dataclasses.fields(cls)]
         console.print(f"    settings: {escape(', '.join(fields)) or 'none'}", highlight=False, style="cyan")
         console.print(f"    {escape(getattr(cls, 'cite', ''))}", highlight=False, style="dim")
+
+
+@app.command()
+def partitions() -> None:
+    """List the ways to divide samples among clients, with their settings."""
+    import dataclasses
+
+    from fednh.data.partitions import PARTITIONS
+
+    console = console_for_people()
+    for name, kind in PARTITIONS.items():
+        console.print(f"[bold]{name}[/bold]  {kind.help}", highlight=False)
+        fields = ", ".join(f"{field.name} = {field.default}" for field in dataclasses.fields(kind))
+        console.print(f"    settings: {fields}", highlight=False, style="cyan")
 
 
 @app.command()

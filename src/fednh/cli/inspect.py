@@ -27,7 +27,7 @@ def inspect(
     data: Annotated[str, typer.Option(help="A set by name, or folder:, csv:, npz:...; see `fednh datasets`.")],
     data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie.")] = None,
     partition: Annotated[
-        str | None, typer.Option(help="dirichlet, iid, classes, shards, quantity, site; default: site, if there are.")
+        str | None, typer.Option(help="See `fednh partitions`; default: the natural sites, if there are.")
     ] = None,
     clients: Annotated[int | None, typer.Option(help="How many clients there would be.")] = None,
     beta: Annotated[float | None, typer.Option(help="Of the Dirichlet distribution.")] = None,

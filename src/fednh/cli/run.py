@@ -36,7 +36,7 @@ def run(
         str | None, typer.Option(help="A set by name, or folder:, csv:, npz:...; see `fednh datasets`.")
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie.")] = None,
-    partition: Annotated[str | None, typer.Option(help="dirichlet, iid, classes, shards, quantity, site.")] = None,
+    partition: Annotated[str | None, typer.Option(help="How samples are divided; see `fednh partitions`.")] = None,
     beta: Annotated[float | None, typer.Option(help="Of the Dirichlet distribution; smaller is more uneven.")] = None,
     clients: Annotated[int | None, typer.Option(help="How many clients there are.")] = None,
     participation: Annotated[float | None, typer.Option(help="The share of clients picked in a round.")] = None,

@@ -38,7 +38,7 @@ def sweep(
         str | None, typer.Option(help="A set by name, or folder:, csv:, npz:...; see `fednh datasets`.")
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie.")] = None,
-    partition: Annotated[str | None, typer.Option(help="dirichlet, iid, classes, shards, quantity, site.")] = None,
+    partition: Annotated[str | None, typer.Option(help="How samples are divided; see `fednh partitions`.")] = None,
     clients: Annotated[int | None, typer.Option(help="How many clients there are.")] = None,
     participation: Annotated[float | None, typer.Option(help="The share of clients picked in a round.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,

@@ -9,23 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from fednh.config import Config, PartitionConfig
+from fednh.config import Config
 from fednh.core.machine import check_machine
 from fednh.core.seeding import numpy_rng
-from fednh.data import partition, scaling
+from fednh.data import scaling
 from fednh.data.agreement import not_agreed
 from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
+from fednh.data.hold_out import DEFAULT_SHARE, hold_out
+from fednh.data.partitions import Indices, class_table
 from fednh.data.sources import default_folder, file_of, load
 from fednh.data.sources.options import Options
-from fednh.errors import Notice, UserError
+from fednh.errors import Notice
 from fednh.methods import Method
 from fednh.models import Net, build_net
 from fednh.storage import fingerprint
 from fednh.storage.model_file import card_of
-from fednh.words import name_problem
-
-DEFAULT_HOLDOUT = 0.2  # of each client's classes, where there is no balanced test set
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,10 @@ class Federation:
     dataset: Dataset
     train: Samples
     test: Samples
-    parts: list[partition.Indices]  # client -> indices into `train`, to train on
+    parts: list[Indices]  # client -> indices into `train`, to train on
     net: Net
     method: Method
-    held_out: list[partition.Indices] = field(default_factory=list)  # client -> indices into `train`, to measure on
+    held_out: list[Indices] = field(default_factory=list)  # client -> indices into `train`, to measure on
     scalings: tuple[scaling.Scaling, ...] = ()  # of each natural site, where every one has its own
     raw_scale: float = 1.0  # what raw inputs are divided by before a site's own scaling
     sites: tuple[str, ...] = ()  # the clients' names, where they are natural sites
@@ -56,7 +55,7 @@ class Federation:
         """Training samples of each class (columns) on every client (rows)."""
         owner = np.repeat(np.arange(len(self.parts)), [len(part) for part in self.parts])
         labels = self.dataset.y_train[np.concatenate(self.parts)]
-        table = partition.class_table(labels, owner, len(self.parts), self.dataset.num_classes)
+        table = class_table(labels, owner, len(self.parts), self.dataset.num_classes)
         return [row.tolist() for row in table]
 
     def card(self, config: Config, client: int | None = None) -> dict[str, Any]:
@@ -116,7 +115,7 @@ def build_federation(config: Config, dataset: Dataset | None = None, run: Path |
     those that it began with.
     """
     check_machine(config.device, config.precision)
-    natural = config.partition.name == "site"
+    natural = config.partition.kind.natural
     data = dataset or load_data(config)
     as_read = fingerprint_of(config, data)
     if run is not None:
@@ -147,43 +146,16 @@ def _tell_what_is_not_agreed(data: Dataset, config: Config) -> None:
         warnings.warn(f"sites of a real federation would refuse to take part with {data.name}: {words}", Notice, 3)
 
 
-def divide(data: Dataset, config: Config) -> tuple[list[partition.Indices], list[partition.Indices]]:
+def divide(data: Dataset, config: Config) -> tuple[list[Indices], list[Indices]]:
     """Each client's samples to train on, and those that it holds out."""
-    how, share = config.partition, config.data.holdout
-    if how.name == "site":
-        if data.site_train is None:
-            raise UserError(f"partition.name = 'site', but {data.name} does not say which site a sample comes from")
-        for name in data.sites:
-            if problem := name_problem(name):
-                raise UserError(f"{data.name} names a site {name!r}: {problem}; rename it")
-        owned = partition.by_site(data.site_train, data.sites, how.min_samples)
-        names = [f"holdout {site}" for site in data.sites]  # by name: a site alone holds out what it does among others
-    else:
-        owned = split(data.y_train, how, config.seed)
-        names = [f"holdout client {k}" for k in range(len(owned))]
+    how, share = config.partition.kind, config.data.holdout
+    owned = how.divide(data, numpy_rng(config.seed, "partition"))
+    # A site is named, so that alone it holds out what it does among others.
+    names = data.sites if how.natural else [f"client {k}" for k in range(len(owned))]
     if share is None:
-        share = 0.0 if len(data.y_test) else DEFAULT_HOLDOUT
+        share = 0.0 if len(data.y_test) else DEFAULT_SHARE
     both = [
-        partition.hold_out(data.y_train, part, share, numpy_rng(config.seed, name))
+        hold_out(data.y_train, part, share, numpy_rng(config.seed, f"holdout {name}"))
         for part, name in zip(owned, names, strict=True)
     ]
     return [train for train, _ in both], [held for _, held in both]
-
-
-def split(labels: partition.Indices, how: PartitionConfig, seed: int) -> list[partition.Indices]:
-    """The clients' indices. Depends on the seed and the partition settings only: not on the method."""
-    rng = numpy_rng(seed, "partition")
-    k, least = how.clients, how.min_samples
-    match how.name:
-        case "dirichlet":
-            return partition.dirichlet(labels, k, rng, how.beta, least, how.min_classes)
-        case "iid":
-            return partition.iid(labels, k, rng, least)
-        case "classes":
-            return partition.classes(labels, k, rng, how.classes_per_client, least)
-        case "shards":
-            return partition.shards(labels, k, rng, how.shards_per_client, least)
-        case "quantity":
-            return partition.quantity(labels, k, rng, how.beta, least)
-        case "site":
-            raise ValueError("natural sites are not drawn from labels")

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Dataset, Inputs
-from fednh.data.partition import Indices
+from fednh.data.partitions.base import Indices
 
 FEW = 10  # samples of a class, below which its accuracy is luck
 FEW_HELD = 10  # held-out samples of a client, below which its figure is luck

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Dataset, Inputs
-from fednh.data.partition import Indices
+from fednh.data.partitions.base import Indices
 
 
 class Scaling(NamedTuple):

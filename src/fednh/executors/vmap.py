@@ -22,7 +22,7 @@ from fednh.core.losses import Loss
 from fednh.core.seeding import torch_rng
 from fednh.core.tree import Tree, belongs, stack
 from fednh.data.batches import EVAL_BATCH, ClientData, Samples
-from fednh.data.partition import Indices
+from fednh.data.partitions import Indices
 from fednh.methods.base import Method
 from fednh.models.net import Net
 

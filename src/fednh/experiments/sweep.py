@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 from fednh.config import Config, build_method, dump, load, parse_value
 from fednh.core.federation import build_federation, load_data
+from fednh.data import partitions as kinds
 from fednh.data.dataset import Dataset
-from fednh.data.partition import USES as PARTITION_USES
 from fednh.errors import UserError, did_you_mean
 from fednh.methods.registry import hyper_parameters
 from fednh.storage.files import write_bytes
@@ -150,7 +150,7 @@ def _uses(key: str, method: str, partition: str) -> bool:
     section, _, name = key.partition(".")
     if section == "method" and name != "name":
         return name in hyper_parameters(method)
-    return partition in PARTITION_USES.get(key, (partition,))
+    return section != "partition" or kinds.uses(partition, name)
 
 
 # --- the work --------------------------------------------------------------------------------------------------------

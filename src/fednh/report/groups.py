@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fednh.config import flat
-from fednh.data.partition import USES as PARTITION_USES
+from fednh.data.partitions import PARTITIONS, uses
 from fednh.methods import METHODS
 from fednh.report.load import Run
 
@@ -40,9 +40,7 @@ _NO_MATTER = (
 _LAID_OUT = (
     "participation.rate",
     "partition.name",
-    "partition.beta",
-    "partition.classes_per_client",
-    "partition.shards_per_client",
+    *sorted({f"partition.{setting}" for kind in PARTITIONS.values() for setting in kind.shown}),
 )
 
 
@@ -81,16 +79,7 @@ class Group:
 
     @property
     def column(self) -> str:
-        how = self.runs[0].config.partition
-        words = {
-            "dirichlet": f"Dir({how.beta:g})",
-            "quantity": f"Dir sizes({how.beta:g})",
-            "iid": "IID",
-            "classes": f"{how.classes_per_client} classes",
-            "shards": f"{how.shards_per_client} shards",
-            "site": "sites",
-        }
-        return words.get(how.name, how.name)
+        return self.runs[0].config.partition.kind.column()
 
     @property
     def task(self) -> dict[str, Any]:
@@ -215,7 +204,8 @@ def lay_out(runs: Sequence[Run]) -> Layout:
 def settings_of(run: Run) -> dict[str, Any]:
     """The settings that decide a run's figures, by dotted name: not the seed, nor what the run does not use."""
     config = run.config
-    unused = {key for key, users in PARTITION_USES.items() if config.partition.name not in users}
+    kind, settings = config.partition.name, config.partition.model_dump()
+    unused = {f"partition.{setting}" for setting in settings if not uses(kind, setting)}
     unused |= {"trim"} if config.aggregator != "trimmed_mean" else set()
     everything = flat(config.model_dump())
     return {k: v for k, v in everything.items() if k not in unused and not _below(k, _NO_MATTER)}
@@ -233,9 +223,7 @@ def _recorded(run: Run) -> int:
 def _words(run: Run) -> str:
     """digits, Dirichlet(0.3), 20 clients, 50% a round."""
     how, rate = run.config.partition, run.config.participation.rate
-    kind = {"dirichlet": "Dirichlet", "quantity": "Dirichlet sizes", "site": "natural sites"}.get(how.name, how.name)
-    spread = f"{kind}({how.beta:g})" if how.name in ("dirichlet", "quantity") else kind
-    return f"{run.summary['data']}, {spread}, {run.clients} clients, {rate:.0%} a round"
+    return f"{run.summary['data']}, {how.kind.words()}, {run.clients} clients, {rate:.0%} a round"
 
 
 def varying(settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -273,9 +261,9 @@ def _natural(text: str) -> list[tuple[float, str]]:
     return parts
 
 
-def _column_order(column: str, groups: Iterable[Group]) -> tuple[str, float, str]:
-    how = next(g for g in groups if g.column == column).runs[0].config.partition
-    return how.name, how.beta, column
+def _column_order(column: str, groups: Iterable[Group]) -> tuple[str, list[float], str]:
+    how = next(g for g in groups if g.column == column).runs[0].config.partition.kind
+    return how.name, [getattr(how, setting) for setting in how.shown], column
 
 
 def _key(value: Any) -> str:

@@ -12,6 +12,7 @@ from functools import cache
 from importlib import resources
 
 from fednh.config import PRESETS, flat, load
+from fednh.data.partitions.dirichlet import Dirichlet
 from fednh.report.groups import PAPER_NAMES, Group, show
 
 # Settings that keep groups apart and yet leave the final figures what they are: where and how the run was computed, and
@@ -27,8 +28,8 @@ class Published:
 
 def published(group: Group, metric: str) -> Published | None:
     """The paper's number for a group's data set, method, beta and participation, if it has one."""
-    how = group.runs[0].config.partition
-    if how.name != "dirichlet":
+    how = group.runs[0].config.partition.kind
+    if not isinstance(how, Dirichlet):
         return None
     name = PAPER_NAMES.get(group.method, "")
     return _numbers().get((group.runs[0].config.data.name, name, how.beta, group.rate, metric))
@@ -39,7 +40,11 @@ def departures(group: Group) -> list[str]:
     config = group.runs[0].config
     if config.data.name not in PRESETS or group.method not in PAPER_NAMES:
         return []
-    same = {"method.name": group.method, "partition.beta": config.partition.beta, "participation.rate": group.rate}
+    same = {
+        "method.name": group.method,
+        **({"partition.beta": how.beta} if isinstance(how := config.partition.kind, Dirichlet) else {}),
+        "participation.rate": group.rate,
+    }
     paper = flat(load(config.data.name, same).model_dump())
     return [
         f"{key}={show(value)} (paper: {show(paper.get(key))})"

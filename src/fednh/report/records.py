@@ -31,7 +31,7 @@ def records(runs: Sequence[Run], reference: str | None = None, paper: bool = Fal
         setting = {
             "data": group.data,
             "partition": how.name,
-            "beta": how.beta if how.name in ("dirichlet", "quantity") else None,
+            "beta": getattr(how.kind, "beta", None),
             "clients": group.clients,
             "participation": group.rate,
             "rounds": group.settings["rounds"],

@@ -16,12 +16,11 @@ _LONGEST = 150
 
 def run_name(config: Config, swept: Mapping[str, Any] | None = None) -> str:
     """<data>-<method>-<partition>[-<setting><value>...]-seed<n>; `swept` are settings that the rest does not show."""
-    how, data = config.partition, config.data.name
-    spread = f"{how.name}{how.beta:g}" if how.name in ("dirichlet", "quantity") else how.name
+    data = config.data.name
     stem = Path(data.rpartition(":")[2]).stem if ":" in data else data
     settings = swept or {}
     words = [f"{_short(key, settings)}{_value(value)}" for key, value in settings.items()]
-    return _safe("-".join([stem, config.method["name"], spread, *words, f"seed{config.seed}"]))
+    return _safe("-".join([stem, config.method["name"], config.partition.kind.slug(), *words, f"seed{config.seed}"]))
 
 
 def new_folder(config: Config) -> Path:

@@ -19,17 +19,17 @@ from fednh.core import client, evaluate, novelty
 from fednh.core.fit import Sgd
 from fednh.core.seeding import numpy_rng, torch_rng
 from fednh.core.tree import Tree, arranged
-from fednh.data import partition, scaling
+from fednh.data import scaling
 from fednh.data.batches import ClientData, Samples, samples_of
 from fednh.data.dataset import Dataset
+from fednh.data.hold_out import DEFAULT_SHARE, hold_out
+from fednh.data.partitions import Indices
 from fednh.errors import UserError
 from fednh.methods import METHODS, Method
 from fednh.models import Net
 from fednh.storage.model_file import Card, architecture, read_model
 from fednh.storage.run_folder import read_config
 from fednh.trained.own import load_for
-
-DEFAULT_HOLDOUT = 0.2
 
 
 @dataclass(frozen=True)
@@ -99,20 +99,20 @@ def _global(run: Path) -> Tree | None:
 
 def _divided(
     config: Config, card: Card, data: Dataset, holdout: float | None
-) -> tuple[Dataset, tuple[partition.Indices, partition.Indices | None]]:
+) -> tuple[Dataset, tuple[Indices, Indices | None]]:
     """The data with the samples to train on, and those held out; None: the test set is."""
     everything = np.arange(len(data.y_train))
     if holdout is None and len(data.y_test):
         return data, (everything, None)
     rng = numpy_rng(config.seed, "holdout personalize")
-    share = DEFAULT_HOLDOUT if holdout is None else holdout
-    train, held = partition.hold_out(data.y_train, everything, share, rng)
+    share = DEFAULT_SHARE if holdout is None else holdout
+    train, held = hold_out(data.y_train, everything, share, rng)
     if len(held) == 0:
         raise UserError(f"{data.name}: --holdout {share:g} of {len(everything)} samples leaves none to compare on")
     return data, (train, held)
 
 
-def _held_out(data: Dataset, held: partition.Indices | None) -> Samples:
+def _held_out(data: Dataset, held: Indices | None) -> Samples:
     if held is None:
         return samples_of(data, "test")
     return samples_of(replace(data, x_test=data.x_train[held], y_test=data.y_train[held], site_test=None), "test")
@@ -135,7 +135,7 @@ def _trained(
     kept: Tree,
     received: Tree,
     train: Samples,
-    index: partition.Indices,
+    index: Indices,
     sgd: Sgd,
     seed: int,
 ) -> Tree:

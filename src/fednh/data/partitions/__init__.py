@@ -1,0 +1,41 @@
+"""PARTITIONS: every kind by name. Settings, their ranges, the command line, tables and tests derive from it.
+
+To add one: a file with a frozen dataclass beside this one, and a line in the registry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any, get_type_hints
+
+from fednh.data.partitions.base import Drawn, Indices, Partition, class_table
+from fednh.data.partitions.classes import Classes
+from fednh.data.partitions.dirichlet import Dirichlet
+from fednh.data.partitions.iid import Iid
+from fednh.data.partitions.quantity import Quantity
+from fednh.data.partitions.shards import Shards
+from fednh.data.partitions.site import Site
+
+PARTITIONS: dict[str, type[Partition]] = {kind.name: kind for kind in (Dirichlet, Iid, Classes, Shards, Quantity, Site)}
+
+
+def settings() -> dict[str, tuple[Any, Any]]:
+    """The settings of all kinds: name -> type with its range, and default. Kinds that share one must agree on it."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for kind in PARTITIONS.values():
+        hints = get_type_hints(kind, include_extras=True)
+        for field in fields(kind):
+            if field.default is MISSING:
+                raise TypeError(f"{kind.__name__}.{field.name} needs a default")
+            mine = hints[field.name], field.default
+            if found.setdefault(field.name, mine) != mine:
+                raise TypeError(f"{kind.__name__}.{field.name} is not as in another partition")
+    return found
+
+
+def uses(name: str, setting: str) -> bool:
+    """Whether the partition `name` uses partition.`setting`."""
+    return setting == "name" or setting in {field.name for field in fields(PARTITIONS[name])}
+
+
+__all__ = ["PARTITIONS", "Drawn", "Indices", "Partition", "class_table", "settings", "uses"]

@@ -1,0 +1,73 @@
+"""Every class is dealt to the clients by a Dirichlet draw, as the paper does: the scheme of FedDF (Lin et al. 2020)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fednh.data.partitions import base
+from fednh.data.partitions.base import Beta, Count, Drawn, Indices, by_owner, class_table
+from fednh.errors import UserError
+
+HOPELESS = 20, 30  # if in so many draws never fewer clients fell short, that none should is one chance in e^30 a draw
+
+
+@dataclass(frozen=True)
+class Dirichlet(Drawn):
+    """A client that already holds its fair share N/K gets no more of the later classes.
+
+    Drawn again until every client has `min_samples` samples of at least `min_classes` classes.
+    """
+
+    name = "dirichlet"
+    help = "every class dealt by a Dirichlet(beta) draw; smaller beta is more uneven"
+    shown = ("beta",)
+
+    beta: Beta = 0.3
+    min_classes: Count = 2  # of every client
+
+    def column(self) -> str:
+        return f"Dir({self.beta:g})"
+
+    def words(self) -> str:
+        return f"Dirichlet({self.beta:g})"
+
+    def slug(self) -> str:
+        return f"{self.name}{self.beta:g}"
+
+    def _draw(self, labels: Indices, rng: np.random.Generator) -> list[Indices]:
+        present, clients, least = np.unique(labels), self.clients, self.min_samples
+        if len(present) < self.min_classes:
+            raise UserError(
+                f"partition: every client should have {self.min_classes} classes, but the data has only "
+                f"{len(present)}; lower partition.min_classes"
+            )
+        fewest = clients
+        for tried in range(1, base.TRIES + 1):
+            owner = self._owner(labels, present, rng)
+            table = class_table(labels, owner, clients)
+            short = int(((table.sum(1) < least) | ((table > 0).sum(1) < self.min_classes)).sum())
+            if short == 0:
+                return by_owner(owner, clients)
+            fewest = min(fewest, short)
+            if tried >= HOPELESS[0] and fewest >= HOPELESS[1]:
+                break
+        raise UserError(
+            f"partition: no Dirichlet({self.beta:g}) draw in {tried} gave all {clients} clients at least {least} "
+            f"samples of {self.min_classes} classes; use fewer clients, a larger beta, or lower partition.min_samples"
+        )
+
+    def _owner(self, labels: Indices, present: Indices, rng: np.random.Generator) -> Indices:
+        owner, held = np.empty(len(labels), np.int64), np.zeros(self.clients, np.int64)
+        fair = len(labels) / self.clients
+        for label in present:
+            members = rng.permutation(np.flatnonzero(labels == label))
+            share = rng.dirichlet(np.full(self.clients, self.beta)) * (held < fair)
+            if share.sum() <= 0:  # a tiny beta put everything on clients that are full
+                share = (held < fair).astype(float)
+            cuts = (np.cumsum(share / share.sum())[:-1] * len(members)).astype(np.int64)
+            sizes = np.diff(cuts, prepend=0, append=len(members))
+            owner[members] = np.repeat(np.arange(self.clients), sizes)
+            held += sizes
+        return owner
