@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tomli_w
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -30,6 +31,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 
 from fednh.core.fit import Sgd
 from fednh.data import partitions
+from fednh.data.encoding import known as known_encoding
 from fednh.data.partitions import PARTITIONS, Partition
 from fednh.errors import Ignored, UserError, did_you_mean
 from fednh.methods import METHODS, Method
@@ -60,6 +62,12 @@ def _column(value: Any) -> Any:
     return value if value == "number" else _words(value)
 
 
+def _encoding(value: str) -> str:
+    if not known_encoding(value):
+        raise ValueError("is not an encoding that Python knows, such as utf-8, cp1252 or latin-1")
+    return value
+
+
 def _sizes(value: Any) -> Any:
     """[height, width] from that, from one number, or from text such as 32 or 24,32."""
     found = value
@@ -82,6 +90,7 @@ class DataConfig(Section):
     columns: dict[str, Annotated[str | list[str], BeforeValidator(_column)]] | None = (
         None  # of a table, agreed beforehand: name = "number" or the list of its values
     )
+    encoding: Annotated[str, AfterValidator(_encoding)] | None = None  # of CSV files; None: UTF-8
     test_share: float = Field(0.0, ge=0, lt=1)  # of every class, cut off as a test set where the source has none
     holdout: float | None = Field(None, ge=0, lt=1)  # of every client's classes; None: 0.2 without a test set, else 0
 

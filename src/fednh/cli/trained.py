@@ -57,12 +57,14 @@ def predict(
         str | None, typer.Option(metavar="COS", help="Mark inputs less similar than this to any class: 0.6, auto, 1%.")
     ] = None,
     client: Client = None,
+    settings: Settings = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write to this file.")] = None,
 ) -> None:
     """Name the class of every input. Exit code 1: some could not be read; they are named, the others are done."""
     from fednh.trained import output
     from fednh.trained.model import load_model
 
+    encoding = _encoding(_settings(settings))
     used = load_model(model, client)
     threshold = None if reject is None else used.threshold(reject)
     top = min(top, len(used.classes))
@@ -72,7 +74,8 @@ def predict(
         failed.append(sentence)
         typer.echo(f"fednh: {sentence}", err=True)
 
-    found = (output.records(batch, scores, used.classes, top, threshold) for batch, scores in used.batches(paths, tell))
+    done = used.batches(paths, tell, encoding)
+    found = (output.records(batch, scores, used.classes, top, threshold) for batch, scores in done)
     if form is Format.JSON:
         lines = output.to_json(found)
     elif form is Format.CSV:
@@ -191,6 +194,15 @@ def _settings(words: list[str] | None) -> dict[str, Any]:
     from fednh.config import parse_value
 
     return {key: parse_value(value) for key, value in settings_given(words or []).items()}
+
+
+def _encoding(settings: dict[str, Any]) -> str | None:
+    """All that can be said about inputs; everything else is in the model's card."""
+    from fednh.config import load
+
+    if others := [key for key in settings if key != "data.encoding"]:
+        raise UserError(f"--set {others[0]}: inputs are read as the model's card says; only data.encoding can be set")
+    return load(None, settings).data.encoding
 
 
 @contextmanager

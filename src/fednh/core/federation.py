@@ -92,6 +92,7 @@ def load_data(config: Config) -> Dataset:
         classes=tuple(data.classes or ()),
         columns=data.columns or {},
         test_share=data.test_share,
+        encoding=data.encoding,
     )
     return load(data.name, data_folder(config), options)
 

@@ -59,7 +59,7 @@ def _columns(data: Dataset, agreed: Mapping[str, str | Sequence[str]]) -> list[s
         )
     if not agreed and any(_is_number(column["name"]) for column in data.preprocessing.get("columns", [])):
         found.append(
-            f"a name of its columns is a number, so its first line may be data: add a line of names, or list the columns "
+            "a name of its columns is a number, so its first line may be data: add a line of names, or list columns "
             f"in data.columns {AT}"
         )
     return found

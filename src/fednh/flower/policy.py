@@ -42,7 +42,7 @@ DATA_KEYS = {"federation", "label", "site-column", "columns", "weights", "set"}
 ALLOW_KEYS = {"methods", "models", "rounds", "epochs", "metrics", "sites", "privacy"}
 SERVERS_EPOCHS = {"retrain_epochs"}  # of CReFF: the server trains them, not the sites
 KEYS = DATA_KEYS | {f"allow.{key}" for key in ALLOW_KEYS}
-SAFE_DATA = ("augment", "size", "classes", "test_share", "holdout")  # of the server's data.*: how, not what
+SAFE_DATA = ("augment", "size", "classes", "encoding", "test_share", "holdout")  # of the server's data.*: how, not what
 
 
 @dataclass(frozen=True)

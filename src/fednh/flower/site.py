@@ -33,6 +33,7 @@ from fednh.core.seeding import torch_rng
 from fednh.core.tree import Tree, arranged
 from fednh.data.batches import ClientData, Samples, samples_of, subset
 from fednh.data.dataset import Dataset
+from fednh.data.encoding import known as known_encoding
 from fednh.errors import Refused, UserError
 from fednh.flower import messages
 from fednh.flower.messages import Answer, Hello, Number, Order, Task
@@ -58,6 +59,7 @@ class Place:
     parts: int = 0
     test: str | None = None  # a source whose test part is the balanced test set
     device: str | None = None
+    encoding: str | None = None  # of the site's own CSV files; None: as the config says
     models: Path | None = None  # a simulation collects personal models here
     policy: Policy | None = None  # None in a simulation, where nobody but the user gives orders
     orders: Path = Path("orders.pub")  # the public key of who may give orders
@@ -69,7 +71,8 @@ class Place:
         return self.data is None
 
 
-TEXT = ("data", "site", "state", "test", "device", "orders", "key")  # what a node-config says about the site itself
+# What a node-config says about the site itself.
+TEXT = ("data", "site", "state", "test", "device", "encoding", "orders", "key")
 
 
 def read_place(node: Mapping[str, Any], home: Path | None = None, models: Path | None = None) -> Place:
@@ -88,6 +91,10 @@ def read_place(node: Mapping[str, Any], home: Path | None = None, models: Path |
         )
     if "site" in text and (problem := name_problem(text["site"])):
         raise UserError(f"node-config: site= cannot be the site's name: {problem}")
+    if "encoding" in text and not known_encoding(text["encoding"]):
+        raise UserError(
+            f"node-config: encoding={text['encoding']} is not an encoding that Python knows, such as cp1252"
+        )
     if "state" in text:
         home = Path(text["state"]).expanduser().absolute()
     if home is None:
@@ -100,6 +107,7 @@ def read_place(node: Mapping[str, Any], home: Path | None = None, models: Path |
         parts=0 if "data" in text else parts,
         test=_source(text["test"]) if "test" in text else None,
         device=text.get("device"),
+        encoding=text.get("encoding"),
         models=models,
         policy=policy,
         orders=Path(text.get("orders", "orders.pub")).expanduser().absolute(),
@@ -274,7 +282,8 @@ def _config(toml: str, place: Place) -> Config:
         config = validate(tomllib.loads(toml), "the server's config: ")
     else:
         config = place.policy.config(toml, place.data)
-    return config.model_copy(update={"device": place.device or config.device})
+    data = _changed(config.data, encoding=place.encoding or config.data.encoding)
+    return config.model_copy(update={"device": place.device or config.device, "data": data})
 
 
 @lru_cache(maxsize=2)
@@ -293,7 +302,7 @@ def _federation(toml: str, place: Place, task: Task | None) -> Federation:
         }
     )
     with _discreet(place):
-        data = _alone(load_data(config), place.site)
+        data = _alone(_loaded(config), place.site)
     if task is not None:
         if (data.shape, data.classes) != (task.shape, task.classes):
             raise Refused("this site's data has another shape or other classes than the federation agreed on")
@@ -323,6 +332,14 @@ def _forms(toml: str, place: Place, task: Task | None) -> tuple[clients.Form, cl
     return clients.form_of(method.broadcast(initial)), clients.form_of(method.global_model(initial) or {})
 
 
+def _loaded(config: Config) -> Dataset:
+    """The data, with what was done to them told in the site's own log."""
+    data = load_data(config)
+    for note in data.notes:
+        log.warning("%s", note)
+    return data
+
+
 def _alone(data: Dataset, site: str) -> Dataset:
     """One site's samples as a data set of one natural site; of a source that holds several, those of this name."""
     x, y, x_test, y_test = data.x_train, data.y_train, data.x_test, data.y_test
@@ -348,7 +365,7 @@ def _alone(data: Dataset, site: str) -> Dataset:
 
 def balanced(config: Config, source: str, task: Task) -> Samples:
     """The test part of a source, all of it if it has no parts, scaled as the task says."""
-    data = load_data(config.model_copy(update={"data": _changed(config.data, name=source)}))
+    data = _loaded(config.model_copy(update={"data": _changed(config.data, name=source)}))
     if not len(data.y_test):
         data = replace(data, x_test=data.x_train, y_test=data.y_train, site_test=data.site_train)
     if (data.shape, data.classes) != (task.shape, task.classes):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
@@ -19,9 +20,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fednh.data.dataset import Inputs
+from fednh.data.encoding import checked
 from fednh.data.images import decode, fitted
-from fednh.data.sources.tables import read, vectors
-from fednh.errors import UserError
+from fednh.data.sources.tables import as_table, encode, read
+from fednh.errors import Notice, UserError
 from fednh.storage.model_file import Card
 
 BATCH = 256
@@ -42,7 +44,9 @@ def is_image(card: Card) -> bool:
 
 
 def samples(x: Any, card: Card) -> Inputs:
-    """An array, or PIL images or paths of image files, one or many."""
+    """An array, or PIL images or paths of image files, one or many; of a table model a table, or a path of one."""
+    if is_table(card) and (isinstance(x, str | Path) or hasattr(x, "__arrow_c_stream__")):
+        return _encoded(read(Path(x)) if isinstance(x, str | Path) else as_table(x), card, "the table")
     if isinstance(x, str | Path | Image.Image):
         x = [x]
     if isinstance(x, list | tuple) and x and all(isinstance(row, str | Path | Image.Image) for row in x):
@@ -56,7 +60,13 @@ def samples(x: Any, card: Card) -> Inputs:
     return _images(array, card) if is_image(card) else _vectors(array, card)
 
 
-def stream(paths: Sequence[Path], card: Card, failed: Callable[[str], None]) -> Iterator[Batch]:
+def is_table(card: Card) -> bool:
+    return (card.preprocessing.model_extra or {}).get("kind") == "table"
+
+
+def stream(
+    paths: Sequence[Path], card: Card, failed: Callable[[str], None], encoding: str | None = None
+) -> Iterator[Batch]:
     """All samples in files and folders, a batch at a time; `failed` is told what could not be read."""
     missing = [str(path) for path in paths if not path.exists()]
     if missing:
@@ -67,7 +77,7 @@ def stream(paths: Sequence[Path], card: Card, failed: Callable[[str], None]) -> 
         elif path.suffix.lower() == ".npz":
             yield from _rows(path, samples(_npz(path), card))
         elif path.suffix.lower() in (".csv", ".parquet"):
-            yield from _table(path, card)
+            yield from _table(path, card, encoding)
         else:
             yield from _image_files([path], card, failed)
 
@@ -113,9 +123,9 @@ def _vectors(x: NDArray[Any], card: Card) -> NDArray[np.float32]:
         raise UserError(
             f"this model takes numbers of shape (N, {features}), not {x.dtype} of shape {x.shape}; for one, x[None]"
         )
-    vectors = x.astype(np.float32)
-    gaps = (card.preprocessing.model_extra or {}).get("kind") == "table"  # where a missing value takes the mean
-    if not (np.isfinite(vectors) | (np.isnan(vectors) & gaps)).all():
+    with np.errstate(over="ignore"):  # what overflows becomes infinite and is refused in the next line
+        vectors = x.astype(np.float32)
+    if not (np.isfinite(vectors) | (np.isnan(vectors) & is_table(card))).all():  # a table's gap takes the mean
         raise UserError("the inputs hold NaN or infinite values; clean or impute them first")
     return vectors
 
@@ -176,20 +186,28 @@ def _npz(path: Path) -> NDArray[Any]:
         raise UserError(f"{path} cannot be read as an .npz file: {str(error) or type(error).__name__}") from error
 
 
-def _table(path: Path, card: Card) -> Iterator[Batch]:
+def _table(path: Path, card: Card, encoding: str | None) -> Iterator[Batch]:
     """Rows with the columns that the model was trained on, or, where it was trained on arrays, rows of numbers."""
-    how = card.preprocessing.model_extra or {}
     if is_image(card):
         raise UserError(f"{path}: this model takes images, not tables")
-    if how.get("kind") == "table":
-        return _rows(path, samples(vectors(read(path), how, str(path)), card))
-    return _csv(path, card)
+    if is_table(card):
+        return _rows(path, _encoded(read(path, encoding), card, str(path)))
+    return _csv(path, card, encoding)
 
 
-def _csv(path: Path, card: Card) -> Iterator[Batch]:
+def _encoded(table: Any, card: Card, where: str) -> NDArray[np.float32]:
+    """Raw rows as the card says; what is missing or was never seen is told."""
+    x, notes = encode(table, card.preprocessing.model_extra or {}, where)
+    for note in notes:
+        warnings.warn(note, Notice, stacklevel=4)
+    return _vectors(x, card)
+
+
+def _csv(path: Path, card: Card, encoding: str | None) -> Iterator[Batch]:
     """Rows of numbers; a first line without numbers is a heading."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        name = checked(path, encoding)
+        with path.open(newline="", encoding="utf-8-sig" if name == "utf-8" else name) as file:
             lines = csv.reader(file)
             head = next(lines, [])
             done = 0

@@ -38,7 +38,8 @@ class Model:
     """A trained model, complete: tensors, network, method, class names and preprocessing.
 
     `x` below is an array of uint8 images (N, H, W) or (N, H, W, C), or of vectors (N, F), with values as in the
-    training data; or PIL images or paths of image files, one or a list. Images of another size are resized.
+    training data; or PIL images or paths of image files, one or a list. Images of another size are resized. A model
+    of a table also takes a data frame (pandas, Polars, Arrow) or the path of a table with its columns.
     """
 
     params: Tree
@@ -119,9 +120,11 @@ class Model:
         mean, std = torch.tensor(how.mean), torch.tensor(how.std).clamp(min=1e-8)
         return 1 / (how.scale * std), -mean / std
 
-    def batches(self, paths: list[Path], failed: Any) -> Iterator[tuple[inputs.Batch, Scores]]:
+    def batches(
+        self, paths: list[Path], failed: Any, encoding: str | None = None
+    ) -> Iterator[tuple[inputs.Batch, Scores]]:
         """Predictions for files and folders, a batch at a time; `failed` is told what could not be read."""
-        for batch in inputs.stream(paths, self.card, failed):
+        for batch in inputs.stream(paths, self.card, failed, encoding):
             yield batch, self.scores(batch.x)
 
 

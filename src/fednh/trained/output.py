@@ -50,7 +50,7 @@ def to_csv(found: Iterable[list[Record]], top: int, cosine: bool, reject: bool) 
             row: list[Any] = [record["input"]]
             for choice in record["top"]:
                 row += [choice["class"], choice["probability"]]
-            row += [record["similarity"]] * cosine + [str(record.get("known")).lower()] * reject
+            row += [record.get("similarity")] * cosine + [str(record.get("known")).lower()] * reject
             yield _line(row)
 
 

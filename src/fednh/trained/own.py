@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from fednh.config import load
 from fednh.core.federation import load_data
 from fednh.data.dataset import Dataset, Labels
-from fednh.errors import UserError
+from fednh.errors import Notice, UserError
 from fednh.storage.model_file import Card
 from fednh.trained import inputs
 
@@ -19,6 +20,8 @@ from fednh.trained import inputs
 def load_for(card: Card, source: str, settings: Mapping[str, Any] | None = None) -> Dataset:
     """The data of a source with labels by the model's classes and samples of the model's shape, not yet normalised."""
     data = load_data(load(None, {**_as_in(card, source), "data.name": source, **(settings or {})}))
+    for note in data.notes:
+        warnings.warn(note, Notice, stacklevel=3)
     return replace(
         data,
         x_train=inputs.samples(data.x_train, card),

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fednh.data import columns
 from fednh.data.dataset import Dataset
 from fednh.data.images import MEAN, STD, decode_all
 from fednh.data.sources import tables
@@ -79,8 +80,8 @@ def _assembled(datasets: Any, name: str, splits: Any, where: str, options: Optio
         for row in rows.cast_column(pictures[0], datasets.Image(decode=False)):
             image = row[pictures[0]]
             sources.append(image["bytes"] if image["bytes"] is not None else Path(image["path"]))
-            words.append(names[row[label]] if names else tables.word(row[label]))
-            site_words.append(tables.word(row[site]) if site else "")
+            words.append(names[row[label]] if names else columns.word(row[label]))
+            site_words.append(columns.word(row[site]) if site else "")
             test.append(split == "test")
     x, notes = decode_all(sources, [f"image {k}" for k in range(len(sources))], options.size, where)
     y, classes = numbered(words, options.classes or tuple(names or ()), where)
@@ -117,4 +118,4 @@ def _tabular(
         if "split" not in table.column_names:
             table = table.append_column("split", pa.array([split] * len(table), pa.string()))
         found.append(table)
-    return tables.from_table(name, pa.concat_tables(found, promote_options="permissive"), where, options)
+    return tables.from_table(name, tables.joined(found, where), where, options)

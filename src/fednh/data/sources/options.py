@@ -22,6 +22,7 @@ class Options:
     classes: tuple[str, ...] = ()
     columns: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
     test_share: float = 0.0
+    encoding: str | None = None  # of CSV files; None: UTF-8
 
 
 NONE = Options()
@@ -46,7 +47,8 @@ def numbered(names: Sequence[str], agreed: Sequence[str], where: str) -> tuple[L
 
 def in_order(names: set[str]) -> list[str]:
     """Sorted; as numbers where all are."""
-    return sorted(names, key=int) if all(n.isdecimal() and n.isascii() for n in names) else sorted(names)
+    numbers = all(n.isdecimal() and n.isascii() for n in names)
+    return sorted(names, key=lambda n: (int(n) if numbers else 0, n))
 
 
 def test_rows(labels: Labels, share: float) -> NDArray[np.bool_]:

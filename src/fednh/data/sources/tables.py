@@ -2,7 +2,7 @@
 
 A number is a feature of its own; what is missing is NaN until it takes the mean of the training rows that count (see
 scaling.py). A category becomes one slot for each value that training rows have, and one for everything else, missing
-values included. `vectors` does the same to raw rows later, from a model card's preprocessing alone.
+values included. `encode` does the same to raw rows later, from a model card's preprocessing alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fednh.data import columns
+from fednh.data.columns import MISSING
 from fednh.data.dataset import Dataset
+from fednh.data.encoding import checked
 from fednh.data.scaling import measure
 from fednh.data.sources.options import Options, in_order, numbered, test_rows
 from fednh.errors import UserError, did_you_mean
@@ -23,16 +26,16 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SPLITS = {"train": "train", "test": "test", "val": "", "valid": "", "validation": ""}
-MISSING = ["", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "?"]
 MANY_VALUES = 100  # a text column with more, in more than half of its rows, is a name or a note
+WRITTEN = {"fednh": "written"}  # metadata of a table from a CSV file: its columns are text, whatever they hold
 
 
 def dataset(name: str, path: Path, options: Options) -> Dataset:
     """The table at `path` as a data set."""
-    return from_table(name, read(path), str(path), options)
+    return from_table(name, read(path, options.encoding), str(path), options)
 
 
-def read(path: Path) -> pa.Table:
+def read(path: Path, encoding: str | None = None) -> pa.Table:
     """A CSV or Parquet file; a folder's train.* and test.* become one table with a split column."""
     try:
         import pyarrow as pa
@@ -40,19 +43,37 @@ def read(path: Path) -> pa.Table:
     except ImportError as error:
         raise UserError("tables need the extra `tables`: pip install 'fednh[tables]'") from error
     if path.is_dir():
-        return _parts(path)
+        return _parts(path, encoding)
     if not path.is_file():
         raise UserError(f"{path} does not exist; check the path of the table")
     try:
-        if path.suffix == ".parquet" or path.read_bytes()[:4] == b"PAR1":
+        if path.suffix == ".parquet" or _starts_with(path, b"PAR1"):
             return parquet.ParquetFile(path).read()
-        convert = csv.ConvertOptions(null_values=MISSING, strings_can_be_null=True)
-        return csv.read_csv(path, convert_options=convert)
+        how = csv.ReadOptions(encoding=checked(path, encoding))
+        with csv.open_csv(path, how) as start:
+            text = {name: pa.string() for name in start.schema.names}
+        convert = csv.ConvertOptions(column_types=text, strings_can_be_null=False)
+        return csv.read_csv(path, how, convert_options=convert).replace_schema_metadata(WRITTEN)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as a table: {str(error).splitlines()[0].rstrip('.')}") from error
 
 
-def _parts(folder: Path) -> pa.Table:
+def as_table(frame: Any) -> pa.Table:
+    """A data frame, or whatever else gives Arrow its columns."""
+    import pyarrow as pa
+
+    try:
+        return pa.table(frame)
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise UserError(f"the data frame cannot be read as a table: {str(error).splitlines()[0]}") from error
+
+
+def _starts_with(path: Path, start: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(start)) == start
+
+
+def _parts(folder: Path, encoding: str | None) -> pa.Table:
     import pyarrow as pa
 
     found = []
@@ -61,41 +82,52 @@ def _parts(folder: Path) -> pa.Table:
         if not files and split == "train":
             raise UserError(f"{folder} holds no train.csv or train.parquet; give a file, or a folder with these")
         for file in files:
-            rows = read(file)
+            rows = read(file, encoding)
             found.append(rows.append_column("split", pa.array([split] * len(rows), pa.string())))
-    text = {f.name for rows in found for f in rows.schema if pa.types.is_string(f.type)}
-    for at, rows in enumerate(found):  # a category may look like numbers in one of the files
+    return joined(found, str(folder))
+
+
+def joined(parts: Sequence[pa.Table], where: str) -> pa.Table:
+    """One table of all rows; a column that is text in one part and something else in another becomes text."""
+    import pyarrow as pa
+
+    found, text = list(parts), {f.name for rows in parts for f in rows.schema if pa.types.is_string(f.type)}
+    for at, rows in enumerate(found):
         for name in text & set(rows.column_names):
             if not pa.types.is_string(rows.schema.field(name).type):
-                words = pa.array(_texts(rows, name), pa.string())
+                values, index = columns.words(rows.column(name), name, where)
+                words = pa.array(values, pa.string()).take(pa.array(index, mask=index < 0))
                 found[at] = rows = rows.set_column(rows.column_names.index(name), name, words)
     try:
-        return pa.concat_tables(found, promote_options="permissive")
+        whole = pa.concat_tables(found, promote_options="permissive")
     except pa.ArrowException as error:
-        raise UserError(f"{folder}: train and test have different columns: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{where}: train and test have different columns: {str(error).splitlines()[0]}") from error
+    return whole.replace_schema_metadata(WRITTEN if any(map(_written, parts)) else None)
+
+
+def _written(table: pa.Table) -> bool:
+    return (table.schema.metadata or {}).get(b"fednh") == b"written"
 
 
 def from_table(name: str, table: pa.Table, where: str, options: Options) -> Dataset:
     """The rows with what they hold: label, site, split, features."""
-    header = table.column_names
-    if twice := [column for column in header if header.count(column) > 1]:
-        raise UserError(f"{where} has two columns named {twice[0]!r}; rename one")
+    header = _header(table, where)
     label = find_column(where, header, options.label, "label", needed=True)
     site = find_column(where, header, options.site, "site", needed=False)
-    table, test, has_split = _split(table, {label, site})
+    table, test, has_split = _split(table, {label, site}, where)
     if len(table) == 0:
         raise UserError(f"{where} holds no row")
-    y, classes = numbered(_words(table, label, where), options.classes, where)
+    written = _written(table)
+    said = columns.names(table.column(label), label, where, written, options.classes)
+    y, classes = numbered(said, options.classes, where)
     if options.test_share and not has_split:
         test = test_rows(y, options.test_share)
     if test.all():
         raise UserError(f"{where} holds test rows only; training rows are those whose split is 'train'")
-    preprocessing: dict[str, Any] = {
-        "kind": "table",
-        "columns": _described(where, table, {label, site, "split" if has_split else ""}, ~test, options),
-    }
-    x = vectors(table, preprocessing, where)
-    names = _words(table, site, where) if site else []
+    described, told = _described(where, table, {label, site, "split" if has_split else ""}, ~test, options)
+    preprocessing: dict[str, Any] = {"kind": "table", "columns": described}
+    x, gaps = encode(table, preprocessing, where)
+    names = columns.names(table.column(site), site, where, written) if site else []
     sites = tuple(in_order({n for n, t in zip(names, test, strict=True) if not t})) if site else ()
     number = {n: k for k, n in enumerate(sites)}
     place = np.array([number.get(n, -1) for n in names], np.int64)
@@ -115,23 +147,55 @@ def from_table(name: str, table: pa.Table, where: str, options: Options) -> Data
         site_test=place[test] if sites else None,
         fitted=True,
         preprocessing=preprocessing,
-        notes=_gaps(where, table, preprocessing["columns"]),
+        notes=(*told, *gaps),
     )
 
 
 def vectors(table: pa.Table, preprocessing: dict[str, Any], where: str = "the table") -> NDArray[np.float32]:  # (N, F)
     """Raw rows as samples, before `(v / scale - mean) / std`; a missing number is NaN and takes the mean."""
+    return encode(table, preprocessing, where)[0]
+
+
+def encode(
+    table: pa.Table, preprocessing: dict[str, Any], where: str
+) -> tuple[NDArray[np.float32], tuple[str, ...]]:  # (N, F)
+    """Raw rows as samples, and in words what is missing or was never seen, and what becomes of it."""
     features: list[NDArray[Any]] = []
+    notes: list[str] = []
+    header = _header(table, where)
     for column in preprocessing["columns"]:
-        if column["name"] not in table.column_names:
-            raise UserError(f"{where} lacks the column {column['name']!r}")
+        name = column["name"]
+        if name not in header:
+            raise UserError(f"{where} lacks the column {name!r}")
         if column["kind"] == "number":
-            features.append(_numbers(table, column["name"], where)[:, None])
+            values = columns.numbers(table.column(name), name, where)
+            if missing := int(np.isnan(values).sum()):
+                becomes = "take the mean of the training rows (with natural sites, of the site's own)"
+                notes.append(f"{where}: {missing} of {len(table)} values of {name!r} are missing and {becomes}")
+            features.append(values[:, None])
         else:
-            slot = {value: k for k, value in enumerate(column["values"])}
-            chosen = [slot.get(value, len(slot)) for value in _texts(table, column["name"])]
-            features.append(np.eye(len(slot) + 1, dtype=np.float32)[chosen])
-    return np.concatenate(features, axis=1).astype(np.float32)
+            words, known = columns.words(table.column(name), name, where), column["values"]
+            slots = columns.slots(words, known)
+            notes += _unknown(where, name, len(table), words.missing(known), slots.unseen)
+            features.append(np.eye(len(known) + 1, dtype=np.float32)[slots.place])
+    return np.concatenate(features, axis=1).astype(np.float32), tuple(notes)
+
+
+def _unknown(where: str, name: str, rows: int, missing: int, unseen: dict[str, int]) -> list[str]:
+    """How many values of a category are none of its known ones, and which."""
+    shown = ", ".join(repr(value) for value in list(unseen)[:5]) + ", ..." * (len(unseen) > 5)
+    said = [f"{missing} of {rows} values of {name!r} are missing"] if missing else []
+    if unseen:
+        whose = f"of {rows} values of {name!r} " * (not missing)
+        said.append(f"{sum(unseen.values())} {whose}were never seen in training or data.columns ({shown})")
+    return [f"{where}: {' and '.join([*said, 'count as unknown'])}"] if said else []
+
+
+def _header(table: pa.Table, where: str) -> list[str]:
+    header: list[str] = table.column_names
+    if twice := [column for column in header if header.count(column) > 1]:
+        raise UserError(f"{where} has two columns named {twice[0]!r}; rename one")
+    return header
 
 
 def find_column(where: str, header: Sequence[str], chosen: str | None, usual: str, needed: bool) -> str:
@@ -144,11 +208,13 @@ def find_column(where: str, header: Sequence[str], chosen: str | None, usual: st
     return ""
 
 
-def _split(table: pa.Table, used: set[str]) -> tuple[pa.Table, NDArray[np.bool_], bool]:
+def _split(table: pa.Table, used: set[str], where: str) -> tuple[pa.Table, NDArray[np.bool_], bool]:
     """Training and test rows; which of them are test rows; whether the table says so."""
     if "split" not in table.column_names or "split" in used:
         return table, np.zeros(len(table), bool), False
-    words = [SPLITS.get((value or "").lower()) for value in _texts(table, "split")]
+    values, index = columns.words(table.column("split"), "split", where)
+    parts = [*(SPLITS.get(value.lower()) for value in values), None]
+    words = [parts[at] for at in index]
     if any(word is None for word in words):  # a feature that happens to have this name
         return table, np.zeros(len(table), bool), False
     kept = np.array([bool(word) for word in words])
@@ -157,7 +223,7 @@ def _split(table: pa.Table, used: set[str]) -> tuple[pa.Table, NDArray[np.bool_]
 
 def _described(
     where: str, table: pa.Table, aside: set[str], train: NDArray[np.bool_], options: Options
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], list[str]]:
     """The features: as agreed in data.columns, else all columns that are left, as their training rows have them."""
     if options.columns:
         if strangers := [name for name in options.columns if name not in table.column_names]:
@@ -167,88 +233,34 @@ def _described(
             if kind == "number"
             else {"name": name, "kind": "category", "values": list(kind)}
             for name, kind in options.columns.items()
-        ]
+        ], []
     found: list[dict[str, Any]] = []
-    rows = table.filter(train)
+    notes: list[str] = []
+    rows, written = table.filter(train), _written(table)
     for name in table.column_names:
         if name in aside:
             continue
-        kind = _kind(where, table, name)
-        if kind == "number":
+        if columns.kind(rows.column(name), name, where, written) == "number":
             found.append({"name": name, "kind": "number"})
             continue
-        values = in_order({value for value in _texts(rows, name) if value is not None})
-        if len(values) > MANY_VALUES and 2 * len(values) > len(rows):
-            raise UserError(
-                f"{where}: the text column {name!r} has {len(values)} different values in {len(rows)} rows, so it "
-                "names rows rather than describing them; list the columns to use in data.columns"
+        if written and (code := columns.code(rows.column(name))):
+            notes.append(
+                f"{where}: the column {name!r} holds codes such as {code!r}, no numbers, and is a category; "
+                f'data.columns.{name} = "number" reads numbers'
             )
-        found.append({"name": name, "kind": "category", "values": values})
+        found.append({"name": name, "kind": "category", "values": _values(where, rows, name, written)})
     if not found:
         raise UserError(f"{where} holds no feature beside {', '.join(sorted(filter(None, aside)))}")
-    return found
+    return found, notes
 
 
-def _kind(where: str, table: pa.Table, name: str) -> str:
-    import pyarrow.types as t
-
-    kind = table.schema.field(name).type
-    if t.is_dictionary(kind):
-        kind = kind.value_type
-    if t.is_integer(kind) or t.is_floating(kind) or t.is_boolean(kind) or t.is_decimal(kind) or t.is_null(kind):
-        return "number"
-    if t.is_string(kind) or t.is_large_string(kind):
-        return "category"
-    raise UserError(f"{where}: the column {name!r} holds {kind}, neither numbers nor text; convert it or leave it out")
-
-
-def _numbers(table: pa.Table, name: str, where: str) -> NDArray[np.float64]:
-    import pyarrow as pa
-
-    try:
-        column = table.column(name).cast(pa.float64(), safe=False)
-    except pa.ArrowException as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{where}: the column {name!r} should hold numbers, but does not ({reason})") from error
-    values: NDArray[np.float64] = column.to_numpy().astype(np.float64)
-    if np.isinf(values.astype(np.float32)).any():
-        raise UserError(f"{where}: the column {name!r} holds an infinite value; correct or remove it")
-    return values
-
-
-def _texts(table: pa.Table, name: str) -> list[str | None]:
-    """Values as words; None for what is missing."""
-    return [None if v is None or v != v else word(v) for v in table.column(name).to_pylist()]
-
-
-def word(value: Any) -> str:
-    """3, 3.0 and "3" are the same word, yes and no are true and false."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return str(value).strip()
-
-
-def _words(table: pa.Table, name: str, where: str) -> list[str]:
-    words = _texts(table, name)
-    if lacking := sum(word is None for word in words):
+def _values(where: str, rows: pa.Table, name: str, written: bool) -> list[str]:
+    """The different values of a category."""
+    words = columns.words(rows.column(name), name, where)
+    values = in_order({value for value in words.values if not (written and value in MISSING)})
+    if len(values) > MANY_VALUES and 2 * len(values) > len(rows):
         raise UserError(
-            f"{where}: {lacking} of {len(words)} rows have nothing in the column {name!r}; fill or remove them"
+            f"{where}: the text column {name!r} has {len(values)} different values in {len(rows)} rows, so it "
+            "names rows rather than describing them; list the columns to use in data.columns"
         )
-    return [str(word) for word in words]
-
-
-def _gaps(where: str, table: pa.Table, columns: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """What is missing, and what becomes of it."""
-    found = []
-    for column in columns:
-        missing = sum(value is None for value in _texts(table, column["name"]))
-        if missing:
-            becomes = (
-                "take the mean of the training rows (with natural sites, of the site's own)"
-                if column["kind"] == "number"
-                else "count as unknown"
-            )
-            found.append(f"{where}: {missing} of {len(table)} values of {column['name']!r} are missing and {becomes}")
-    return tuple(found)
+    return values
