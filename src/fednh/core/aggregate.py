@@ -104,7 +104,8 @@ def _by_class(uploads: Tree, name: str, method: Method) -> tuple[Tensor, Tensor]
 
 
 def _lengths(rows: Tensor) -> Tensor:  # (K, R, D) -> (K, R), in double: the square of a hostile number may overflow
-    return torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64)
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64)
+    return lengths
 
 
 def _middle(rows: Tensor, speaks: Tensor, cut: int, weight: Tensor | None = None) -> Tensor:
