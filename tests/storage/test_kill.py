@@ -198,7 +198,7 @@ def test_lost_checkpoints_are_never_a_silent_restart(tmp_path: Path) -> None:
 
 def test_asked_to_stop_during_an_evaluation(tmp_path: Path) -> None:
     """The round that is being evaluated is not lost: its evaluation is done again after the resume."""
-    from test_simulate import Told
+    from test_rounds import Told
 
     from fednh.config import load
     from fednh.core.federation import build_federation

@@ -211,12 +211,14 @@ def _written(path: Path | None) -> Iterator[IO[str]]:
     if path is None:
         yield sys.stdout
         return
+    from fednh.storage.files import keep, make_folder
+
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with temporary.open("w", encoding="utf-8", newline="") as file:
             yield file
-        temporary.replace(path)
+        keep(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -235,7 +235,7 @@ class Site:
         if self.place.models is None:
             write_model(self.folder / "personal.safetensors", model, card)
         elif order.final:
-            write_model(self.place.models / f"client-{order.client:06d}.safetensors", model, card)
+            write_model(self.place.models / f"client-{order.client:06d}.safetensors", model, card, sync=False)
 
     # --- personal state ----------------------------------------------------------------------------------------
 

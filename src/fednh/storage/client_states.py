@@ -123,6 +123,7 @@ class Store:
             saved.append(Saved(client, slot.round, slot.sha256, slot.replaces))
         if saved:
             sync_path(self.folder)
+            sync_path(self.folder.parent)  # the folder itself is made with the first state
         return saved
 
     def restore(self, states: Iterable[Saved]) -> None:

@@ -1,4 +1,8 @@
-"""Files that are either whole or not there: written under another name, then renamed; trees as safetensors."""
+"""Files that are either whole or not there: written under another name, then renamed; trees as safetensors.
+
+What is synced survives a power cut, in the order of the calls: first the content of a file, then its name in the folder
+and the names of new folders in those above them. Many files at once are written first and synced together at the end.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,7 @@ from fednh.errors import UserError
 
 def write_bytes(path: Path, content: bytes, sync: bool = True) -> str:
     """Put `content` at `path` in one step and return its SHA-256. A crash leaves the old file or the new one."""
-    if not path.parent.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if sync:
-            sync_path(path.parent.parent)
+    make_folder(path.parent, sync)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -51,6 +52,7 @@ def write_private(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.link(temporary, path)  # unlike a rename, refuses to replace
+        sync_path(path.parent)
     except FileExistsError:
         raise UserError(f"{path} exists; keys are never overwritten: move it away first") from None
     finally:
@@ -68,6 +70,28 @@ def keep_private(folder: Path) -> None:
     """Let all that this process writes from now on be its user's alone, and this folder too."""
     os.umask(0o077)
     private_folder(folder)
+
+
+def keep(draft: Path, path: Path) -> None:
+    """Give a file that is complete its name; once it has the name, its content survives a power cut."""
+    sync_path(draft)
+    draft.replace(path)
+    sync_path(path.parent)
+
+
+def make_folder(path: Path, sync: bool = True) -> None:
+    """Create a folder, and those above it that are missing."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(missing if sync else []):
+        sync_path(folder.parent)
+
+
+def sync_below(folder: Path) -> None:
+    """Sync every file below a folder, then the folders, the deepest first; nothing if it does not exist."""
+    for place, _, names in os.walk(folder, topdown=False):
+        for path in (*(Path(place, name) for name in names), Path(place)):
+            sync_path(path)
 
 
 def sync_path(path: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fednh.storage.files import sync_path
+from fednh.storage.files import make_folder, sync_path
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Journal:
         """Add lines behind the last mark; when it returns they are on disk."""
         content = b"".join((json.dumps(line, allow_nan=False) + "\n").encode() for line in lines)
         new = not self.path.exists()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parent)
         with self.path.open("wb" if new else "r+b") as file:
             file.truncate(self._end)
             file.seek(self._end)

@@ -60,7 +60,7 @@ class Card(BaseModel):
     client: int | None = None  # whose personal model it is, if anybody's
 
 
-def write_model(path: Path, tree: Tree, card: dict[str, Any], sync: bool = False) -> None:
+def write_model(path: Path, tree: Tree, card: dict[str, Any], sync: bool = True) -> None:
     """A model with its card."""
     write_tree(path, tree, {"fednh": json.dumps(card, sort_keys=True)}, sync)
 

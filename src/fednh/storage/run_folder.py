@@ -27,7 +27,7 @@ from fednh.config import Config, dump, validate
 from fednh.core.tree import Tree
 from fednh.errors import UserError
 from fednh.storage import fingerprint
-from fednh.storage.files import locked, write_bytes, write_json
+from fednh.storage.files import locked, make_folder, sync_below, sync_path, write_bytes, write_json
 from fednh.storage.model_file import write_model
 
 
@@ -90,7 +90,7 @@ class RunFolder:
         """Create the folder if need be and lock it; another process that holds it is named."""
         self._made = [p for p in (self.path, *self.path.parents) if not p.exists()]
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
             self._lock = locked(self.path / ".lock")
         except BlockingIOError:
             holder = (self.path / ".lock").read_text().strip() or "another process"
@@ -167,12 +167,19 @@ class RunFolder:
         return len(self.metrics_file.read_bytes().splitlines()) if self.metrics_file.exists() else 0
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """The last thing that a run writes: a folder with a summary is finished."""
+        """The last thing that a run writes, when all else is safely on disk: a folder with a summary is finished."""
+        sync_below(self.path / "models")
+        for file in [path for path in self.path.iterdir() if path.is_file()]:  # what was appended to: metrics, logs
+            sync_path(file)
+        sync_path(self.path)
         write_json(self.summary_file, summary)
 
     def write_model(self, name: str, tree: Tree, card: dict[str, Any]) -> None:
-        """A model with what is needed to use it: `card` says its method, architecture, classes and preprocessing."""
-        write_model(self.path / "models" / f"{name}.safetensors", tree, card)
+        """A model with what is needed to use it: `card` says its method, architecture, classes and preprocessing.
+
+        It is on disk for good when the summary is: all models are synced together.
+        """
+        write_model(self.path / "models" / f"{name}.safetensors", tree, card, sync=False)
 
 
 def _of_a_beginning(path: Path) -> bool:

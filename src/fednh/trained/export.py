@@ -29,6 +29,7 @@ from fednh.core.tree import Tree
 from fednh.data.dataset import Inputs
 from fednh.data.sources import default_folder, load
 from fednh.errors import UserError
+from fednh.storage.files import keep, make_folder
 from fednh.trained import inputs
 from fednh.trained.model import Model
 
@@ -66,14 +67,14 @@ def export(model: Model, form: str, path: Path) -> dict[str, Any]:
     with torch.no_grad(), _quiet():
         batch = torch.export.Dim("batch")
         program = torch.export.export(whole, (torch.from_numpy(samples[:2]),), dynamic_shapes=({0: batch},))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".export-") as folder:
         draft = Path(folder) / ("model.onnx" if form == "onnx" else "model.pt2")
         run = (_onnx if form == "onnx" else _torch)(model, program, draft)
         difference = _difference(model, run, samples)
         if not difference <= TOLERANCE:
             raise UserError(f"the exported model differs from the original by {difference:.1e}; it was not written")
-        draft.replace(path)
+        keep(draft, path)
     return {"file": str(path), "format": form, "checked_on": origin, "samples": len(samples), "difference": difference}
 
 

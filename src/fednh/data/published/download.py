@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 from fednh.data.sources import BUILTIN, NPZ_PREFIX
 from fednh.errors import UserError, did_you_mean
+from fednh.storage.files import keep
 
 CHUNK = 1 << 18
 Progress = Callable[[int, int | None], None]  # bytes done, bytes in all (None: the server does not say)
@@ -146,7 +147,7 @@ def _fetch(
                 f"what came from {address} is not the published {target.name} (its checksum differs) and was deleted; "
                 "try again, perhaps from another network"
             )
-        part.replace(target)
+        keep(part, target)
         return
     raise UserError(_by_hand(failures, part, folder, still_missing))
 

@@ -23,6 +23,7 @@ from PIL import Image
 
 from fednh.data.dataset import Arrays
 from fednh.errors import UserError
+from fednh.storage.files import keep
 
 FOLDER = "tiny-imagenet-200"
 SIDE = 64
@@ -116,7 +117,7 @@ def save(arrays: Arrays, path: Path) -> bool:
                 y_test=arrays.y_test.astype(np.int16),
                 classes=np.array(arrays.classes),
             )
-        part.replace(path)
+        keep(part, path)
     except OSError:
         with suppress(OSError):
             part.unlink(missing_ok=True)

@@ -24,6 +24,7 @@ from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
 from fednh.errors import UserError
+from fednh.storage.files import write_bytes
 
 FORMATS = ("svg", "pdf", "png")
 
@@ -178,9 +179,10 @@ def save(figure: Figure, path: Path) -> None:
         raise UserError(f"{path}: a figure is written as .svg, .pdf or .png")
     stamp = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        picture = io.BytesIO()
         with _no_glyph_warnings():
-            figure.savefig(path, format=kind, dpi=180, metadata=stamp)
+            figure.savefig(picture, format=kind, dpi=180, metadata=stamp)
+        write_bytes(path, picture.getvalue())
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from error
 

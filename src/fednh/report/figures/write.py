@@ -41,7 +41,7 @@ def write_figure(kind: Kind, runs: Sequence[Run], choice: Choice, path: Path) ->
         except NotAllowed as error:
             reasons.append(str(error))
             continue
-        write_bytes(target.with_suffix(".csv"), to_csv(drawing).encode(), sync=False)
+        write_bytes(target.with_suffix(".csv"), to_csv(drawing).encode())
         yield target, drawing.caption
     if len(reasons) == len(groups):
         raise NotAllowed(reasons[0])
