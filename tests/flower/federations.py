@@ -18,6 +18,7 @@ from fednh.config import Config
 from fednh.core.federation import build_federation
 from fednh.core.rounds import Simulation
 from fednh.flower.deploy import local, scaffold
+from fednh.flower.notes import sentence
 from fednh.storage.files import read_tree
 from fednh.storage.run_folder import RunFolder
 from forked import Process
@@ -57,7 +58,8 @@ class Trial:
 
     def notes(self) -> str:
         file = self.run / "federation.log"
-        return file.read_text() if file.exists() else ""
+        lines = file.read_bytes().splitlines() if file.exists() else []
+        return "\n".join(sentence(line) for line in lines)
 
     def lines(self) -> list[dict[str, Any]]:
         file = self.run / "metrics.jsonl"

@@ -31,6 +31,7 @@ from fednh.core import client as clients
 from fednh.core.federation import Federation, build_federation, load_data
 from fednh.core.seeding import torch_rng
 from fednh.core.tree import Tree, arranged
+from fednh.data.agreement import not_agreed
 from fednh.data.batches import ClientData, Samples, samples_of, subset
 from fednh.data.dataset import Dataset
 from fednh.data.encoding import known as known_encoding
@@ -303,6 +304,8 @@ def _federation(toml: str, place: Place, task: Task | None) -> Federation:
     )
     with _discreet(place):
         data = _alone(_loaded(config), place.site)
+    if place.policy is not None and (words := not_agreed(data, config.data.classes, config.data.columns)):
+        raise Refused(f"this site tells nothing about its data that is not agreed: {words}")
     if task is not None:
         if (data.shape, data.classes) != (task.shape, task.classes):
             raise Refused("this site's data has another shape or other classes than the federation agreed on")

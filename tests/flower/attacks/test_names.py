@@ -17,7 +17,7 @@ from fednh.flower import notes
 from fednh.flower.client_app import client_app
 from fednh.flower.deploy import scaffold
 from fednh.flower.deploy.local import Local
-from fednh.flower.messages import Hello, Task
+from fednh.flower.messages import FORMAT, Hello, Task
 from fednh.flower.site import read_place
 from forked import fednh
 
@@ -77,7 +77,7 @@ def test_what_a_site_says_does_not_end_a_line(tmp_path: Path) -> None:
 
     def tamper(node: int, request: Message, reply: Message) -> Message:
         if node == 1001 and request.metadata.message_type == "train":
-            said = {"format": 1, "problem": words}
+            said = {"format": FORMAT, "problem": words}
             reply.content.clear()
             reply.content["said"] = ConfigRecord(cast(dict[str, Any], said))
         return reply
