@@ -158,7 +158,7 @@ def test_a_card_can_name_networks_only(finished: dict[str, Path], tmp_path: Path
     harm = tmp_path / "harm"
     model = {"name": "subprocess:check_call", "args": {"args": ["touch", str(harm)]}}
     write_model(tmp_path / "m", params, {**card.model_dump(mode="json", exclude_none=True), "model": model})
-    with pytest.raises(UserError, match=r"is not a torch\.nn\.Module"):
+    with pytest.raises(UserError, match="does not derive from Module"):
         fednh.load_model(tmp_path / "m")
     assert not harm.exists()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fednh.core.imports import imported
+from fednh.core.imports import imported_class
 from fednh.errors import UserError, did_you_mean
 from fednh.models.conv import Conv2
 from fednh.models.mlp import MLP
@@ -78,10 +78,7 @@ def _factory(path: str) -> Callable[..., nn.Module]:
             f"model.name = {path!r} is not known{did_you_mean(path, ['auto', *MODELS])} "
             f"(or give 'package.module:Class')"
         )
-    factory: Callable[..., nn.Module] = imported(path, "model.name")
-    if not callable(factory):
-        raise UserError(f"model.name = {path!r} names a {type(factory).__name__}, not a class that can be called")
-    return factory
+    return imported_class(path, "model.name", nn.Module)
 
 
 def _arguments(
@@ -92,4 +89,9 @@ def _arguments(
     unknown = [key for key in given if key not in parameters and not takes_any]
     if unknown:
         raise UserError(f"model.args.{unknown[0]} is not an argument of model {name}; it takes {', '.join(parameters)}")
-    return {**{key: value for key, value in offered.items() if key in parameters}, **given}
+    arguments = {**{key: value for key, value in offered.items() if key in parameters}, **given}
+    try:
+        inspect.signature(factory).bind(**arguments)
+    except TypeError as error:
+        raise UserError(f"model {name} cannot be built: {error}; set it in model.args") from error
+    return arguments

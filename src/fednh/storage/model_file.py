@@ -12,11 +12,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from fednh import __version__
 from fednh.config import Config, build_method, explain
-from fednh.core.imports import imported
 from fednh.core.tree import Tree
 from fednh.errors import UserError
 from fednh.methods import Method
@@ -109,14 +107,8 @@ def card_of(
 def architecture(card: Card) -> tuple[Net, Method]:
     """The network and the method that a card describes.
 
-    A model file may come from anybody: by import path it can name classes of networks, and nothing else to call.
+    A model file may come from anybody: by import path it can name classes of networks and methods, and nothing else.
     """
-    if ":" in card.model.name and not _is_network(imported(card.model.name, "model.name")):
-        raise UserError(f"model.name = {card.model.name!r} is not a torch.nn.Module, and a card may name nothing else")
     own = {key: value for key, value in (card.model.model_extra or {}).items() if key in ("head", "norm")}
     net = build_net(card.model.name, card.shape, len(card.classes), card.model.args, **own)
     return net, build_method(card.method)
-
-
-def _is_network(found: object) -> bool:
-    return isinstance(found, type) and issubclass(found, nn.Module)

@@ -6,10 +6,7 @@ The function takes nothing and returns a Dataset, a dict of arrays with the name
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-
+from fednh.core.imports import imported_function
 from fednh.data.dataset import Dataset
 from fednh.data.sources import npz
 from fednh.data.sources.options import Options
@@ -21,11 +18,9 @@ def dataset(name: str, address: str, options: Options) -> Dataset:
     module, _, function = address.partition(":")
     if not module or not function:
         raise UserError(f"{name!r} should be py:package.module:function")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    load = imported_function(address, "data.name")
     try:
-        found = getattr(importlib.import_module(module), function)()
+        found = load()
     except UserError:
         raise
     except Exception as error:  # whatever a person's own code may raise
