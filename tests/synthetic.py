@@ -78,9 +78,7 @@ def real_run(path: Path, overrides: dict[str, Any]) -> Run:
     config = load("digits", {**quick, "participation.rate": 1.0, **overrides})
     federation = build_federation(config)
     with RunFolder(path) as folder:
-        simulation = Simulation(config, federation, folder, _Quiet())
-        folder.begin(config, federation.dataset.classes, federation.class_counts())
-        simulation.run()
+        Simulation(config, federation, folder, _Quiet()).run()
     return load_run(path)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -91,10 +90,13 @@ def test_classes_are_matched_by_name(finished: dict[str, Path], tmp_path: Path) 
     assert "2 classes that the model does not know: pear, plum" in ended.stderr
 
 
-def test_no_test_samples(finished: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    without = replace(DATA, x_test=DATA.x_test[:0], y_test=DATA.y_test[:0])
-    monkeypatch.setattr("fednh.trained.own.load_data", lambda config: without)
-    args = ["evaluate", str(finished["fednh"]), "--data", "digits"]
+def test_no_test_samples(finished: dict[str, Path], tmp_path: Path) -> None:
+    """The sentence does not lead to samples that the model was trained on."""
+    np.savez(tmp_path / "site.npz", x_train=DATA.x_test, y_train=DATA.y_test, classes=np.array(list("0123456789")))
+    args = ["evaluate", str(finished["fednh"]), "--data", f"npz:{tmp_path}/site.npz"]
     ended = command(args, tmp_path / "io")
-    assert (ended.code, "--split train" in ended.stderr) == (2, True)
-    assert command([*args, "--split", "all"], tmp_path / "io").code == 0
+    assert ended.code == 2
+    assert "has no test samples; give --data that the model was not trained on" in ended.stderr
+    assert "--split train" not in ended.stderr
+    ended = command([*args, "--split", "all"], tmp_path / "io")
+    assert (ended.code, ended.stderr) == (0, "")

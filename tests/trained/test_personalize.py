@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 import fednh
 from fednh.data.sources.builtin import digits
-from fednh.errors import UserError
+from fednh.errors import Notice, UserError
 from fednh.methods import METHODS
 from fednh.storage.model_file import read_model
 from fednh.trained.personalize import personalize
 from forked import fednh as command
+from synthetic import real_run
 
 DATA = digits()
 
@@ -96,3 +100,59 @@ def test_what_cannot_be_personalised(finished: dict[str, Path], site: str, tmp_p
     np.savez(tmp_path / "strange.npz", x_train=x, y_train=y, x_test=x, y_test=y, classes=np.array(["1", "owl"]))
     with pytest.raises(UserError, match="does not know: owl"):
         personalize(finished["fednh"], f"npz:{tmp_path}/strange.npz")
+
+
+STILL = {"rounds": 1, "partition.clients": 4, "train.lr": 1e-9, "eval.every": 0}  # nothing moves far from its start
+
+
+def test_a_newcomer_starts_from_the_weights_that_the_run_started_from(
+    finished: dict[str, Path], site: str, tmp_path: Path
+) -> None:
+    """FedBABU on a trained model: at this learning rate all three are that model, whatever becomes of its file."""
+    start = tmp_path / "start.safetensors"
+    shutil.copy(finished["fedavg"] / "models/global.safetensors", start)
+    settings = {"method.name": "fedbabu", "method.finetune_epochs": 1, "model.weights": str(start), **STILL}
+    run = real_run(tmp_path / "run", settings).path
+    there = np.isin(DATA.y_test, (2, 5, 7))
+    right = fednh.load_model(finished["fedavg"]).predict(DATA.x_test[there]) == DATA.y_test[there].astype(str)
+    assert right.mean() > 0.4, "a fresh model has a tenth"
+    start.unlink()
+    found = personalize(run, site, epochs=1).comparison
+    for which in ("global", "personalised", "local"):
+        assert found[which]["held_share"] == pytest.approx(100 * right.mean())
+
+    save_file({"body.linear1.bias": torch.zeros(1)}, run / "weights.safetensors")
+    with pytest.raises(UserError, match=r"the weights in .* are not those that the run in .* began with; restore them"):
+        personalize(run, site, epochs=1)
+    (run / "weights.safetensors").unlink()
+    with pytest.raises(UserError, match="are not those that the run"):
+        personalize(run, site, epochs=1)
+    (run / "fingerprint.json").unlink()  # a folder of an older version has neither
+    shutil.copy(finished["fedavg"] / "models/global.safetensors", start)
+    with pytest.warns(Notice, match="was made before runs kept the weights"):
+        found = personalize(run, site, epochs=1).comparison
+    assert found["local"]["held_share"] == pytest.approx(100 * right.mean())
+
+
+class Normalised(nn.Module):
+    """A body with batch normalisation."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.BatchNorm1d(6), nn.ReLU())
+        self.head = nn.Linear(6, num_classes, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))  # type: ignore[no-any-return]
+
+
+def test_and_from_their_normalisation(site: str, tmp_path: Path) -> None:
+    state = Normalised(10).state_dict()
+    state["body.2.weight"] = torch.full((6,), 3.0)
+    state["body.2.running_var"] = torch.full((6,), 1e6)
+    save_file(state, tmp_path / "start.safetensors")
+    settings = {"method.name": "fedavg", "model.name": "test_personalize:Normalised", "model.norm": "local"}
+    run = real_run(tmp_path / "run", {**settings, "model.weights": str(tmp_path / "start.safetensors"), **STILL}).path
+    made = personalize(run, site, epochs=1)
+    assert torch.allclose(made.params["body.2.weight"], torch.tensor(3.0))
+    assert (made.params["body.2.running_var"] > 1e5).all(), "three batches forget less than a third"

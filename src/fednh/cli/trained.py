@@ -37,9 +37,18 @@ class Shown(StrEnum):
 
 
 class Split(StrEnum):
+    HELD = "held"
     TEST = "test"
     TRAIN = "train"
     ALL = "all"
+
+
+SAMPLES = {
+    "held": "the samples that the run held out",
+    "test": "test samples",
+    "train": "training samples",
+    "all": "all samples",
+}
 
 
 class Exported(StrEnum):
@@ -92,8 +101,13 @@ def predict(
 @app.command()
 def evaluate(
     model: ModelPath,
-    data: Source,
-    split: Annotated[Split, typer.Option(help="Which of its samples.")] = Split.TEST,
+    data: Annotated[
+        str | None, typer.Option(help="As in `fednh run`; default: the data of the model's own run.")
+    ] = None,
+    split: Annotated[
+        Split | None,
+        typer.Option(help="Which of its samples; default: those that the run held out, if it did, else the test set."),
+    ] = None,
     form: Annotated[Shown, typer.Option("--format", help="json is for machines.")] = Shown.TABLE,
     client: Client = None,
     settings: Settings = None,
@@ -104,26 +118,20 @@ def evaluate(
     """Measure a model on labelled data: precision, recall, F1, confusion, calibration."""
     import json
 
-    import numpy as np
-
     from fednh.storage.files import write_json
     from fednh.trained.assess import assess
+    from fednh.trained.measured import choose
     from fednh.trained.model import load_model
-    from fednh.trained.own import load_for
 
     if out is not None:
         need_report_extra()
     used = load_model(model, client)
-    found = load_for(used.card, data, _settings(settings))
-    if split is Split.TEST and len(found.y_test) == 0:
-        raise UserError(f"{data} has no test samples; evaluate on --split train or --split all")
-    x, y = {
-        Split.TEST: (found.x_test, found.y_test),
-        Split.TRAIN: (found.x_train, found.y_train),
-        Split.ALL: (np.concatenate([found.x_train, found.x_test]), np.concatenate([found.y_train, found.y_test])),
-    }[split]
-    result = assess(used, x, y)
-    record = {"model": str(model), "client": client, "data": data, "split": split.value, **result.record()}
+    chosen = choose(used.card, model, data, None if split is None else split.value, _settings(settings))
+    if chosen.warning:
+        typer.echo(f"fednh: warning: {chosen.warning}", err=True)
+    result = assess(used, chosen.x, chosen.y)
+    about = {"data": chosen.data, "split": chosen.split, "trained_on": chosen.trained_on}
+    record = {"model": str(model), "client": client, **about, **result.record()}
     if out is not None:
         from fednh.report.figures import style
         from fednh.report.figures.assessment import draw
@@ -136,6 +144,7 @@ def evaluate(
     if form is Shown.JSON:
         typer.echo(json.dumps(record, indent=2))
         return
+    typer.echo(f"{chosen.data}, {SAMPLES[chosen.split]}:")
     _print_assessment(result)
     if out is not None:
         typer.echo(f"written to {out}: evaluation.json, evaluation.svg, evaluation.png")
@@ -149,6 +158,7 @@ def personalize(
     holdout: Annotated[
         float | None, typer.Option(min=0.01, max=0.9, help="Share held out; default: the test set, else 0.2.")
     ] = None,
+    site: Annotated[str | None, typer.Option(help="Of a source that holds several sites: this one.")] = None,
     settings: Settings = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The folder to write to; default: RUN-personal.")
@@ -165,7 +175,10 @@ def personalize(
     folder = out or run.with_name(f"{run.resolve().name}-personal")
     if (folder / "model.safetensors").exists() or (folder.exists() and not folder.is_dir()):
         raise UserError(f"{folder} holds something already; choose another folder with -o")
-    made = train(run, data, epochs, holdout, _settings(settings))
+    made = train(run, data, epochs, holdout, _settings(settings), site)
+    if known := made.comparison["held_out_trained_on"]:
+        words = f"the run was trained on {known:,} of the {made.comparison['held_out']:,} samples to compare on"
+        typer.echo(f"fednh: warning: {words}, so the global and the personalised model look too good", err=True)
     write_json(folder / "comparison.json", made.comparison)
     write_model(folder / "model.safetensors", made.params, made.card)
     if form is Shown.JSON:

@@ -53,10 +53,7 @@ class Federation:
 
     def class_counts(self) -> list[list[int]]:
         """Training samples of each class (columns) on every client (rows)."""
-        owner = np.repeat(np.arange(len(self.parts)), [len(part) for part in self.parts])
-        labels = self.dataset.y_train[np.concatenate(self.parts)]
-        table = class_table(labels, owner, len(self.parts), self.dataset.num_classes)
-        return [row.tolist() for row in table]
+        return class_counts(self.dataset, self.parts)
 
     def card(self, config: Config, client: int | None = None) -> dict[str, Any]:
         """What a saved model must say about itself to be used elsewhere; with a client, a personal model.
@@ -72,6 +69,13 @@ class Federation:
         whose = {} if client is None else {"client": client, **({"site": self.sites[client]} if self.sites else {})}
         preprocessing = {**data.preprocessing, **scale}
         return {**card_of(config, self.net, data.shape, data.classes, data.name, preprocessing), **whose}
+
+
+def class_counts(data: Dataset, parts: list[Indices]) -> list[list[int]]:
+    """Training samples of each class (columns) in every part (rows)."""
+    owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    table = class_table(data.y_train[np.concatenate(parts)], owner, len(parts), data.num_classes)
+    return [row.tolist() for row in table]
 
 
 def network(config: Config, shape: tuple[int, ...], num_classes: int) -> Net:

@@ -123,11 +123,15 @@ class Dataset:
 
 
 def one_site(data: Dataset, name: str) -> Dataset:
-    """What one site holds: its rows if the data know it, else all of them. The test set stays."""
-    if name in data.sites:
-        mine = data.site_train == data.sites.index(name)
-        data = replace(data, x_train=data.x_train[mine], y_train=data.y_train[mine], sites=(), site_train=None)
-    elif data.sites:
-        raise UserError(f"{data.name} has no site {name!r}; it has {', '.join(data.sites)}")
-    here = np.zeros(len(data.y_train), np.int64)
-    return replace(data, sites=(name,), site_train=here, site_test=None)
+    """What one site holds: its rows, training and test, where the data say which are its own, else all of them."""
+    train, test = np.ones(len(data.y_train), np.bool_), np.ones(len(data.y_test), np.bool_)
+    if data.site_train is not None:
+        if name not in data.sites:
+            raise UserError(f"{data.name} has no site {name!r}; it has {', '.join(data.sites)}")
+        train = data.site_train == data.sites.index(name)
+        if data.site_test is not None:
+            test = data.site_test == data.sites.index(name)
+    rows: dict[str, Any] = {"x_train": data.x_train[train], "y_train": data.y_train[train]}
+    rows |= {"x_test": data.x_test[test], "y_test": data.y_test[test]}
+    here, there = np.zeros(int(train.sum()), np.int64), np.zeros(int(test.sum()), np.int64)
+    return replace(data, sites=(name,), site_train=here, site_test=there, **rows)

@@ -8,13 +8,14 @@ weights    the file of pretrained weights (`model.weights`): path, size and SHA-
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fednh.config import Config, flat
 from fednh.data import contents
-from fednh.errors import UserError
+from fednh.errors import Notice, UserError
 from fednh.storage.files import sha256, write_bytes, write_json
 
 FORMAT = 1
@@ -60,7 +61,12 @@ def read(run: Path) -> dict[str, Any] | None:
 def check_settings(run: Path, config: Config) -> None:
     """Refuse a run whose own config.toml, read as `config`, was edited after it began."""
     recorded, words = read(run), "{key} was {was} and is {now}"
-    if recorded and (told := settings_changed(recorded["settings"], of_settings(config), words, FREE)):
+    if recorded is None:
+        return
+    before, now = recorded["settings"], of_settings(config)
+    came_or_went = ("model.weights" in before) != ("model.weights" in now)
+    free = FREE - {"model.weights"} if came_or_went else FREE
+    if told := settings_changed(before, now, words, free):
         raise UserError(
             f"{run / 'config.toml'} was edited after the run began: {told}; put it back, or start another run"
         )
@@ -68,13 +74,20 @@ def check_settings(run: Path, config: Config) -> None:
 
 def check(run: Path, config: Config, data: Mapping[str, Any] | None) -> None:
     """Refuse data or pretrained weights that are not those that the run began with."""
-    recorded = read(run) or {}
-    if data is not None and (then := recorded.get("data")) and (told := contents.changed(then, data)):
+    if data is not None:
+        check_data(run, data)
+    recorded = (read(run) or {}).get("weights")
+    if config.model.weights is not None and recorded is not None:
+        check_weights(Path(config.model.weights), run, recorded)
+
+
+def check_data(run: Path, data: Mapping[str, Any]) -> None:
+    """Refuse data that are not those that the run began with."""
+    recorded = (read(run) or {}).get("data")
+    if recorded is not None and (told := contents.changed(recorded, data)):
         raise UserError(
             f"the data are not those that the run in {run} began with: {told}; restore them, or start another run"
         )
-    if config.model.weights is not None and (then := recorded.get("weights")):
-        check_weights(Path(config.model.weights), run, then)
 
 
 def check_weights(file: Path, run: Path, recorded: Mapping[str, Any]) -> None:
@@ -84,6 +97,23 @@ def check_weights(file: Path, run: Path, recorded: Mapping[str, Any]) -> None:
             f"the weights in {file} are not those that the run in {run} began with; restore them from "
             f"{run / WEIGHTS if file.name != WEIGHTS else recorded['path']}, or start another run"
         )
+
+
+def weights_of(run: Path, config: Config) -> Path | None:
+    """The pretrained weights that a run started from, as the run keeps them; None if it started from none.
+
+    A folder of an older version keeps no copy: then it is the file that the config names, as it is now.
+    """
+    if config.model.weights is None:
+        return None
+    recorded, copy = (read(run) or {}).get("weights"), run / WEIGHTS
+    file = copy if copy.exists() else Path(config.model.weights)
+    if recorded is not None:
+        check_weights(file, run, recorded)
+    elif file != copy:
+        words = f"{run} was made before runs kept the weights that they started from: {file} is taken as it is now"
+        warnings.warn(words, Notice, stacklevel=2)
+    return file
 
 
 def settings_changed(

@@ -104,11 +104,12 @@ def card_of(
     }
 
 
-def architecture(card: Card) -> tuple[Net, Method]:
-    """The network and the method that a card describes.
+def architecture(card: Card, weights: Path | None = None) -> tuple[Net, Method]:
+    """The network and the method that a card describes; `weights` is a file for the network to start from.
 
     A model file may come from anybody: by import path it can name classes of networks and methods, and nothing else.
     """
     own = {key: value for key, value in (card.model.model_extra or {}).items() if key in ("head", "norm")}
-    net = build_net(card.model.name, card.shape, len(card.classes), card.model.args, **own)
+    start = None if weights is None else str(weights)
+    net = build_net(card.model.name, card.shape, len(card.classes), card.model.args, weights=start, **own)
     return net, build_method(card.method)

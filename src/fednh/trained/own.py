@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fednh.config import load
+from fednh.config import Config, load
 from fednh.core.federation import load_data
 from fednh.data.dataset import Dataset, Labels
 from fednh.errors import Notice, UserError
@@ -19,9 +19,24 @@ from fednh.trained import inputs
 
 def load_for(card: Card, source: str, settings: Mapping[str, Any] | None = None) -> Dataset:
     """The data of a source with labels by the model's classes and samples of the model's shape, not yet normalised."""
-    data = load_data(load(None, {**_as_in(card, source), "data.name": source, **(settings or {})}))
+    return in_terms_of(card, loaded(reading(card, source, settings)), source)
+
+
+def reading(card: Card, source: str, settings: Mapping[str, Any] | None = None) -> Config:
+    """A config under which a source is read as the model's own data were, unless `settings` say otherwise."""
+    return load(None, {**_as_in(card, source), "data.name": source, **(settings or {})})
+
+
+def loaded(config: Config) -> Dataset:
+    """The data that a config names; what was done to them is told."""
+    data = load_data(config)
     for note in data.notes:
-        warnings.warn(note, Notice, stacklevel=3)
+        warnings.warn(note, Notice, stacklevel=4)
+    return data
+
+
+def in_terms_of(card: Card, data: Dataset, source: str) -> Dataset:
+    """The data with labels by the model's classes and samples of the model's shape, not yet normalised."""
     return replace(
         data,
         x_train=inputs.samples(data.x_train, card),

@@ -15,20 +15,22 @@ import numpy as np
 import torch
 
 from fednh.config import Config
-from fednh.core import client, evaluate, novelty
+from fednh.core import client, evaluate, failures, novelty
 from fednh.core.fit import Sgd
 from fednh.core.seeding import numpy_rng, torch_rng
 from fednh.core.tree import Tree, arranged
 from fednh.data import scaling
 from fednh.data.batches import ClientData, Samples, samples_of
-from fednh.data.dataset import Dataset
+from fednh.data.dataset import Dataset, one_site
 from fednh.data.hold_out import DEFAULT_SHARE, hold_out
 from fednh.data.partitions import Indices
 from fednh.errors import UserError
 from fednh.methods import METHODS, Method
 from fednh.models import Net
+from fednh.storage import fingerprint
 from fednh.storage.model_file import Card, architecture, read_model
 from fednh.storage.run_folder import read_config
+from fednh.trained.measured import Training, trained_on
 from fednh.trained.own import load_for
 
 
@@ -47,18 +49,25 @@ def personalize(
     epochs: int | None = None,
     holdout: float | None = None,
     settings: Mapping[str, Any] | None = None,
+    site: str | None = None,
 ) -> Personalised:
-    """Train on a site's data; without `holdout` its test set is held out, or a fifth where it has none."""
+    """Train on a site's data; without `holdout` its test set is held out, or a fifth where it has none.
+
+    Of a source that holds several sites, `site` is the one that is meant.
+    """
     config, (received, card) = read_config(run), _received(run)
-    net, method = architecture(card)
-    data, parts = _divided(config, card, load_for(card, source, settings), holdout)
+    fingerprint.check_settings(run, config)
+    net, method = architecture(card, fingerprint.weights_of(run, config))
+    data, parts = _divided(config, card, _of_site(load_for(card, source, settings), site, source), holdout)
+    known = _trained_on(run, card, data, parts[1])
     if config.partition.name == "site" and data.fitted and not data.is_image:  # every site measures its own
         card = _with_scaling(card, scaling.measure(data.x_train[parts[0]], data.scale, data.preprocessing))
         data = replace(data, mean=tuple(card.preprocessing.mean), std=tuple(card.preprocessing.std))
     train, held = samples_of(data, "train", config.data.augment), _held_out(data, parts[1])
     sgd = _sgd(config, epochs)
-    initial = arranged(method.init(net, torch_rng(config.seed, "init")))
-    params = _trained(method, net, method.enroll(initial), received, train, parts[0], sgd, config.seed)
+    with failures.named(method, "personalising failed"):
+        initial = arranged(method.init(net, torch_rng(config.seed, "init")))
+        params = _trained(method, net, method.enroll(initial), received, train, parts[0], sgd, config.seed)
     alone = METHODS["local"]()
     fresh = arranged(net.init(torch_rng(config.seed, "init")))
     local = _trained(alone, net, fresh, {}, train, parts[0], sgd, config.seed)
@@ -68,10 +77,12 @@ def personalize(
         "run": str(run),
         "method": card.method.get("name"),
         "data": source,
+        "site": site,
         "epochs": sgd.epochs,
         "lr": sgd.lr,
         "trained_on": len(parts[0]),
         "held_out": len(held),
+        "held_out_trained_on": known,  # by the run: then its global model is better here than it would be elsewhere
         "classes": {name: int(n) for name, n in zip(card.classes, counts, strict=True) if n},
         "lacks": [name for name, n in zip(card.classes, counts, strict=True) if not n],
         "global": None if shared is None else _figures(method, net, shared, held),
@@ -82,6 +93,29 @@ def personalize(
     about["trained_on"] = {**about["trained_on"], "personalised_on": source, "epochs": sgd.epochs}
     about["novelty"] = novelty.look(method, net, params, train, parts[0], config.seed)
     return Personalised(params, about, comparison)
+
+
+def _of_site(data: Dataset, site: str | None, source: str) -> Dataset:
+    """The samples of one site."""
+    if site is None and len(data.sites) > 1:
+        raise UserError(
+            f"{source} holds {len(data.sites)} sites ({', '.join(data.sites)}), but a personal model is for one: "
+            f"choose it with --site"
+        )
+    if site is None:
+        return data
+    if not data.sites:
+        raise UserError(f"{source} does not say which site a sample comes from; leave --site {site!r} out")
+    return one_site(data, site)
+
+
+def _trained_on(run: Path, card: Card, data: Dataset, held: Indices | None) -> int | None:
+    """How many of the samples to compare on the run was trained on; None if its data are not at hand."""
+    x, y = (data.x_test, data.y_test) if held is None else (data.x_train[held], data.y_train[held])
+    try:
+        return trained_on(x, y, Training(run).samples(card))
+    except UserError:
+        return None
 
 
 def _received(run: Path) -> tuple[Tree, Card]:

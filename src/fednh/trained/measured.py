@@ -1,0 +1,216 @@
+"""Which samples a model is measured on, and how many of them it was trained on.
+
+The run that a model comes from knows: its settings and its data, which must be those that it began with, give every
+client's training samples and those that were held out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from fednh.config import Config, load
+from fednh.core.federation import class_counts, divide, fingerprint_of, load_data
+from fednh.data import scaling
+from fednh.data.dataset import Dataset, Inputs, Labels
+from fednh.data.partitions import Indices
+from fednh.errors import UserError
+from fednh.storage import fingerprint
+from fednh.storage.model_file import Card
+from fednh.storage.run_folder import read_config, read_partition
+from fednh.trained.own import in_terms_of, loaded, reading
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Samples to measure a model on."""
+
+    x: Inputs
+    y: Labels
+    data: str
+    split: str
+    trained_on: int | None  # how many of them the model was trained on; None: not known
+    warning: str | None  # what must be said about figures on these samples
+
+
+class Training:
+    """The data of the run in a folder: who trained on what, and what was held out."""
+
+    def __init__(self, run: Path):
+        self.run, self.config = run, read_config(run, finished=True)
+        fingerprint.check_settings(run, self.config)
+
+    @cached_property
+    def data(self) -> Dataset:
+        """What the run was made of; refused if it is not the same any more."""
+        recorded = fingerprint.read(self.run)
+        if not (read_partition(self.run) or {}).get("counts"):
+            raise UserError(f"the samples of the run in {self.run} stayed with its sites")
+        data = load_data(self.config)
+        fingerprint.check_data(self.run, fingerprint_of(self.config, data))
+        if recorded is None or "data" not in recorded:
+            self._check_counts(data)
+        return data
+
+    @cached_property
+    def parts(self) -> tuple[list[Indices], list[Indices]]:
+        """Every client's samples to train on, and those that it held out."""
+        return divide(self.data, self.config)
+
+    def held_out(self, client: int | None) -> Indices:
+        """What the client held out, or all of them together."""
+        return np.concatenate(self.parts[1]) if client is None else self.parts[1][client]
+
+    def samples(self, card: Card) -> set[bytes]:
+        """Digests of all samples that a model of the run was trained on."""
+        data, parts = in_terms_of(card, self.data, self.config.data.name), self.parts[0]
+        if card.client is not None and self._nothing_is_shared():
+            parts = [parts[card.client]]
+        index = np.concatenate(parts)
+        return set(_digests(data.x_train[index], data.y_train[index]))
+
+    def scaled(self, x: Inputs, card: Card) -> Inputs:
+        """Held-out samples of all clients as the run's global model met them: scaled by each site's own statistics.
+
+        `x` are raw values in the order of `held_out`; returned are values that the card's scaling turns into those.
+        """
+        data, how = self.data, card.preprocessing
+        if card.client is not None or not self.config.partition.kind.natural or not data.fitted or data.is_image:
+            return x
+        rows, at = [], 0
+        for part, held in zip(*self.parts, strict=True):
+            own = scaling.measure(data.x_train[part], data.scale, data.preprocessing)
+            rows.append(scaling.apply(x[at : at + len(held)], data.scale, own))
+            at += len(held)
+        raw: NDArray[np.float64] = (np.concatenate(rows) * np.array(how.std) + np.array(how.mean)) * how.scale
+        return raw.astype(np.float32)
+
+    def _check_counts(self, data: Dataset) -> None:
+        """A folder of an older version has the numbers of samples and the names to compare, and nothing else."""
+        counts = class_counts(data, divide(data, self.config)[0])
+        sites = {"sites": list(data.sites)} if self.config.partition.kind.natural else {}
+        if read_partition(self.run) != {"classes": list(data.classes), "counts": counts, **sites}:
+            raise UserError(
+                f"the data are not those that the run in {self.run} began with: partition.json has other classes, "
+                f"sites or numbers of samples"
+            )
+
+    def _nothing_is_shared(self) -> bool:
+        file = self.run / "models" / "broadcast.safetensors"
+        if not file.exists():
+            return False
+        with safe_open(file, "pt") as opened:
+            return not list(opened.keys())
+
+
+def choose(
+    card: Card, path: Path, source: str | None, split: str | None, settings: Mapping[str, Any] | None = None
+) -> Measured:
+    """The samples of a source to measure the model at `path` on.
+
+    Without a source they are those of the model's run. Without a split they are what the run held out, where it did and
+    the source is its own data, else the source's test set.
+    """
+    run = run_of(path)
+    training = None if run is None else Training(run)
+    if source is None:
+        if training is None:
+            raise UserError(f"{path} is not in a run folder, which would say what the data are; give --data")
+        source = training.config.data.name
+    config = _reading(card, training, source, settings)
+    own = training is not None and config.data == training.config.data
+    if training is not None and own and split in (None, "held"):
+        try:
+            index = training.held_out(card.client)
+        except UserError as error:
+            if split is None:
+                raise UserError(f"{error}; or measure on what they are now, with --split test, train or all") from error
+            raise
+        if split == "held" or any(map(len, training.parts[1])):
+            return _held(card, training, index, source)
+    if split == "held":
+        raise UserError(
+            f"--split held needs the data of the model's own run"
+            f"{f', {training.config.data.name}, read as the run read them' if training else ', in its run folder'}"
+        )
+    data = in_terms_of(card, loaded(config), source)
+    x, y = _split(data, split or "test", source)
+    return _with_warning(card, training, x, y, source, split or "test")
+
+
+def run_of(path: Path) -> Path | None:
+    """The run folder that a model is in, or that is given itself."""
+    if path.is_dir():
+        return path if (path / "config.toml").exists() else None
+    for folder in path.absolute().parents[1:3]:
+        if (folder / "config.toml").exists() and (folder / "models") in path.absolute().parents:
+            return folder
+    return None
+
+
+def trained_on(x: Inputs, y: Labels, samples: set[bytes]) -> int:
+    """How many samples are among those, by content."""
+    return sum(digest in samples for digest in _digests(x, y))
+
+
+def _held(card: Card, training: Training, index: Indices, source: str) -> Measured:
+    if not len(index):
+        whose = "the run" if card.client is None else f"client {card.client}"
+        raise UserError(f"{whose} held out no samples (data.holdout); choose --split test, or other --data")
+    data = in_terms_of(card, training.data, source)
+    x, y = data.x_train[index], data.y_train[index]
+    found = _with_warning(card, training, x, y, source, "held")
+    return Measured(training.scaled(x, card), y, source, "held", found.trained_on, found.warning)
+
+
+def _reading(card: Card, training: Training | None, source: str, settings: Mapping[str, Any] | None) -> Config:
+    """How to read a source: the run's own as the run read it, others as the card says; `settings` overrule both."""
+    config = reading(card, source, settings)
+    if training is None or config.data.name != training.config.data.name:
+        return config
+    own = {f"data.{key}": value for key, value in training.config.data.model_dump().items() if value is not None}
+    return load(None, {**own, **(settings or {})})
+
+
+def _split(data: Dataset, split: str, source: str) -> tuple[Inputs, Labels]:
+    if split == "train":
+        return data.x_train, data.y_train
+    if split == "all":
+        return np.concatenate([data.x_train, data.x_test]), np.concatenate([data.y_train, data.y_test])
+    if not len(data.y_test):
+        raise UserError(
+            f"{source} has no test samples; give --data that the model was not trained on, with --split all if it has "
+            f"no test set of its own"
+        )
+    return data.x_test, data.y_test
+
+
+def _with_warning(card: Card, training: Training | None, x: Inputs, y: Labels, source: str, split: str) -> Measured:
+    """Count the samples that the model was trained on, and say so."""
+    unknown = "a model file alone does not say"
+    number, words = None, None
+    if training is not None:
+        try:
+            number = trained_on(x, y, training.samples(card))
+        except UserError as error:
+            unknown = str(error)
+    if number:
+        words = f"the model was trained on {number:,} of these {len(y):,} samples, so the figures are too good"
+    elif number is None and split != "test":
+        words = f"the model may have been trained on these samples ({unknown}); then the figures are too good"
+    return Measured(x, y, source, split, number, words)
+
+
+def _digests(x: Inputs, y: Labels) -> list[bytes]:
+    return [
+        blake2b(row.tobytes() + label.tobytes(), digest_size=16).digest()
+        for row, label in zip(np.ascontiguousarray(x), y, strict=True)
+    ]
