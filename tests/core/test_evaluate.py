@@ -12,26 +12,48 @@ CORRECT = torch.tensor([2.0, 3.0, 0.0], dtype=torch.float64)
 TOTAL = torch.tensor([4.0, 3.0, 1.0], dtype=torch.float64)
 
 
-def test_gm() -> None:
-    assert evaluate.accuracy(CORRECT, TOTAL, torch.ones(3)) == pytest.approx(100 * 5 / 8)
+def test_gm_is_the_mean_of_the_class_accuracies() -> None:
+    assert evaluate.accuracy(CORRECT, TOTAL, torch.ones(3)) == pytest.approx((50 + 100 + 0) / 3)
 
 
 def test_pm_of_a_client_with_classes_0_and_2() -> None:
     person = evaluate.personal(7, CORRECT, TOTAL, torch.tensor([9.0, 0.0, 3.0]))
     assert person.client == 7
-    assert person.pm_v == pytest.approx(100 * 2 / 5)  # (2 + 0) / (4 + 1)
-    assert person.pm_l == pytest.approx(100 * (0.75 * 2) / (0.75 * 4 + 0.25 * 1))
+    assert person.pm_v == pytest.approx((50 + 0) / 2)
+    assert person.pm_l == pytest.approx(0.75 * 50 + 0.25 * 0)
+
+
+def test_a_test_set_of_ninety_to_ten() -> None:
+    """All of class 0 right and none of class 1: each class alike is 50; a client of one in ten of class 0 has 10."""
+    correct, total = torch.tensor([90.0, 0.0]).double(), torch.tensor([90.0, 10.0]).double()
+    person = evaluate.personal(0, correct, total, torch.tensor([1.0, 9.0]))
+    assert (person.pm_v, person.pm_l) == pytest.approx((50.0, 10.0))
+
+
+def test_on_a_balanced_test_set_no_bit_differs_from_the_share_of_samples() -> None:
+    rng = np.random.default_rng(3)
+    for size in (7, 100, 1000):
+        correct = torch.from_numpy(rng.integers(0, size + 1, 10).astype(np.float64))
+        total, counts = torch.full((10,), float(size)).double(), torch.from_numpy(rng.integers(0, 40, 10)).float()
+        share = (counts / counts.sum()).double()
+        person = evaluate.personal(0, correct, total, counts)
+        assert evaluate.accuracy(correct, total, torch.ones(10)) == float(100 * correct.sum() / total.sum())
+        assert person.pm_l == float(100 * (share * correct).sum() / (share * total).sum())
 
 
 def test_pm_l_of_equal_shares_is_pm_v() -> None:
     person = evaluate.personal(0, CORRECT, TOTAL, torch.tensor([5.0, 5.0, 0.0]))
-    assert person.pm_l == pytest.approx(person.pm_v) == pytest.approx(100 * 5 / 7)
+    assert person.pm_l == pytest.approx(person.pm_v) == pytest.approx((50 + 100) / 2)
 
 
-def test_a_class_without_test_samples_counts_nothing() -> None:
+def test_a_class_without_test_samples_is_left_out() -> None:
     total = torch.tensor([4.0, 3.0, 0.0], dtype=torch.float64)
-    assert evaluate.personal(0, CORRECT, total, torch.tensor([1.0, 0.0, 1.0])).pm_v == pytest.approx(50.0)
-    assert evaluate.accuracy(CORRECT, total, torch.tensor([0.0, 0.0, 1.0])) == 0.0
+    person = evaluate.personal(0, CORRECT, total, torch.tensor([1.0, 1.0, 8.0]))
+    assert (person.pm_v, person.pm_l) == pytest.approx((75.0, 75.0)), "shares of what is left"
+    assert person.per_class == [50.0, 100.0, None]
+    assert evaluate.accuracy(CORRECT, total, torch.ones(3)) == pytest.approx(75.0)
+    nothing = evaluate.personal(0, CORRECT, total, torch.tensor([0.0, 0.0, 4.0]))
+    assert (nothing.pm_v, nothing.pm_l) == (None, None), "not 0: there is nothing to say"
 
 
 def test_fairness_is_the_population_standard_deviation() -> None:

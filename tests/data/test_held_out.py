@@ -174,7 +174,7 @@ def test_what_will_hurt_is_said() -> None:
     said = "\n".join(found["warnings"])
     for words in (
         "fewer than 10 training samples, hardly to be learned: b (3)",
-        "classes missing in the test set, which count as 0% right: b",
+        "classes missing in the test set, which are left out of GM, PM(V) and PM(L): b",
         "2 training samples are exact copies of others",
         "1 training samples occur under more than one class",
         "1 test samples are exact copies of training samples",

@@ -1,9 +1,10 @@
-"""Accuracy, the paper's way: one pass over the balanced test set gives all metrics; nothing here knows any method.
+"""Accuracy, the paper's way: one pass over the test set gives all metrics; nothing here knows any method.
 
-With `correct` and `total` per class, acc(w) = sum(w * correct) / sum(w * total), in percent:
-    GM      w = 1                                    the global model
+With the accuracy a of every class, acc(w) = sum(w * a) / sum(w) over the classes that the test set has, in percent:
+    GM      w = 1                                    the global model, all classes alike
     PM(V)   w = 1 where the client owns the class    the personal model, all its classes alike
     PM(L)   w = the client's class share             the personal model, on its own class distribution
+The paper's test sets are balanced; there GM is plain accuracy. On others these weights keep the words true.
 Fairness is the standard deviation of PM(L) over clients.
 
 What clients hold out of their own data is another measure, with names of its own and never mixed with these:
@@ -29,9 +30,9 @@ class Personal:
     """What one client's personal model achieves, in percent."""
 
     client: int
-    pm_v: float | None  # None: there is no test set
+    pm_v: float | None  # None: there is no test set, or it has none of the client's classes
     pm_l: float | None
-    per_class: list[float] | None  # a class without test samples scores 0
+    per_class: list[float | None] | None  # None in the list: a class without test samples
     held_macro: float | None = None  # on the client's held-out samples, if it has any
     held_share: float | None = None
     held_gm_macro: float | None = None  # the global model on the same samples
@@ -56,10 +57,18 @@ def total_per_class(test: Samples) -> Tensor:  # (C,)
     return torch.bincount(test.y, minlength=test.num_classes).cpu().to(torch.float64)
 
 
-def accuracy(correct: Tensor, total: Tensor, weight: Tensor) -> float:
-    """Weighted accuracy in percent. A model that owns no class of the test set scores 0."""
-    weight = weight.to(torch.float64)
-    return float(100 * (weight * correct).sum() / (weight * total).sum().clamp(min=1e-12))
+def accuracy(correct: Tensor, total: Tensor, weight: Tensor) -> float | None:
+    """The weighted mean of the classes' accuracies in percent; None if the test set has no class with a weight."""
+    alike = total.max() / total.clamp(min=1)  # 1 for all classes of a balanced test set, which changes no bit
+    weight = weight.to(torch.float64) * alike
+    whole = (weight * total).sum()
+    return float(100 * (weight * correct).sum() / whole) if whole > 0 else None
+
+
+def per_class(correct: Tensor, total: Tensor) -> list[float | None]:
+    """The accuracy of every class in percent; None where the test set has no sample."""
+    rows = zip((100 * correct / total.clamp(min=1)).tolist(), total.tolist(), strict=True)
+    return [right if there else None for right, there in rows]
 
 
 def held_accuracy(correct: Tensor, total: Tensor) -> tuple[float, float] | tuple[None, None]:
@@ -76,8 +85,8 @@ def personal(client: int, correct: Tensor, total: Tensor, counts: Tensor) -> Per
         return Personal(client, None, None, None)
     counts = counts.cpu()
     owned = (counts > 0).to(torch.float64)
-    per_class = (100 * correct / total.clamp(min=1)).tolist()
-    return Personal(client, accuracy(correct, total, owned), accuracy(correct, total, counts / counts.sum()), per_class)
+    by_share = accuracy(correct, total, counts / counts.sum())
+    return Personal(client, accuracy(correct, total, owned), by_share, per_class(correct, total))
 
 
 def mean_and_spread(values: Iterable[float | None]) -> tuple[float, float] | tuple[None, None]:

@@ -25,6 +25,7 @@ from fednh.core.federation import Federation
 from fednh.core.seeding import numpy_rng, torch_rng
 from fednh.core.tree import Tree, Uploads, arranged, size
 from fednh.data.batches import ClientData, Samples, subset
+from fednh.data.inspection import about_test_set
 from fednh.errors import RunError, UserError
 from fednh.executors import pool
 from fednh.storage.checkpoint import Checkpoints
@@ -399,6 +400,8 @@ class Simulation:
         fed, note = self.fed, self.watcher.note
         counts = fed.class_counts()
         self.folder.begin(self.config, fed.dataset.classes, counts, fed.sites, data=fed.as_read, tell=note)
+        for words in about_test_set(fed.dataset):
+            note(f"{fed.dataset.name}: {words}")
 
     def _checkpoint(self) -> None:
         if self.config.checkpoint.every:
@@ -454,7 +457,7 @@ class Simulation:
             **self._figures(correct, people),
             "pm_l_std": evaluate.mean_and_spread(p.pm_l for p in people)[1],
             **({"held_share_std": evaluate.mean_and_spread(p.held_share for p in people)[1]} if held else {}),
-            "per_class": None if correct is None else (100 * correct / total.clamp(min=1)).tolist(),
+            "per_class": None if correct is None else evaluate.per_class(correct, total),
             "clients": [{**p.record(), "samples": len(self.fed.parts[p.client])} for p in people],
             **progress.totals(),
         }

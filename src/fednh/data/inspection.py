@@ -78,12 +78,25 @@ def _class_warnings(data: Dataset, train: NDArray[Any], test: NDArray[Any]) -> l
     if not len(data.y_test):
         found.append("there is no test set: clients hold out some of their samples, and GM, PM(V), PM(L) are not known")
         return found
-    if lacking := [name for name, n in zip(data.classes, test, strict=True) if n == 0]:
-        found.append(f"classes missing in the test set, which count as 0% right: {_some(lacking)}")
-    elif test.max() > 1.5 * test.min():
+    found += about_test_set(data)
+    if test.min() and test.max() > 1.5 * test.min():
         found.append(
-            f"the test set is not balanced ({test.min()} to {test.max()} samples a class), as GM and PM assume"
+            f"the test set is not balanced ({test.min()} to {test.max()} samples a class): GM and PM weigh "
+            "classes, not samples, so one sample of a small class weighs much"
         )
+    return found
+
+
+def about_test_set(data: Dataset) -> list[str]:
+    """Classes that the test set lacks, and classes that only it has: also told when a run starts."""
+    train, test = (np.bincount(y, minlength=data.num_classes) for y in (data.y_train, data.y_test))
+    if not test.any():
+        return []
+    found, rows = [], list(zip(data.classes, train, test, strict=True))
+    if lacking := [name for name, n, m in rows if n and not m]:
+        found.append(f"classes missing in the test set, which are left out of GM, PM(V) and PM(L): {_some(lacking)}")
+    if unseen := [f"{name} ({m})" for name, n, m in rows if m and not n]:
+        found.append(f"classes of test samples that no training sample has, so no model knows them: {_some(unseen)}")
     return found
 
 

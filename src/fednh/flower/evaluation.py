@@ -49,7 +49,7 @@ class Evaluation:
         """The same with spreads, by class and by client: for the run's summary."""
         people, per_class = self._of(whom), None
         if self.correct is not None and self.test is not None:
-            per_class = (100 * self.correct / evaluate.total_per_class(self.test).clamp(min=1)).tolist()
+            per_class = evaluate.per_class(self.correct, evaluate.total_per_class(self.test))
         empty: dict[str, Any] = {"pm_v": None, "pm_l": None, "per_class": None}
         held = {"held_share_std": _spread(people, "held_share")} if any("held_share" in row for row in people) else {}
         return {
@@ -57,8 +57,16 @@ class Evaluation:
             "pm_l_std": _spread(people, "pm_l"),
             **held,
             "per_class": per_class,
-            "clients": [{**empty, **row} for row in people],
+            "clients": [{**empty, **row, **self._measured(row)} for row in people],
         }
+
+    def _measured(self, person: Person) -> dict[str, Any]:
+        """A site's accuracy by class; a message has no word for a class that the test set lacks."""
+        rows = person.get("per_class")
+        if not isinstance(rows, list) or self.test is None:
+            return {}
+        total = evaluate.total_per_class(self.test).tolist()
+        return {"per_class": [right if there else None for right, there in zip(rows, total, strict=True)]}
 
     def _of(self, whom: Iterable[int]) -> list[Person]:
         chosen = set(whom)

@@ -35,6 +35,7 @@ from fednh.core.rounds import (
     sampled_clients,
 )
 from fednh.core.tree import Tree, Uploads, finite, size
+from fednh.data.inspection import about_test_set
 from fednh.errors import RunError, UserError
 from fednh.flower import messages, notes
 from fednh.flower.arrays import to_arrays
@@ -218,6 +219,9 @@ class Server:
         test = self.fed.test if self.fed is not None and len(self.fed.test) else None
         if config.federation.test is not None:
             test = balanced(config, config.federation.test, task)
+        elif self.fed is not None:
+            for words in about_test_set(self.fed.dataset):
+                self.note(f"{self.fed.dataset.name}: {words}")
         self.evaluation = Evaluation(self.method, self.net, test)
         # How the samples of sites with data of their own are spread is not known here.
         counts, sites = (self.fed.class_counts(), self.fed.sites) if self.fed else ([], ())

@@ -198,8 +198,9 @@ class Site:
         if len(test := self._test()):
             total = evaluate.total_per_class(test)
             person = evaluate.personal(order.client, self._correct(model, test), total, data.counts)
-            words = ("pm_v", "pm_l", "per_class") if self.place.divided else ("pm_v", "pm_l")
-            found |= {key: getattr(person, key) for key in words}
+            found |= {key: value for key in ("pm_v", "pm_l") if (value := getattr(person, key)) is not None}
+            if self.place.divided and person.per_class is not None:
+                found["per_class"] = [right or 0.0 for right in person.per_class]
         if len(held := self._held_out()):
             total = evaluate.total_per_class(held)
             shared = fed.method.global_model({**initial_state(self.config, fed.method, fed.net), **down})

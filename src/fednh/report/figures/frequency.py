@@ -32,7 +32,8 @@ def personal_groups(run: Run, bounds: tuple[int, int]) -> dict[str, tuple[float,
     values: dict[str, list[float]] = {}
     for person in run.summary["clients"]:
         for samples, right in zip(counts[person["client"]], person["per_class"], strict=True):
-            values.setdefault(shot_group(samples, bounds), []).append(right)
+            if right is not None:  # None: the test set lacks the class
+                values.setdefault(shot_group(samples, bounds), []).append(right)
     return {group: (float(np.mean(values[group])), len(values[group])) for group in SHOTS if group in values}
 
 
@@ -40,7 +41,8 @@ def global_groups(run: Run, bounds: tuple[int, int]) -> dict[str, tuple[float, i
     """For the global model: mean accuracy over the classes of a shot group by their samples on all clients together."""
     values: dict[str, list[float]] = {}
     for samples, right in zip(_totals(run), run.summary["per_class"] or [], strict=False):
-        values.setdefault(shot_group(int(samples), bounds), []).append(right)
+        if right is not None:
+            values.setdefault(shot_group(int(samples), bounds), []).append(right)
     return {group: (float(np.mean(values[group])), len(values[group])) for group in SHOTS if group in values}
 
 
@@ -72,7 +74,7 @@ def _global(
         if not own:
             continue
         samples = np.mean([_totals(run) for run in own], axis=0)
-        right = np.mean([run.summary["per_class"] for run in own], axis=0)
+        right = np.mean(np.array([run.summary["per_class"] for run in own], np.float64), axis=0)  # None becomes NaN
         look: dict[str, Any] = {
             "color": paint[label],
             "marker": MARKERS[i % len(MARKERS)],
@@ -82,7 +84,8 @@ def _global(
         }
         ax.scatter(samples, right, label=label, **look)
         names = own[0].partition["classes"]
-        rows += [["global", label, c, s, a, ""] for c, s, a in zip(names, samples, right, strict=True)]
+        seen = [row for row in zip(names, samples, right, strict=True) if not np.isnan(row[2])]
+        rows += [["global", label, c, s, a, ""] for c, s, a in seen]
         for shot in SHOTS:
             found = [g[shot] for run in own if shot in (g := global_groups(run, bounds))]
             if found:
