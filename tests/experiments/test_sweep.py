@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -299,12 +300,41 @@ def test_ctrl_c_leaves_everything_resumable(tmp_path: Path) -> None:
     process = start(out, "fednh,fedavg")
     wait_for(lambda: rounds(out) >= 3)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=180)
+    told, errors = process.communicate(timeout=180)
     assert process.returncode == 130, errors
     assert "interrupted; 0 of 2 runs are finished, the same command goes on" in errors
+    assert "failed" not in told + errors
+    assert ": interrupted, " in told
     (run,) = [path for path in out.iterdir() if path.name != ".sweep"]  # the second was not begun
     assert free(run)
     assert list(run.glob("checkpoints/round-*.json"))
+
+
+def test_a_second_sweep_in_the_same_folder_is_refused_by_name_and_nothing_dies(tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    (out / ".sweep").mkdir(parents=True)
+    (out / ".sweep" / "lock").write_text("process 1 on a machine that lost power")  # of a dead process: no obstacle
+    first = start(out, "fednh")
+    wait_for(lambda: f"process {first.pid} on " in (out / ".sweep" / "lock").read_text())
+    first.send_signal(signal.SIGSTOP)  # so that it is there still when the second one looks
+    second = start(out, "fednh,fedavg")
+    told, errors = second.communicate(timeout=180)
+    first.send_signal(signal.SIGCONT)
+    assert second.returncode == 2
+    assert f"{out} is in use by process {first.pid} on {socket.gethostname()} (fednh sweep digits " in errors
+    assert "Traceback" not in errors
+    assert told == ""
+    _, errors = first.communicate(timeout=180)
+    assert first.returncode == 0, errors
+    assert not (out / ".sweep" / "lock").exists()
+    assert len(list(out.glob("*/summary.json"))) == 1
+
+
+def test_a_sweep_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    words = ["sweep", "digits", "--clients", "1000", "--out", str(out)]
+    assert CliRunner().invoke(app, words).exit_code != 0
+    assert not out.exists()
 
 
 def test_a_failed_run_is_told_at_the_end_and_a_finished_one_skipped(uninterrupted: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,7 +59,7 @@ def sweep(
 
     The same command again skips what is finished, goes on with what was interrupted and tries again what failed.
     """
-    from fednh.experiments.sweep import check, combine, execute, values
+    from fednh.experiments.sweep import alone, check, combine, execute, values
     from fednh.experiments.trackers import check as check_trackers
     from fednh.methods.registry import listed
     from fednh.report.render import to_rich
@@ -88,14 +89,15 @@ def sweep(
         axes[key] = values(text)
     check_trackers(track or [])
     plan = combine(source, axes, named, out)
-    check(plan)
-    jobs, each = share_cores(jobs, workers, sum(not run.folder.finished for run in plan))
     console = console_for_people()
-    if dry_run:
-        console.print(to_rich(_plan_sheet(plan, jobs, each), console.width))
-        return
-    with stop_on_signal() as stop, sweep_screen(console, plan, quiet) as screen:
-        outcome = execute(plan, jobs, each, track or [], screen, stop)
+    with nullcontext() if dry_run else alone(out):
+        check(plan)
+        jobs, each = share_cores(jobs, workers, sum(not run.folder.finished for run in plan))
+        if dry_run:
+            console.print(to_rich(_plan_sheet(plan, jobs, each), console.width))
+            return
+        with stop_on_signal() as stop, sweep_screen(console, plan, quiet) as screen:
+            outcome = execute(plan, jobs, each, track or [], screen, stop)
     _tell(outcome, plan, out, quiet)
 
 

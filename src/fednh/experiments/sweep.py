@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -24,7 +25,7 @@ from fednh.data import partitions as kinds
 from fednh.data.dataset import Dataset
 from fednh.errors import UserError, did_you_mean
 from fednh.methods.registry import hyper_parameters
-from fednh.storage.files import write_bytes
+from fednh.storage.files import locked, make_folder, this_process, write_bytes
 from fednh.storage.run_folder import RunFolder
 from fednh.storage.run_names import run_name, unlike
 
@@ -65,6 +66,7 @@ class Screen(Protocol):
 
     def started(self, run: Planned) -> None: ...
     def ended(self, run: Planned, seconds: float, problem: str | None) -> None: ...
+    def interrupted(self, run: Planned) -> None: ...
     def look(self, active: Sequence[Planned]) -> None: ...
 
 
@@ -156,6 +158,34 @@ def _uses(key: str, method: str, partition: str) -> bool:
 # --- the work --------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Hold a sweep's folder: two sweeps in it would start the same runs twice. The lock of a dead process is none."""
+    notes, made = out / ".sweep", not out.exists()
+    if out.is_file():
+        raise UserError(f"{out} is a file, not a folder; choose another --out")
+    try:
+        make_folder(notes)
+        lock = locked(notes / "lock")
+    except BlockingIOError:
+        holder = (notes / "lock").read_text(encoding="utf-8", errors="replace").strip() or "another process"
+        raise UserError(f"{out} is in use by {holder}; wait for it or choose another --out") from None
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}; choose another --out") from error
+    lock.truncate(0)
+    lock.write(this_process())
+    lock.flush()
+    try:
+        yield
+    finally:
+        (notes / "lock").unlink(missing_ok=True)
+        lock.close()
+        with suppress(OSError):  # nothing was begun: leave nothing behind
+            notes.rmdir()
+            if made:
+                out.rmdir()
+
+
 @dataclass
 class _Child:
     run: Planned
@@ -195,10 +225,13 @@ def execute(
                 if len(_lines(child.log)) > 1:  # one is the run folder's name
                     outcome.talked.append(child.log)
                 else:
-                    child.log.unlink()
-            elif not (told and code in (130, -signal.SIGTERM)):
+                    child.log.unlink(missing_ok=True)
+            elif told and code in (130, -signal.SIGTERM):
+                screen.interrupted(child.run)
+                continue
+            else:
                 outcome.failed[child.run.name] = str(problem)
-            screen.ended(child.run, time.perf_counter() - child.began, "interrupted" if told and code else problem)
+            screen.ended(child.run, time.perf_counter() - child.began, problem)
     outcome.interrupted = stop.is_set() and len(outcome.finished) + len(outcome.skipped) < len(plan)
     return outcome
 
@@ -242,4 +275,8 @@ def _problem(code: int, log: Path) -> str:
 
 
 def _lines(log: Path) -> list[str]:
-    return [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:  # somebody tidied up
+        return []
+    return [line for line in text.splitlines() if line.strip()]

@@ -37,6 +37,9 @@ class Quiet:
         self.ended_runs.add(run.name)
         self.done += problem is None
 
+    def interrupted(self, run: Planned) -> None:
+        """The run was asked to stop and has saved what it had."""
+
     def look(self, active: Sequence[Planned]) -> None:
         pass
 
@@ -65,6 +68,9 @@ class Lines(Quiet):
         super().ended(run, seconds, problem)
         what = f"failed: {problem}" if problem else f"done in {duration(seconds)}"
         self._say(f"{run.name}: {what}; {self.done} of {self.runs} runs done, {self.left([])}")
+
+    def interrupted(self, run: Planned) -> None:
+        self._say(f"{run.name}: interrupted, {run.rounds_done} of {run.config.rounds} rounds there")
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -101,6 +107,10 @@ class Bar(Quiet):
         self.progress.remove_task(self.tasks.pop(run.name))
         if problem:
             self.progress.console.print(f"{run.name}: failed: {problem}", style="yellow", markup=False)
+
+    def interrupted(self, run: Planned) -> None:
+        self.progress.remove_task(self.tasks.pop(run.name))
+        self.progress.console.print(f"{run.name}: interrupted", markup=False)
 
     def look(self, active: Sequence[Planned]) -> None:
         for run in active:

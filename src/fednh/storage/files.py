@@ -10,6 +10,9 @@ import fcntl
 import hashlib
 import json
 import os
+import shlex
+import socket
+import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -126,6 +129,15 @@ def read_tree(path: Path, device: str = "cpu") -> Tree:
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def this_process() -> str:
+    """Who holds a lock, for those who find it taken: process, machine and command."""
+    program, *words = sys.argv or [""]
+    name = "fednh" if Path(program).name == "__main__.py" else Path(program).name
+    command = shlex.join([name, *words])
+    command = command if len(command) <= 200 else f"{command[:197]}..."
+    return f"process {os.getpid()} on {socket.gethostname()} ({command})"
 
 
 def locked(path: Path) -> IO[str]:

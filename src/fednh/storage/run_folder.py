@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import socket
 import subprocess
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from fednh.config import Config, dump, validate
 from fednh.core.tree import Tree
 from fednh.errors import UserError
 from fednh.storage import fingerprint
-from fednh.storage.files import locked, make_folder, sync_below, sync_path, write_bytes, write_json
+from fednh.storage.files import locked, make_folder, sync_below, sync_path, this_process, write_bytes, write_json
 from fednh.storage.model_file import write_model
 
 
@@ -98,7 +97,7 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"{self.path} cannot be written: {error.strerror}; choose another --out") from error
         self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self._lock.write(this_process())
         self._lock.flush()
         return self
 
