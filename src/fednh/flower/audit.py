@@ -30,6 +30,7 @@ from fednh.storage.files import sync_path
 if TYPE_CHECKING:
     from flwr.app import RecordDict
 
+SERVER = "audit.jsonl"  # the name of a server's log
 START = "0" * 64  # what the first line has in place of the hash of the one before
 _LINE = re.compile(rb'(\{"line": (\d{1,12}), .*), "hash": "([0-9a-f]{64})"\}')
 _OPEN = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -74,6 +75,16 @@ class Log:
         return None
 
 
+def site_log(state: Path, site: str) -> Path:
+    """Where a site keeps its log: below its folder of state, by the name that it has there."""
+    return state / "audit" / f"{site}.jsonl"
+
+
+def server_log(run: Path) -> Path:
+    """Where a server keeps its log: in its run folder."""
+    return run / SERVER
+
+
 def append(path: Path, event: str, **facts: Any) -> Head:
     """Add a line; when it returns the line is on disk. Several processes may do it at once; a crash does no harm."""
     if new := not path.exists():
@@ -93,6 +104,20 @@ def append(path: Path, event: str, **facts: Any) -> Head:
     if new:
         sync_path(path.parent)
     return head
+
+
+class Writer:
+    """Appends to one log, or to none: a simulation has no log."""
+
+    def __init__(self, path: Path | None):
+        self.path = path
+
+    def __call__(self, event: str, **facts: Any) -> None:
+        if self.path is None:
+            return
+        if "sent" in facts:
+            facts["sent"] = contents(facts["sent"])
+        append(self.path, event, **{key: value for key, value in facts.items() if value not in (None, "")})
 
 
 def _next(file: int, event: str, facts: dict[str, Any]) -> tuple[bytes, Head]:

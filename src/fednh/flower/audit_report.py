@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fednh.errors import UserError
-from fednh.flower.audit import Head, Log, read
+from fednh.flower.audit import SERVER, Head, Log, read, server_log
 
-NAME = "audit.jsonl"  # of a server's log, in its run folder
 MOST = 20  # refusals that are shown in full
 
 RECORDS = {  # what a message's records are to a person
@@ -30,20 +29,11 @@ RECORDS = {  # what a message's records are to a person
 }
 
 
-def site_log(state: Path, site: str) -> Path:
-    """Where a site keeps its log: below its folder of state, by the name that it has there."""
-    return state / "audit" / f"{site}.jsonl"
-
-
-def server_log(run: Path) -> Path:
-    return run / NAME
-
-
 def find(folder: Path) -> list[Path]:
     """The logs that belong to a folder, the server's first."""
     if folder.is_file():
         return [folder]
-    found = [folder / NAME, *sorted(folder.glob("audit/*.jsonl"))]
+    found = [folder / SERVER, *sorted(folder.glob("audit/*.jsonl"))]
     if (folder / "site.toml").is_file():
         found += sorted(_state(folder).glob("audit/*.jsonl"))
     if (folder / "pyproject.toml").is_file():
@@ -163,19 +153,23 @@ def _refused(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         return
     yield f"  {len(rows)} refused:"
     for row in rows[-MOST:]:
-        who = row.get("site") or row.get("by")
+        who = row.get("site") or row.get("says") or row.get("by")
         yield f"    {_when(row)}: {f'{who}: ' if who else ''}{row.get('why')}"
 
 
 def _greeting(row: dict[str, Any]) -> str:
     """What the greeting told."""
     told = row.get("told", {})
-    words = [f"its name, {told.get('classes', 0)} class names ({told.get('class_names', 'unknown')})"]
-    if "features" in told:
-        words.append(f"mean and deviation of {told['features']} features")
-    if told.get("columns"):
-        words.append(f"the names of {told['columns']} columns, {told.get('categories', 0)} of them with agreed values")
-    return ", ".join(words)
+    classes, columns = told.get("classes", []), told.get("columns", {})
+    words = [f"its name, the names of {len(classes)} classes ({_some(classes)})"]
+    if columns:
+        text = sum(map(bool, columns.values()))
+        words.append(f"the names of {len(columns)} columns ({_some(list(columns))}), of {text} the agreed values")
+    return ", ".join([*words, f"{told.get('statistics', 0)} means and deviations"])
+
+
+def _some(names: Sequence[str], most: int = 10) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _rounds(rounds: set[int]) -> str:

@@ -20,8 +20,11 @@ from flwr.clientapp import ClientApp
 from fednh.core.rounds import one_thread
 from fednh.errors import Refused, RunError, UserError
 from fednh.flower import messages, signing
+from fednh.flower.audit_events import SiteEvents
+from fednh.flower.keys import fingerprint
 from fednh.flower.site import Place, Site, read_place
 from fednh.storage.files import keep_private
+from fednh.words import one_line
 
 log = logging.getLogger("flwr")
 
@@ -83,20 +86,29 @@ def _simulated(home: Path, models: Path | None, work: Work, message: Message, co
 def _deployed(work: Work, message: Message, context: Context) -> Message:
     """Check the order, do it, sign the reply."""
     seal: Callable[[RecordDict], RecordDict] | None = None  # what answers a forged order is not signed
+    events: SiteEvents | None = None
+    name = str(context.node_config.get("site", ""))
     try:
         place = read_place(context.node_config)
+        name = place.site
         keep_private(place.home)
+        events = SiteEvents(place.audit, name, message)
         envelope, book = _accepted(place, message, context)
         seal = partial(signing.sign_reply, key=signing.read_site_private(place.key), envelope=envelope)
+        order = signing.unsealed(message.content)
+        events.asked(f"the server, key {fingerprint(place.orders.read_text())}", envelope.federation, order)
         with one_thread():
-            content = work(Duty(place, signing.unsealed(message.content), book))
+            content = work(Duty(place, order, book))
+        content = events.left(content)
     except Refused as error:
         data = message.metadata
-        log.error("refused: %s (message %r of node %d)", error, data.message_type[:50], data.src_node_id)
-        content = messages.sorry(f"refused: {error}")
+        log.error("refused: %s (message %r of node %d)", one_line(str(error)), data.message_type[:50], data.src_node_id)
+        content = messages.sorry(f"refused: {error}", name)
+        content = events.refused(str(error), content) if events else content
     except Exception as error:
         log.error("this site could not do what it was asked", exc_info=error)
-        content = messages.sorry(f"{type(error).__name__}; the site's own log says more")
+        content = messages.sorry(f"{type(error).__name__}; the site's own log says more", name)
+        content = events.refused(f"{type(error).__name__}: {error}", content) if events else content
     return Message(seal(content) if seal else content, reply_to=message)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from flwr.app import RecordDict
 
 from fednh.config import Config
-from fednh.flower import signing
+from fednh.flower import keys, signing
 from fednh.flower.mailbox import Letter
 
 
@@ -47,6 +47,12 @@ class Identity:
             return f"a node with the key of site {others[0]} says that it is site {site}; it is left out"
         self.keys[site] = key
         return None
+
+    def owner(self, fingerprint: str) -> str | None:
+        """The site whose key has this fingerprint; None if no such key is known."""
+        filed = sorted(self.sites.glob("*/key.pub")) if self.sites is not None else []
+        known = {path.parent.name: signing.known_site_key(path) or "" for path in filed} | self.keys
+        return next((site for site, key in known.items() if keys.fingerprint(key) == fingerprint), None)
 
     def _known(self, site: str) -> str | None:
         """The key in the federation's folder; else the one that was used first."""

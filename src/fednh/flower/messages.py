@@ -111,6 +111,7 @@ class Hello:
     task: Task
     number: int = -1  # -1: the server gives it one
     key: str = ""  # the public key that signed it, as the server found; empty in a simulation
+    audit: str = ""  # the newest line of the site's audit log, as the server found
 
     def write(self) -> RecordDict:
         said = ConfigRecord({"format": FORMAT, "site": self.site, "number": self.number, "task": self.task.text()})
@@ -246,9 +247,16 @@ def read_tree(content: RecordDict, name: str, device: str, form: Form | None = N
     return to_tree(_record(content, name, ArrayRecord), device, form) if name in content else {}
 
 
-def sorry(problem: str) -> RecordDict:
-    """A reply that says why there is no other."""
-    return RecordDict({"said": ConfigRecord({"format": FORMAT, "problem": problem})})
+def sorry(problem: str, site: str = "") -> RecordDict:
+    """A reply that says why there is no other, and who says so."""
+    return RecordDict({"said": ConfigRecord({"format": FORMAT, "problem": problem, "site": site})})
+
+
+def claimed_name(content: RecordDict) -> str:
+    """The name that a site gives itself, proven or not; empty if it gives none that can be used."""
+    said = content.get("said")
+    name = said.get("site") if isinstance(said, ConfigRecord) else None
+    return name if isinstance(name, str) and name_problem(name) is None else ""
 
 
 class SiteProblem(Exception):

@@ -37,11 +37,13 @@ from fednh.core.rounds import (
 from fednh.core.tree import Tree, Uploads, finite, size
 from fednh.data.inspection import about_test_set
 from fednh.errors import RunError, UserError
-from fednh.flower import messages, notes
+from fednh.flower import audit, messages, notes
 from fednh.flower.arrays import to_arrays
+from fednh.flower.audit_events import head_of
 from fednh.flower.bounds import GREETING, Limit
 from fednh.flower.evaluation import Evaluation
 from fednh.flower.identity import Identity
+from fednh.flower.keys import fingerprint, fingerprint_of_pem
 from fednh.flower.mailbox import Letter, Post, Reply
 from fednh.flower.membership import Roster, agree, disagreement, number_problem
 from fednh.flower.messages import NOTICE, Answer, Hello, Order, SiteProblem, Task
@@ -54,6 +56,7 @@ from fednh.storage.model_file import card_of
 from fednh.storage.run_folder import RunFolder
 from fednh.words import one_line
 
+AGAIN = 10.0  # seconds until a node that cannot take part is asked again
 REMINDER = 60.0  # seconds between two messages that sites are missing
 
 
@@ -94,6 +97,8 @@ class Server:
         self.progress, self.roster, self.task = Progress(), Roster(), None
         self.arrivals: list[tuple[int, Hello]] = []
         self.told: set[str] = set()
+        self.again: dict[int, float] = {}  # node -> when one that cannot take part is asked again
+        self.events = audit.Writer(None if manner.simulated else audit.server_log(folder.path))
         self.fed = federation
 
     task: Task | None
@@ -116,13 +121,16 @@ class Server:
                 raise
             self.checkpoints.wait()
             summary = self._summary()
+            self.events("finished", rounds=self.progress.round)
             self.folder.write_summary(summary)
             return summary
 
-    def note(self, text: str) -> None:
-        """To the log, and to a file of the run folder."""
+    def note(self, text: str, **who: Any) -> None:
+        """To the log, and to a file of the run folder; who was refused something is in the audit log too."""
         self.watcher.note(one_line(text))
         notes.add(self.folder.path, text)
+        if who:
+            self.events("refused", **who, why=one_line(text))
 
     # --- before the first round --------------------------------------------------------------------------------
 
@@ -148,8 +156,11 @@ class Server:
     def _greet(self, online: set[int]) -> None:
         """Ask nodes that nobody knows who they are."""
         met = self.post.asked() | {node for node, _ in self.arrivals}
+        met |= {node for node, then in self.again.items() if then > time.monotonic()}
         strangers = [node for node in sorted(online - met) if not self.roster.knows(node)]
         question = messages.question(self.toml)
+        if strangers:
+            self.events("asked", kind="query", nodes=strangers, sent=question)
         letters = [(Letter(node, MessageType.QUERY, GREETING), question) for node in strangers]
         self.post.send(letters, self.manner.timeout)
 
@@ -160,12 +171,16 @@ class Server:
         for node, hello in self.arrivals:
             problem = disagreement(self.task, hello.task)
             if problem := problem or number_problem(hello, self.config.partition.clients):
-                self._once(f"site {hello.site} cannot take part: {problem}")
+                self._once(f"site {hello.site} cannot take part: {problem}", site=hello.site, node=node)
             else:
                 fitting.append((node, hello))
         self.arrivals = []
         for words in self.roster.admit(fitting):
             self.note(words)
+        for node, hello in fitting:
+            if self.roster.knows(node):
+                facts = {"site": hello.site, "node": node, "key": fingerprint(hello.key)}
+                self.events("joined", **facts, head=hello.audit)
 
     def _stray(self, letter: Letter, reply: Reply) -> None:
         """A reply that nobody waits for: of a newcomer, or of somebody late."""
@@ -173,18 +188,21 @@ class Server:
             return
         if letter.kind != MessageType.QUERY:
             if isinstance(reply, Broken) or not reply.has_error():  # an error is Flower's own: the letter has expired
-                self.note(f"round {letter.round}: {self._who(letter.client)} answered too late; refused")
+                told = f"round {letter.round}: {self._who(letter.client)} answered too late; refused"
+                self.note(told, site=letter.site, node=letter.node, round=letter.round)
             return
         try:
             hello = self._hello(letter, reply)
         except Exception as error:  # whatever reading it raises is that site's problem, not the server's
-            self._once(f"a site cannot take part: {_why(error)}")
+            self.again[letter.node] = time.monotonic() + min(AGAIN, self.manner.timeout)
+            who, facts = self._stranger(letter.node, reply)
+            self._once(f"{who} cannot take part: {_why(error)}", **facts)
             return
         if self.identity is not None and (problem := self.identity.claim(hello.site, hello.key)):
             if problem not in self.told:
                 spokesmen = [node for node, other in self.arrivals if other.site == hello.site]
                 self._notify({letter.node, *spokesmen, *self.roster.nodes(hello.site)}, problem)
-            self._once(problem)
+            self._once(problem, site=hello.site, node=letter.node, key=fingerprint(hello.key))
             return
         self.arrivals.append((letter.node, hello))
 
@@ -198,7 +216,20 @@ class Server:
         hello = Hello.read(content)
         if hello.site != site:
             raise ValueError("it signs for one site and speaks for another")
-        return replace(hello, key=key)
+        return replace(hello, key=key, audit=head_of(content) or "")
+
+    def _stranger(self, node: int, reply: Reply) -> tuple[str, dict[str, Any]]:
+        """Who a node is that has not said it, or not proven it: in words, and for the audit log."""
+        key = next((fingerprint_of_pem(info.public_key) for info in self.grid.get_nodes() if info.node_id == node), "")
+        owner = self.identity.owner(key) if self.identity is not None and key else None
+        known = f"node {node}, key {key}" if key else f"node {node}"
+        facts = {"node": node, "key": key}
+        if owner is not None:
+            return f"site {owner} ({known})", {**facts, "site": owner}
+        name = "" if isinstance(reply, Broken) or reply.has_error() else messages.claimed_name(reply.content)
+        if name:
+            return f"a site that calls itself {name} ({known})", {**facts, "says": name}
+        return f"a site ({known})", facts
 
     def _notify(self, nodes: set[int], words: str) -> None:
         """Tell sites something for their own logs."""
@@ -347,6 +378,10 @@ class Server:
             )
             for order in orders
         ]
+        if letters:
+            sites = {letter.site: letter.kind for letter, _ in letters}
+            facts = {"kind": "train", "round": happened.round, "sites": sites}
+            self.events("asked", **facts, sent=letters[0][1])
         sent = self.post.send(letters, keep=2 * self.manner.timeout)
         started, by_client = time.perf_counter(), {order.client: order for order in orders}
         answers: list[Answer] = []
@@ -355,7 +390,8 @@ class Server:
             answers += self._read(letter, order, reply, happened)
         for client, order in sorted(by_client.items()):
             when = f"round {order.round or order.evaluate}"
-            self.note(f"{when}: {self._who(client)} did not answer in {self.manner.timeout:g} s; going on without it")
+            told = f"{when}: {self._who(client)} did not answer in {self.manner.timeout:g} s; going on without it"
+            self.note(told, site=self.roster.site(client), round=order.round or order.evaluate)
             if order.round:
                 happened.dropped = sorted([*happened.dropped, client])
         self.progress.client_seconds += time.perf_counter() - started
@@ -381,14 +417,17 @@ class Server:
             if order.round:
                 self._check_upload(answer)
         except SiteProblem as error:
-            self._failed(f"{when}: {who} failed: {error}")
+            self._failed(f"{when}: {who} failed: {error}", site=letter.site, round=letter.round)
             if order.round:
                 happened.failed.append(order.client)
         except Exception as error:  # whatever reading it raises is this site's problem, not the server's
-            self.note(f"{when}: the answer of {who} was refused: {_why(error)}")
+            told = f"{when}: the answer of {who} was refused: {_why(error)}"
+            self.note(told, site=letter.site, round=letter.round)
             if order.round:
                 happened.refused.append(order.client)
         else:
+            facts = {"site": letter.site, "kind": letter.kind, "round": letter.round, "head": head_of(content)}
+            self.events("took", **facts, sent=content)
             yield answer
 
     def _check_upload(self, answer: Answer) -> None:
@@ -399,10 +438,10 @@ class Server:
         if not math.isfinite(answer.loss_sum or 0.0):
             raise ValueError("its loss or the personal state that it would keep is not finite")
 
-    def _failed(self, told: str) -> None:
+    def _failed(self, told: str, **who: Any) -> None:
         if self.manner.simulated and self.config.on_error == "stop":
             raise RunError(f"{type(self.method).__name__}: {told}")
-        self.note(f"{told}; going on without it")
+        self.note(f"{told}; going on without it", **who)
 
     def _aggregate(self, happened: Round, answers: list[Answer]) -> None:
         """The server's next state; one that breaks an invariant is not taken."""
@@ -507,10 +546,10 @@ class Server:
     def _who(self, client: int) -> str:
         return f"client {client}" if self.manner.simulated else f"site {self.roster.site(client)} (client {client})"
 
-    def _once(self, words: str) -> None:
+    def _once(self, words: str, **who: Any) -> None:
         if words not in self.told:
             self.told.add(words)
-            self.note(words)
+            self.note(words, **who)
 
 
 def _content(reply: Reply) -> RecordDict:

@@ -37,6 +37,7 @@ from fednh.data.dataset import Dataset
 from fednh.data.encoding import known as known_encoding
 from fednh.errors import Refused, UserError
 from fednh.flower import messages
+from fednh.flower.audit import site_log
 from fednh.flower.messages import Answer, Hello, Number, Order, Task
 from fednh.flower.policy import KEYS, Policy, read_policy
 from fednh.methods import Method
@@ -65,6 +66,11 @@ class Place:
     policy: Policy | None = None  # None in a simulation, where nobody but the user gives orders
     orders: Path = Path("orders.pub")  # the public key of who may give orders
     key: Path = Path("key")  # with which this site signs its replies
+
+    @property
+    def audit(self) -> Path:
+        """Its audit log."""
+        return site_log(self.home, _safe(self.site))
 
     @property
     def divided(self) -> bool:

@@ -183,7 +183,15 @@ class RunFolder:
 
 def _of_a_beginning(path: Path) -> bool:
     """Whether a file is one that a run leaves which was killed before its config was written: it can start again."""
-    names = (".lock", "environment.json", "partition.json", "federation.log", fingerprint.FILE, fingerprint.WEIGHTS)
+    names = (
+        ".lock",
+        "environment.json",
+        "partition.json",
+        "federation.log",
+        "audit.jsonl",
+        fingerprint.FILE,
+        fingerprint.WEIGHTS,
+    )
     return path.name in names or path.suffix == ".tmp"
 
 

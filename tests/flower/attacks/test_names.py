@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 from flwr.app import ConfigRecord, Message
+from flwr.proto.node_pb2 import NodeInfo
 from test_parity import small
-from wire import Wire, serve
+from wire import Wire, deployed, serve, server_identity
 
 from fednh.errors import UserError
 from fednh.flower import notes
@@ -140,3 +144,43 @@ def test_the_screen_shows_sentences(tmp_path: Path) -> None:
     local._show()
     assert shown == ["going on after round 3", 'site "Köln" cannot take part: no \\x1b data']
     assert local.hopeless[1] == shown[1]
+
+
+class Registered(Wire):
+    """A Grid that knows the nodes' registered keys, as Flower's does."""
+
+    keys: dict[int, bytes]
+
+    def get_nodes(self) -> list[NodeInfo]:
+        return [NodeInfo(node_id=node, public_key=self.keys.get(node, b"")) for node in self.nodes]
+
+
+def test_who_cannot_take_part_is_named(tmp_path: Path) -> None:
+    """By the registered key, else by the name that it gives itself, else by its node."""
+    nodes: dict[int, dict[str, Any]] = {
+        k: {"partition-id": 0, "num-partitions": 3, "site": f"s{k}", "set": "mnist"} for k in (1, 2, 3)
+    }
+    nodes[4] = {"partition-id": 0, "num-partitions": 3, "site": "s4"}
+
+    def tamper(node: int, request: Message, reply: Message) -> Message:
+        if node == 3:
+            del cast(ConfigRecord, reply.content["said"])["site"]
+        return reply
+
+    made = deployed(tmp_path, nodes)
+    wire = Registered(nodes, made.app, tamper)
+    public = serialization.load_ssh_public_key((tmp_path / "sites/s1/key.pub").read_bytes())
+    form = (serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    wire.keys = {1: public.public_bytes(*form)}
+    config = small("fedavg", rounds=1, **{"partition.clients": 3, "participation.rate": 1.0})
+    notes = serve(config, wire, tmp_path / "run", enough=1, identity=server_identity(tmp_path)).notes
+    why = "cannot take part: refused: data.name = 'digits' is not read here"
+    blob = base64.b64decode((tmp_path / "sites/s1/key.pub").read_text().split()[1])
+    key = "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")  # as `ssh-keygen -l` has it
+    starts = (
+        f"site s1 (node 1, key {key}) {why}",
+        f"a site that calls itself s2 (node 2) {why}",
+        f"a site (node 3) {why}",
+    )
+    for start in starts:
+        assert sum(note.startswith(start) for note in notes) == 1, notes

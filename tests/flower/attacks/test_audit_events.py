@@ -1,0 +1,191 @@
+"""What sites and server write into their audit logs, against what really travelled; and the command that reads it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from test_parity import small
+from wire import Wire, deployed, serve, server_identity, travelled
+
+from fednh.flower import audit
+from fednh.flower.audit_report import check
+from forked import fednh
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Wire]:
+    """Two sites, two rounds; site s1 once answers a round wrongly."""
+    folder = tmp_path_factory.mktemp("fed")
+    nodes: dict[int, dict[str, Any]] = {
+        k + 1: {"partition-id": k, "num-partitions": 2, "site": f"s{k}"} for k in range(2)
+    }
+
+    def tamper(node: int, request: Message, reply: Message) -> Message:
+        if node == 2 and request.metadata.group_id == "2" and request.metadata.message_type == "train":
+            reply.content["more"] = ConfigRecord({"x": 1})
+        return reply
+
+    wire = deployed(folder, nodes, tamper)
+    settings = {"partition.clients": 2, "participation.rate": 1.0, "eval.every": 1, "federation.min_clients": 1}
+    config = small("fednh", rounds=2, **settings)
+    serve(config, wire, folder / "run", identity=server_identity(folder))
+    return folder, wire
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    found = audit.read(path)
+    assert found.problem is None
+    return found.lines
+
+
+def digest(record: ArrayRecord) -> str:
+    """By hand: every array's name, type, shape, form and length as JSON, a new line, its bytes."""
+    total = hashlib.sha256()
+    for name in sorted(record):
+        array = record[name]
+        head = json.dumps([name, array.dtype, list(array.shape), array.stype, len(array.data)])
+        total.update(head.encode() + b"\n" + array.data)
+    return total.hexdigest()
+
+
+def test_what_left_is_what_travelled(made: tuple[Path, Wire]) -> None:
+    folder, wire = made
+    rows = lines(folder / "state" / "audit" / "s0.jsonl")
+    replies = [r for q, r in wire.seen if q.metadata.dst_node_id == 1 and r is not None]
+    assert [row["event"] for row in rows] == ["asked", "joined", *["asked", "left"] * 3]
+    assert [row["kind"] for row in rows] == [k for k in ("query", "train", "train", "evaluate") for _ in range(2)]
+    left = [row for row in rows if row["event"] != "asked"]
+    for row, reply in zip(left, replies, strict=True):
+        assert {record["record"] for record in row["sent"]} == set(reply.content) - {"seal"}
+        for record in row["sent"]:
+            if record["record"] == "upload":
+                upload = cast(ArrayRecord, reply.content["upload"])
+                assert record["sha256"] == digest(upload)
+                assert record["names"] == {name: list(array.shape) for name, array in upload.items()}
+                assert record["bytes"] == sum(len(array.data) for array in upload.values())
+        assert cast(ConfigRecord, reply.content["said"])["audit"] == f"{row['line']}:{row['hash']}"
+    assert all(row["by"].startswith("the server, key SHA256:") for row in rows if row["event"] == "asked")
+    assert left[0]["told"] == {"classes": [str(k) for k in range(10)], "columns": {}, "statistics": 1}
+
+
+def test_the_server_has_the_same_in_its_own(made: tuple[Path, Wire]) -> None:
+    folder, _ = made
+    ours, theirs = lines(folder / "run" / "audit.jsonl"), lines(folder / "state" / "audit" / "s0.jsonl")
+    events = [row["event"] for row in ours]
+    assert events == ["asked", "joined", "joined", "asked", "took", "took", "asked", "took", "refused", *events[-4:]]
+    assert events[-4:] == ["asked", "took", "took", "finished"]
+    took = [row for row in ours if row["event"] == "took" and row["site"] == "s0"]
+    left = [row for row in theirs if row["event"] == "left"]
+    sums = [[{r["record"]: r["sha256"] for r in row["sent"]} for row in rows] for rows in (took, left)]
+    for mine, other in zip(*sums, strict=True):
+        assert {k: v for k, v in mine.items() if k != "said"} == {k: v for k, v in other.items() if k != "said"}
+    assert [row["head"] for row in took] == [f"{row['line']}:{row['hash']}" for row in left]
+    (refused,) = [row for row in ours if row["event"] == "refused"]
+    assert (refused["site"], refused["round"]) == ("s1", 2)
+    assert "refused" in refused["why"]
+    joined = [row for row in ours if row["event"] == "joined"]
+    assert [(row["site"], row["node"]) for row in joined] == [("s0", 1), ("s1", 2)]
+    assert all(row["key"].startswith("SHA256:") for row in joined)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 5])
+def test_lines_cut_off_the_end_are_found_by_what_the_server_knows(
+    cut: int, made: tuple[Path, Wire], tmp_path: Path
+) -> None:
+    folder, _ = made
+    logs = [folder / "run" / "audit.jsonl", folder / "state" / "audit" / "s0.jsonl"]
+    assert [problem for _, problem in check(logs)] == [None, None]
+    short = tmp_path / "s0.jsonl"
+    short.write_bytes(b"".join(logs[1].read_bytes().splitlines(keepends=True)[:-cut]))
+    assert audit.read(short).problem is None  # the chain alone cannot tell
+    (_, first), (_, second) = check([logs[0], short])
+    assert first is None
+    assert second is not None
+    assert "the end of the log was cut off" in second
+
+
+def test_orders_of_somebody_else_are_in_the_log(made: tuple[Path, Wire]) -> None:
+    """A message of another node, not signed by the server: refused, logged with who sent it and why."""
+    folder, wire = made
+    before = lines(folder / "state" / "audit" / "s1.jsonl")
+    request = next(q for q, _ in wire.seen if q.metadata.dst_node_id == 2)
+    forged = travelled(request)
+    del forged.content["seal"]
+    reply = wire.deliver(2, forged)
+    assert "not signed" in str(cast(ConfigRecord, reply.content["said"])["problem"])
+    (row,) = lines(folder / "state" / "audit" / "s1.jsonl")[len(before) :]
+    assert row["event"] == "refused"
+    assert row["why"] == "the order is not signed"
+    assert row["by"] == f"node {request.metadata.src_node_id}, which has not proven who it is"
+    again = wire.deliver(2, travelled(request))  # sent again as it was
+    assert "given before" in str(cast(ConfigRecord, again.content["said"])["problem"])
+    assert "given before" in lines(folder / "state" / "audit" / "s1.jsonl")[-1]["why"]
+
+
+def test_nothing_leaves_if_it_cannot_be_written_down(tmp_path: Path) -> None:
+    nodes: dict[int, dict[str, Any]] = {1: {"partition-id": 0, "num-partitions": 2, "site": "s0"}}
+    wire = deployed(tmp_path, nodes)
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "audit").write_text("a file where the folder should be")
+    from fednh.config import dump
+    from fednh.flower import messages
+    from fednh.flower.bounds import GREETING
+    from fednh.flower.mailbox import Letter
+    from fednh.flower.policy import for_sites
+
+    question = messages.question(dump(for_sites(small("fednh", **{"partition.clients": 2}))))
+    letter, content = server_identity(tmp_path).sign(Letter(1, "query", GREETING), question)
+    wire.push_messages([Message(content, letter.node, letter.kind, group_id="0")])
+    ((_, reply),) = wire.seen
+    assert reply is not None
+    said = cast(ConfigRecord, reply.content["said"])
+    assert set(reply.content) == {"said", "seal"}
+    assert set(said) == {"format", "problem", "site"}
+    assert said["problem"] == "FileExistsError; the site's own log says more"
+
+
+def test_the_command(made: tuple[Path, Wire], tmp_path: Path) -> None:
+    """A run folder, a folder of state, a site's folder; in words; exit code 1 and the line if it was changed."""
+    folder, _ = made
+    ended = fednh(["federation", "audit", str(folder / "run")], tmp_path / "io")
+    assert ended.code == 0, ended.stderr
+    assert "s0 joined (node 1, key SHA256:" in ended.stdout
+    assert "answers were taken" in ended.stdout
+    assert "round 2: the answer of site s1 (client 1) was refused" in ended.stdout
+    (tmp_path / "site.toml").write_text(f'site = "s0"\nstate = "{folder}/state"\n')
+    ended = fednh(["federation", "audit", str(tmp_path)], tmp_path / "io")
+    assert ended.code == 0, ended.stderr
+    assert "4 answers have left this site" in ended.stdout
+    assert "upload (the method's upload): 2 times in rounds 1 to 2" in ended.stdout
+    assert "prototypes (10, " in ended.stdout
+    assert "joined fednh as s0; sent its name, the names of 10 classes (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)" in ended.stdout
+    newest = audit.read(folder / "state" / "audit" / "s0.jsonl").head
+    changed = tmp_path / "audit.jsonl"
+    whole = (folder / "state" / "audit" / "s0.jsonl").read_bytes()
+    changed.write_bytes(whole.replace(b'"kind": "train"', b'"kind": "tr4in"', 1))
+    ended = fednh(["federation", "audit", str(changed)], tmp_path / "io")
+    assert ended.code == 1
+    assert ended.stderr.strip() == f"fednh: {changed}: line 3 was changed: it does not match its own hash"
+    changed.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
+    ended = fednh(["federation", "audit", str(changed), "--known", str(newest)], tmp_path / "io")
+    assert ended.code == 1
+    assert "line 8 is missing" in ended.stderr
+    for words, told in ((["--known", "x"], "LINE:HASH"), ([], "has no audit log")):
+        ended = fednh(["federation", "audit", str(tmp_path / "io"), *words], tmp_path / "io")
+        assert ended.code == 2
+        assert told in ended.stderr
+
+
+def test_a_simulation_has_no_audit_log(tmp_path: Path) -> None:
+    from wire import federate
+
+    wire, _ = federate(small("fedavg", rounds=1, **{"partition.clients": 2, "participation.rate": 1.0}), tmp_path)
+    assert list(tmp_path.rglob("audit*")) == []
+    for _, reply in wire.seen:
+        assert reply is not None
+        assert "audit" not in cast(RecordDict, reply.content)["said"]
