@@ -32,12 +32,12 @@ def main(grid: Grid, context: Context) -> None:
     federation = config.federation
     assert federation.folder is not None
     folder = RunFolder(Path(federation.folder))
-    keep_private(folder.path)
     manner = Manner(federation.timeout, federation.min_clients)
     identity = of_server(config, context.run_id)
     with folder.opened(config, "flower") as unfinished:
         if not unfinished:
             raise UserError(f"{folder.path} holds a finished run; move it away, or choose another federation.folder")
+        keep_private(folder.path)
         Server(config, grid, folder, LogWatcher(config.rounds), manner, identity=identity).run()
     log.info("run folder: %s", folder.path)
 
