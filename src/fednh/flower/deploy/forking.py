@@ -81,6 +81,7 @@ def _serve(job: Job) -> None:
     # Flower has no option for these two.
     setattr(superexec, "get_executor", lambda *_, **__: Forking(site=job.approved is not None))  # noqa: B010
     if job.approved is not None:
+        assert hasattr(clientapp, "install_from_fab"), "this Flower does not unpack apps where we check them"
         setattr(clientapp, "install_from_fab", _only_approved(Path(job.approved)))  # noqa: B010
     superexec.run_superexec(
         job.address,
