@@ -40,6 +40,10 @@ ELSEWHERE = {  # commands that need what only other tests have: the words that m
     ("federation", "init"): "tests/flower/test_scaffold.py",
     ("federation", "up"): "tests/flower/federations.py",
     ("federation", "certs"): "tests/flower/test_certs.py",
+    ("federation", "serve"): "tests/flower/test_certs.py",
+    ("federation", "join"): "tests/flower/test_approval.py",
+    ("federation", "run"): "tests/flower/test_approval.py",
+    ("federation", "approve"): "tests/flower/test_approval.py",
 }
 MAKE = {
     "test": "it runs this file",

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fednh.flower.deploy import scaffold
 
@@ -58,3 +59,16 @@ def test_systemd_judges_them_safe(units: list[Path]) -> None:
         level = re.search(r"Overall exposure level for \S+: ([\d.]+)", ended.stdout)
         assert level is not None, ended.stdout + ended.stderr
         assert float(level[1]) <= 2.0, ended.stdout
+
+
+def test_the_compose_files_commands_are_ours() -> None:
+    """It is untried, but it is YAML, it says that it is untried, and its commands exist."""
+    from test_documents import parse
+
+    folder = Path(__file__).parents[2] / "docs/examples/container"
+    assert all("Untried" in (folder / name).read_text() for name in ("compose.yaml", "Containerfile"))
+    services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
+    for name in ("server", "site"):
+        parse([str(word) for word in services[name]["command"]])
+        assert services[name]["cap_drop"] == ["ALL"]
+    assert services["server"]["ports"] == ["8443:8443"], "the SuperLink's own port is not published"

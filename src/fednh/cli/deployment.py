@@ -95,5 +95,5 @@ def approve(
     typer.echo(f"holds {', '.join(app.files)}")
     for site in sites:
         approval.approve(site.folder / approval.NAME, app.hash)
-    typer.echo(f"approved in {len(sites)} folders of sites; a site that has its folder already: ")
+    typer.echo(f"approved in the folders of {len(sites)} sites; at a site that has its folder already:")
     typer.echo(f"fednh federation approve SITE {app.hash}")

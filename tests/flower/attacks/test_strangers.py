@@ -263,8 +263,7 @@ def attempts(world: World, fed: Path, homes: dict[str, Path], logs: dict[str, Pa
         words = " ".join(f"'{word}'" for word in (sys.executable, world.folder / "acquire.py", address, *root))
         code, said = world.run(who, words, world.folder, 120)
         assert code != 0
-        assert "authentication failed" in said.lower(), said
-        assert "TASK" not in said.replace("AcquireTask", "")
+        assert "401 Unauthorized" in said, said
     assert list(world.marks.iterdir()) == [], "code of a stranger has run"
 
 
@@ -281,7 +280,7 @@ def unapproved(world: World, fed: Path, logs: dict[str, Path]) -> None:
     """The server's owner, or whoever has become that, sends another app: the server runs it, the sites do not."""
     place = world.folder / "owner"
     app = connect(place, "127.0.0.1:8000", fed / "certs/ca.crt")
-    code, said = world.run(SERVER, f"export FLWR_HOME='{place}/home'; flwr run '{app}' there --stream", place, 300)
+    _, said = world.run(SERVER, f"export FLWR_HOME='{place}/home'; flwr run '{app}' there --stream", place, 300)
     assert "EVIL ASKS 2" in said, said
     assert said.count("EVIL HEARS") == 2
     assert said.count(f"has not approved the app {approval.app_of(app).hash}") == 2, said
