@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from fednh.data.dataset import Dataset
 from fednh.data.images import MEAN, STD, SUFFIXES, decode_all
 from fednh.data.sources.options import Options, in_order, numbered
+from fednh.data.walk import walk
 from fednh.errors import UserError
 
 ASIDE = ("val", "valid", "validation")  # beside train and test: left out
@@ -94,16 +95,13 @@ def listing(root: Path, options: Options) -> tuple[list[Listed], list[str]]:
 
 
 def _files(root: Path) -> tuple[list[str], int]:
-    """Images by relative name in a stable order, and how many other files there are; hidden ones are not seen."""
+    """Images by relative name in a stable order, links followed, and how many other files; hidden ones are not seen."""
     names, others = [], 0
-    for folder, inner, files in os.walk(root):
-        inner[:] = [name for name in inner if not name.startswith(".")]
-        here = Path(folder).relative_to(root)
-        for file in files:
-            if file.lower().endswith(SUFFIXES) and not file.startswith("."):
-                names.append((here / file).as_posix())
-            else:
-                others += not file.startswith(".")
+    for file in walk(root):
+        if file.name.lower().endswith(SUFFIXES):
+            names.append(file.relative_to(root).as_posix())
+        else:
+            others += 1
     return sorted(names), others
 
 
@@ -144,7 +142,7 @@ def _images(
     facts = [[i.name, s.st_size, s.st_mtime_ns] for i, s in zip(listed, stats, strict=True)]
     place = Path(os.environ.get("FEDNH_CACHE") or platformdirs.user_cache_dir("fednh")) / "images"
     whose = f"{_digest(str(root.resolve()))}-{'auto' if size is None else f'{size[0]}x{size[1]}'}"
-    file = place / f"{whose}-{_digest(json.dumps([1, facts]))}.npz"
+    file = place / f"{whose}-{_digest(json.dumps([2, facts]))}.npz"
     with suppress(OSError, ValueError, KeyError, EOFError), np.load(file, allow_pickle=False) as kept:
         if len(kept["x"]) == len(listed):
             return kept["x"], tuple(str(note) for note in kept["notes"])

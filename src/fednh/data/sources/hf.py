@@ -17,6 +17,7 @@ from fednh.data.dataset import Dataset
 from fednh.data.images import MEAN, STD, decode_all
 from fednh.data.sources import tables
 from fednh.data.sources.options import Options, in_order, numbered
+from fednh.data.walk import walk
 from fednh.errors import UserError
 
 
@@ -50,7 +51,7 @@ def _local(datasets: Any, path: Path, scratch: str) -> dict[str, Any]:
         return dict(datasets.load_from_disk(str(path)))
     if (path / "state.json").exists():
         return {"train": datasets.load_from_disk(str(path))}
-    files = [path] if path.suffix == ".parquet" else sorted(path.rglob("*.parquet"))
+    files = [path] if path.suffix == ".parquet" else [file for file in walk(path) if file.suffix == ".parquet"]
     if not files:
         raise UserError(f"{path} holds neither a saved data set nor Parquet files")
     groups: dict[str, list[str]] = {}
