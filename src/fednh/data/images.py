@@ -1,4 +1,7 @@
-"""Image files as arrays: JPEG and PNG of any size and kind, turned upright, resized as a whole, decoded in parallel."""
+"""Image files as arrays: JPEG and PNG of any size and kind, turned upright, resized as a whole, decoded in parallel.
+
+One way for training and prediction, for files, PIL images and arrays; `recipe` says in a model's card what it is.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +22,7 @@ from fednh.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 GREY = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
+FILTER = "BILINEAR"  # of Pillow, which widens it when an image shrinks
 KEPT = 64  # images that are all alike and no larger keep their size
 DEFAULT = (32, 32)  # else they get this one, the paper's
 # Fixed, not measured: nothing is learned from anybody's images, and all sites agree without a word.
@@ -33,8 +37,7 @@ A = TypeVar("A")
 def decode(source: Source, size: tuple[int, int], channels: int) -> NDArray[np.uint8]:  # (H, W, C)
     """One image, upright, as a whole resized to (height, width); raises what PIL raises."""
     with Image.open(_opened(source)) as image:
-        grey = image.mode in GREY
-        image.draft("L" if grey else "RGB", (size[1], size[0]))  # a JPEG need not be decoded larger than wanted
+        # Decoded in full: Image.draft would be faster for large JPEG, but gives other pixels than the decoded image.
         return fitted(image, size, channels)
 
 
@@ -43,10 +46,19 @@ def fitted(image: Image.Image, size: tuple[int, int], channels: int) -> NDArray[
     upright = ImageOps.exif_transpose(image)
     if upright.mode.startswith("I;16") or upright.mode == "I":  # 16 bits: the upper eight are kept
         upright = Image.fromarray((np.asarray(upright).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
-    upright = upright.convert("L" if channels == 1 else "RGB")
+    upright = upright.convert(_mode(channels))
     if upright.size != (size[1], size[0]):
-        upright = upright.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+        upright = upright.resize((size[1], size[0]), Image.Resampling[FILTER])
     return np.asarray(upright, np.uint8).reshape(*size, channels)
+
+
+def recipe(channels: int) -> dict[str, Any]:
+    """What `fitted` does, for the card: Pillow's names, so that it can be done without fednh."""
+    return {"upright": "exif_transpose", "mode": _mode(channels), "filter": FILTER, "rule": "stretch", "draft": False}
+
+
+def _mode(channels: int) -> str:
+    return "L" if channels == 1 else "RGB"
 
 
 def decode_all(

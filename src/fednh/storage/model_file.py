@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from fednh import __version__
 from fednh.config import Config, build_method, explain
 from fednh.core.tree import Tree
+from fednh.data.images import recipe
 from fednh.errors import UserError
 from fednh.methods import Method
 from fednh.models import Net, build_net
@@ -86,6 +87,8 @@ def card_of(
     config: Config, net: Net, shape: tuple[int, ...], classes: tuple[str, ...], data: str, preprocessing: dict[str, Any]
 ) -> dict[str, Any]:
     """What a saved model must say about itself to be used elsewhere."""
+    if preprocessing.get("kind") == "image":
+        preprocessing = {**preprocessing, "resize": recipe(shape[0])}
     return {
         "format": FORMAT,
         "fednh": __version__,
@@ -100,6 +103,7 @@ def card_of(
             "seed": config.seed,
             "rounds": config.rounds,
             "precision": config.precision,
+            **({"encoding": config.data.encoding} if config.data.encoding else {}),
         },
     }
 

@@ -7,7 +7,6 @@ data had another range (the digits: 0 to 16), full brightness stays full brightn
 from __future__ import annotations
 
 import csv
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from fednh.data.dataset import Inputs
 from fednh.data.encoding import checked
 from fednh.data.images import decode, fitted
 from fednh.data.sources.tables import as_table, encode, read
+from fednh.data.walk import walk
 from fednh.errors import Notice, UserError
 from fednh.storage.model_file import Card
 
@@ -133,12 +133,10 @@ def _vectors(x: NDArray[Any], card: Card) -> NDArray[np.float32]:
 def _walk(folder: Path, failed: Callable[[str], None]) -> Iterator[Path]:
     """The image files below a folder, in a stable order, found as they are asked for."""
     found = False
-    for place, folders, files in os.walk(folder):
-        folders.sort()
-        for name in sorted(files):
-            if name.lower().endswith(IMAGES):
-                found = True
-                yield Path(place) / name
+    for file in walk(folder, failed, hidden=True):
+        if file.name.lower().endswith(IMAGES):
+            found = True
+            yield file
     if not found:
         failed(f"{folder} holds no image files ({', '.join(IMAGES)})")
 
