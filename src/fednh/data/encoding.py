@@ -22,6 +22,8 @@ def known(name: str) -> bool:
 
 def checked(path: Path, encoding: str | None) -> str:
     """The encoding to read a file by, after all of it proved to be that."""
+    if encoding and not known(encoding):
+        raise UserError(f"{path}: {encoding!r} is not an encoding that Python knows")
     name = codecs.lookup(encoding).name if encoding else "utf-8"
     decoder = codecs.getincrementaldecoder(name)()
     line, start = 1, b""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from fednh.report.sheet import Cell, Sheet
 
@@ -22,15 +24,27 @@ _LATEX = {
 }
 
 
-def to_rich(sheet: Sheet, width: int) -> Table:
+class Titled(Table):
+    """A table whose title and note are as wide as the terminal, however narrow its columns are."""
+
+    above, below = Text(), Text()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.above
+        yield from super().__rich_console__(console, options)
+        if self.below:
+            yield self.below
+
+
+def to_rich(sheet: Sheet, width: int) -> Titled:
     """For a terminal of a width: the best bold, the second underlined. Nothing is cut off, however narrow it is."""
-    table = Table(title=escape(sheet.title), title_justify="left", pad_edge=False)
+    table = Titled(pad_edge=False)
+    table.above, table.below = Text(sheet.title, "table.title"), Text(sheet.note, "table.caption")
     for name, left, wide in zip(sheet.columns, _left(sheet), _widths(sheet, width), strict=True):
         table.add_column(escape(name), justify="left" if left else "right", overflow="fold", width=wide)
     style = {0: "", 1: "bold", 2: "underline"}
     for row in sheet.rows:
         table.add_row(*(f"[{style[c.place]}]{escape(c.text)}[/]" if c.place else escape(c.text) for c in row))
-    table.caption, table.caption_justify = escape(sheet.note), "left"
     return table
 
 

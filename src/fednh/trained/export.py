@@ -27,9 +27,11 @@ from torch import Tensor, nn
 from fednh.core import novelty
 from fednh.core.tree import Tree
 from fednh.data.dataset import Inputs
-from fednh.data.sources import default_folder, load
+from fednh.data.sources import default_folder, load, tables
+from fednh.data.sources.options import Options
 from fednh.errors import UserError
 from fednh.storage.files import keep, make_folder
+from fednh.storage.model_file import Card
 from fednh.trained import inputs
 from fednh.trained.model import Model
 
@@ -80,20 +82,33 @@ def export(model: Model, form: str, path: Path) -> dict[str, Any]:
 
 def real_samples(model: Model) -> tuple[Inputs, str]:
     """Inputs to compare on: of the data that the model was trained on, where they are at hand."""
-    name = str(model.card.trained_on.get("data", ""))
+    name, why = str(model.card.trained_on.get("data", "")), "the training data are not here"
     try:
-        data = load(name, default_folder())
-        x = data.x_test if len(data.x_test) else data.x_train
+        x = _raw(model.card, name)
         return inputs.samples(x[:: max(1, len(x) // 100)][:100], model.card), f"samples of {name}"
-    except UserError:
-        pass
+    except UserError as error:
+        if Path(name.partition(":")[2] or "-").exists():
+            why = f"the training data cannot be read: {error}"
     how, shape = model.card.preprocessing, model.card.shape
     rng = np.random.default_rng(0)
     sizes = (64, *shape[1:], shape[0]) if inputs.is_image(model.card) else (64, *shape)
     drawn = (rng.normal(size=sizes) * how.std + how.mean) * how.scale
     if inputs.is_image(model.card):
-        return np.clip(drawn, 0, 255).astype(np.uint8), "random images (the training data are not here)"
-    return drawn.astype(np.float32), "random vectors (the training data are not here)"
+        return np.clip(drawn, 0, 255).astype(np.uint8), f"random images ({why})"
+    return drawn.astype(np.float32), f"random vectors ({why})"
+
+
+def _raw(card: Card, name: str) -> Any:
+    """Samples of the training data; of a table its columns are enough, whichever one the label was."""
+    how, (kind, _, path) = card.preprocessing.model_extra or {}, name.partition(":")
+    if inputs.is_table(card) and kind in ("csv", "parquet"):
+        return tables.vectors(tables.read(Path(path), card.trained_on.get("encoding")), how)
+    if kind == "py":
+        raise UserError("a model file may come from anybody, and names no code to run")
+    size = how.get("size")
+    options = Options(size=tuple(size) if size else None, classes=card.classes if kind == "folder" else ())
+    data = load(name, default_folder(), options)
+    return data.x_test if len(data.x_test) else data.x_train
 
 
 Runner = Callable[[Inputs], list[Any]]

@@ -44,7 +44,7 @@ BUILTIN: dict[str, tuple[str, Callable[[], Dataset]]] = {
 
 
 class Available(NamedTuple):
-    """One line of `fednh data list`."""
+    """One line of `fednh datasets`."""
 
     name: str
     description: str
