@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_rounds import run_config
+from wire import federate
 
 from conftest import same, tiny_dataset
 from fednh.config import Config, load
 from fednh.core.federation import build_federation
 from fednh.core.seeding import torch_rng
 from fednh.storage.files import read_tree
-from flower.wire import federate
 
 EXECUTORS = ("loop", "vmap", "flower")
 every_executor = pytest.mark.parametrize("executor", EXECUTORS)

@@ -160,14 +160,30 @@ def test_samples_are_counted(tmp_path: Path) -> None:
 
 
 def test_dropout(tmp_path: Path) -> None:
-    config = load("digits", {**SMALL, "participation.dropout": 0.5})
-    _, summary, told = run_config(tmp_path / "r", config)
-    for record in told.records:
-        picked = picked_clients(config, record["round"])
-        dropped = dropped_clients(config, record["round"], picked)
-        assert record["dropped"] == dropped
-        assert record["clients"] == sorted(set(picked) - set(dropped))
-    assert summary["dropped"] == sum(len(r["dropped"]) for r in told.records) > 0
+    """Who drops out is picked, but neither trains nor uploads: the server is the mean of the others' models."""
+    config = load("digits", {**SMALL, "participation.dropout": 0.5, "method.name": "fedavg", "rounds": 1})
+    simulation, summary, told = run_config(tmp_path / "r", config)
+    (record,) = told.records
+    dropped, clients = set(record["dropped"]), set(record["clients"])
+    assert len(dropped) + len(clients) == 4, "half of eight clients are picked"
+    assert dropped
+    assert clients
+    assert not dropped & clients
+    assert summary["dropped"] == len(dropped)
+    assert simulation.store.members == sorted(clients)
+    assert record["bytes_down"] * len(clients) == record["bytes_up"] * 4, "all are sent the model, some send one back"
+    kept = [simulation.store.get(k)["head.weight"] for k in clients]
+    torch.testing.assert_close(simulation.server["head.weight"], torch.stack(kept).mean(0))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.2, 0.9, 1.0])
+def test_so_many_drop_out(rate: float) -> None:
+    """Of 20,000 picked; five standard deviations of a coin of this weight."""
+    config = load("digits", {"participation.dropout": rate})
+    everybody = list(range(100, 120))
+    drops = [dropped_clients(config, t, everybody) for t in range(1, 1001)]
+    assert abs(sum(map(len, drops)) - 20_000 * rate) <= 5 * (20_000 * rate * (1 - rate)) ** 0.5
+    assert all(set(some) <= set(everybody) for some in drops)
 
 
 def test_when_all_drop_the_server_stays(tmp_path: Path) -> None:
@@ -361,7 +377,43 @@ def test_in_order_keeps_order_and_bounds_what_is_under_way() -> None:
     "aggregator", ["median", *(pytest.param(a, marks=pytest.mark.soak) for a in ("mean", "trimmed_mean", "norm_clip"))]
 )
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_runs_with_every_aggregator(method: str, aggregator: str, tmp_path: Path) -> None:
-    _, summary, _ = play(tmp_path / "r", method__name=method, aggregator=aggregator, rounds=2)
+def test_every_method_runs_with_every_aggregator(
+    method: str, aggregator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the clients of the last round uploaded, averaged by NumPy, is the server's model."""
+    seen: list[tuple[Tree, list[Tree]]] = []
+    usual = Simulation._uploads
+
+    def remembering(self: Simulation, *args: Any) -> Iterator[Tree]:
+        seen.append((self.server, []))
+        for upload in usual(self, *args):
+            seen[-1][1].append({name: value.clone() for name, value in upload.items()})
+            yield upload
+
+    monkeypatch.setattr(Simulation, "_uploads", remembering)
+    simulation, summary, _ = play(tmp_path / "r", method__name=method, aggregator=aggregator, rounds=2)
     assert summary["refused"] == 0
-    assert summary["pm_l"] > 20
+    before, uploads = seen[-1]
+    assert len(uploads) == 4
+    special = (*simulation.method.by_class, *simulation.method.marks)
+    names = [name for name in uploads[0] if name in before and name not in special]
+    assert bool(names) != (method in ("local", "fedproto")), "these two upload no weights"
+    for name, value in averaged(aggregator, before, uploads, names).items():
+        np.testing.assert_allclose(simulation.server[name].numpy(), value, rtol=1e-4, atol=1e-5, err_msg=name)
+        assert not torch.equal(simulation.server[name], before[name]), name
+    if method == "local":
+        identical(simulation.server, before)
+
+
+def averaged(aggregator: str, before: Tree, uploads: list[Tree], names: list[str]) -> dict[str, np.ndarray]:
+    """Four uploads: the trimmed mean is that of the middle two; norm_clip cuts moves to the second shortest."""
+    rows = {name: np.stack([tree[name].double().numpy() for tree in uploads]) for name in names}
+    if aggregator == "norm_clip":
+        moves = {name: rows[name] - before[name].double().numpy() for name in names}
+        norms = [float(np.sqrt(sum((move[k] ** 2).sum() for move in moves.values()))) for k in range(4)]
+        shrink = [min(1.0, sorted(norms)[1] / norm) for norm in norms] if names else []
+        clipped = {name: sum(s * move[k] for k, s in enumerate(shrink)) / 4 for name, move in moves.items()}
+        return {name: before[name].double().numpy() + clipped[name] for name in names}
+    if aggregator == "mean":
+        return {name: row.mean(0) for name, row in rows.items()}
+    return {name: np.sort(row, 0)[1:3].mean(0) for name, row in rows.items()}  # of four, the median is the same
