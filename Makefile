@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@echo "make demo    four methods on handwritten digits, with a report, in under two minutes"
 	@echo "make test    lint, types and tests, in under six minutes"
-	@echo "make soak    the long versions of the tests"
+	@echo "make soak    the long versions of the tests, and mutations that the tests must see"
 	@echo "make bench   speed and memory as ratios, in under ten minutes on an idle machine"
 	@echo "make docs    the documents as a site, in site/"
 	@echo "make clean   remove .venv, caches and the demo's run folders"
@@ -47,6 +47,7 @@ unit: setup
 
 soak: setup
 	@$(BIN)/python -m pytest -m soak
+	@$(BIN)/python tests/mutations/run.py
 
 bench: setup
 	@$(BIN)/python -m benchmarks
