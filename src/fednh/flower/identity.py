@@ -42,8 +42,7 @@ class Identity:
         """Let a key speak for a site from now on; what is against it, in words, or None."""
         if (known := self._known(site)) is not None and known != key:
             return f"a node with another key than that of site {site} says that it is site {site}; it is left out"
-        others = [name for name in self.keys if self._known(name) == key and name != site]
-        if others:
+        if others := sorted(name for name in {*self.keys, *self._filed()} - {site} if self._known(name) == key):
             return f"a node with the key of site {others[0]} says that it is site {site}; it is left out"
         self.keys[site] = key
         return None
@@ -60,6 +59,10 @@ class Identity:
         if self.sites is not None and signing.is_plain(site):
             filed = signing.known_site_key(self.sites / site / "key.pub")
         return filed or self.keys.get(site)
+
+    def _filed(self) -> list[str]:
+        """Sites whose keys are in the federation's folder, whether they have come yet or not."""
+        return [] if self.sites is None else [path.parent.name for path in self.sites.glob("*/key.pub")]
 
     def _envelope(self, letter: Letter) -> signing.Envelope:
         where = (letter.kind, str(letter.round), letter.node, letter.site, letter.counter)
