@@ -129,6 +129,22 @@ def up(
 
 
 @federation_app.command()
+def status(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The federation's folder, or its run folder.")],
+) -> None:
+    """Show the sites of a federation: names, keys, when each last answered, and in which rounds it took part."""
+    need_extra()
+    from fednh.flower.status import lines, of
+    from fednh.words import one_line
+
+    rows, said = of(folder.absolute())
+    for line in lines(rows):
+        typer.echo(line)
+    for sentence in said:
+        typer.echo(one_line(sentence))
+
+
+@federation_app.command()
 def audit(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="A site's folder, a federation's folder, or a run folder.")

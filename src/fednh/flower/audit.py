@@ -107,17 +107,18 @@ def append(path: Path, event: str, **facts: Any) -> Head:
 
 
 class Writer:
-    """Appends to one log, or to none: a simulation has no log."""
+    """Appends to one log, or to none: a simulation has no log. Every line has Flower's number of the `run`."""
 
-    def __init__(self, path: Path | None):
-        self.path = path
+    def __init__(self, path: Path | None, run: int = 0):
+        self.path, self.run = path, run
 
     def __call__(self, event: str, **facts: Any) -> None:
         if self.path is None:
             return
         if "sent" in facts:
             facts["sent"] = contents(facts["sent"])
-        append(self.path, event, **{key: value for key, value in facts.items() if value not in (None, "")})
+        facts = {key: value for key, value in facts.items() if value not in (None, "")}
+        append(self.path, event, run=self.run, **facts)
 
 
 def _next(file: int, event: str, facts: dict[str, Any]) -> tuple[bytes, Head]:
@@ -171,7 +172,9 @@ def _end(file: int) -> tuple[Head, bytes]:
 
 def read(path: Path) -> Log:
     """The log, its chain checked line by line; it ends where the chain does."""
-    *raw, torn = path.read_bytes().split(b"\n")
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # a line that is being written is waited for
+        *raw, torn = file.read().split(b"\n")
     lines: list[dict[str, Any]] = []
     last, pieces = START, list[bytes]()  # the last good hash; what lies behind it that is no line
     for number, text in enumerate(raw, 1):

@@ -15,6 +15,7 @@ from typing import Any
 from fednh.errors import UserError
 from fednh.flower.audit import SERVER, Head, Log, read, server_log
 
+TRIAL = "trial"  # the folder of what `up --local` keeps
 MOST = 20  # refusals that are shown in full
 
 RECORDS = {  # what a message's records are to a person
@@ -41,8 +42,8 @@ def find(folder: Path) -> list[Path]:
 
         config, sites = scaffold.read(folder)
         found.append(server_log(Path(str(config.federation.folder))))
-        for site in sites:
-            found += sorted(_state(site.folder).glob("audit/*.jsonl"))
+        for site in [*(site.folder for site in sites), *(path.parent for path in folder.glob(f"{TRIAL}/*/site.toml"))]:
+            found += sorted(_state(site).glob("audit/*.jsonl"))
     found = [path for path in dict.fromkeys(found) if path.is_file()]
     if not found:
         raise UserError(
@@ -73,11 +74,15 @@ def check(paths: Iterable[Path], known: Sequence[Head] = ()) -> list[tuple[Log, 
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read ({error.strerror})") from error
     theirs = [row for log in logs for row in log.lines if "head" in row]
-    found = []
-    for log in logs:
-        heads = [head for row in theirs if row["site"] == owner(log) and (head := Head.read(row["head"]))]
-        found.append((log, log.problem or log.lacks([*known, *heads])))
-    return found
+    return [(log, log.problem or log.lacks([*known, *_known_of(log, theirs)])) for log in logs]
+
+
+def _known_of(log: Log, rows: Sequence[dict[str, Any]]) -> list[Head]:
+    """The lines of a log that the server knows of. Of a trial on one machine only those of runs that it has part in."""
+    runs = {row.get("run") for row in log.lines}
+    trial = TRIAL in log.path.parts
+    mine = [row for row in rows if row["site"] == owner(log) and (not trial or row.get("run") in runs)]
+    return [head for row in mine if (head := Head.read(row["head"]))]
 
 
 def owner(log: Log) -> str | None:

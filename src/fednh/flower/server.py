@@ -98,7 +98,8 @@ class Server:
         self.arrivals: list[tuple[int, Hello]] = []
         self.told: set[str] = set()
         self.again: dict[int, float] = {}  # node -> when one that cannot take part is asked again
-        self.events = audit.Writer(None if manner.simulated else audit.server_log(folder.path))
+        path = None if manner.simulated else audit.server_log(folder.path)
+        self.events = audit.Writer(path, 0 if identity is None else identity.run)
         self.fed = federation
 
     task: Task | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from pathlib import Path
@@ -189,3 +190,37 @@ def test_a_simulation_has_no_audit_log(tmp_path: Path) -> None:
     for _, reply in wire.seen:
         assert reply is not None
         assert "audit" not in cast(RecordDict, reply.content)["said"]
+
+
+def test_who_takes_part(made: tuple[Path, Wire], tmp_path: Path) -> None:
+    """`fednh federation status`: names, keys as `ssh-keygen -l` shows them, the last answer, rounds; refusals."""
+    folder, _ = made
+    ended = fednh(["federation", "status", str(folder / "run")], tmp_path / "io")
+    assert ended.code == 0, ended.stderr
+    header, first, second, *rest = ended.stdout.splitlines()
+    assert header.split("  ")[0].strip() == "site"
+    blob = base64.b64decode((folder / "sites/s1/key.pub").read_text().split()[1])
+    key = "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
+    took = [row["time"] for row in lines(folder / "run" / "audit.jsonl") if row["event"] == "took"]
+    day, hour = took[-1][:10], took[-1][11:19]
+    assert first.split()[0] == "s0"
+    assert first.split()[-2:] == ["2", "2"]  # in two rounds, the last is round 2
+    assert second.split() == ["s1", key, "2", "unknown", day, hour, "UTC", "1", "1"]
+    assert rest == []  # it was refused once, and has answered since
+    ended = fednh(["federation", "status", str(tmp_path)], tmp_path / "io")
+    assert ended.code == 2
+    assert "knows of no site" in ended.stderr
+
+
+def test_status_before_anything_has_begun(tmp_path: Path) -> None:
+    """Sites and their keys are in the folder; no SuperLink answers, which is said."""
+    from fednh.flower.deploy import certificates, scaffold
+
+    sites = scaffold.write(tmp_path / "fed", 2, [], {})
+    certificates.make(tmp_path / "fed", [site.name for site in sites])
+    ended = fednh(["federation", "status", str(tmp_path / "fed")], tmp_path / "io")
+    assert ended.code == 0, ended.stderr
+    rows = [line.split() for line in ended.stdout.splitlines()]
+    assert [row[0] for row in rows[1:3]] == ["site-1", "site-2"]
+    assert all(row[1].startswith("SHA256:") and row[4] == "never" for row in rows[1:3])
+    assert ended.stdout.splitlines()[3].startswith("no SuperLink answers at 127.0.0.1:")

@@ -1,0 +1,197 @@
+"""Who takes part in a federation: names, keys, when each was last heard of, in which rounds its uploads were used.
+
+What the server knows is in its run folder: the membership in the newest checkpoint, and times in its audit log. Where a
+SuperLink answers at the address of the federation's folder, Flower's list of nodes is laid beside it, by key.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from fednh.errors import UserError
+from fednh.flower import audit
+from fednh.flower.keys import fingerprint, fingerprint_of_pem
+
+HEADER = ("site", "key", "node", "state", "last answer", "rounds", "last round")
+
+
+@dataclass
+class Standing:
+    """One site, or a node that no site's key explains."""
+
+    site: str
+    key: str = ""  # its fingerprint, as `ssh-keygen -l` shows it
+    node: int | None = None
+    state: str = "unknown"  # Flower's word: registered, online, offline
+    seen: str = ""  # when its last answer came
+    rounds: list[int] = field(default_factory=list)
+    refused: str = ""  # the newest reason
+
+    def cells(self) -> tuple[str, ...]:
+        last = str(self.rounds[-1]) if self.rounds else "-"
+        node = "-" if self.node is None else str(self.node)
+        return self.site, self.key or "-", node, self.state, self.seen or "never", str(len(self.rounds)), last
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node as Flower lists it."""
+
+    number: int
+    state: str
+    key: str  # fingerprint; empty: it has none
+
+
+def of(folder: Path) -> tuple[list[Standing], list[str]]:
+    """The sites of a federation's folder or a run folder, and what else there is to say."""
+    run, files = _places(folder)
+    rows = {site: Standing(site, fingerprint(_read(path))) for site, path in files.items()}
+    for member in _membership(run):
+        row = rows.setdefault(str(member["site"]), Standing(str(member["site"])))
+        row.rounds, row.key = list(member.get("rounds", [])), row.key or fingerprint(str(member.get("key", "")))
+    _add_times(rows, run)
+    if not rows:
+        raise UserError(f"{folder} knows of no site: give a federation's folder, or the run folder of a federation")
+    nodes, said = _listed(folder)
+    for node in nodes:
+        whose = [row for row in rows.values() if node.key and row.key == node.key]
+        row = whose[0] if whose else rows.setdefault(f"node {node.number}", Standing("(unknown)", node.key))
+        row.node, row.state = node.number, node.state
+    ordered = sorted(rows.values(), key=lambda row: (row.site.startswith("("), row.site))
+    return ordered, [*said, *(f"{row.site}: last refused: {row.refused}" for row in ordered if row.refused)]
+
+
+def lines(rows: Sequence[Standing]) -> Iterator[str]:
+    """A plain table."""
+    cells = [HEADER, *(row.cells() for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADER))]
+    for line in cells:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+
+
+# --- what the server knows ------------------------------------------------------------------------------------------
+
+
+def _places(folder: Path) -> tuple[Path, dict[str, Path]]:
+    """The run folder, and the sites' public keys by name."""
+    if (folder / "pyproject.toml").is_file():
+        from fednh.flower.deploy import scaffold
+
+        config, sites = scaffold.read(folder)
+        return Path(str(config.federation.folder)), {site.name: site.folder / "key.pub" for site in sites}
+    return folder, {}
+
+
+def _membership(run: Path) -> list[dict[str, Any]]:
+    """The sites of the newest checkpoint that can be read."""
+    for path in sorted(run.glob("checkpoints/round-*.json"), reverse=True):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["body"]["progress"]["sites"]
+            return found
+    return []
+
+
+def _add_times(rows: dict[str, Standing], run: Path) -> None:
+    """When each site was last heard of, from the server's audit log."""
+    if not audit.server_log(run).is_file():
+        return
+    for line in audit.read(audit.server_log(run)).lines:
+        site = line.get("site")
+        if not isinstance(site, str):
+            continue
+        row = rows.setdefault(site, Standing(site))
+        row.node = line.get("node") or row.node
+        row.key = row.key or str(line.get("key") or "")
+        if line["event"] in ("joined", "took"):
+            row.seen, row.refused = f"{line['time'][:19].replace('T', ' ')} UTC", ""
+        elif line["event"] == "refused":
+            row.refused = str(line.get("why"))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+
+
+# --- what Flower knows ----------------------------------------------------------------------------------------------
+
+
+def _listed(folder: Path) -> tuple[list[Node], list[str]]:
+    """Flower's nodes, where its server answers; and in words if it does not."""
+    tried = []
+    for home in (folder / ".flwr" / "local", folder / ".flwr"):
+        address = _address(home)
+        if address is None:
+            continue
+        if not _answers(address):
+            tried.append(address)
+            continue
+        try:
+            return _nodes(home), []
+        except Exception as error:  # Flower's client raises many kinds
+            return [], [f"the SuperLink at {address} does not list its nodes: {error}"]
+    return [], [f"no SuperLink answers at {' or '.join(tried)}: states and nodes are not known"] if tried else []
+
+
+def _address(home: Path) -> str | None:
+    """Where Flower's config says that the server listens."""
+    try:
+        links = tomllib.loads((home / "config.toml").read_text(encoding="utf-8"))["superlink"]
+        return str(links[links["default"]]["address"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with suppress(OSError, ValueError), socket.create_connection((host, int(port)), timeout=2):
+        return True
+    return False
+
+
+def _nodes(home: Path) -> list[Node]:
+    from flwr.cli.flower_config import read_superlink_connection
+    from flwr.cli.utils import init_http_client_from_connection
+    from flwr.proto.control_pb2 import ListNodesRequest
+
+    with _flower_home(home), redirect_stdout(StringIO()):  # it tells which connection it uses
+        client = init_http_client_from_connection(read_superlink_connection(None))
+        try:
+            answer = client.ListNodes(ListNodesRequest())
+        finally:
+            client.close()
+    return [
+        Node(info.node_id, _state(info), fingerprint_of_pem(info.public_key))
+        for info in answer.nodes_info
+        if info.status != "unregistered"
+    ]
+
+
+def _state(info: Any) -> str:
+    since = info.last_activated_at if info.status == "online" else info.last_deactivated_at
+    if not since:
+        return str(info.status)
+    return f"{info.status} since {datetime.fromisoformat(since).astimezone(UTC):%Y-%m-%d %H:%M:%S}"
+
+
+@contextmanager
+def _flower_home(home: Path) -> Iterator[None]:
+    before = os.environ.get("FLWR_HOME")
+    os.environ["FLWR_HOME"] = str(home)
+    try:
+        yield
+    finally:
+        os.environ.pop("FLWR_HOME")
+        os.environ |= {} if before is None else {"FLWR_HOME": before}
