@@ -15,7 +15,7 @@ import fednh
 from fednh.data.sources import load
 from fednh.data.sources.options import Options
 from fednh.trained import inputs
-from fednh.trained.export import export
+from fednh.trained.export import real_samples
 from forked import fednh as command
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "using-models.md"
@@ -136,12 +136,12 @@ def test_export_of_a_table_is_checked_on_its_training_data(tmp_path: Path) -> No
     settings = {"partition.name": "iid", "partition.clients": 1, "participation.rate": 1.0, "rounds": 1}
     data = {"data.name": f"csv:{file}", "data.label": "diagnosis", "data.encoding": "cp1252"}
     made = fednh.run({**data, **settings, "method.name": "fedavg"}, out=tmp_path / "run")
-    facts = export(made.model(), "torch", tmp_path / "m.pt2")
-    assert (facts["checked_on"], facts["samples"]) == (f"samples of csv:{file}", 30)
+    x, origin = real_samples(made.model())
+    assert (origin, x.shape) == (f"samples of csv:{file}", (30, 4))
+    assert x[:2].tolist() == [[0, 1, 0, 0], [1, 0, 1, 0]]
     file.write_text("other,columns\n1,2\n")
     assert (
-        "(the training data cannot be read: the table lacks the column"
-        in export(made.model(), "torch", tmp_path / "m.pt2")["checked_on"]
+        "random vectors (the training data cannot be read: the table lacks the column" in real_samples(made.model())[1]
     )
     file.unlink()
-    assert export(made.model(), "torch", tmp_path / "m.pt2")["checked_on"].endswith("(the training data are not here)")
+    assert real_samples(made.model())[1] == "random vectors (the training data are not here)"

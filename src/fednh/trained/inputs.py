@@ -46,7 +46,8 @@ def is_image(card: Card) -> bool:
 def samples(x: Any, card: Card) -> Inputs:
     """An array, or PIL images or paths of image files, one or many; of a table model a table, or a path of one."""
     if is_table(card) and (isinstance(x, str | Path) or hasattr(x, "__arrow_c_stream__")):
-        return _encoded(read(Path(x)) if isinstance(x, str | Path) else as_table(x), card, "the table")
+        path = isinstance(x, str | Path)
+        return _encoded(read(Path(x)) if path else as_table(x), card, str(x) if path else "the table")
     if isinstance(x, str | Path | Image.Image):
         x = [x]
     if isinstance(x, list | tuple) and x and all(isinstance(row, str | Path | Image.Image) for row in x):
