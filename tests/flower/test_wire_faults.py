@@ -245,3 +245,32 @@ def test_data_that_does_not_fit_is_told(tmp_path: Path) -> None:
     watcher = serve(config, deployed(tmp_path, nodes), tmp_path / "run", enough=3, identity=identity)
     assert any(note.startswith("site s2 cannot take part: its samples have shape (5,)") for note in watcher.notes)
     assert any("its data cannot be used" in note and "gone.npz" not in note for note in watcher.notes)
+
+
+def test_a_site_whose_data_change_between_rounds_says_so_in_its_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every message is a process of its own at a real site, so each reads the data anew; another run starts afresh."""
+    import numpy as np
+
+    from fednh.flower import site
+
+    rng, nodes = np.random.default_rng(0), {}
+    x, y = rng.normal(size=(40, 4)).astype(np.float32), np.arange(40) % 2
+    for k, name in enumerate(("north", "south")):
+        np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=y, classes=np.array(["a", "b"]))
+        nodes[k + 1] = {"data": str(tmp_path / f"{name}.npz"), "site": name}
+    more = {"participation.rate": 1.0, "data.classes": ["a", "b"]}
+
+    def changed(node: int, request: Message, reply: Message) -> Message:
+        if request.metadata.group_id == "1" and node == 2:
+            np.savez(tmp_path / "south.npz", x_train=x[:-1], y_train=y[:-1], classes=np.array(["a", "b"]))
+        site._federation.cache_clear()
+        return reply
+
+    config, identity = small("fedper", rounds=3, **more), server_identity(tmp_path)
+    serve(config, deployed(tmp_path, nodes, changed), tmp_path / "run", identity=identity)
+    told = [r.getMessage() for r in caplog.records if "are not those of the rounds before" in r.getMessage()]
+    assert len(told) == 1
+    assert "there were 40 training samples and are 39" in told[0] or "had 40 training samples and has 39" in told[0]
+    assert (tmp_path / "state" / "fednh" / "south" / "fingerprint.json").exists()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fednh.report.cells import rank, size
+from fednh.report.cells import percent, rank, size
 from fednh.report.sheet import Cell
 from fednh.report.stats import holm, paired, spread, worst_tenth
 
@@ -85,3 +85,8 @@ def test_the_best_is_first_and_nothing_better_is_unmarked(column: list[float | N
     for value, place in values:
         better = {v for v, _ in values if v > value}
         assert place == (len(better) + 1 if len(better) < 2 else 0)
+
+
+def test_shares_do_not_look_like_none_or_all() -> None:
+    written = {0.004: "0.4%", 0.0: "0%", 0.1: "10%", 0.125: "12.5%", 1.0: "100%", 0.9999: ">99.9%", 0.00005: "0.005%"}
+    assert {share: percent(share) for share in written} == written

@@ -19,7 +19,7 @@ from fednh.errors import UserError
 from fednh.methods import METHODS
 from fednh.storage.files import write_tree
 from fednh.storage.model_file import FORMAT, read_model, write_model
-from fednh.trained.model import find_model
+from fednh.trained.model import _listed, find_model
 
 DATA = digits()
 NAMES = np.array(DATA.classes)
@@ -106,7 +106,7 @@ def test_which_model_of_a_folder(finished: dict[str, Path], tmp_path: Path) -> N
     assert find_model(run) == run / "models/global.safetensors"
     assert find_model(run, 3) == run / "models/personal/client-000003.safetensors"
     for path, client, says in (
-        (run, 9, "no personal model of client 9; those that took part are 0 to 3"),
+        (run, 9, "no personal model of client 9; there are those of 0 to 3"),
         (finished["local"], None, "no global model"),
         (tmp_path, None, "holds no models"),
         (tmp_path / "nothing", None, "does not exist"),
@@ -210,3 +210,11 @@ def test_a_large_set_is_sampled(finished: dict[str, Path], monkeypatch: pytest.M
     assert found["samples"] == 100
     again = look(model.method, model.net, model.params, train, np.arange(len(train)), seed=0)
     assert found == again
+
+
+def test_numbers_in_words() -> None:
+    assert _listed([0, 1, 3, 5, 6]) == "0, 1, 3, 5 and 6"
+    assert _listed([0, 1, 2, 3, 5]) == "0 to 3 and 5"
+    assert _listed([4]) == "4"
+    assert _listed([0, 1, 2]) == "0 to 2"
+    assert _listed(list(range(0, 100, 2)), most=3) == "0, 2, 4 and more"

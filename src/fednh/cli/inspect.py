@@ -112,7 +112,7 @@ def _ends(classes: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _clients(facts: dict[str, Any]) -> Sheet:
-    from fednh.report.cells import word
+    from fednh.report.cells import percent, word
     from fednh.report.sheet import Sheet
 
     here, classes = facts["clients"], [row["class"] for row in facts["classes"]]
@@ -128,8 +128,8 @@ def _clients(facts: dict[str, Any]) -> Sheet:
     note = (
         f"{samples['least']:,} to {samples['most']:,} samples each (median {samples['median']:g}), of {owned['least']} "
         f"to {owned['most']} classes (median {owned['median']:g}). Mean over clients: Gini {here['gini']:.2f}, "
-        f"effective number of classes {here['effective_classes']:.1f}. Missing: {here['missing_share']:.0%} of all "
-        "pairs of client and class."
+        f"effective number of classes {here['effective_classes']:.1f}. Missing: {percent(here['missing_share'])} of "
+        "all pairs of client and class."
     )
     if len(here["names"]) > ROWS:
         note = f"The first {ROWS} of {len(here['names'])} clients. {note}"

@@ -2,6 +2,7 @@
 
 HOME/<federation>/<site>/state.round-000007.safetensors   what the client kept after round 7; never leaves this disk
 HOME/<federation>/<site>/personal.safetensors             its personal model, with the card that says how to use it
+HOME/<federation>/<site>/fingerprint.json                 what its data were, to notice when they change
 
 The server says which round's state to start from: the last one whose upload it took. So an order that comes twice, a
 server that starts again from a checkpoint, or an answer that came too late leave no trace in the result.
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-import numpy as np
 from flwr.app import RecordDict
 from safetensors import SafetensorError
 
@@ -33,7 +33,7 @@ from fednh.core.seeding import torch_rng
 from fednh.core.tree import Tree, arranged
 from fednh.data.agreement import not_agreed
 from fednh.data.batches import ClientData, Samples, samples_of, subset
-from fednh.data.dataset import Dataset
+from fednh.data.dataset import Dataset, one_site
 from fednh.data.encoding import known as known_encoding
 from fednh.errors import Refused, UserError
 from fednh.flower import messages
@@ -42,6 +42,7 @@ from fednh.flower.messages import Answer, Hello, Number, Order, Task
 from fednh.flower.policy import KEYS, Policy, read_policy
 from fednh.methods import Method
 from fednh.models import Net
+from fednh.storage import fingerprint
 from fednh.storage.files import read_tree, write_tree
 from fednh.storage.model_file import write_model
 from fednh.words import name_problem
@@ -164,6 +165,7 @@ class Site:
         return policy.leaving(self._answer(order, down, more))
 
     def _answer(self, order: Order, down: Tree, more: Tree) -> Answer:
+        self._tell_changed_data(order)
         kept = self._kept(order.last)
         figures: dict[str, Number] = {}
         if order.evaluate:
@@ -272,6 +274,18 @@ class Site:
             log.warning("no state is left in %s: this site starts anew", self.folder)
         return self.fed.method.enroll(initial_state(self.config, self.fed.method, self.fed.net))
 
+    def _tell_changed_data(self, order: Order) -> None:
+        """Warn in the site's log when its data are not those of the rounds before: what is held out is drawn anew."""
+        if self.place.models is not None or self.fed.as_read is None:  # a simulation compares them once, at its start
+            return
+        told = fingerprint.changed_since(self.folder / fingerprint.FILE, self.fed.as_read, anew=order.last == 0)
+        if told:
+            log.warning(
+                "the data of this site are not those of the rounds before: %s; samples that it was trained on may now "
+                "be among those held out, and figures on them too good",
+                told,
+            )
+
     def _forget(self, since: int) -> None:
         for round_, path in self._states().items():
             if round_ < since:
@@ -310,7 +324,7 @@ def _federation(toml: str, place: Place, task: Task | None) -> Federation:
         }
     )
     with _discreet(place):
-        data = _alone(_loaded(config), place.site)
+        data = one_site(_loaded(config), place.site)
     if place.policy is not None and (words := not_agreed(data, config.data.classes, config.data.columns)):
         raise Refused(f"this site tells nothing about its data that is not agreed: {words}")
     if task is not None:
@@ -348,29 +362,6 @@ def _loaded(config: Config) -> Dataset:
     for note in data.notes:
         log.warning("%s", note)
     return data
-
-
-def _alone(data: Dataset, site: str) -> Dataset:
-    """One site's samples as a data set of one natural site; of a source that holds several, those of this name."""
-    x, y, x_test, y_test = data.x_train, data.y_train, data.x_test, data.y_test
-    if data.site_train is not None:
-        if site not in data.sites:
-            raise UserError(f"{data.name} holds the sites {', '.join(data.sites)}, not {site!r}")
-        mine = data.site_train == data.sites.index(site)
-        x, y = x[mine], y[mine]
-        if data.site_test is not None:
-            mine = data.site_test == data.sites.index(site)
-            x_test, y_test = x_test[mine], y_test[mine]
-    here, there = np.zeros(len(y), np.int64), np.zeros(len(y_test), np.int64)
-    parts: dict[str, Any] = {
-        "x_train": x,
-        "y_train": y,
-        "x_test": x_test,
-        "y_test": y_test,
-        "site_train": here,
-        "site_test": there,
-    }
-    return replace(data, sites=(site,), **parts)
 
 
 def balanced(config: Config, source: str, task: Task) -> Samples:

@@ -20,6 +20,12 @@ def number(value: float | None, form: str = "{:.2f}") -> Cell:
     return Cell(DASH) if value is None else Cell(form.format(value), float(value))
 
 
+def percent(share: float) -> str:
+    """A share of one as a percentage: what is not 0 does not look like 0, nor what is less than all like 100%."""
+    text = f"{100 * share:.3g}%"
+    return ">99.9%" if text == "100%" and share < 1 else text
+
+
 def measured(value: Spread | None, form: str = "{:.2f}", say_n: bool = False) -> Cell:
     """mean ± standard deviation, and on request n."""
     if value is None:

@@ -15,6 +15,7 @@ from typing import Any
 from fednh.config import flat
 from fednh.data.partitions import PARTITIONS, uses
 from fednh.methods import METHODS
+from fednh.report.cells import percent
 from fednh.report.load import Run
 
 # The paper's names in the order of its Table 1; FedAvg+UH is in Figure 2 only.
@@ -223,7 +224,7 @@ def _recorded(run: Run) -> int:
 def _words(run: Run) -> str:
     """digits, Dirichlet(0.3), 20 clients, 50% a round."""
     how, rate = run.config.partition, run.config.participation.rate
-    return f"{run.summary['data']}, {how.kind.words()}, {run.clients} clients, {rate:.0%} a round"
+    return f"{run.summary['data']}, {how.kind.words()}, {run.clients} clients, {percent(rate)} a round"
 
 
 def varying(settings: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from fednh.report.cells import DASH, measured, number, probability, rank, size, word
+from fednh.report.cells import DASH, measured, number, percent, probability, rank, size, word
 from fednh.report.groups import Group, Layout, Row, lay_out
 from fednh.report.load import Run
 from fednh.report.pairs import HELD_OUT, METRICS, Comparison, compare
@@ -273,7 +273,7 @@ def _lead(layout: Layout, partition: bool = False) -> list[str]:
 
 
 def _lead_cells(layout: Layout, row: Row, column: str = "") -> list[Cell]:
-    cells = {"data": word(row.data), "participation": Cell(f"{row.rate:.0%}", row.rate), "partition": word(column)}
+    cells = {"data": word(row.data), "participation": Cell(percent(row.rate), row.rate), "partition": word(column)}
     return [cells[name] for name in _lead(layout, bool(column))] + [word(row.label)]
 
 
@@ -285,7 +285,7 @@ def _common(layout: Layout, data: bool = True) -> str:
         {group.data for group in layout.groups} if data else set(),
         {group.column for group in layout.groups},
         {f"{group.clients} clients" for group in layout.groups},
-        {f"{group.rate:.0%} a round" for group in layout.groups},
+        {f"{percent(group.rate)} a round" for group in layout.groups},
         {_rounds(group) for group in layout.groups} if data else set(),
     ]
     words = [fact.pop() for fact in facts if len(fact) == 1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,21 @@ def check_weights(file: Path, run: Path, recorded: Mapping[str, Any]) -> None:
             f"the weights in {file} are not those that the run in {run} began with; restore them from "
             f"{run / WEIGHTS if file.name != WEIGHTS else recorded['path']}, or start another run"
         )
+
+
+def changed_since(file: Path, data: Mapping[str, Any], anew: bool) -> str | None:
+    """How data differ from those recorded in `file`, or None; from now on they are the ones recorded.
+
+    With `anew` a run begins: whatever was recorded for one before it does not count.
+    """
+    before = None
+    if not anew and file.exists():
+        with suppress(ValueError):  # a damaged record says nothing
+            before = json.loads(file.read_text(encoding="utf-8"))
+    told = None if before is None else contents.changed(before, data)
+    if before is None or told:
+        write_json(file, dict(data))
+    return told
 
 
 def weights_of(run: Path, config: Config) -> Path | None:

@@ -90,7 +90,7 @@ class Model:
             raise UserError(f"--reject {level!r} should be a cosine such as 0.6, auto, 1% or 5%") from None
         stored = (self.card.novelty or {}).get("quantiles", {})
         if f"{share:g}" not in stored:
-            known = ", ".join(f"{float(q):.0%}" for q in stored) or "none"
+            known = ", ".join(f"{100 * float(q):g}%" for q in stored) or "none"
             raise UserError(f"--reject {level}: this quantile is not stored in the model ({known}); give a cosine")
         return float(stored[f"{share:g}"])
 
@@ -164,10 +164,23 @@ def find_model(path: Path, client: int | None = None) -> Path:
         raise UserError(f"{path} holds no models; give a model file or the folder of a finished run")
     if client in people:
         return personal / f"client-{client:06d}.safetensors"
-    known = f"{people[0]} to {people[-1]}" if len(people) > 1 else f"{people[0]}"
+    known = _listed(people)
     if client is None:
         raise UserError(f"{path} has no global model (its method makes none); pick a client's with --client, {known}")
-    raise UserError(f"{path} has no personal model of client {client}; those that took part are {known}")
+    raise UserError(f"{path} has no personal model of client {client}; there are those of {known}")
+
+
+def _listed(numbers: list[int], most: int = 20) -> str:
+    """Sorted numbers in words, neighbours together: 0 to 3, 5 and 7."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    words = [word for r in ranges for word in ([f"{r[0]} to {r[-1]}"] if len(r) > 2 else [str(number) for number in r])]
+    last = "more" if len(words) > most else words.pop()
+    return " and ".join([", ".join(words[:most]), last] if words else [last])
 
 
 def _stored(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from fednh.data.scaling import fit
 from fednh.errors import UserError
 from fednh.methods import Method
 from fednh.models import Net
+from fednh.report.cells import percent
 from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed
 from fednh.report.figures.partition import two_clients
 from fednh.report.figures.style import CYCLE, MARKERS, muted, panels
@@ -102,7 +103,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
             if row == 0:
                 ax.set_title(label)
             if row == len(clouds) - 1:
-                ax.set_xlabel(f"{held:.0%} of variance")
+                ax.set_xlabel(f"{percent(held)} of variance")
             if len(clouds) == 2 and (column == 0 or place == 1):
                 ax.set_ylabel(f"client {pair[row]}")
     handles, texts = axes[0, 0].get_legend_handles_labels()
