@@ -34,7 +34,8 @@ from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
-client, server = ClientApp(), ServerApp()
+client = ClientApp()
+server = ServerApp()
 
 
 @client.query()
@@ -233,7 +234,7 @@ def test_the_readme_in_order_and_what_strangers_get(world: World) -> None:
     assert code == 2
     assert "holds a finished run" in " ".join(said.split())
 
-    unapproved(world, fed, logs)
+    unapproved(world, fed, homes, logs)
 
 
 def attempts(world: World, fed: Path, homes: dict[str, Path], logs: dict[str, Path]) -> None:
@@ -252,6 +253,8 @@ def attempts(world: World, fed: Path, homes: dict[str, Path], logs: dict[str, Pa
         code, said = world.run(who, script, place, 120)
         assert code != 0, said
         assert "Successfully started run" not in said
+        assert "Invalid Flower App" not in said, "the owner can start this very app, see below"
+        print(f"{who} at {address}: {' '.join(said.split())[-300:]}")
         script = f"export FLWR_HOME='{place}/home'; flwr supernode register '{homes['site-1']}/key.pub' there"
         assert world.run(who, script, place, 120)[0] != 0
     until(lambda: "Starting Flower SuperNode" in logs["site-1"].read_text(), logs["site-1"])
@@ -276,7 +279,7 @@ def local_port(world: World, machine: str) -> str:
     return f"127.0.0.1:{port}"
 
 
-def unapproved(world: World, fed: Path, logs: dict[str, Path]) -> None:
+def unapproved(world: World, fed: Path, homes: dict[str, Path], logs: dict[str, Path]) -> None:
     """The server's owner, or whoever has become that, sends another app: the server runs it, the sites do not."""
     place = world.folder / "owner"
     app = connect(place, "127.0.0.1:8000", fed / "certs/ca.crt")
@@ -286,3 +289,8 @@ def unapproved(world: World, fed: Path, logs: dict[str, Path]) -> None:
     assert said.count(f"has not approved the app {approval.app_of(app).hash}") == 2, said
     assert len(list(world.marks.iterdir())) == 1, "the server itself, and no site"
     assert "has not approved the app" in logs["site-2"].read_text()
+    for site, home in homes.items():
+        code, said = world.run(site, "fednh federation audit .", home)
+        assert code == 0, said
+        assert "refused:" in said
+        assert "has not approved the app" in " ".join(said.split())

@@ -31,6 +31,7 @@ class Job:
     log: str | None = None
     root: str | None = None  # the authority that the address is checked against; None: it speaks without TLS
     approved: str | None = None  # a site's list of apps that may run; None: at the server
+    told: str | None = None  # a site's site.toml
 
 
 def superlink(keys: Keys | None, port: int, database: Path, secret: Path | None) -> list[str]:

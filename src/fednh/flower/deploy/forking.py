@@ -18,6 +18,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,8 +29,13 @@ from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResult
 from flwr.supernode.runtime import run_clientapp as clientapp
 
 import fednh.flower.client_app  # noqa: F401  what a ClientApp needs, imported before the fork
+from fednh.config import flat
+from fednh.errors import UserError
+from fednh.flower import audit
 from fednh.flower.deploy import approval
 from fednh.flower.deploy.commands import Job
+from fednh.flower.site import read_place
+from fednh.words import one_line
 
 
 class Forking(SubprocessExecutor):
@@ -82,7 +88,8 @@ def _serve(job: Job) -> None:
     setattr(superexec, "get_executor", lambda *_, **__: Forking(site=job.approved is not None))  # noqa: B010
     if job.approved is not None:
         assert hasattr(clientapp, "install_from_fab"), "this Flower does not unpack apps where we check them"
-        setattr(clientapp, "install_from_fab", _only_approved(Path(job.approved)))  # noqa: B010
+        assert job.told is not None
+        setattr(clientapp, "install_from_fab", _only_approved(Path(job.approved), Path(job.told)))  # noqa: B010
     superexec.run_superexec(
         job.address,
         insecure=job.root is None,
@@ -92,12 +99,18 @@ def _serve(job: Job) -> None:
     )
 
 
-def _only_approved(file: Path) -> Any:
-    """Flower's first step with an app, for those on the list."""
+def _only_approved(file: Path, told: Path) -> Any:
+    """Flower's first step with an app, for those on the list; others are refused, and that is written down."""
     from flwr.cli.install import install_from_fab as install
 
     def check_and_install(content: bytes, *args: Any, **kwargs: Any) -> Any:
-        approval.check(file, content)
+        try:
+            approval.check(file, content)
+        except UserError as error:
+            place = read_place(flat(tomllib.loads(told.read_text(encoding="utf-8"))))
+            by = "whoever started an app at the server"
+            audit.append(place.audit, "refused", own=place.site, by=by, why=one_line(str(error)))
+            raise
         return install(content, *args, **kwargs)
 
     return check_and_install

@@ -156,8 +156,8 @@ class Local:
         process = self.processes.start(site.name, command, site.folder)
         if self.secret is not None:
             address, log = f"{commands.LOOPBACK}:{port}", str(self.processes.log(site.name))
-            approved = str(self.approved)
-            job = Job(address, str(site.folder), process.pid, str(self.secret), log, approved=approved)
+            own = {"approved": str(self.approved), "told": str(node_config)}
+            job = Job(address, str(site.folder), process.pid, str(self.secret), log, **own)
             commands.execute(self.processes, job)
 
     def _node_config(self, site: Site) -> Path:

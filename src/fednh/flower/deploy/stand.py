@@ -52,7 +52,8 @@ def join(folder: Path, server: str, stop: threading.Event, say: Say) -> None:
         names = (folder / "site.toml", port, folder / "ca.crt", folder / "key", secret)
         node = processes.start("supernode", commands.supernode(server, *names))
         address, approved = f"{commands.LOOPBACK}:{port}", str(folder / approval.NAME)
-        commands.execute(processes, Job(address, str(folder), node.pid, str(secret), approved=approved))
+        told = str(folder / "site.toml")
+        commands.execute(processes, Job(address, str(folder), node.pid, str(secret), approved=approved, told=told))
         say(f"the site calls {server}; apps that may run here: {len(approval.approved(folder / approval.NAME))}")
         _until(lambda: False, processes, stop)
 
