@@ -31,3 +31,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     known = sorted(choices)
     close = get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; choose from {', '.join(known)}"
+
+
+class Interrupted(Exception):
+    """The run was asked to stop and has saved what it had."""

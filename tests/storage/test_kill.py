@@ -227,6 +227,41 @@ def test_asked_to_stop_during_an_evaluation(tmp_path: Path) -> None:
     assert_same(tmp_path / "stopped", outcome(tmp_path / "whole"))
 
 
+@pytest.mark.parametrize("at", [1, 4, 5, 13])  # a batch of the global model, of its card, of a client's card or figures
+def test_asked_to_stop_between_two_batches_of_the_final_evaluation(at: int, tmp_path: Path) -> None:
+    """FedNH on 8 clients and 355 test samples: batches of 128, 128 and 99 for every model, and those for its card."""
+    from test_rounds import Told
+
+    from fednh.config import load
+    from fednh.core.federation import build_federation
+    from fednh.core.rounds import Simulation
+    from fednh.errors import Interrupted
+    from fednh.storage.run_folder import RunFolder
+
+    config = load("digits", {"rounds": 2, "train.epochs": 1, "partition.clients": 8, "eval.every": 0, "workers": 1})
+    federation, stop, seen = build_federation(config), threading.Event(), list[tuple[int, int]]()
+
+    class Stopping(Told):
+        def evaluating(self, done: int, total: int) -> None:
+            assert not stop.is_set(), "no batch after the wish to stop"
+            seen.append((done, total))
+            if len(seen) == at:
+                stop.set()
+
+    def go(path: Path, watcher: Told, stop: threading.Event) -> None:
+        with RunFolder(path) as folder:
+            Simulation(config, federation, folder, watcher, stop).run()
+
+    go(tmp_path / "whole", Told(), threading.Event())
+    with pytest.raises(Interrupted):
+        go(tmp_path / "stopped", Stopping(), stop)
+    assert len(seen) == at
+    assert seen[:3] == [(128, 355), (256, 355), (355, 355)][:at], "the global model, a batch at a time"
+    assert not (tmp_path / "stopped" / "summary.json").exists()
+    go(tmp_path / "stopped", Told(), threading.Event())
+    assert_same(tmp_path / "stopped", outcome(tmp_path / "whole"))
+
+
 def test_a_bad_option_of_resume_leaves_the_run_alone(tmp_path: Path) -> None:
     out = tmp_path / "r"
     assert fednh(command("fedavg", out, rounds=1), tmp_path / "io").code == 0

@@ -57,6 +57,8 @@ def main() -> None:
         _fail(str(error), 2)
     except RunError as error:
         _fail(str(error), 1)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted; a file that was not complete was not written", 130)
     except OSError as error:
         _fail(f"{error.filename or 'the file system'}: {error.strerror or error}; what was saved before is intact", 2)
     except MemoryError:

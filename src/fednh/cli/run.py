@@ -137,7 +137,7 @@ def _train(
 ) -> None:
     """The run in a locked folder, from where it stands to its end."""
     from fednh.core.federation import build_federation
-    from fednh.core.rounds import Interrupted
+    from fednh.errors import Interrupted
     from fednh.experiments.trackers import Tracking
     from fednh.report.terminal import watcher
 

@@ -6,6 +6,7 @@ Every engine calls these same functions, so it cannot matter to a method where a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from fednh.core.diagnostics import GradientNorm
 from fednh.core.fit import LocalFit, Sgd
 from fednh.core.losses import Loss
+from fednh.core.meter import unhurried
 from fednh.core.tree import Tree, finite
 from fednh.data.batches import ClientData, blank_samples
 from fednh.methods.base import Method
@@ -78,9 +80,20 @@ class _Still:
         return 1.0
 
 
-def personal_model(method: Method, net: Net, kept: Tree, received: Tree, data: ClientData, sgd: Sgd) -> Tree:
-    """The client's own model, as `method.logits` takes it; its normalisation is part of it."""
+def personal_model(
+    method: Method,
+    net: Net,
+    kept: Tree,
+    received: Tree,
+    data: ClientData,
+    sgd: Sgd,
+    tick: Callable[[int], None] = unhurried,
+) -> Tree:
+    """The client's own model, as `method.logits` takes it; its normalisation is part of it.
+
+    `tick` is called before every step of training, if the method trains here.
+    """
     with LocalNorm(net, kept, data.index.device) as norm:
-        fit = norm.fit(LocalFit(data, sgd))
+        fit = norm.fit(LocalFit(data, sgd, tick=tick))
         model = method.personal_model(net, {**received, **without_norm(kept)}, data, fit)
     return {**model, **norm.state}

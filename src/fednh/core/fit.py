@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fednh.core.losses import Loss
+from fednh.core.meter import unhurried
 from fednh.core.tree import Tree, arranged, belongs
 from fednh.data.batches import ClientData
 
@@ -47,11 +48,18 @@ class Fit(Protocol):
 class LocalFit:
     """`fit` for one client in one round, and what it saw: samples processed and their summed loss.
 
-    `watch` is told (params, loss, only) before the first step of every call.
+    `watch` is told (params, loss, only) before the first step of every call; `tick` is called before every step, and
+    may raise Interrupted.
     """
 
-    def __init__(self, data: ClientData, sgd: Sgd, watch: Callable[[Tree, Loss, tuple[str, ...]], None] | None = None):
-        self.data, self.sgd, self.watch = data, sgd, watch
+    def __init__(
+        self,
+        data: ClientData,
+        sgd: Sgd,
+        watch: Callable[[Tree, Loss, tuple[str, ...]], None] | None = None,
+        tick: Callable[[int], None] = unhurried,
+    ):
+        self.data, self.sgd, self.watch, self.tick = data, sgd, watch, tick
         self.samples = 0
         self.loss_sum = 0.0
 
@@ -73,6 +81,7 @@ class LocalFit:
         total = torch.zeros((), dtype=torch.float64, device=step.params[0].device)
         for _ in range(sgd.epochs if epochs is None else epochs):
             for x, y in self.data.shuffled(sgd.batch_size):
+                self.tick(0)
                 value = loss(working, x, y).mean()
                 step(torch.autograd.grad(value, step.params, allow_unused=True))
                 total += value.detach() * len(y)

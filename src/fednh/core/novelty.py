@@ -7,6 +7,7 @@ ninety-five of a hundred samples that the model was trained on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fednh.core.meter import unhurried
 from fednh.core.seeding import numpy_rng
 from fednh.core.tree import Tree, arranged
 from fednh.data.batches import EVAL_BATCH, Samples
@@ -29,11 +31,25 @@ def similarity(method: Method, params: Tree, logits: Tensor) -> Tensor | None:  
     return logits.max(1).values / params["scale"] if method.cosine else None
 
 
+def number(method: Method, samples: int) -> int:
+    """How many of so many samples `look` looks at."""
+    return min(samples, MOST) if method.cosine else 0
+
+
 @torch.no_grad()
 def look(
-    method: Method, net: Net, params: Tree, samples: Samples, index: NDArray[np.int64], seed: int
+    method: Method,
+    net: Net,
+    params: Tree,
+    samples: Samples,
+    index: NDArray[np.int64],
+    seed: int,
+    tick: Callable[[int], None] = unhurried,
 ) -> dict[str, Any] | None:
-    """What a card keeps: quantiles of the similarities of up to `MOST` of the samples at `index`."""
+    """What a card keeps: quantiles of the similarities of up to `MOST` of the samples at `index`.
+
+    `tick` is called before every batch.
+    """
     if not method.cosine or len(index) == 0:
         return None
     if len(index) > MOST:
@@ -41,6 +57,7 @@ def look(
     params = arranged(params)
     found = []
     for rows in torch.split(torch.from_numpy(index).to(samples.x.device), EVAL_BATCH):
+        tick(len(rows))
         logits = method.logits(net, params, samples.floats(samples.x[rows]))
         found.append(logits.max(1).values / params["scale"])
     values = torch.cat(found).cpu().to(torch.float64)

@@ -22,26 +22,23 @@ from fednh.core import aggregate, checks, evaluate, failures, memory, novelty
 from fednh.core import client as clients
 from fednh.core.evaluate import Personal
 from fednh.core.federation import Federation
+from fednh.core.meter import Meter
 from fednh.core.seeding import numpy_rng, torch_rng
 from fednh.core.tree import Tree, Uploads, arranged, size
 from fednh.data.batches import ClientData, Samples, subset
 from fednh.data.inspection import about_test_set
-from fednh.errors import RunError, UserError
+from fednh.errors import Interrupted, RunError, UserError
 from fednh.executors import pool
 from fednh.storage.checkpoint import Checkpoints
 from fednh.storage.client_states import Store
 from fednh.storage.run_folder import RunFolder, worker_count
 
 
-class Interrupted(Exception):
-    """The run was asked to stop and has saved what it had."""
-
-
 class Watcher(Protocol):
     """Who is told about the progress of a run."""
 
     def round_done(self, record: dict[str, Any]) -> None: ...
-    def evaluating(self, done: int, total: int) -> None: ...
+    def evaluating(self, done: int, total: int) -> None: ...  # samples through models; from any thread
     def note(self, text: str) -> None: ...
 
 
@@ -163,6 +160,7 @@ class Simulation:
         self.config, self.fed, self.folder, self.watcher = config, federation, run, watcher
         self.method, self.net = federation.method, federation.net
         self.stop = stop or threading.Event()
+        self.meter = Meter(self.stop, watcher.evaluating)
         self.workers = worker_count(config)
         memory.keep_freed()
         budget = parse_bytes(config.store.memory, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -325,11 +323,17 @@ class Simulation:
             model = self.method.global_model(self.server)
             if model is None or not len(self.fed.test):
                 return None
+            self.meter.begin(len(self.fed.test))
             return self.pool.submit(self._correct, model, self.fed.test).result()
 
     def _correct(self, model: Tree, test: Samples) -> torch.Tensor:  # (C,)
         model = arranged(model)
-        return evaluate.correct_per_class(lambda x: self.method.logits(self.net, model, x), test)
+
+        def predict(x: torch.Tensor) -> torch.Tensor:
+            self.meter(len(x))
+            return self.method.logits(self.net, model, x)
+
+        return evaluate.correct_per_class(predict, test)
 
     def _held_out(self, client: int, personal: Tree, shared: Tree | None) -> dict[str, Any]:
         """What the client's own model and the global one achieve on the client's held-out samples."""
@@ -355,7 +359,7 @@ class Simulation:
 
         def measured(client: int) -> Personal:
             data = self._data(client, round_, "personal")
-            model = clients.personal_model(self.method, self.net, self.store.get(client), down, data, sgd)
+            model = clients.personal_model(self.method, self.net, self.store.get(client), down, data, sgd, self.meter)
             if save:
                 about = self._novelty(model, self.fed.parts[client])
                 card = {**self.fed.card(self.config, client), "novelty": about}
@@ -364,19 +368,20 @@ class Simulation:
             person = evaluate.personal(client, correct, total, data.counts)
             return replace(person, **self._held_out(client, model, shared))
 
-        people = []
-        for person in pool.in_order(self.pool, work, whom, ahead=2 * self.workers):
-            people.append(person)
-            self.watcher.evaluating(len(people), len(whom))
-            if self.stop.is_set():  # this pass starts again after a resume
-                raise Interrupted
-        return people
+        self.meter.begin(sum(self._to_look_at(client, shared, save) for client in whom))
+        return list(pool.in_order(self.pool, work, whom, ahead=2 * self.workers))  # stopped, it starts again on resume
+
+    def _to_look_at(self, client: int, shared: Tree | None, save: bool) -> int:
+        """How many samples go through models for a client's figures."""
+        held = len(self.fed.held_out[client]) * (1 if shared is None else 2)
+        return len(self.fed.test) + held + (novelty.number(self.method, len(self.fed.parts[client])) if save else 0)
 
     def _novelty(self, model: Tree, *parts: NDArray[np.int64]) -> dict[str, Any] | None:
         """How similar training samples are to their prototypes, where the method has them: for the model's card."""
         if not self.method.cosine:
             return None
-        return novelty.look(self.method, self.net, model, self.fed.train, np.concatenate(parts), self.config.seed)
+        index = np.concatenate(parts)
+        return novelty.look(self.method, self.net, model, self.fed.train, index, self.config.seed, self.meter)
 
     def _figures(self, correct: torch.Tensor | None, people: list[Personal]) -> dict[str, float | None]:
         total = evaluate.total_per_class(self.fed.test)
@@ -431,6 +436,7 @@ class Simulation:
             self._checkpoint()
         card, correct = self.fed.card(self.config), self._global()
         if (model := self.method.global_model(self.server)) is not None:
+            self.meter.begin(novelty.number(self.method, sum(map(len, self.fed.parts))))
             self.folder.write_model(
                 "global", {**self.net.norm, **model}, {**card, "novelty": self._novelty(model, *self.fed.parts)}
             )

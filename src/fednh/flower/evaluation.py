@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fednh.core import evaluate
+from fednh.core.meter import Meter
 from fednh.core.tree import Tree, arranged
 from fednh.data.batches import Samples
 from fednh.flower.messages import Answer, Number
@@ -26,7 +27,7 @@ class Evaluation:
         self.people: dict[int, Person] = {}
         self.correct: torch.Tensor | None = None  # (C,) of the global model on the server's test set
 
-    def look(self, server: Tree, answers: Sequence[Answer]) -> None:
+    def look(self, server: Tree, answers: Sequence[Answer], meter: Meter) -> None:
         """Take the figures that the sites sent, and measure the global model."""
         self.people = {a.client: _checked(a.figures, self.net.num_classes) for a in answers if a.figures}
         model = self.method.global_model(server)
@@ -34,7 +35,13 @@ class Evaluation:
             self.correct = None
             return
         model = arranged(model)
-        self.correct = evaluate.correct_per_class(lambda x: self.method.logits(self.net, model, x), self.test)
+        meter.begin(len(self.test))
+
+        def predict(x: torch.Tensor) -> torch.Tensor:
+            meter(len(x))
+            return self.method.logits(self.net, model, x)
+
+        self.correct = evaluate.correct_per_class(predict, self.test)
 
     def figures(self, whom: Iterable[int]) -> dict[str, float | None]:
         """Of the global model, and the mean over these clients' personal models."""

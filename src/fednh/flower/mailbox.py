@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from fednh.core.rounds import Interrupted
+from fednh.errors import Interrupted
 from fednh.flower.bounds import Limit
 from fednh.flower.parcels import Broken, Parcels
 

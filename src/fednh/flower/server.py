@@ -24,8 +24,8 @@ from fednh.core import aggregate, checks, failures
 from fednh.core import client as clients
 from fednh.core.federation import Federation, build_federation, network
 from fednh.core.machine import check_machine
+from fednh.core.meter import Meter
 from fednh.core.rounds import (
-    Interrupted,
     Progress,
     Round,
     Watcher,
@@ -36,7 +36,7 @@ from fednh.core.rounds import (
 )
 from fednh.core.tree import Tree, Uploads, finite, size
 from fednh.data.inspection import about_test_set
-from fednh.errors import RunError, UserError
+from fednh.errors import Interrupted, RunError, UserError
 from fednh.flower import audit, messages, notes
 from fednh.flower.arrays import to_arrays
 from fednh.flower.audit_events import head_of
@@ -90,7 +90,9 @@ class Server:
         self.toml = dump(config if manner.simulated else for_sites(config))
         self.method = config.build_method()
         sign = identity.sign if identity is not None else None
-        self.post = Post(grid, stop or threading.Event(), self._stray, manner.pause, sign)
+        stop = stop or threading.Event()
+        self.meter = Meter(stop, watcher.evaluating)
+        self.post = Post(grid, stop, self._stray, manner.pause, sign)
         # Personal states are the sites': what a checkpoint has of them is the round of each.
         unused = Store(folder.path / "checkpoints" / "clients", 0, {})
         self.checkpoints = Checkpoints(folder.path / "checkpoints", unused)
@@ -493,7 +495,7 @@ class Server:
     def _close(self, round_: int, answers: list[Answer]) -> None:
         """Figures of a round, from what the sites say and from the server's test set."""
         started, record = time.perf_counter(), self.progress.records[-1]
-        self.evaluation.look(self.server, answers)
+        self.evaluation.look(self.server, answers, self.meter)
         record |= self.evaluation.figures(self._whom(round_))
         record["eval_seconds"] = round(time.perf_counter() - started, 4)
         self.progress.eval_seconds += record["eval_seconds"]

@@ -45,18 +45,37 @@ class _Clock:
         return f"{self.clients / elapsed:.1f} clients/s", f"{duration(left)} left"
 
 
+class Patience:
+    """Says when so long nothing was said that a reader may think that nothing happens."""
+
+    def __init__(self, seconds: float = 10.0):
+        self.seconds, self.last = seconds, time.monotonic()
+
+    def over(self) -> bool:
+        now = time.monotonic()
+        if now - self.last < self.seconds:
+            return False
+        self.last = now
+        return True
+
+
+def share(done: int, total: int) -> str:
+    return f"{done / max(total, 1):.0%} of {total:,} samples"
+
+
 class Lines(Silent):
     """One plain line a round."""
 
     def __init__(self, console: Console, rounds: int, name: str):
         super().__init__(console)
-        self.clock, self.rounds, self.name = _Clock(rounds), rounds, name
+        self.clock, self.rounds, self.name, self.patience = _Clock(rounds), rounds, name, Patience()
 
     def evaluating(self, done: int, total: int) -> None:
-        if total >= 40 and done % (total // 4) == 0:  # a long final pass should not look like a standstill
-            self.console.print(f"evaluated {done} of {total} personal models", markup=False, highlight=False)
+        if self.patience.over():  # a long pass should not look like a standstill
+            self.console.print(f"evaluating: {share(done, total)}", markup=False, highlight=False)
 
     def round_done(self, record: dict[str, Any]) -> None:
+        self.patience = Patience()
         words = [f"{self.name} round {record['round']}/{self.rounds}", *figures(record), *self.clock.line(record)]
         self.console.print("  ".join(words), markup=False, highlight=False, soft_wrap=True)
 
@@ -90,7 +109,7 @@ class Bar(Silent):
         self.progress.update(self.task, completed=record["round"], figures="  ".join(words))
 
     def evaluating(self, done: int, total: int) -> None:
-        self.progress.update(self.task, figures=f"evaluating client {done} of {total}")
+        self.progress.update(self.task, figures=f"evaluating: {share(done, total)}")
 
 
 def figures(record: dict[str, Any]) -> list[str]:
