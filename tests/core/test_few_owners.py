@@ -172,3 +172,13 @@ def test_scaffold_counts_every_newcomer(name: str, net: Net) -> None:
         made[0]["newcomers"], made[9]["newcomers"] = torch.tensor(HUGE), torch.tensor(-HUGE)
         out = method.aggregate(server, Uploads(made, rule(name, server, 0.2, method)))
         assert out["clients"].item() == pytest.approx(7)
+
+
+def test_counts_weigh_directions_and_are_not_trimmed_with_them() -> None:
+    """Four owners with 9, 3, 6 and 1 samples: of each coordinate of their directions the middle two are averaged."""
+    method, owners = METHODS["fednh"](aggregation="count"), [(1.0, 0.0, 9), (0.8, 0.6, 3), (0.6, 0.8, 6), (0.0, 1.0, 1)]
+    made = [{"prototypes": torch.tensor([[x * n, y * n], [0.0, 9.0]])} for x, y, n in owners]
+    made += [{"prototypes": torch.tensor([[0.0, 0.0], [0.0, 9.0]])}] * 6
+    out = rule("trimmed_mean", {}, 0.1, method)(made)["prototypes"][0]
+    middle = [(0.8 * 3 + 0.6 * 6) / 9, (0.6 * 3 + 0.8 * 6) / 9]
+    assert out.tolist() == pytest.approx([value * 19 / 10 for value in middle])
