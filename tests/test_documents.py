@@ -44,6 +44,8 @@ ELSEWHERE = {  # commands that need what only other tests have: the words that m
     ("federation", "join"): "tests/flower/test_approval.py",
     ("federation", "run"): "tests/flower/test_approval.py",
     ("federation", "approve"): "tests/flower/test_approval.py",
+    ("federation", "audit"): "tests/flower/attacks/test_audit_events.py",
+    ("federation", "status"): "tests/flower/attacks/test_audit_events.py",
 }
 MAKE = {
     "test": "it runs this file",
