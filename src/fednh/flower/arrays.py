@@ -18,11 +18,13 @@ from fednh.core import checks
 from fednh.core.client import Form
 from fednh.core.tree import Tree, arranged
 from fednh.flower.bounds import quoted
+from fednh.words import one_line
 
 TYPES = {
     torch.from_numpy(np.empty(0, kind)).dtype: np.dtype(kind)
     for kind in ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "?")
 }
+MAGIC = npy.magic(1, 0)
 HEADER = 1 << 10  # bytes; numpy writes 128 for what travels here
 
 
@@ -40,7 +42,7 @@ def to_tree(record: ArrayRecord, device: str = "cpu", form: Form | None = None) 
     try:
         heads = {name: _head(array) for name, array in record.items()}
     except Exception as error:  # of numpy's parsers, given somebody else's bytes
-        raise ValueError(f"its arrays cannot be read: {quoted(str(error))}") from error
+        raise ValueError(f"its arrays cannot be read: {one_line(str(error), 200)}") from error
     found: Form = {name: (shape, dtype) for name, (shape, dtype, _) in heads.items()}
     if form is not None and (problem := checks.form_problem(found, form)):
         raise ValueError(problem)
@@ -51,9 +53,10 @@ def _head(array: Array) -> tuple[tuple[int, ...], torch.dtype, int]:
     """Shape, type and where the numbers begin; exactly as many bytes follow as that needs."""
     if array.stype != "numpy.ndarray":
         raise ValueError(f"{quoted(array.stype)} is not a kind of array that travels here")
+    if array.data[: len(MAGIC)] != MAGIC:
+        raise ValueError("it does not begin as numpy's format 1.0 does")
     file = BytesIO(array.data[:HEADER])
-    if npy.read_magic(file) != (1, 0):
-        raise ValueError("its version of numpy's format is not 1.0")
+    file.seek(len(MAGIC))
     shape, columns, dtype = npy.read_array_header_1_0(file, max_header_size=HEADER)
     known = [mine for mine, theirs in TYPES.items() if theirs == dtype]
     if not known or columns or not all(type(n) is int and n >= 0 for n in shape):

@@ -14,14 +14,15 @@ from flwr.proto.message_pb2 import ObjectTree, PullObjectRequest, PullObjectResp
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
+from flwr.supercore.run import Run
 from flwr.superlink.grid import HttpGrid
 
 
 class Store:
     """What a SuperLink answers to a ServerApp that pulls: replies by message id, objects by their hash."""
 
-    def __init__(self) -> None:
-        self.objects, self.replies = InMemoryObjectStore(), dict[str, tuple[ProtoMessage, ObjectTree]]()
+    def __init__(self, verify: bool = True) -> None:
+        self.objects, self.replies = InMemoryObjectStore(verify), dict[str, tuple[ProtoMessage, ObjectTree]]()
         self.pulled = 0  # bytes that left the store
 
     def PullMessages(self, request: PullAppMessagesRequest) -> PullAppMessagesResponse:
@@ -53,13 +54,8 @@ class Store:
 def grid_of(store: Store) -> HttpGrid:
     grid = HttpGrid(token="t")
     grid._client = cast(Any, store)
-    grid._run = cast(Any, Run())
+    grid.set_run(Run.create_empty(1))
     return grid
-
-
-class Run:
-    def __init__(self, run_id: int = 1):
-        self.run_id = run_id
 
 
 def packed(content: RecordDict, name: str) -> tuple[ObjectTree, dict[str, bytes]]:

@@ -1,0 +1,292 @@
+"""One site sends what should never be sent: the server names it, counts it, and ends with the honest sites."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from store import Store, forged, forged_reply, grid_of, packed
+from test_parity import small
+from wire import Wire, federate, serve, travelled
+
+from fednh.flower.arrays import to_arrays, to_tree
+from fednh.flower.bounds import Limit
+from fednh.flower.client_app import client_app
+from fednh.flower.messages import Answer, Task
+from fednh.flower.parcels import Broken, Parcels
+
+FORM = {"body.0.weight": ((16, 64), torch.float32)}
+
+
+def header(shape: object, kind: str = "<f4", order: str = "False") -> bytes:
+    """The beginning of an .npy file, with whatever shape."""
+    text = f"{{'descr': '{kind}', 'fortran_order': {order}, 'shape': {shape}, }}".encode()
+    text += b" " * (-(10 + len(text) + 1) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+def zipped() -> bytes:
+    file = BytesIO()
+    np.savez(file, np.zeros(3))
+    return file.getvalue()
+
+
+ARRAYS: dict[str, bytes] = {
+    "2^40 floats": header((2**40,)) + b"\0" * 64,
+    "more axes than there are": header((1,) * 4000) + b"\0" * 4,
+    "a negative axis": header((-1, -4)) + b"\0" * 16,
+    "a product that overflows": header((2**32, 2**32)) + b"\0" * 64,
+    "a zip": zipped(),
+    "the beginning of a zip": b"PK\x03\x04" + b"\0" * 60,
+    "a pickle": header((1,), "|O") + b"\x80\x04K\x01.",
+    "columns first": header((64, 16), order="True") + b"\0" * 4096,
+    "another version": b"\x93NUMPY\x09\x00" + b"\0" * 100,
+    "a nested header": b"\x93NUMPY\x01\x00" + (900).to_bytes(2, "little") + b"(" * 900,
+    "a header without an end": b"\x93NUMPY\x01\x00\xff\xff" + b"{" * 20,
+    "nothing": b"",
+    "too few numbers": header((16, 64)) + b"\0" * 100,
+    "too many numbers": header((16, 64)) + b"\0" * 5000,
+    "another type": header((16, 64), "<f8") + b"\0" * 8192,
+    "a type of its own": header((16, 64), "<M8[s]") + b"\0" * 8192,
+}
+
+
+@pytest.mark.parametrize("wrong", ARRAYS)
+def test_an_array_that_is_not_what_it_says(wrong: str) -> None:
+    """Refused as a ValueError, without ever holding more than the message itself does."""
+    array = Array(dtype="float32", shape=(16, 64), stype="numpy.ndarray", data=ARRAYS[wrong])
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"cannot be read|not \(16, 64\)"):
+        to_tree(ArrayRecord({"body.0.weight": array}), form=FORM)
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+
+
+def task_with(**wrong: Any) -> str:
+    honest = {
+        "data": "digits",
+        "divided": True,
+        "shape": [64],
+        "classes": ["0", "1"],
+        "scale": 16.0,
+        "mean": [0.5],
+        "std": [0.5],
+        "preprocessing": "{}",
+    }
+    return json.dumps({**honest, **wrong})
+
+
+NESTED = "[" * 100_000
+GREETINGS: dict[str, str] = {
+    "an infinite shape": task_with(shape=[float("inf")]),
+    "a shape of text": task_with(shape="64"),
+    "a huge shape": task_with(shape=[2**62]),
+    "many axes": task_with(shape=[1] * 64),
+    "nested JSON": NESTED,
+    "nested preprocessing": task_with(preprocessing=NESTED),
+    "no classes": task_with(classes=[]),
+    "a million classes": task_with(classes=[str(k) for k in range(100_000)]),
+    "NaN as a mean": task_with(mean=[float("nan")]),
+    "an infinite mean": task_with(mean=[1]).replace('"mean": [1]', '"mean": [1e999]'),
+    "a negative deviation": task_with(std=[-1.0]),
+    "no deviation": task_with(std=[0.0]),
+    "means of another number": task_with(mean=[0.5, 0.5], std=[0.5, 0.5]),
+    "a number of many digits": task_with(scale=1).replace('"scale": 1', '"scale": 1' + "0" * 6000),
+    "a list": "[1, 2]",
+    "a field less": json.dumps({"data": "digits"}),
+}
+
+
+def test_greetings_that_cannot_be_true(tmp_path: Path) -> None:
+    """Each is said by a site of its own: all are left out, in words, and the two honest ones begin and end."""
+    config = small("fedavg", rounds=1, **{"partition.clients": 2, "participation.rate": 1.0, "eval.every": 0})
+    lies = {5000 + k: text for k, text in enumerate(GREETINGS.values())}
+
+    def tamper(node: int, request: Message, reply: Message) -> Message:
+        if node in lies:
+            said = reply.content["said"]
+            assert isinstance(said, ConfigRecord)
+            said["task"] = lies[node]
+        return travelled(reply)
+
+    nodes = {node: {"partition-id": node % 2, "num-partitions": 2} for node in (1000, 1001, *lies)}
+    watcher = serve(config, Wire(nodes, client_app(tmp_path / "s"), tamper), tmp_path / "run", enough=2)
+    told = [note for note in watcher.notes if "the description of its data cannot be" in note]
+    assert len(told) == len(set(told)) >= len(GREETINGS) - 2  # two sentences may be the same
+    assert all("cannot take part" in note and len(note) < 700 for note in told)
+    assert watcher.records[0]["clients"] == [0, 1]
+    for text in GREETINGS.values():
+        with pytest.raises(ValueError, match="the description of its data cannot be"):
+            Task.read(text)
+
+
+def with_data(data: bytes) -> Callable[[Message], None]:
+    def change(reply: Message) -> None:
+        upload = reply.content["upload"]
+        assert isinstance(upload, ArrayRecord)
+        next(iter(upload.values())).data = data
+
+    return change
+
+
+def facts(**values: Any) -> Callable[[Message], None]:
+    def change(reply: Message) -> None:
+        record = reply.content["facts"]
+        assert isinstance(record, MetricRecord)
+        record.update(values)
+
+    return change
+
+
+def many_names(reply: Message) -> None:
+    reply.content["upload"] = to_arrays({f"body.{k}": torch.zeros(1) for k in range(2000)})
+
+
+def odd_name(reply: Message) -> None:
+    upload = reply.content["upload"]
+    assert isinstance(upload, ArrayRecord)
+    upload["\x1b[2J\nround 1: all is well"] = Array(np.zeros(1))
+
+
+def infinite_figures(reply: Message) -> None:
+    reply.content["figures"] = MetricRecord({"pm_l": float("inf")})
+
+
+ANSWERS: dict[str, tuple[Callable[[Message], None], str]] = {
+    "2^40 floats": (with_data(ARRAYS["2^40 floats"]), "its arrays cannot be read"),
+    "a zip": (with_data(ARRAYS["a zip"]), "its arrays cannot be read"),
+    "many names": (many_names, "body.0 does not belong there"),
+    "an odd name": (odd_name, "\\x1b[2J round 1: all is well does not belong there"),
+    "no samples": (facts(samples=0), "samples is 0, not a whole number from 1"),
+    "too many samples": (facts(samples=2**62), "samples is 4611686018427387904"),
+    "samples in a list": (facts(samples=[1.0] * 3), "samples is [1.0, 1.0, 1.0]"),
+    "a loss that is no number": (facts(loss_sum=float("nan")), "not finite"),
+    "figures that are not finite": (infinite_figures, "is not finite"),
+}
+
+
+def test_answers_that_should_never_be_sent(tmp_path: Path) -> None:
+    """Client 1 sends another one in every round: each is named and counted, and the others train without it."""
+    rounds = len(ANSWERS) + 1
+    more = {"partition.clients": 3, "participation.rate": 1.0, "eval.every": 0, "checkpoint.every": 0}
+    config = small("fednh", rounds=rounds, **more)
+
+    def tamper(node: int, request: Message, reply: Message) -> Message:
+        round_ = int(request.metadata.group_id or 0)
+        if node == 1001 and request.metadata.message_type == "train" and round_ < rounds:
+            list(ANSWERS.values())[round_ - 1][0](reply)
+        return travelled(reply)
+
+    _, watcher = federate(config, tmp_path, tamper, simulated=False)
+    wrong, last = watcher.records[:-1], watcher.records[-1]
+    assert [(r["clients"], r["refused"]) for r in wrong] == [([0, 2], [1])] * len(ANSWERS)
+    assert last["clients"] == [0, 1, 2]
+    told = [note for note in watcher.notes if "client 1" in note]
+    for (name, (_, words)), note in zip(ANSWERS.items(), told, strict=True):
+        assert words in note, name
+        assert note.isprintable()
+        assert len(note) < 700
+
+
+# --- Flower's store ------------------------------------------------------------------------------------------------
+
+LIMIT = Limit.of(FORM)
+FACTS = {"client": 0, "round": 1, "samples": 5, "loss_sum": 1.0}
+
+
+def honest() -> RecordDict:
+    tree = {"body.0.weight": torch.arange(1024.0).reshape(16, 64)}
+    said = {"said": ConfigRecord({"format": 1}), "facts": MetricRecord(dict(FACTS))}
+    return RecordDict({**said, "upload": to_arrays(tree)})
+
+
+def array(**wrong: Any) -> dict[str, Any]:
+    return {"dtype": "float32", "shape": [16, 64], "stype": "numpy.ndarray", "arraychunk_ids": [0], **wrong}
+
+
+def many_parts() -> tuple[Any, dict[str, bytes]]:
+    contents: dict[str, bytes] = {}
+    leaves = [forged("ArrayChunk", [], b"%d" % k, contents) for k in range(LIMIT.parts)]
+    return forged("Message", leaves, b"", contents), contents
+
+
+def odd_family() -> tuple[Any, dict[str, bytes]]:
+    contents: dict[str, bytes] = {}
+    inner = forged("Message", [], b"", contents)
+    return forged("Message", [inner], b"", contents), contents
+
+
+STORED: dict[str, tuple[Any, dict[str, bytes]]] = {
+    "600 MB of zeros": forged_reply(array(arraychunk_ids=[0] * 600), [b"\0" * 1_000_000], "bad"),
+    "an infinite shape": forged_reply(array(shape=[float("inf")]), [b"x"], "bad"),
+    "nested JSON": forged_reply(NESTED.encode(), [b"x"], "bad"),
+    "chunks that are not there": forged_reply(array(arraychunk_ids=[7]), [b"x"], "bad"),
+    "chunks that are no numbers": forged_reply(array(arraychunk_ids=[True, None]), [b"x"], "bad"),
+    "a large chunk": forged_reply(array(), [b"x" * 3_000_000], "bad"),
+    "no JSON": forged_reply(b"\xff\xfe", [b"x"], "bad"),
+    "many parts": many_parts(),
+    "a message in a message": odd_family(),
+}
+
+
+@pytest.mark.parametrize("wrong", STORED)
+def test_a_reply_that_cannot_be_put_together(wrong: str) -> None:
+    """It is broken by itself: the honest reply of the same look is read, and memory stays as small as that one."""
+    store = Store()
+    tree, contents = STORED[wrong]
+    store.put("bad", tree, contents)
+    store.put("good", *packed(honest(), "good"))
+    tracemalloc.start()
+    replies = dict(Parcels(grid_of(store)).pull({"bad": LIMIT, "good": LIMIT}))
+    assert tracemalloc.get_traced_memory()[1] < 12_000_000
+    tracemalloc.stop()
+    assert isinstance(replies["bad"], Broken)
+    good = replies["good"]
+    assert isinstance(good, Message)
+    upload = Answer.read(good.content, FORM).upload
+    assert upload is not None
+    assert upload["body.0.weight"][1, 1] == 65
+    assert len(store.objects) == 0  # the store is told that it may forget both
+
+
+def test_a_reply_on_its_way_holds_nobody_up() -> None:
+    """Its array is missing: the others are read at once, and it when it is there; nothing is fetched twice."""
+    store, (tree, contents) = Store(), packed(honest(), "slow")
+    last = tree.object_id
+    store.put("slow", tree, {name: each for name, each in contents.items() if name != last})
+    store.put("good", *packed(RecordDict({"said": ConfigRecord({"format": 1})}), "good"))
+    parcels = Parcels(grid_of(store))
+    limits = {"slow": LIMIT, "good": LIMIT}
+    assert [name for name, _ in parcels.pull(limits)] == ["good"]
+    before = store.pulled
+    assert list(parcels.pull({"slow": LIMIT})) == []
+    assert store.pulled == before
+    store.objects.put(last, contents[last])
+    ((name, reply),) = parcels.pull({"slow": LIMIT})
+    assert name == "slow"
+    assert isinstance(reply, Message)
+
+
+def test_a_part_that_never_came() -> None:
+    store, (tree, contents) = Store(), packed(honest(), "lost")
+    store.put("lost", tree, contents)
+    store.objects.clear()
+    ((_, reply),) = Parcels(grid_of(store)).pull({"lost": LIMIT})
+    assert isinstance(reply, Broken)
+    assert "was not sent in time" in str(reply.problem)
+
+
+def test_orders_to_the_server_are_left_alone() -> None:
+    """Flower hands a ServerApp messages that are no replies; they are not even looked into."""
+    store = Store()
+    store.put("unasked", *STORED["nested JSON"])
+    assert list(Parcels(grid_of(store)).pull({"good": LIMIT})) == []
+    assert store.pulled == 0
