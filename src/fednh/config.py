@@ -29,6 +29,7 @@ from pydantic import (
 )
 from pydantic.errors import PydanticSchemaGenerationError
 
+from fednh.core import outliers
 from fednh.core.fit import Sgd
 from fednh.data import partitions
 from fednh.data.encoding import known as known_encoding
@@ -188,9 +189,15 @@ class FederationConfig(Section):
     name: str = Field("fednh", min_length=1)  # sites keep their personal state by it
     folder: str | None = None  # the server's run folder
     key: str | None = None  # the file with which it signs orders; None: certs/orders.key beside the run folder
-    min_clients: int = Field(2, ge=1, le=MANY)  # so many sites must be there before the first round
+    min_clients: int = Field(2, ge=1, le=MANY)  # so many uploads must be used in every round, or it is given up
+    start: int | None = Field(None, ge=1, le=MANY)  # so many sites must be there before the first; None: min_clients
     timeout: float = Field(600.0, gt=0)  # seconds in which a site must answer
     test: str | None = None  # a data source whose test part is a balanced test set at the server
+
+    @property
+    def enough(self) -> int:
+        """Sites that must be there before the first round."""
+        return max(self.start or 0, self.min_clients)
 
     @field_validator("name")
     @classmethod
@@ -211,6 +218,7 @@ class Config(Section):
     precision: Literal["float32", "bf16"] = "float32"  # of the body's arithmetic; parameters are float32 always
     aggregator: Literal["mean", "median", "trimmed_mean", "norm_clip"] = "mean"  # how uploads are averaged
     trim: float = Field(0.2, gt=0, lt=0.5)  # of trimmed_mean: the share that is cut off at each end
+    bound: float | None = Field(None, ge=0)  # uploads so many times longer than usual are refused; 0: none are
     on_error: Literal["stop", "skip"] = "stop"  # when a client's training raises an error
     data: DataConfig = DataConfig()
     partition: PartitionConfig = PartitionConfig()
@@ -233,6 +241,11 @@ class Config(Section):
         full = {"name": self.method["name"], **dataclasses.asdict(method)}
         object.__setattr__(self, "method", full)
         return self
+
+    def upload_bound(self, deployed: bool) -> float:
+        """How much longer than usual an upload may be; 0: as long as it likes, which is the rule in a simulation."""
+        usual = outliers.USUAL if deployed else 0.0
+        return usual if self.bound is None else self.bound
 
     def build_method(self) -> Method:
         return build_method(self.method)

@@ -116,7 +116,8 @@ def serve(
 ) -> Quiet:
     watcher = Quiet()
     with RunFolder(out) as folder:
-        manner = Manner(0.2, enough or len(wire.nodes), simulated, pause=0.001)
+        least = 1 if simulated else min(config.federation.min_clients, enough or len(wire.nodes))
+        manner = Manner(0.2, enough or len(wire.nodes), simulated, 0.001, least)
         Server(config, wire, folder, watcher, manner, identity=identity).run()
     return watcher
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from fednh.config import Config, parse_bytes
-from fednh.core import aggregate, checks, evaluate, failures, memory, novelty
+from fednh.core import aggregate, checks, evaluate, failures, memory, novelty, outliers
 from fednh.core import client as clients
 from fednh.core.evaluate import Personal
 from fednh.core.federation import Federation
@@ -57,6 +57,7 @@ class Round:
     samples: int = 0  # those behind the used uploads
     loss_sum: float = 0.0
     gradient_norms: dict[int, float] = field(default_factory=dict)  # by client, with diagnostics.gradient_norm
+    lost: str = ""  # why the round changed nothing, in a federation
 
     def record(self, seconds: float) -> dict[str, Any]:
         """The round's line of metrics.jsonl."""
@@ -73,6 +74,7 @@ class Round:
             "refused": sorted(self.refused),
             "failed": sorted(self.failed),
             **looked,
+            **({"lost": self.lost} if self.lost else {}),
         }
 
 
@@ -87,6 +89,7 @@ class Progress:
     seconds: float = 0.0  # wall time of everything
     client_seconds: float = 0.0  # of client work
     eval_seconds: float = 0.0
+    usual: outliers.Lengths = field(default_factory=dict)  # how long uploads are, where they are bounded
 
     def totals(self) -> dict[str, Any]:
         """The run's costs and losses, for its summary."""
@@ -112,13 +115,13 @@ class Progress:
         return cls(**{**values, "records": [*closed, *values["records"]]})
 
 
-def picked_clients(config: Config, round_: int, clients: int | None = None) -> list[int]:
-    """The clients of a round: ceil(gamma * K) of them, without replacement, the same for every method.
+def picked_clients(config: Config, round_: int, clients: int | None = None, least: int = 1) -> list[int]:
+    """The clients of a round: ceil(gamma * K) of them, but at least `least`, the same for every method.
 
     K is the number of clients there are; partition.clients says it, except for natural sites.
     """
     total = config.partition.clients if clients is None else clients
-    count = max(1, math.ceil(config.participation.rate * total - 1e-9))  # less the rounding of 0.07 * 100
+    count = max(least, math.ceil(config.participation.rate * total - 1e-9))  # less the rounding of 0.07 * 100
     return sorted(numpy_rng(config.seed, "picks", round_).choice(total, count, replace=False).tolist())
 
 
@@ -260,7 +263,10 @@ class Simulation:
         started, round_, config = time.perf_counter(), happened.round, self.config
         look, sgd = config.diagnostics.gradient_norm, config.train.sgd(round_)
         work = pool.Work(self.fed, down, sgd, config.seed, round_, self.store.get, self.stop.is_set, look)
-        for client, update in pool.updates(self.engine, self.pool, work, order, ahead=2 * self.workers):
+        updates = pool.updates(self.engine, self.pool, work, order, ahead=2 * self.workers)
+        if bound := config.upload_bound(deployed=False):
+            updates = self._bounded(list(updates), bound, happened)
+        for client, update in updates:
             if update is None:
                 raise Interrupted
             if isinstance(update, Exception):
@@ -285,6 +291,20 @@ class Simulation:
                 happened.gradient_norms[client] = update.gradient_norm
             yield update.upload
         self.progress.client_seconds += time.perf_counter() - started
+
+    def _bounded(self, updates: list[tuple[int, Any]], bound: float, happened: Round) -> Iterator[tuple[int, Any]]:
+        """The updates without those whose uploads are far larger than the others'; it needs to see all of them."""
+        whole = {k: u.upload for k, u in updates if isinstance(u, clients.Update) and not u.not_finite}
+        lengths = {k: outliers.lengths(upload, self.server) for k, upload in whole.items()}
+        self.progress.usual = outliers.usual(lengths, self.progress.usual)
+        found = outliers.problems(lengths, {}, self.progress.usual, bound)
+        for client, update in updates:
+            problem = self.method.upload_problem(whole[client]) or found.get(client) if client in whole else None
+            if problem:
+                happened.refused.append(client)
+                self.watcher.note(f"round {happened.round}: the upload of client {client} was refused: {problem}")
+            else:
+                yield client, update
 
     def _failed(self, client: int, error: Exception, happened: Round) -> None:
         """A client's training raised an error: stop, or go on without it, as `on_error` says."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from statistics import median
 from typing import Any
 
+from fednh.core.outliers import MEMORY, Lengths
 from fednh.flower.messages import Hello, Task
 
 
@@ -18,10 +20,16 @@ class Member:
     site: str
     rounds: list[int] = field(default_factory=list)  # in which its upload was taken
     key: str = ""  # the public key that speaks for it; empty where nothing is signed
+    lengths: list[Lengths] = field(default_factory=list)  # of the last uploads that were taken, where they are bounded
 
     @property
     def last(self) -> int:
         return self.rounds[-1] if self.rounds else 0
+
+    def took(self, round_: int, lengths: Lengths | None) -> None:
+        """Its upload of a round was taken."""
+        self.rounds.append(round_)
+        self.lengths = [*self.lengths, *([lengths] if lengths else [])][-MEMORY:]
 
     def since(self, horizon: int) -> int:
         """The oldest of its states that a server which goes back to round `horizon` may ask for."""
@@ -84,16 +92,17 @@ class Roster:
 
 
 def agree(tasks: Sequence[Task]) -> Task:
-    """What most of the first sites have in common; inputs are normalised by the average of their means and deviations.
+    """What most of the first sites have in common; inputs are normalised by the middle of their means and deviations.
 
-    Each site counts once, whatever its size. Where all are equal the result is equal too, to the bit.
+    The middle of three and more is the median, so that one site that says something else moves nothing far; of two it
+    is the average. Each site counts once, whatever its size. Where all are equal the result is equal, to the bit.
     """
     (common, _), *_ = Counter(_form(task) for task in tasks).most_common(1)
     alike = [task for task in tasks if _form(task) == common]
     if len({(task.mean, task.std) for task in alike}) == 1:
         return alike[0]
     mean, std = (
-        tuple(sum(column) / len(alike) for column in zip(*rows, strict=True))
+        tuple(median(column) for column in zip(*rows, strict=True))
         for rows in ([task.mean for task in alike], [task.std for task in alike])
     )
     return replace(alike[0], mean=mean, std=std)

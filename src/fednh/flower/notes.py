@@ -27,3 +27,9 @@ def sentence(line: bytes) -> str:
         return one_line(str(json.loads(line)["text"]))
     except (ValueError, TypeError, KeyError, RecursionError):
         return one_line(line.decode(errors="replace")[20:])
+
+
+def lost_words(lost: list[int], rounds: int) -> str:
+    """What to say of a run some of whose rounds changed nothing."""
+    named = ", ".join(map(str, lost[:20])) + (", ..." if len(lost) > 20 else "")
+    return f"{len(lost)} of {rounds} rounds changed nothing (round {named}); federation.log in the run folder says why"

@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from flwr.app import MessageType, RecordDict
+from flwr.app import MessageType
 from flwr.serverapp import Grid
 
 from fednh.config import Config, dump
-from fednh.core import aggregate, checks, failures
+from fednh.core import aggregate, checks, failures, outliers
 from fednh.core import client as clients
 from fednh.core.federation import Federation, build_federation, network
 from fednh.core.machine import check_machine
@@ -34,30 +34,28 @@ from fednh.core.rounds import (
     picked_clients,
     sampled_clients,
 )
-from fednh.core.tree import Tree, Uploads, finite, size
+from fednh.core.tree import Tree, Uploads, size
 from fednh.data.inspection import about_test_set
 from fednh.errors import Interrupted, RunError, UserError
-from fednh.flower import audit, messages, notes
+from fednh.flower import audit, notes
 from fednh.flower.arrays import to_arrays
 from fednh.flower.audit_events import head_of
-from fednh.flower.bounds import GREETING, Limit
+from fednh.flower.bounds import Limit
 from fednh.flower.evaluation import Evaluation
 from fednh.flower.identity import Identity
-from fednh.flower.keys import fingerprint, fingerprint_of_pem
 from fednh.flower.mailbox import Letter, Post, Reply
-from fednh.flower.membership import Roster, agree, disagreement, number_problem
-from fednh.flower.messages import NOTICE, Answer, Hello, Order, SiteProblem, Task
+from fednh.flower.membership import Roster
+from fednh.flower.messages import NOTICE, Answer, Order, SiteProblem, Task
 from fednh.flower.parcels import Broken
 from fednh.flower.policy import for_sites
+from fednh.flower.reception import Reception
+from fednh.flower.replies import read_answer, why
 from fednh.flower.site import balanced, initial_state
 from fednh.storage.checkpoint import Checkpoints
 from fednh.storage.client_states import Store
 from fednh.storage.model_file import card_of
 from fednh.storage.run_folder import RunFolder
 from fednh.words import one_line
-
-AGAIN = 10.0  # seconds until a node that cannot take part is asked again
-REMINDER = 60.0  # seconds between two messages that sites are missing
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,7 @@ class Manner:
     enough: int  # sites that must be there before the first round
     simulated: bool = False  # an error at a client stops the run, if on_error says so; latecomers are not looked after
     pause: float = 0.5  # seconds between two looks for answers
+    least: int = 1  # uploads that a round needs: with fewer it is given up
 
 
 class Server:
@@ -96,22 +95,24 @@ class Server:
         # Personal states are the sites': what a checkpoint has of them is the round of each.
         unused = Store(folder.path / "checkpoints" / "clients", 0, {})
         self.checkpoints = Checkpoints(folder.path / "checkpoints", unused)
-        self.progress, self.roster, self.task = Progress(), Roster(), None
-        self.arrivals: list[tuple[int, Hello]] = []
-        self.told: set[str] = set()
-        self.again: dict[int, float] = {}  # node -> when one that cannot take part is asked again
         path = None if manner.simulated else audit.server_log(folder.path)
         self.events = audit.Writer(path, 0 if identity is None else identity.run)
-        self.fed = federation
+        self.reception = Reception(config, grid, self.post, self.note, self.events, self.toml, manner.timeout, identity)
+        self.progress, self.fed = Progress(), federation
+        self.lengths: dict[int, outliers.Lengths] = {}  # of the round's uploads, where they are bounded
 
-    task: Task | None
+    task: Task
     server: Tree
+
+    @property
+    def roster(self) -> Roster:
+        return self.reception.roster
 
     def run(self) -> dict[str, Any]:
         """All rounds, from where the folder stands to the end; returns the summary."""
         with one_thread(), self.checkpoints:
             saved = self._resume()
-            self._gather()
+            self.task = self.reception.gather(self.manner.enough, aloud=not self.manner.simulated)
             with failures.named(self.method, "the first try on blank samples failed, before any round"):
                 self._prepare(saved)
             try:
@@ -126,6 +127,8 @@ class Server:
             summary = self._summary()
             self.events("finished", rounds=self.progress.round)
             self.folder.write_summary(summary)
+            if lost := summary.get("lost"):
+                raise RunError(notes.lost_words(lost, self.config.rounds))
             return summary
 
     def note(self, text: str, **who: Any) -> None:
@@ -137,54 +140,6 @@ class Server:
 
     # --- before the first round --------------------------------------------------------------------------------
 
-    def _gather(self) -> None:
-        """Wait until enough sites have said who they are."""
-        asked, last = 0.0, ""
-        while True:
-            self._greet(set(self.grid.get_node_ids()))
-            self.post.rest()
-            here = {hello.site for _, hello in self.arrivals}
-            if len(here) >= self.manner.enough:
-                break
-            words = (
-                f"waiting for sites: {len(here)} of {self.manner.enough} are here ({', '.join(sorted(here)) or 'none'})"
-            )
-            if not self.manner.simulated and (words != last or time.monotonic() - asked > REMINDER):
-                asked, last = time.monotonic(), words
-                self.note(words)
-        if self.task is None:
-            self.task = agree([hello.task for _, hello in sorted(self.arrivals, key=lambda row: row[1].site)])
-        self._welcome()
-
-    def _greet(self, online: set[int]) -> None:
-        """Ask nodes that nobody knows who they are."""
-        met = self.post.asked() | {node for node, _ in self.arrivals}
-        met |= {node for node, then in self.again.items() if then > time.monotonic()}
-        strangers = [node for node in sorted(online - met) if not self.roster.knows(node)]
-        question = messages.question(self.toml)
-        if strangers:
-            self.events("asked", kind="query", nodes=strangers, sent=question)
-        letters = [(Letter(node, MessageType.QUERY, GREETING), question) for node in strangers]
-        self.post.send(letters, self.manner.timeout)
-
-    def _welcome(self) -> None:
-        """Admit those who said who they are, if their data fits."""
-        assert self.task is not None
-        fitting = []
-        for node, hello in self.arrivals:
-            problem = disagreement(self.task, hello.task)
-            if problem := problem or number_problem(hello, self.config.partition.clients):
-                self._once(f"site {hello.site} cannot take part: {problem}", site=hello.site, node=node)
-            else:
-                fitting.append((node, hello))
-        self.arrivals = []
-        for words in self.roster.admit(fitting):
-            self.note(words)
-        for node, hello in fitting:
-            if self.roster.knows(node):
-                facts = {"site": hello.site, "node": node, "key": fingerprint(hello.key)}
-                self.events("joined", **facts, head=hello.audit)
-
     def _stray(self, letter: Letter, reply: Reply) -> None:
         """A reply that nobody waits for: of a newcomer, or of somebody late."""
         if letter.kind == NOTICE:
@@ -194,55 +149,11 @@ class Server:
                 told = f"round {letter.round}: {self._who(letter.client)} answered too late; refused"
                 self.note(told, site=letter.site, node=letter.node, round=letter.round)
             return
-        try:
-            hello = self._hello(letter, reply)
-        except Exception as error:  # whatever reading it raises is that site's problem, not the server's
-            self.again[letter.node] = time.monotonic() + min(AGAIN, self.manner.timeout)
-            who, facts = self._stranger(letter.node, reply)
-            self._once(f"{who} cannot take part: {_why(error)}", **facts)
-            return
-        if self.identity is not None and (problem := self.identity.claim(hello.site, hello.key)):
-            if problem not in self.told:
-                spokesmen = [node for node, other in self.arrivals if other.site == hello.site]
-                self._notify({letter.node, *spokesmen, *self.roster.nodes(hello.site)}, problem)
-            self._once(problem, site=hello.site, node=letter.node, key=fingerprint(hello.key))
-            return
-        self.arrivals.append((letter.node, hello))
-
-    def _hello(self, letter: Letter, reply: Reply) -> Hello:
-        """Who a newcomer is, by its signature where there are signatures."""
-        content = _content(reply)
-        if self.identity is None:
-            return Hello.read(content)
-        messages.check_problem(content)
-        content, site, key = self.identity.opened(letter, content)
-        hello = Hello.read(content)
-        if hello.site != site:
-            raise ValueError("it signs for one site and speaks for another")
-        return replace(hello, key=key, audit=head_of(content) or "")
-
-    def _stranger(self, node: int, reply: Reply) -> tuple[str, dict[str, Any]]:
-        """Who a node is that has not said it, or not proven it: in words, and for the audit log."""
-        key = next((fingerprint_of_pem(info.public_key) for info in self.grid.get_nodes() if info.node_id == node), "")
-        owner = self.identity.owner(key) if self.identity is not None and key else None
-        known = f"node {node}, key {key}" if key else f"node {node}"
-        facts = {"node": node, "key": key}
-        if owner is not None:
-            return f"site {owner} ({known})", {**facts, "site": owner}
-        name = "" if isinstance(reply, Broken) or reply.has_error() else messages.claimed_name(reply.content)
-        if name:
-            return f"a site that calls itself {name} ({known})", {**facts, "says": name}
-        return f"a site ({known})", facts
-
-    def _notify(self, nodes: set[int], words: str) -> None:
-        """Tell sites something for their own logs."""
-        text = messages.notice(words)
-        self.post.send([(Letter(node, NOTICE, GREETING), text) for node in sorted(nodes)], self.manner.timeout)
+        self.reception.heard(letter, reply)
 
     def _prepare(self, saved: Tree | None) -> None:
         """The network, the server's state, and the test set if there is one; begin or check the run folder."""
         config, task = self.config, self.task
-        assert task is not None
         check_machine(config.device, config.precision)
         self.net = network(config, task.shape, len(task.classes))
         self.initial = initial_state(config, self.method, self.net)
@@ -281,7 +192,8 @@ class Server:
                 self.note("there is no checkpoint yet; starting again from the beginning")
             return None
         rest = dict(saved.progress)
-        self.roster, self.task = Roster(rest.pop("sites")), Task.read(rest.pop("task"))
+        self.reception.roster = Roster(rest.pop("sites"))
+        self.reception.task = Task.read(rest.pop("task"))
         if self.identity is not None:
             self.identity.keys |= {member.site: member.key for member in self._members() if member.key}
         self.progress = Progress(**rest)
@@ -296,10 +208,12 @@ class Server:
         closing = progress.round if progress.closed < progress.round else 0
         round_ = progress.round + 1 if progress.round < self.config.rounds else 0
         online = self._online()
-        self._greet(online)  # who is new says so while the others work, and takes part from the next exchange on
+        self.reception.greet(online)  # who is new says so while the others work, and takes part from the next one on
         here = self.roster.present(online)
         picked = self._picked(round_, here) if round_ else []
         happened = Round(round_, bytes_down=0, dropped=dropped_clients(self.config, round_, picked))
+        if round_ and len(here) < self.manner.least:
+            self._lose(happened, f"{len(here)} sites are there")
         down = self.method.broadcast(self.server)
         happened.bytes_down = size(down) * len(picked)
         train = set(picked) - set(happened.dropped)
@@ -312,27 +226,30 @@ class Server:
         if closing:
             self._close(closing, answers)
         if round_:
-            self._aggregate(happened, [answer for answer in answers if answer.round == round_])
+            if not happened.lost:
+                self._aggregate(happened, [answer for answer in answers if answer.round == round_])
             self._keep_books(happened, time.perf_counter() - started)
-        self._welcome()
+        self.reception.welcome()
 
     def _online(self) -> set[int]:
-        """The nodes that are there; if none of them is known, some time is given for one to come."""
+        """The nodes that are there; if too few of them are known, some time is given for more to come."""
         deadline = time.monotonic() + self.manner.timeout
         while True:
             online = set(self.grid.get_node_ids())
-            if self.roster.present(online) or time.monotonic() > deadline:
+            here = len(self.roster.present(online))
+            if here >= self.manner.least or time.monotonic() > deadline:
                 return online
-            self._once(f"after round {self.progress.round} no site is there; waiting for one")
-            self._greet(online)
+            words = f"{here or 'no'} site is there; waiting for {self.manner.least}"
+            self.reception.once(f"after round {self.progress.round} {words}")
+            self.reception.greet(online)
             self.post.rest()
-            self._welcome()
+            self.reception.welcome()
 
     def _picked(self, round_: int, here: list[int]) -> list[int]:
         """Of those who are there: with all there, the very clients that the simulator picks."""
-        if not here:
+        if len(here) < self.manner.least:
             return []
-        return [here[k] for k in picked_clients(self.config, round_, len(here))]
+        return [here[k] for k in picked_clients(self.config, round_, len(here), self.manner.least)]
 
     def _looked_at(self, round_: int) -> list[int]:
         """Who evaluates: after the last round every site, or in a simulation those that `eval.final` says."""
@@ -365,7 +282,6 @@ class Server:
 
     def _ask(self, orders: list[Order], down: Tree, happened: Round) -> list[Answer]:
         """Send the orders and wait; returns the answers that can be used."""
-        assert self.task is not None
         arrays, more = to_arrays(down), to_arrays(self._beyond(down))
         letters = [
             (
@@ -410,21 +326,13 @@ class Server:
         """The answer, if it is one; what is wrong with it is told."""
         who, when = self._who(order.client), f"round {order.round or order.evaluate}"
         try:
-            content = _content(reply)
-            if self.identity is not None:
-                messages.check_problem(content)
-                content, *_ = self.identity.opened(letter, content)
-            answer = Answer.read(content, self.upload_form if order.round else None, self.config.device)
-            if (answer.client, answer.round) != (order.client, order.round):
-                raise ValueError(f"it is for client {answer.client} and round {answer.round}")
-            if order.round:
-                self._check_upload(answer)
+            answer, content = read_answer(letter, order, reply, self.upload_form, self.config.device, self.identity)
         except SiteProblem as error:
             self._failed(f"{when}: {who} failed: {error}", site=letter.site, round=letter.round)
             if order.round:
                 happened.failed.append(order.client)
         except Exception as error:  # whatever reading it raises is this site's problem, not the server's
-            told = f"{when}: the answer of {who} was refused: {_why(error)}"
+            told = f"{when}: the answer of {who} was refused: {why(error)}"
             self.note(told, site=letter.site, round=letter.round)
             if order.round:
                 happened.refused.append(order.client)
@@ -432,14 +340,6 @@ class Server:
             facts = {"site": letter.site, "kind": letter.kind, "round": letter.round, "head": head_of(content)}
             self.events("took", **facts, sent=content)
             yield answer
-
-    def _check_upload(self, answer: Answer) -> None:
-        if answer.upload is None:
-            raise ValueError("it has no upload")
-        if not finite(answer.upload):
-            raise ValueError("the upload is not finite")
-        if not math.isfinite(answer.loss_sum or 0.0):
-            raise ValueError("its loss or the personal state that it would keep is not finite")
 
     def _failed(self, told: str, **who: Any) -> None:
         if self.manner.simulated and self.config.on_error == "stop":
@@ -450,9 +350,10 @@ class Server:
         """The server's next state; one that breaks an invariant is not taken."""
         # As in the simulator: the largest first. A sum's last bits depend on the order.
         answers = sorted(answers, key=lambda answer: (-(answer.samples or 0), answer.client))
+        answers = self._bounded(happened, answers)
         uploads = [answer.upload for answer in answers if answer.upload is not None]
-        if not uploads:
-            self.note(f"round {happened.round}: no upload could be used; the server stays as it was")
+        if len(uploads) < self.manner.least:
+            self._lose(happened, f"{len(uploads)} uploads can be used")
             return
         rule = aggregate.rule(self.config.aggregator, self.server, self.config.trim, self.method)
         try:
@@ -462,12 +363,17 @@ class Server:
         except RunError as error:
             if self.manner.simulated:
                 raise
+            happened.lost = str(error)
             self.note(f"{error}; the server stays as it was")
             return
+        same = all(torch.equal(value, self.server[name]) for name, value in server.items())
+        if same and self.upload_form and not self.manner.simulated:
+            happened.lost = "the uploads change nothing"
+            self.note(f"round {happened.round}: {happened.lost}")
         self.server = server
         for answer in answers:
             assert answer.upload is not None
-            self.roster.members[answer.client].rounds.append(happened.round)
+            self.roster.members[answer.client].took(happened.round, self.lengths.get(answer.client))
             happened.clients.append(answer.client)
             happened.bytes_up += size(answer.upload)
             happened.processed += answer.samples or 0
@@ -476,6 +382,32 @@ class Server:
                 happened.loss_sum += answer.loss_sum
             if answer.gradient_norm is not None and math.isfinite(answer.gradient_norm):
                 happened.gradient_norms[answer.client] = answer.gradient_norm
+
+    def _bounded(self, happened: Round, answers: list[Answer]) -> list[Answer]:
+        """Those whose uploads are not far longer than others', nor than their own before; the rest are refused."""
+        bound = self.config.upload_bound(deployed=not self.manner.simulated)
+        uploads = {answer.client: answer.upload for answer in answers if answer.upload is not None}
+        if not bound or not uploads:
+            return answers
+        self.lengths = {client: outliers.lengths(upload, self.server) for client, upload in uploads.items()}
+        past = {client: self.roster.members[client].lengths for client in uploads}
+        self.progress.usual = outliers.usual(self.lengths, self.progress.usual)
+        found = outliers.problems(self.lengths, past, self.progress.usual, bound)
+        for client, upload in uploads.items():
+            if problem := self.method.upload_problem(upload) or found.get(client):
+                found[client] = problem
+                happened.refused.append(client)
+                told = f"round {happened.round}: the upload of {self._who(client)} was refused: {problem}"
+                self.note(told, site=self.roster.site(client), round=happened.round)
+        return [answer for answer in answers if answer.client not in found]
+
+    def _lose(self, happened: Round, what: str) -> None:
+        """Give a round up: nothing of it counts, at the server and, with the next order, at the sites."""
+        if self.manner.simulated:  # clients that never report are part of what is simulated
+            self.note(f"round {happened.round}: no upload could be used; the server stays as it was")
+            return
+        happened.lost = f"{what}, and federation.min_clients = {self.manner.least}"
+        self.note(f"round {happened.round} is given up: {happened.lost}; the server stays as it was")
 
     def _keep_books(self, happened: Round, seconds: float) -> None:
         """Count the round; close it unless the next exchange evaluates it; save."""
@@ -514,7 +446,7 @@ class Server:
 
     def _summary(self) -> dict[str, Any]:
         progress, task = self.progress, self.task
-        assert task is not None
+        lost = [record["round"] for record in progress.records if record.get("lost")]
         return {
             "method": self.config.method["name"],
             "data": task.data,
@@ -523,6 +455,7 @@ class Server:
             **self.evaluation.summary(self._final()),
             "sites": [{"client": m.number, "site": m.site, "rounds": len(m.rounds)} for m in self._members()],
             **progress.totals(),
+            **({"lost": lost} if lost else {}),
         }
 
     def _members(self) -> list[Any]:
@@ -531,7 +464,6 @@ class Server:
     def _card(self) -> dict[str, Any]:
         """What the global model's file says about itself."""
         task, config = self.task, self.config
-        assert task is not None
         if self.fed is not None:
             return self.fed.card(config)
         scale = {"scale": task.scale, "mean": task.mean, "std": task.std}
@@ -539,7 +471,6 @@ class Server:
         return card_of(config, self.net, task.shape, task.classes, task.data, preprocessing)
 
     def _books(self) -> dict[str, Any]:
-        assert self.task is not None
         return {**asdict(self.progress), "sites": self.roster.rows(), "task": self.task.text()}
 
     def _checkpoint(self) -> None:
@@ -548,22 +479,3 @@ class Server:
 
     def _who(self, client: int) -> str:
         return f"client {client}" if self.manner.simulated else f"site {self.roster.site(client)} (client {client})"
-
-    def _once(self, words: str, **who: Any) -> None:
-        if words not in self.told:
-            self.told.add(words)
-            self.note(words, **who)
-
-
-def _content(reply: Reply) -> RecordDict:
-    if isinstance(reply, Broken):
-        raise reply.problem
-    if reply.has_error():
-        raise SiteProblem(one_line(str(reply.error.reason or f"error {reply.error.code}"), 500))
-    return reply.content
-
-
-def _why(error: Exception) -> str:
-    """What was wrong with somebody else's message; of what nobody foresaw, its kind too."""
-    foreseen = isinstance(error, ValueError | SiteProblem)
-    return str(error) if foreseen else f"{type(error).__name__}: {one_line(str(error), 200)}"

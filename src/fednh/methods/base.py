@@ -65,6 +65,10 @@ class Method(ABC):
     def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
         """The server's next state, from at least one upload. `uploads` may be a generator: iterate once."""
 
+    def upload_problem(self, upload: Tree) -> str | None:
+        """What cannot be true of an upload, in words, by what the paper says; asked where uploads are bounded."""
+        return None
+
     def global_model(self, server: Tree) -> Tree | None:
         """What `logits` needs to predict for anybody; None where the method has no such model."""
         return {name: value for name, value in server.items() if name.partition(".")[0] in MODEL}

@@ -72,6 +72,13 @@ class FedNH(Method):
         owned = mu.abs().sum(1, keepdim=True) > 0  # a class that nobody in the round owns keeps its prototype
         return {**server, **average, "head.weight": torch.where(owned, moved, head)}
 
+    def upload_problem(self, upload: Tree) -> str | None:
+        """A mean of unit vectors is no longer than one; with counts, as long as samples stand behind it."""
+        longest = float(upload["prototypes"].double().norm(dim=1).max())
+        if self.aggregation == "uniform" and longest > 1 + 1e-3:
+            return f"a prototype has length {longest:.3g}, and a mean of unit vectors is no longer than 1"
+        return None
+
     def global_model(self, server: Tree) -> Tree:
         return server
 

@@ -20,7 +20,7 @@ from wire import Wire, federate, serve, travelled
 from fednh.flower.arrays import to_arrays, to_tree
 from fednh.flower.bounds import Limit
 from fednh.flower.client_app import client_app
-from fednh.flower.messages import Answer, Task
+from fednh.flower.messages import FORMAT, Answer, Task
 from fednh.flower.parcels import Broken, Parcels
 
 FORM = {"body.0.weight": ((16, 64), torch.float32)}
@@ -204,7 +204,7 @@ FACTS = {"client": 0, "round": 1, "samples": 5, "loss_sum": 1.0}
 
 def honest() -> RecordDict:
     tree = {"body.0.weight": torch.arange(1024.0).reshape(16, 64)}
-    said = {"said": ConfigRecord({"format": 1}), "facts": MetricRecord(dict(FACTS))}
+    said = {"said": ConfigRecord({"format": FORMAT}), "facts": MetricRecord(dict(FACTS))}
     return RecordDict({**said, "upload": to_arrays(tree)})
 
 
@@ -262,7 +262,7 @@ def test_a_reply_on_its_way_holds_nobody_up() -> None:
     store, (tree, contents) = Store(), packed(honest(), "slow")
     last = tree.object_id
     store.put("slow", tree, {name: each for name, each in contents.items() if name != last})
-    store.put("good", *packed(RecordDict({"said": ConfigRecord({"format": 1})}), "good"))
+    store.put("good", *packed(RecordDict({"said": ConfigRecord({"format": FORMAT})}), "good"))
     parcels = Parcels(grid_of(store))
     limits = {"slow": LIMIT, "good": LIMIT}
     assert [name for name, _ in parcels.pull(limits)] == ["good"]

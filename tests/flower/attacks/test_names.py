@@ -76,7 +76,8 @@ def test_the_server_refuses_a_forger_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_what_a_site_says_does_not_end_a_line(tmp_path: Path) -> None:
-    config = small("fedavg", rounds=2, **{"partition.clients": 2, "participation.rate": 1.0})
+    settings = {"partition.clients": 2, "participation.rate": 1.0, "federation.min_clients": 1}
+    config = small("fedavg", rounds=2, **settings)
     words = "the disk is full\n2026-11-16 10:00:00 round 2: all is well\x1b[1A\u2028x"
 
     def tamper(node: int, request: Message, reply: Message) -> Message:

@@ -68,7 +68,7 @@ class Local:
             raise UserError("--proxy is TLS in front of TLS: it does not go with --insecure")
         self.folder, self.sites, self.secure = folder, sites, secure
         self.warm = warm and sys.platform == "linux"  # elsewhere a fork of a process with PyTorch in it may not work
-        self.run_folder, self.enough = Path(str(config.federation.folder)), config.federation.min_clients
+        self.run_folder, self.needs = Path(str(config.federation.folder)), config.federation
         self.told, self.stop, self.keys = told, stop, certificates.Keys(folder)
         self.home = folder / ".flwr" / "local"
         self.secret = self.home / "runtime.secret" if self.warm else None
@@ -185,6 +185,9 @@ class Local:
             self._give_up()
             self._pause(0.1)
         self._show()
+        summary = json.loads((self.run_folder / "summary.json").read_text(encoding="utf-8"))
+        if lost := summary.get("lost"):
+            raise RunError(notes.lost_words(lost, summary["rounds"]))
 
     def _look_after_supernodes(self) -> None:
         """One that was killed is started again; one that ended by itself has a reason, and is given up.
@@ -208,8 +211,11 @@ class Local:
             del self.processes.running[site.name]
             what = f"the SuperNode of {site.name} ended: {self._why(site.name)} (see {self.processes.log(site.name)})"
             left = sum(each.name in self.processes.running for each in self.sites)
-            if left == 0 or (left < self.enough and not self._begun()):
-                raise RunError(f"{what}; {left} sites are left, and federation.min_clients = {self.enough}")
+            key, number_needed = "min_clients", self.needs.min_clients
+            if not self._begun() and self.needs.enough > number_needed:
+                key, number_needed = "start", self.needs.enough
+            if left < number_needed:
+                raise RunError(f"{what}; {left} sites are left, and federation.{key} = {number_needed}")
             self.told.note(f"{what}; going on without it")
 
     def _look_after_server(self) -> None:

@@ -54,7 +54,8 @@ def write(folder: Path, sites: int | None, sources: Sequence[str], overrides: Ma
     folder = folder.absolute()
     count, told = _what_sites_are_told(sites, sources)
     name = project_name(folder.name)
-    federation = {"federation.name": name, "federation.folder": str(folder / "run"), "federation.min_clients": count}
+    federation: dict[str, Any] = {"federation.name": name, "federation.folder": str(folder / "run")}
+    federation |= {"federation.start": count, "federation.min_clients": min(2, count)}
     federation["federation.key"] = str(folder / "certs" / "orders.key")
     chosen = settings.load(None, {**USUAL, **_data(sources, count), **federation, **overrides})
     names = site_names(count)

@@ -1,0 +1,68 @@
+"""Uploads that are far too long, refused before anything is averaged: by one rule, in a federation and in simulation.
+
+One finite upload of 1e30 outweighs all others in a mean. So with a `bound` the parts of an upload are measured: the
+length of its step away from the server's state, and of each part that the server does not hold, such as prototypes.
+
+- What is usual is the median of the round, or of an earlier one if that was longer: steps shrink while a model learns,
+  and somebody who comes late still takes long ones.
+- Who is more than `bound` times longer than usual is refused. Where only two upload, there is no majority that could
+  say what is usual: the shorter one does, and the bound is squared.
+- Who is longer than usual, and more than `bound` times longer than ever before, is refused too.
+
+Honest clients differ in samples and steps. The bound is for what cannot be honest, and no substitute for a robust
+average (aggregate.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median_low
+
+from fednh.core.tree import Tree
+
+USUAL = 10.0  # the bound in a deployment, unless the config says otherwise
+MEMORY = 5  # rounds of a client's past that count
+
+Lengths = dict[str, float]  # by part of an upload; "step" is the part that the server holds
+
+
+def lengths(upload: Tree, server: Tree) -> Lengths:
+    """How long the parts of an upload are."""
+    squares: Lengths = {}
+    for name, value in upload.items():
+        part = "step" if name in server else name.partition(".")[0]
+        away = value.double() - server[name].double() if name in server else value.double()
+        squares[part] = squares.get(part, 0.0) + float(away.square().sum())
+    return {part: square**0.5 for part, square in squares.items()}
+
+
+def usual(uploads: Mapping[int, Lengths], before: Lengths) -> Lengths:
+    """What is usual after a round with these uploads; one alone says nothing about it."""
+    found = dict(before)
+    for part in {part for each in uploads.values() for part in each}:
+        spoken = [each[part] for each in uploads.values() if each.get(part, 0.0) > 0]
+        if len(spoken) > 1:
+            found[part] = max(found.get(part, 0.0), median_low(spoken))
+    return found
+
+
+def problems(
+    uploads: Mapping[int, Lengths], past: Mapping[int, Sequence[Lengths]], normal: Lengths, bound: float
+) -> dict[int, str]:
+    """Why some uploads of a round are refused, by client; `past` has the lengths of those that were taken before."""
+    found: dict[int, str] = {}
+    most = bound if len(uploads) > 2 else bound**2
+    for client, each in sorted(uploads.items()):
+        for part, length in sorted(each.items()):
+            expected = normal.get(part, 0.0)
+            before = max((row.get(part, 0.0) for row in past.get(client, ())[-MEMORY:]), default=0.0)
+            if expected > 0 and length > most * expected:
+                found.setdefault(client, _words(part, length / expected, most, "the median of the round"))
+            elif before > 0 and length > max(bound * before, expected):
+                found.setdefault(client, _words(part, length / before, bound, "what it uploaded before"))
+    return found
+
+
+def _words(part: str, times: float, most: float, what: str) -> str:
+    name = "its step" if part == "step" else f"its part {part!r}"
+    return f"{name} is {times:.3g} times as long as {what}, and {most:g} times is the most (bound)"

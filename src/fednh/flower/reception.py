@@ -1,0 +1,164 @@
+"""Who may take part: nodes that nobody knows are asked who they are, and admitted if their data fits the others'."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from flwr.app import MessageType
+from flwr.serverapp import Grid
+
+from fednh.config import Config
+from fednh.flower import audit, messages
+from fednh.flower.audit_events import head_of
+from fednh.flower.bounds import GREETING
+from fednh.flower.identity import Identity
+from fednh.flower.keys import fingerprint, fingerprint_of_pem
+from fednh.flower.mailbox import Letter, Post, Reply
+from fednh.flower.membership import Roster, agree, disagreement, number_problem
+from fednh.flower.messages import NOTICE, Hello, Task
+from fednh.flower.parcels import Broken
+from fednh.flower.replies import content_of, why
+
+AGAIN = 10.0  # seconds until a node that cannot take part is asked again
+REMINDER = 60.0  # seconds between two messages that sites are missing
+
+
+class Reception:
+    """The sites that are known, the task that they agreed on, and those who wait to be admitted."""
+
+    def __init__(
+        self,
+        config: Config,
+        grid: Grid,
+        post: Post,
+        tell: Callable[..., None],  # a sentence, and for the audit log whom it concerns
+        events: audit.Writer,
+        toml: str,
+        timeout: float,
+        identity: Identity | None,
+    ):
+        self.config, self.grid, self.post, self.tell, self.identity = config, grid, post, tell, identity
+        self.events = events
+        self.question, self.timeout = messages.question(toml), timeout
+        self.roster = Roster()
+        self.task: Task | None = None
+        self._arrivals: list[tuple[int, Hello]] = []
+        self._told: set[str] = set()
+        self._again: dict[int, float] = {}  # node -> when one that cannot take part is asked again
+
+    def once(self, words: str, **who: Any) -> None:
+        if words not in self._told:
+            self._told.add(words)
+            self.tell(words, **who)
+
+    def gather(self, enough: int, aloud: bool) -> Task:
+        """Wait until `enough` sites whose data fits have said who they are; returns what they agreed on."""
+        told, last = 0.0, ""
+        while True:
+            self.greet(set(self.grid.get_node_ids()))
+            self.post.rest()
+            here = {hello.site for _, hello in self._arrivals}
+            if len(here) >= enough and (task := self._agreed(enough)):
+                self.task = task
+                self.welcome()
+                return task
+            words = f"waiting for sites: {len(here)} of {enough} are here ({', '.join(sorted(here)) or 'none'})"
+            if aloud and (words != last or time.monotonic() - told > REMINDER):
+                told, last = time.monotonic(), words
+                self.tell(words)
+
+    def _agreed(self, enough: int) -> Task | None:
+        """The task that enough of those who are here can work on together; why others cannot is told."""
+        rows = sorted(self._arrivals, key=lambda row: row[1].site)
+        task = self.task or agree([hello.task for _, hello in rows])
+        fitting = {self._place(hello) for _, hello in rows if not self._problem(task, hello)}
+        if len(fitting) >= enough:
+            return task
+        for node, hello in rows:
+            if problem := self._problem(task, hello):
+                self.once(f"site {hello.site} cannot take part: {problem}", site=hello.site, node=node)
+        return None
+
+    @staticmethod
+    def _place(hello: Hello) -> int | str:
+        return hello.number if hello.number >= 0 else hello.site
+
+    def _problem(self, task: Task, hello: Hello) -> str | None:
+        return disagreement(task, hello.task) or number_problem(hello, self.config.partition.clients)
+
+    def greet(self, online: set[int]) -> None:
+        """Ask nodes that nobody knows who they are."""
+        met = self.post.asked() | {node for node, _ in self._arrivals}
+        met |= {node for node, then in self._again.items() if then > time.monotonic()}
+        strangers = [node for node in sorted(online - met) if not self.roster.knows(node)]
+        if strangers:
+            self.events("asked", kind="query", nodes=strangers, sent=self.question)
+        letters = [(Letter(node, MessageType.QUERY, GREETING), self.question) for node in strangers]
+        self.post.send(letters, self.timeout)
+
+    def welcome(self) -> None:
+        """Admit those who said who they are, if their data fits."""
+        assert self.task is not None
+        fitting = []
+        for node, hello in self._arrivals:
+            if problem := self._problem(self.task, hello):
+                self.once(f"site {hello.site} cannot take part: {problem}", site=hello.site, node=node)
+            else:
+                fitting.append((node, hello))
+        self._arrivals = []
+        for words in self.roster.admit(fitting):
+            self.tell(words)
+        for node, hello in fitting:
+            if self.roster.knows(node):
+                facts = {"site": hello.site, "node": node, "key": fingerprint(hello.key)}
+                self.events("joined", **facts, head=hello.audit)
+
+    def heard(self, letter: Letter, reply: Reply) -> None:
+        """Somebody says who he is."""
+        try:
+            hello = self._hello(letter, reply)
+        except Exception as error:  # whatever reading it raises is that site's problem, not the server's
+            self._again[letter.node] = time.monotonic() + min(AGAIN, self.timeout)
+            who, facts = self._stranger(letter.node, reply)
+            self.once(f"{who} cannot take part: {why(error)}", **facts)
+            return
+        if self.identity is not None and (problem := self.identity.claim(hello.site, hello.key)):
+            if problem not in self._told:
+                spokesmen = [node for node, other in self._arrivals if other.site == hello.site]
+                self._notify({letter.node, *spokesmen, *self.roster.nodes(hello.site)}, problem)
+            self.once(problem, site=hello.site, node=letter.node, key=fingerprint(hello.key))
+            return
+        self._arrivals.append((letter.node, hello))
+
+    def _hello(self, letter: Letter, reply: Reply) -> Hello:
+        """Who a newcomer is, by its signature where there are signatures."""
+        content = content_of(reply)
+        if self.identity is None:
+            return Hello.read(content)
+        messages.check_problem(content)
+        content, site, key = self.identity.opened(letter, content)
+        hello = Hello.read(content)
+        if hello.site != site:
+            raise ValueError("it signs for one site and speaks for another")
+        return replace(hello, key=key, audit=head_of(content) or "")
+
+    def _stranger(self, node: int, reply: Reply) -> tuple[str, dict[str, Any]]:
+        """Who a node is that has not said it, or not proven it: in words, and for the audit log."""
+        key = next((fingerprint_of_pem(info.public_key) for info in self.grid.get_nodes() if info.node_id == node), "")
+        owner = self.identity.owner(key) if self.identity is not None and key else None
+        known = f"node {node}, key {key}" if key else f"node {node}"
+        facts = {"node": node, "key": key}
+        if owner is not None:
+            return f"site {owner} ({known})", {**facts, "site": owner}
+        name = "" if isinstance(reply, Broken) or reply.has_error() else messages.claimed_name(reply.content)
+        if name:
+            return f"a site that calls itself {name} ({known})", {**facts, "says": name}
+        return f"a site ({known})", facts
+
+    def _notify(self, nodes: set[int], words: str) -> None:
+        """Tell sites something for their own logs."""
+        text = messages.notice(words)
+        self.post.send([(Letter(node, NOTICE, GREETING), text) for node in sorted(nodes)], self.timeout)

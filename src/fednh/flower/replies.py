@@ -1,0 +1,59 @@
+"""What a site replied, as far as it can be used, and in words what is wrong with it otherwise."""
+
+from __future__ import annotations
+
+import math
+
+from flwr.app import RecordDict
+
+from fednh.core.client import Form
+from fednh.core.tree import finite
+from fednh.flower import messages
+from fednh.flower.identity import Identity
+from fednh.flower.mailbox import Letter, Reply
+from fednh.flower.messages import Answer, Order, SiteProblem
+from fednh.flower.parcels import Broken
+from fednh.words import one_line
+
+
+def content_of(reply: Reply) -> RecordDict:
+    """The records of a reply; an error instead of them is raised."""
+    if isinstance(reply, Broken):
+        raise reply.problem
+    if reply.has_error():
+        raise SiteProblem(one_line(str(reply.error.reason or f"error {reply.error.code}"), 500))
+    return reply.content
+
+
+def why(error: Exception) -> str:
+    """What was wrong with somebody else's message; of what nobody foresaw, its kind too."""
+    foreseen = isinstance(error, ValueError | SiteProblem)
+    return str(error) if foreseen else f"{type(error).__name__}: {one_line(str(error), 200)}"
+
+
+def read_answer(
+    letter: Letter, order: Order, reply: Reply, form: Form, device: str, identity: Identity | None
+) -> tuple[Answer, RecordDict]:
+    """The answer to this order, and the records that it came in.
+
+    Whatever is wrong with it is raised; a `SiteProblem` is what the site says itself.
+    """
+    content = content_of(reply)
+    if identity is not None:
+        messages.check_problem(content)
+        content, *_ = identity.opened(letter, content)
+    answer = Answer.read(content, form if order.round else None, device)
+    if (answer.client, answer.round) != (order.client, order.round):
+        raise ValueError(f"it is for client {answer.client} and round {answer.round}")
+    if order.round:
+        _check_upload(answer)
+    return answer, content
+
+
+def _check_upload(answer: Answer) -> None:
+    if answer.upload is None:
+        raise ValueError("it has no upload")
+    if not finite(answer.upload):
+        raise ValueError("the upload is not finite")
+    if not math.isfinite(answer.loss_sum or 0.0):
+        raise ValueError("its loss or the personal state that it would keep is not finite")
