@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import stat
 import time
@@ -79,6 +80,23 @@ def test_the_simulators_numbers(method: str, fed: Trial, tmp_path: Path) -> None
 def test_flowers_own_way_of_starting_sites_without_tls(fed: Trial, tmp_path: Path) -> None:
     assert fed.init(2, rounds=2).up("--plain", "--insecure").wait(400).code == 0, fed.said()
     assert "Option `--insecure` was set" in (fed.folder / "logs/superlink.log").read_text()
+    assert_same_as_simulated(fed, tmp_path / "simulated")
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(shutil.which("nginx", path="/usr/sbin:/usr/bin") is None, reason="nginx is not installed")
+def test_behind_the_proxy(fed: Trial, tmp_path: Path) -> None:
+    process = fed.init(2, rounds=2).up("--proxy")
+    seen = commands_seen(fed, process)
+    assert process.wait(400).code == 0, fed.said()
+    (conf,) = (fed.folder / ".flwr/local/proxy").glob("fednh.conf")
+    door, behind = (re.search(pattern, conf.read_text()) for pattern in (r"listen (\S+) ssl", r"https://(\S+?)/v1"))
+    assert door is not None
+    assert behind is not None
+    nodes = [words for words in seen if "flower-supernode" in words]
+    assert len(nodes) >= 2
+    assert all(f"--superlink {door[1]} " in words for words in nodes)
+    assert any("flower-superlink" in words and behind[1].split(":")[1] in words for words in seen)
     assert_same_as_simulated(fed, tmp_path / "simulated")
 
 

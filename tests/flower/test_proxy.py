@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from fednh.errors import UserError
 from fednh.flower.deploy import certificates, proxy, scaffold
 from fednh.flower.deploy.processes import answers, free_ports
 
@@ -180,6 +179,11 @@ def test_what_init_writes_is_valid(tmp_path: Path) -> None:
     assert "listen 8443 ssl;" in (folder / "proxy/fednh.conf").read_text()
 
 
-def test_a_path_that_nginx_cannot_write_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nginx does not take"):
-        proxy.write(tmp_path / "proxy", tmp_path / "a$b", "8443", 8000)
+@needs_nginx
+def test_nothing_in_a_path_is_taken_for_nginxs_own_signs(tmp_path: Path) -> None:
+    """A dollar sign, quotation marks, a semicolon, a brace and a backslash."""
+    folder = tmp_path / 'a$b "c"; d{e\\f'
+    certificates.make(folder, [])
+    proxy.write(folder / "proxy", folder / "certs", "127.0.0.1:8443", 8000)
+    ended = subprocess.run([*proxy.command(folder / "proxy"), "-t"], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr

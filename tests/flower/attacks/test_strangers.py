@@ -198,7 +198,7 @@ print("TASK", client.AcquireTask(AcquireTaskRequest(supported_task_types=["flwr-
 
 
 def test_the_readme_in_order_and_what_strangers_get(world: World) -> None:
-    fed, safe = world.folder / "our hospitals" / "fed", world.folder / "safe"
+    fed, safe = world.folder / "our hospitals" / "the fed", world.folder / "safe"
     fed.parent.mkdir()
     safe.mkdir()
     scaffold.write(fed, 2, [], {**SMALL, "rounds": 1})
@@ -209,7 +209,7 @@ def test_the_readme_in_order_and_what_strangers_get(world: World) -> None:
         code, said = world.run(SERVER, script, fed)
         assert code == 0, said
     assert (fed / "trial/run/summary.json").exists()
-    assert [path.name for path in safe.iterdir()] == ["fed-authority"]
+    assert [path.name for path in safe.iterdir()] == ["the fed-authority"]
 
     logs = {name: world.folder / f"{name}.log" for name in (*world.machines, "nginx")}
     world.start(SERVER, serve, fed, logs[SERVER])

@@ -51,6 +51,8 @@ class Forking(SubprocessExecutor):
         if spec.task_type not in self.kinds:
             return LaunchResult.failed(f"{spec.task_type} is not run here")
         if spec.task_type == TaskType.SERVER_APP:
+            if not hasattr(os, "memfd_create"):  # only Linux has it
+                return super().launch(spec)
             _server_app(spec)
         elif os.fork() == 0:
             _leave(lambda: _client_app(spec))

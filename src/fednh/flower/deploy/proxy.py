@@ -17,7 +17,7 @@ def write(folder: Path, certs: Path, listen: str, port: int) -> Path:
     private_folder(folder)
     private_folder(folder / "temporary")
     paths = {"certificate": certs / "server.crt", "key": certs / "server.key", "ca": certs / "ca.crt"}
-    quoted = {name: _quoted(path) for name, path in paths.items()}
+    quoted = {name: _quoted(path, folder) for name, path in paths.items()}
     # The workers of a nginx that root starts belong to another user, who could not write in this folder.
     user = f"user {pwd.getpwuid(0).pw_name};" if os.geteuid() == 0 else ""
     for name, words in {
@@ -37,9 +37,12 @@ def command(folder: Path) -> list[str]:
     return [program, "-p", f"{folder}{os.sep}", "-c", "nginx.conf", "-e", "stderr"]
 
 
-def _quoted(path: Path) -> str:
-    """A path between nginx's quotation marks; a dollar sign would begin a variable, and cannot be written."""
+def _quoted(path: Path, folder: Path) -> str:
+    """A path between nginx's quotation marks. It cannot have a dollar sign, which begins a variable there.
+
+    Then it is as seen from the configuration's folder, and that can be included only by the nginx.conf beside it.
+    """
     text = str(path)
-    if "$" in text or "\n" in text:
-        raise UserError(f"{text} has a sign that nginx does not take in a path; choose another folder")
+    if any(sign in text for sign in "$\n"):
+        text = os.path.relpath(path, folder)
     return text.replace("\\", "\\\\").replace('"', '\\"')

@@ -9,6 +9,7 @@ trial/           what `up --local` keeps           run/                   the se
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -155,7 +156,8 @@ def connection(folder: Path, port: int = PORT) -> str:
 
 def readme(name: str, folder: Path, sites: Sequence[Site]) -> str:
     register = "\n".join(f"flwr supernode register sites/{s.name}/key.pub server" for s in sites)
-    words = {"name": name, "folder": folder.name, "first": sites[0].name, "register": register}
+    authority = shlex.quote(f"../{folder.name}-authority")
+    words = {"name": name, "authority": authority, "first": sites[0].name, "register": register}
     return templates.fill("README.md", **words, count=str(len(sites)), port=str(PORT), door=str(DOOR))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -87,7 +88,7 @@ def train(folder: Path, run: Path, stop: threading.Event) -> None:
         )
     if not (folder / ".flwr" / "config.toml").exists():
         raise UserError(f"{folder}: no server was started here; start it: fednh federation serve {folder}")
-    with Processes(folder / ".flwr" / "run", folder / ".flwr", None) as processes:
+    with Processes(folder / ".flwr" / f"run-{os.getpid()}", folder / ".flwr", None) as processes:
         process = processes.start("run", commands.run(folder, "server"), folder)
         while process.poll() is None and not stop.wait(0.2):
             pass
