@@ -262,6 +262,16 @@ def test_asked_to_stop_between_two_batches_of_the_final_evaluation(at: int, tmp_
     assert_same(tmp_path / "stopped", outcome(tmp_path / "whole"))
 
 
+def test_ctrl_c_in_a_command_that_has_nothing_to_save_is_one_sentence(tmp_path: Path) -> None:
+    process = Process(["prototypes", "--classes", "1000", "--dim", "40"], tmp_path / "io")
+    wait_for(lambda: (tmp_path / "io" / "stderr.txt").exists())
+    time.sleep(1)
+    process.kill(signal.SIGINT)
+    ended = process.wait(60)
+    assert ended.code == 130
+    assert ended.stderr == "fednh: interrupted; a file that was not complete was not written\n"
+
+
 def test_a_bad_option_of_resume_leaves_the_run_alone(tmp_path: Path) -> None:
     out = tmp_path / "r"
     assert fednh(command("fedavg", out, rounds=1), tmp_path / "io").code == 0

@@ -6,6 +6,7 @@ A command lives in the module named after what it is about; each module adds its
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
 from typing import Any
@@ -51,14 +52,13 @@ __all__ = [
 def main() -> None:
     """Entry point: a UserError is one sentence on stderr and exit code 2; what is not foreseen names itself."""
     _tell_warnings()
+    _tell_interrupt()
     try:
         sys.exit(app(standalone_mode=False))
     except UserError as error:
         _fail(str(error), 2)
     except RunError as error:
         _fail(str(error), 1)
-    except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted; a file that was not complete was not written", 130)
     except OSError as error:
         _fail(f"{error.filename or 'the file system'}: {error.strerror or error}; what was saved before is intact", 2)
     except MemoryError:
@@ -69,6 +69,17 @@ def main() -> None:
         if os.environ.get("FEDNH_DEBUG"):
             raise
         _fail(f"{type(error).__name__}: {error} (set FEDNH_DEBUG=1 to see where)", 1)
+
+
+def _tell_interrupt() -> None:
+    """Ctrl-C is one sentence and exit code 130; commands that save before they stop have a handler of their own."""
+
+    def tell(_: int, __: object) -> None:
+        typer.echo("fednh: interrupted; a file that was not complete was not written", err=True)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # in the background of a shell it is ignored
+        signal.signal(signal.SIGINT, tell)
 
 
 def _tell_warnings() -> None:
