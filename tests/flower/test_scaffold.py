@@ -24,7 +24,7 @@ def test_settings_come_back_as_they_went_in(method: str, tmp_path: Path) -> None
     assert (config.train.lr, config.rounds, config.partition.clients) == (0.125, 10, 3)
     assert config.model.args == {"hidden": [7]}
     assert config.federation.folder == str(tmp_path / "fed" / "run")
-    assert config.federation.min_clients == 3
+    assert (config.federation.start, config.federation.min_clients) == (3, 2)
     assert [site.name for site in sites] == ["site-1", "site-2", "site-3"]
 
 

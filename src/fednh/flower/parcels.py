@@ -9,7 +9,8 @@ fetched here: of a bounded number and size, added up before they are joined, and
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -19,7 +20,7 @@ from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_object_head_values_from_object_content as head_of
 from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
 from flwr.superlink.grid import HttpGrid
 
 from fednh.flower.bounds import Limit, quoted
@@ -33,6 +34,9 @@ CHILDREN = {  # which objects may hold which
     "MetricRecord": (),
     "ArrayChunk": (),
 }
+
+
+PATIENCE = 600.0  # seconds that a site waits for the parts of an order
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,29 @@ class _Parcel:
     def _check(self, size: int) -> None:
         if size > self.limit.bytes:
             raise ValueError(f"it has {size} bytes or more, where up to {self.limit.bytes} are expected")
+
+
+def take_order(
+    tree: ObjectTree,
+    pull: Callable[[str], bytes],
+    confirm: Callable[[str], None],
+    return_type: type[Message] = Message,
+    patience: float = PATIENCE,
+) -> Message:
+    """At a site: what it is asked, in place of Flower's function of the same duty, with an end and a largest size.
+
+    A server that ends while it sends leaves an order whose parts never come; Flower waits for them for over an hour.
+    """
+    names = list(dict.fromkeys(each.object_id for each in iterate_object_tree(tree)))
+    there = pull_objects(names, pull, max_time=patience, backoff_cap=min(5.0, patience))
+    confirm(tree.object_id)
+    size, most = joined_size(tree.object_id, there), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    if size > most:
+        raise ValueError(f"the order has {size} bytes, and a quarter of this machine's memory is {most}")
+    order = inflate_object_from_contents(tree.object_id, there)
+    if not isinstance(order, return_type):
+        raise ValueError(f"it is a {type(order).__name__}, not a message")
+    return order
 
 
 def joined_size(root: str, contents: Mapping[str, bytes]) -> int:

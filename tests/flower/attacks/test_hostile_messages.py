@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 import tracemalloc
 from collections.abc import Callable
 from io import BytesIO
@@ -13,15 +15,18 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError
 from store import Store, forged, forged_reply, grid_of, packed
 from test_parity import small
 from wire import Wire, federate, serve, travelled
 
+from fednh.config import dump
 from fednh.flower.arrays import to_arrays, to_tree
 from fednh.flower.bounds import Limit
 from fednh.flower.client_app import client_app
 from fednh.flower.messages import FORMAT, Answer, Task
-from fednh.flower.parcels import Broken, Parcels
+from fednh.flower.parcels import PATIENCE, Broken, Parcels, take_order
+from fednh.flower.site import Site, read_place
 
 FORM = {"body.0.weight": ((16, 64), torch.float32)}
 
@@ -290,3 +295,57 @@ def test_orders_to_the_server_are_left_alone() -> None:
     store.put("unasked", *STORED["nested JSON"])
     assert list(Parcels(grid_of(store)).pull({"good": LIMIT})) == []
     assert store.pulled == 0
+
+
+# --- a site --------------------------------------------------------------------------------------------------------
+
+
+def test_an_order_that_never_comes_whole_is_given_up() -> None:
+    """Its server ended while it sent it: one part is announced and never there. Flower alone waits for over an hour."""
+    tree, contents = packed(honest(), "order")
+    confirmed: list[str] = []
+
+    def pull(name: str) -> bytes:
+        if name == tree.object_id:
+            raise ObjectUnavailableError(name)
+        return contents[name]
+
+    started = time.monotonic()
+    with pytest.raises(ObjectPullError, match="timeout"):
+        take_order(tree, pull, confirmed.append, patience=0.5)
+    assert time.monotonic() - started < 30
+    assert confirmed == []
+    order = take_order(tree, contents.__getitem__, confirmed.append, return_type=Message)
+    assert set(order.content) == {"said", "facts", "upload"}
+    assert confirmed == [tree.object_id]
+
+
+def test_an_order_larger_than_the_machine() -> None:
+    """A chunk of 1 MB, listed often enough for a quarter of any memory: refused before the chunks are joined."""
+    listed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4_000_000 + 1
+    tree, contents = forged_reply(array(arraychunk_ids=[0] * listed), [b"\0" * 1_000_000], "order")
+    with pytest.raises(ValueError, match="a quarter of this machine's memory"):
+        take_order(tree, contents.__getitem__, lambda name: None)
+
+
+def test_sites_wait_so_long_and_no_longer() -> None:
+    """The process that works on an order is ours, and takes our function in place of Flower's."""
+    from flwr.supernode.runtime import run_clientapp
+
+    assert callable(run_clientapp.pull_and_inflate_object_from_tree)  # the name that deploy/forking.py replaces
+    assert PATIENCE <= 600
+
+
+@pytest.mark.parametrize("name", ["down", "global"])
+def test_what_the_server_sends_is_read_without_trust_too(name: str, tmp_path: Path) -> None:
+    """A site says in words that it cannot do it; nothing is kept."""
+    config = small("fedavg", rounds=1, **{"partition.clients": 2, "participation.rate": 1.0})
+    place = read_place({"partition-id": 0, "num-partitions": 2}, home=tmp_path)
+    site = Site(place, dump(config), None)
+    for data in (ARRAYS["2^40 floats"], ARRAYS["a zip"], ARRAYS["too few numbers"]):
+        evil = Array(dtype="float32", shape=(16, 64), stype="numpy.ndarray", data=data)
+        content = RecordDict({name: ArrayRecord({"body.0.weight": evil})})
+        with pytest.raises(ValueError, match="its arrays cannot be read"):
+            site.read(content)
+    with pytest.raises(ValueError, match=r"does not belong there|is missing"):
+        site.read(RecordDict({name: to_arrays({"extra": torch.zeros(2)})}))

@@ -34,6 +34,7 @@ from fednh.errors import UserError
 from fednh.flower import audit
 from fednh.flower.deploy import approval
 from fednh.flower.deploy.commands import Job
+from fednh.flower.parcels import take_order
 from fednh.flower.site import read_place
 from fednh.words import one_line
 
@@ -61,6 +62,7 @@ class Forking(SubprocessExecutor):
 
 def _client_app(spec: ExecutionSpec) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    setattr(clientapp, "pull_and_inflate_object_from_tree", take_order)  # noqa: B010  Flower has no option for it
     clientapp.run_clientapp(spec.runtime_api_address, spec.token, spec.insecure, parent_pid=spec.parent_pid)
 
 

@@ -56,7 +56,8 @@ def write(folder: Path, sites: int | None, sources: Sequence[str], overrides: Ma
     count, told = _what_sites_are_told(sites, sources)
     name = project_name(folder.name)
     federation: dict[str, Any] = {"federation.name": name, "federation.folder": str(folder / "run")}
-    federation |= {"federation.start": count, "federation.min_clients": min(2, count)}
+    if "federation.min_clients" not in overrides:  # who says how few may train says so for the first round too
+        federation |= {"federation.start": count, "federation.min_clients": min(2, count)}
     federation["federation.key"] = str(folder / "certs" / "orders.key")
     chosen = settings.load(None, {**USUAL, **_data(sources, count), **federation, **overrides})
     names = site_names(count)
