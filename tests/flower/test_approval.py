@@ -10,7 +10,8 @@ import pytest
 from flwr.cli.build import build_fab_from_disk
 from flwr.supernode.runtime import run_clientapp
 
-from fednh.errors import UserError
+from fednh.errors import RunError, UserError
+from fednh.flower import notes
 from fednh.flower.deploy import approval, scaffold
 from forked import fednh
 
@@ -91,3 +92,12 @@ def test_a_finished_run_is_not_begun_again(fed: Path, tmp_path: Path) -> None:
     ended = fednh(["federation", "run", str(fed)], tmp_path / "io")
     assert ended.code == 2
     assert "holds a finished run; move it away" in " ".join(ended.stderr.split())
+
+
+def test_a_run_with_rounds_that_changed_nothing_is_no_success(tmp_path: Path) -> None:
+    """What `federation run` and `federation up` look at last."""
+    (tmp_path / "summary.json").write_text('{"rounds": 3}')
+    notes.check_end(tmp_path)
+    (tmp_path / "summary.json").write_text('{"rounds": 3, "lost": [2]}')
+    with pytest.raises(RunError, match="1 of 3 rounds changed nothing"):
+        notes.check_end(tmp_path)

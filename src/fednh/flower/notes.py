@@ -9,6 +9,7 @@ import json
 from datetime import UTC, datetime
 from pathlib import Path
 
+from fednh.errors import RunError
 from fednh.words import one_line
 
 NAME = "federation.log"
@@ -33,3 +34,10 @@ def lost_words(lost: list[int], rounds: int) -> str:
     """What to say of a run some of whose rounds changed nothing."""
     named = ", ".join(map(str, lost[:20])) + (", ..." if len(lost) > 20 else "")
     return f"{len(lost)} of {rounds} rounds changed nothing (round {named}); federation.log in the run folder says why"
+
+
+def check_end(run: Path) -> None:
+    """Raise if a finished run has rounds that changed nothing: it is not what was asked for."""
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    if lost := summary.get("lost"):
+        raise RunError(lost_words(lost, summary["rounds"]))

@@ -185,9 +185,7 @@ class Local:
             self._give_up()
             self._pause(0.1)
         self._show()
-        summary = json.loads((self.run_folder / "summary.json").read_text(encoding="utf-8"))
-        if lost := summary.get("lost"):
-            raise RunError(notes.lost_words(lost, summary["rounds"]))
+        notes.check_end(self.run_folder)
 
     def _look_after_supernodes(self) -> None:
         """One that was killed is started again; one that ended by itself has a reason, and is given up.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fednh.errors import RunError, UserError
+from fednh.flower import notes
 from fednh.flower.deploy import approval, certificates, commands
 from fednh.flower.deploy.commands import Job
 from fednh.flower.deploy.processes import PATIENCE, Processes, answers, free_ports
@@ -92,8 +93,11 @@ def train(folder: Path, run: Path, stop: threading.Event) -> None:
         process = processes.start("run", commands.run(folder, "server"), folder)
         while process.poll() is None and not stop.wait(0.2):
             pass
-    if not stop.is_set() and not (run / "summary.json").exists():
+    if stop.is_set():
+        return
+    if not (run / "summary.json").exists():
         raise RunError(f"the run ended before its last round; it goes on with: fednh federation run {folder}")
+    notes.check_end(run)
 
 
 def _until(
