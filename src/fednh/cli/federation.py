@@ -53,6 +53,10 @@ def init(
 
         keys.make_orders(folder.absolute(), [site.name for site in made])
     typer.echo(f"{folder}: a federation of {len(made)} sites, {made[0].name} to {made[-1].name}")
+    if any(":" in source for source in data or []) and not {"data.classes", "data.columns"} & set(given):
+        typer.echo(
+            "sites tell only what is agreed: list classes with names in data.classes, text columns in data.columns"
+        )
     typer.echo(f"try it on this machine: fednh federation up {folder} --local")
     typer.echo(f"on several machines: see {folder / 'README.md'}")
 

@@ -14,6 +14,7 @@ from wire import Wire, deployed, serve, server_identity
 
 from fednh.config import load
 from fednh.data.sources.builtin import digits
+from forked import fednh
 
 NAMES = ["Anna Ode", "Bert Ulm", "Cora Ims", "Dora Eck", "Emil Uhr"]
 AGREED = {"data.columns": {"age": "number", "blood": ["A", "B"]}, "data.classes": ["healthy", "ill"]}
@@ -130,3 +131,10 @@ def test_parts_of_public_sets_are_no_secret(tmp_path: Path) -> None:
     }
     federate(tmp_path, nodes, {"data.name": "digits", "partition.clients": 2})
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_init_says_what_must_be_agreed(tmp_path: Path) -> None:
+    words = ["federation", "init", str(tmp_path / "fed"), "--data", "csv:/srv/a.csv", "--data", "csv:/srv/b.csv"]
+    ended = fednh(words, tmp_path / "io")
+    assert ended.code == 0, ended.stderr
+    assert "list classes with names in data.classes, text columns in data.columns" in ended.stdout
