@@ -15,6 +15,7 @@ from fednh.flower.deploy import certificates
 from fednh.storage.files import read_tree
 
 pytestmark = pytest.mark.soak
+ALONE = {"federation.start": 2, "federation.min_clients": 1}  # two begin, and one may go on
 
 # The site's own ClientApp, but what site-2 uploads in round 2 is spoilt on its way.
 SPOILT = """
@@ -58,7 +59,7 @@ def finished(fed: Trial, rounds: int) -> None:
 
 
 def test_a_supernode_is_killed_and_started_again(fed: Trial) -> None:
-    process = fed.init(2, "fedper", rounds=12, **{"federation.timeout": 20.0}).up()
+    process = fed.init(2, "fedper", rounds=12, **{"federation.timeout": 20.0, **ALONE}).up()
     fed.wait_for(lambda: len(fed.lines()) >= 1, process)
     fed.kill("site-1/site.toml")
     assert process.wait(500).code == 0, fed.said()
@@ -69,7 +70,7 @@ def test_a_supernode_is_killed_and_started_again(fed: Trial) -> None:
 
 
 def test_a_site_that_never_answers(fed: Trial) -> None:
-    process = fed.init(2, rounds=3, **{"federation.timeout": 40.0}).up()
+    process = fed.init(2, rounds=3, **{"federation.timeout": 40.0, **ALONE}).up()
     fed.wait_for(lambda: len(fed.lines()) >= 1, process)
     fed.kill("site-2/site.toml", signal.SIGSTOP)
     assert process.wait(400).code == 0, fed.said()
@@ -84,6 +85,7 @@ def test_a_site_that_never_answers(fed: Trial) -> None:
         ("value * np.nan", "the upload is not finite"),
         ("value[..., :-1] if value.ndim else value", "refused: "),
         ("value.astype(np.float64)", "refused: "),
+        ("np.zeros(50_000_000, np.float32)", "bytes or more, where up to"),  # 200 MB that travel as 10
     ],
 )
 def test_a_site_that_sends_nonsense(spoil: str, words: str, fed: Trial) -> None:
