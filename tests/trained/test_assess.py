@@ -10,6 +10,7 @@ import pytest
 
 import fednh
 from fednh.data.sources.builtin import digits
+from fednh.report.terminal import slow_evaluation
 from fednh.trained.assess import assess, reliability
 from fednh.trained.model import Model, Scores
 from forked import fednh as command
@@ -20,7 +21,7 @@ DATA = digits()
 class _Fixed(Model):
     """A model that says what it is told to."""
 
-    def scores(self, samples: object) -> Scores:
+    def scores(self, samples: object, tell: object = None) -> Scores:
         return Scores(SAID, SAID, None)
 
 
@@ -100,3 +101,13 @@ def test_no_test_samples(finished: dict[str, Path], tmp_path: Path) -> None:
     assert "--split train" not in ended.stderr
     ended = command([*args, "--split", "all"], tmp_path / "io")
     assert (ended.code, ended.stderr) == (0, "")
+
+
+def test_a_long_evaluation_says_how_far_it_is(finished: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    model, heard = fednh.load_model(finished["fedavg"]), list[tuple[int, int]]()
+    assess(model, DATA.x_test, DATA.y_test, lambda done, total: heard.append((done, total)))
+    assert heard[-1] == (len(DATA.y_test), len(DATA.y_test))
+    assert [done for done, _ in heard] == sorted({done for done, _ in heard})
+    slow_evaluation(seconds=0.0)(30, 120)
+    slow_evaluation(seconds=60.0)(60, 120)
+    assert capsys.readouterr().err == "evaluating: 25% of 120 samples\n"

@@ -118,6 +118,7 @@ def evaluate(
     """Measure a model on labelled data: precision, recall, F1, confusion, calibration."""
     import json
 
+    from fednh.report.terminal import slow_evaluation
     from fednh.storage.files import write_json
     from fednh.trained.assess import assess
     from fednh.trained.measured import choose
@@ -129,7 +130,7 @@ def evaluate(
     chosen = choose(used.card, model, data, None if split is None else split.value, _settings(settings))
     if chosen.warning:
         typer.echo(f"fednh: warning: {chosen.warning}", err=True)
-    result = assess(used, chosen.x, chosen.y)
+    result = assess(used, chosen.x, chosen.y, slow_evaluation())
     about = {"data": chosen.data, "split": chosen.split, "trained_on": chosen.trained_on}
     record = {"model": str(model), "client": client, **about, **result.record()}
     if out is not None:

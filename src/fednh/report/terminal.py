@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -61,6 +63,17 @@ class Patience:
 
 def share(done: int, total: int) -> str:
     return f"{done / max(total, 1):.0%} of {total:,} samples"
+
+
+def slow_evaluation(seconds: float = 10.0) -> Callable[[int, int], None]:
+    """Says on standard error, every so many seconds, how far an evaluation is."""
+    patience = Patience(seconds)
+
+    def tell(done: int, total: int) -> None:
+        if patience.over():
+            print(f"evaluating: {share(done, total)}", file=sys.stderr, flush=True)
+
+    return tell
 
 
 class Lines(Silent):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,13 +57,13 @@ class Assessment:
         return asdict(self)
 
 
-def assess(model: Model, x: Inputs, y: Labels) -> Assessment:
-    """Scikit-learn's metrics of the model's predictions for `x`, whose classes are `y`."""
+def assess(model: Model, x: Inputs, y: Labels, tell: Callable[[int, int], None] | None = None) -> Assessment:
+    """Scikit-learn's metrics of the model's predictions for `x`, whose classes are `y`; `tell` hears the progress."""
     from sklearn import metrics
 
     if len(y) == 0:
         raise UserError("there are no samples to evaluate on; choose another --split")
-    probability = model.scores(x).probabilities
+    probability = model.scores(x, tell).probabilities
     guess = probability.argmax(1)
     labels = list(range(len(model.classes)))
     precision, recall, f1, support = metrics.precision_recall_fscore_support(y, guess, labels=labels, zero_division=0)

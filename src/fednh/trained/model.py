@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -95,11 +95,15 @@ class Model:
         return float(stored[f"{share:g}"])
 
     @torch.no_grad()
-    def scores(self, samples: Inputs) -> Scores:
-        """Everything about samples as `inputs` makes them."""
-        rows = [torch.from_numpy(samples[i : i + inputs.BATCH]) for i in range(0, len(samples), inputs.BATCH)]
-        here = (self.params, self.normalisation)
-        logits = torch.cat([self.logits(part, *here) for part in rows]) if rows else torch.zeros(0, len(self.classes))
+    def scores(self, samples: Inputs, tell: Callable[[int, int], None] | None = None) -> Scores:
+        """Everything about samples as `inputs` makes them; `tell` hears after each batch how many of all are done."""
+        found = [torch.zeros(0, len(self.classes))]
+        for at in range(0, len(samples), inputs.BATCH):
+            part = torch.from_numpy(samples[at : at + inputs.BATCH])
+            found.append(self.logits(part, self.params, self.normalisation))
+            if tell is not None:
+                tell(at + len(part), len(samples))
+        logits = torch.cat(found)
         near = novelty.similarity(self.method, self.params, logits)
         return Scores(logits.numpy(), logits.softmax(1).numpy(), None if near is None else near.numpy())
 
