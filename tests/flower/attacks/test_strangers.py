@@ -230,6 +230,9 @@ def test_the_readme_in_order_and_what_strangers_get(world: World) -> None:
     assert code == 0, said + logs["site-1"].read_text()[-2000:]
     assert (fed / "run/summary.json").exists()
     assert all(list((homes[site] / "state").glob("*/*/personal.safetensors")) for site in SITES)
+    kept = [fed / "run", fed / "superlink.db", *(homes[site] / "state" for site in SITES)]
+    open_to_others = [path for each in kept for path in (each, *each.rglob("*")) if path.stat().st_mode & 0o077]
+    assert open_to_others == []
     code, said = world.run(SERVER, train, fed)
     assert code == 2
     assert "holds a finished run" in " ".join(said.split())
