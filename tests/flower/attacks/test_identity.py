@@ -16,7 +16,7 @@ from fednh.config import Config
 from fednh.flower import signing
 from fednh.flower.messages import NOTICE
 
-THREE = {"partition.clients": 3, "participation.rate": 1.0}
+THREE = {"partition.clients": 3, "participation.rate": 1.0, "federation.min_clients": 1}
 
 
 def sites(folder: Path, *names: str) -> Wire:
