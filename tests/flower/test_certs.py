@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 
 from fednh.errors import UserError
 from fednh.flower.deploy import certificates, scaffold
-from forked import fednh
+from forked import Process, fednh
 
 SITES = ["site-1", "site-2"]
 
@@ -126,7 +126,7 @@ def test_a_server_whose_user_can_read_the_authoritys_key_does_not_start(folder: 
     serve = ["federation", "serve", str(tmp_path / "fed")]
     assert "certs/server.crt does not exist" in fednh(serve, tmp_path / "io").stderr
     certificates.make(tmp_path / "fed", ["site-1"])
-    ended = fednh(serve, tmp_path / "io")
+    ended = Process(serve, tmp_path / "io").wait(60)
     assert ended.code == 2
     assert f"{tmp_path}/fed-authority/ca.key can be read by the user who runs the server" in ended.stderr
 
