@@ -277,6 +277,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.soak
 def test_a_killed_sweep_goes_on_and_its_table_is_the_same(uninterrupted: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     process = start(out, "fednh,fedavg", "--jobs", "2")

@@ -70,6 +70,7 @@ def same_as_simulator(method: str, folder: Path) -> None:
     assert gone(folder)
 
 
+@pytest.mark.soak
 def test_ray_gives_the_simulators_numbers_and_leaves_nothing_running(tmp_path: Path) -> None:
     same_as_simulator("fednh", tmp_path)
 

@@ -61,9 +61,9 @@ def test_the_command(finished: dict[str, Path], tmp_path: Path) -> None:
     ended = command(["evaluate", str(run), "--data", "digits", "-o", str(out)], tmp_path / "io")
     assert ended.code == 0, ended.stderr
     gm = fednh.load_run(run).summary["gm"]
-    assert f"accuracy {gm:.1f}%" in ended.stdout
+    assert f"balanced {gm:.1f}%" in ended.stdout, "GM weighs all classes alike"
     record = json.loads((out / "evaluation.json").read_text())
-    assert 100 * record["accuracy"] == pytest.approx(gm)
+    assert 100 * record["balanced_accuracy"] == pytest.approx(gm)
     assert np.array(record["confusion"]).sum() == record["samples"] == len(DATA.y_test)
     assert (out / "evaluation.svg").read_text().startswith("<?xml")
     assert (out / "evaluation.png").stat().st_size > 5000

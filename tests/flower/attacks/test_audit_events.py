@@ -215,12 +215,16 @@ def test_who_takes_part(made: tuple[Path, Wire], tmp_path: Path) -> None:
 def test_status_before_anything_has_begun(tmp_path: Path) -> None:
     """Sites and their keys are in the folder; no SuperLink answers, which is said."""
     from fednh.flower.deploy import certificates, scaffold
+    from fednh.flower.deploy.processes import free_ports
 
     sites = scaffold.write(tmp_path / "fed", 2, [], {})
     certificates.make(tmp_path / "fed", [site.name for site in sites])
+    connection = tmp_path / "fed/.flwr/config.toml"
+    [port] = free_ports(1)  # another federation may use the usual one
+    connection.write_text(connection.read_text().replace(f":{scaffold.PORT}", f":{port}"))
     ended = fednh(["federation", "status", str(tmp_path / "fed")], tmp_path / "io")
     assert ended.code == 0, ended.stderr
     rows = [line.split() for line in ended.stdout.splitlines()]
     assert [row[0] for row in rows[1:3]] == ["site-1", "site-2"]
     assert all(row[1].startswith("SHA256:") and row[4] == "never" for row in rows[1:3])
-    assert ended.stdout.splitlines()[3].startswith("no SuperLink answers at 127.0.0.1:")
+    assert ended.stdout.splitlines()[3].startswith(f"no SuperLink answers at 127.0.0.1:{port}")
