@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import time
@@ -9,6 +10,7 @@ import tracemalloc
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,8 +26,9 @@ from fednh.config import dump
 from fednh.flower.arrays import to_arrays, to_tree
 from fednh.flower.bounds import Limit
 from fednh.flower.client_app import client_app
+from fednh.flower.deploy import forking
 from fednh.flower.messages import FORMAT, Answer, Task
-from fednh.flower.parcels import PATIENCE, Broken, Parcels, take_order
+from fednh.flower.parcels import Broken, Parcels, take_order
 from fednh.flower.site import Site, read_place
 
 FORM = {"body.0.weight": ((16, 64), torch.float32)}
@@ -251,8 +254,9 @@ def test_a_reply_that_cannot_be_put_together(wrong: str) -> None:
     store.put("good", *packed(honest(), "good"))
     tracemalloc.start()
     replies = dict(Parcels(grid_of(store)).pull({"bad": LIMIT, "good": LIMIT}))
-    assert tracemalloc.get_traced_memory()[1] < 12_000_000
+    most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    assert most < 12_000_000
     assert isinstance(replies["bad"], Broken)
     good = replies["good"]
     assert isinstance(good, Message)
@@ -328,12 +332,18 @@ def test_an_order_larger_than_the_machine() -> None:
         take_order(tree, contents.__getitem__, lambda name: None)
 
 
-def test_sites_wait_so_long_and_no_longer() -> None:
-    """The process that works on an order is ours, and takes our function in place of Flower's."""
-    from flwr.supernode.runtime import run_clientapp
-
-    assert callable(run_clientapp.pull_and_inflate_object_from_tree)  # the name that deploy/forking.py replaces
-    assert PATIENCE <= 600
+def test_the_process_of_an_order_takes_our_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When Flower's part of it begins, what fetches the order is ours; it waits ten minutes unless told otherwise."""
+    used: list[object] = []
+    fetch = "pull_and_inflate_object_from_tree"
+    monkeypatch.setattr(forking.clientapp, fetch, getattr(forking.clientapp, fetch))  # put back afterwards
+    monkeypatch.setattr(forking.signal, "signal", lambda *_: None)
+    note = lambda *_, **__: used.append(getattr(forking.clientapp, fetch))  # noqa: E731
+    monkeypatch.setattr(forking.clientapp, "run_clientapp", note)
+    spec = SimpleNamespace(runtime_api_address="", token="", insecure=True, parent_pid=0)
+    forking._client_app(spec)  # type: ignore[arg-type]
+    assert used == [take_order]
+    assert inspect.signature(take_order).parameters["patience"].default == 600
 
 
 @pytest.mark.parametrize("name", ["down", "global"])

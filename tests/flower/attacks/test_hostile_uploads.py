@@ -61,7 +61,7 @@ def sites(number: int, **more: object) -> Any:
 
 ATTACKS: dict[str, tuple[Change, str]] = {
     "1e30": (times(1e30), "times as long as the median of the round"),
-    "a hundred times": (times(100), "its step is"),
+    "ten thousand times": (times(10_000), "its step is"),
     "prototypes": (times(1e30, "prototypes"), "a prototype has length"),
     "long prototypes": (times(1.5, "prototypes"), "and a mean of unit vectors is no longer than 1"),
 }
