@@ -17,7 +17,8 @@ from fednh.config import Config, load
 from fednh.core import checks, rounds
 from fednh.core.federation import Federation, build_federation
 from fednh.core.fit import Fit
-from fednh.core.rounds import Simulation, dropped_clients, picked_clients
+from fednh.core.picks import dropped_clients, picked_clients
+from fednh.core.rounds import Simulation
 from fednh.core.tree import Tree, select
 from fednh.data.batches import ClientData
 from fednh.errors import RunError

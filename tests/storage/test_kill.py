@@ -203,7 +203,8 @@ def test_asked_to_stop_during_an_evaluation(tmp_path: Path) -> None:
 
     from fednh.config import load
     from fednh.core.federation import build_federation
-    from fednh.core.rounds import Interrupted, Simulation
+    from fednh.core.rounds import Simulation
+    from fednh.errors import Interrupted
     from fednh.storage.run_folder import RunFolder
 
     config = load("digits", {"rounds": 4, "train.epochs": 1, "partition.clients": 8, "eval.every": 2})

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from fednh.config import Config
     from fednh.core.federation import Federation
-    from fednh.core.rounds import Watcher
+    from fednh.core.progress import Watcher
     from fednh.storage.run_folder import RunFolder
 
     Engine = Callable[[Config, Federation, RunFolder, Watcher, threading.Event], None]

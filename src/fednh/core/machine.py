@@ -1,10 +1,12 @@
-"""Whether this machine can do what a config asks of it: found out before a run, not in the middle of one."""
+"""What this machine can do, found out before a run and not in the middle of one; and its threads."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -75,3 +77,14 @@ def _outcome(device: str, trial: str, seconds: float) -> str | None:
     if done.returncode > 0:
         return f"failed ({(done.stderr.strip().splitlines() or ['it gave no reason'])[-1]})"
     return None
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute in this thread alone: a sum's last bits depend on how many threads share it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -8,10 +8,9 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +21,11 @@ from fednh.core import aggregate, checks, evaluate, failures, memory, novelty, o
 from fednh.core import client as clients
 from fednh.core.evaluate import Personal
 from fednh.core.federation import Federation
+from fednh.core.machine import one_thread
 from fednh.core.meter import Meter
-from fednh.core.seeding import numpy_rng, torch_rng
+from fednh.core.picks import dropped_clients, picked_clients, sampled_clients
+from fednh.core.progress import Progress, Round, Watcher
+from fednh.core.seeding import torch_rng
 from fednh.core.tree import Tree, Uploads, arranged, size
 from fednh.data.batches import ClientData, Samples, subset
 from fednh.data.inspection import about_test_set
@@ -32,121 +34,6 @@ from fednh.executors import pool
 from fednh.storage.checkpoint import Checkpoints
 from fednh.storage.client_states import Store
 from fednh.storage.run_folder import RunFolder, worker_count
-
-
-class Watcher(Protocol):
-    """Who is told about the progress of a run."""
-
-    def round_done(self, record: dict[str, Any]) -> None: ...
-    def evaluating(self, done: int, total: int) -> None: ...  # samples through models; from any thread
-    def note(self, text: str) -> None: ...
-
-
-@dataclass
-class Round:
-    """What happened in one round."""
-
-    round: int
-    bytes_down: int
-    dropped: list[int]
-    clients: list[int] = field(default_factory=list)  # whose uploads were used
-    refused: list[int] = field(default_factory=list)  # whose uploads or personal states were not finite
-    failed: list[int] = field(default_factory=list)  # whose training raised an error, with on_error = "skip"
-    bytes_up: int = 0
-    processed: int = 0  # training samples of all that reported
-    samples: int = 0  # those behind the used uploads
-    loss_sum: float = 0.0
-    gradient_norms: dict[int, float] = field(default_factory=dict)  # by client, with diagnostics.gradient_norm
-    lost: str = ""  # why the round changed nothing, in a federation
-
-    def record(self, seconds: float) -> dict[str, Any]:
-        """The round's line of metrics.jsonl."""
-        norms = [self.gradient_norms[client] for client in sorted(self.gradient_norms)]
-        looked = {"gradient_norm": math.fsum(norms) / len(norms), "gradient_norms": norms} if norms else {}
-        return {
-            "round": self.round,
-            "train_loss": self.loss_sum / self.samples if self.samples else None,
-            "seconds": round(seconds, 4),
-            "bytes_up": self.bytes_up,
-            "bytes_down": self.bytes_down,
-            "clients": sorted(self.clients),
-            "dropped": self.dropped,
-            "refused": sorted(self.refused),
-            "failed": sorted(self.failed),
-            **looked,
-            **({"lost": self.lost} if self.lost else {}),
-        }
-
-
-@dataclass
-class Progress:
-    """What a run has counted so far: part of every checkpoint."""
-
-    round: int = 0
-    records: list[dict[str, Any]] = field(default_factory=list)
-    closed: int = 0  # how many of the records are evaluated, where that is due, and written
-    samples: int = 0
-    seconds: float = 0.0  # wall time of everything
-    client_seconds: float = 0.0  # of client work
-    eval_seconds: float = 0.0
-    usual: outliers.Lengths = field(default_factory=dict)  # how long uploads are, where they are bounded
-
-    def totals(self) -> dict[str, Any]:
-        """The run's costs and losses, for its summary."""
-        return {
-            "bytes_up": sum(r["bytes_up"] for r in self.records),
-            "bytes_down": sum(r["bytes_down"] for r in self.records),
-            "dropped": sum(len(r["dropped"]) for r in self.records),
-            "refused": sum(len(r["refused"]) for r in self.records),
-            "failed": sum(len(r["failed"]) for r in self.records),
-            "samples": self.samples,
-            "seconds": round(self.seconds, 3),
-            "client_seconds": round(self.client_seconds, 3),
-            "eval_seconds": round(self.eval_seconds, 3),
-            "samples_per_second": round(self.samples / max(self.client_seconds, 1e-9), 1),
-        }
-
-    def split(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """What changes from round to round, as plain values, and the closed records, which never change again."""
-        return asdict(replace(self, records=self.records[self.closed :])), self.records[: self.closed]
-
-    @classmethod
-    def joined(cls, values: dict[str, Any], closed: list[dict[str, Any]]) -> Progress:
-        return cls(**{**values, "records": [*closed, *values["records"]]})
-
-
-def picked_clients(config: Config, round_: int, clients: int | None = None, least: int = 1) -> list[int]:
-    """The clients of a round: ceil(gamma * K) of them, but at least `least`, the same for every method.
-
-    K is the number of clients there are; partition.clients says it, except for natural sites.
-    """
-    total = config.partition.clients if clients is None else clients
-    count = max(least, math.ceil(config.participation.rate * total - 1e-9))  # less the rounding of 0.07 * 100
-    return sorted(numpy_rng(config.seed, "picks", round_).choice(total, count, replace=False).tolist())
-
-
-def dropped_clients(config: Config, round_: int, picked: list[int]) -> list[int]:
-    """Those of the picked that never report."""
-    fate = numpy_rng(config.seed, "dropout", round_).random(len(picked))
-    return [client for client, f in zip(picked, fate, strict=True) if f < config.participation.dropout]
-
-
-def sampled_clients(config: Config, number: str | int, members: list[int], round_: int) -> list[int]:
-    """Of the members so many, or "all" of them: whose personal models are looked at."""
-    if number == "all" or int(number) >= len(members):
-        return members
-    return sorted(numpy_rng(config.seed, "eval", round_).choice(members, int(number), replace=False).tolist())
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch compute in this thread alone: a sum's last bits depend on how many threads share it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class Simulation:

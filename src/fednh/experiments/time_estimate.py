@@ -21,7 +21,7 @@ import torch
 from fednh.config import Config
 from fednh.core import client, evaluate
 from fednh.core.federation import Federation, build_federation, load_data
-from fednh.core.rounds import picked_clients
+from fednh.core.picks import picked_clients
 from fednh.core.seeding import torch_rng
 from fednh.core.tree import arranged
 from fednh.data.batches import EVAL_BATCH, ClientData, subset

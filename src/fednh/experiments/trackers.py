@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from fednh.config import Config, flat
-from fednh.core.rounds import Watcher
+from fednh.core.progress import Watcher
 from fednh.errors import UserError, did_you_mean
 from fednh.storage.run_folder import RunFolder
 

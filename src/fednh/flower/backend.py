@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fednh.core.rounds import Watcher
+from fednh.core.progress import Watcher
 from fednh.errors import UserError
 from fednh.storage.run_folder import RunFolder, worker_count
 

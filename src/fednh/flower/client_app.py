@@ -17,7 +17,7 @@ from pathlib import Path
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fednh.core.rounds import one_thread
+from fednh.core.machine import one_thread
 from fednh.errors import Refused, RunError, UserError
 from fednh.flower import messages, signing
 from fednh.flower.audit_events import SiteEvents

@@ -23,17 +23,10 @@ from fednh.config import Config, dump
 from fednh.core import aggregate, checks, failures, outliers
 from fednh.core import client as clients
 from fednh.core.federation import Federation, build_federation, network
-from fednh.core.machine import check_machine
+from fednh.core.machine import check_machine, one_thread
 from fednh.core.meter import Meter
-from fednh.core.rounds import (
-    Progress,
-    Round,
-    Watcher,
-    dropped_clients,
-    one_thread,
-    picked_clients,
-    sampled_clients,
-)
+from fednh.core.picks import dropped_clients, picked_clients, sampled_clients
+from fednh.core.progress import Progress, Round, Watcher
 from fednh.core.tree import Tree, Uploads, size
 from fednh.data.inspection import about_test_set
 from fednh.errors import Interrupted, RunError, UserError

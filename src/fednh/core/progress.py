@@ -1,0 +1,90 @@
+"""What happens in a run: a round's outcome, the counts of the whole run, and who is told."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
+
+from fednh.core import outliers
+
+
+class Watcher(Protocol):
+    """Who is told about the progress of a run."""
+
+    def round_done(self, record: dict[str, Any]) -> None: ...
+    def evaluating(self, done: int, total: int) -> None: ...  # samples through models; from any thread
+    def note(self, text: str) -> None: ...
+
+
+@dataclass
+class Round:
+    """What happened in one round."""
+
+    round: int
+    bytes_down: int
+    dropped: list[int]
+    clients: list[int] = field(default_factory=list)  # whose uploads were used
+    refused: list[int] = field(default_factory=list)  # whose uploads or personal states were not finite
+    failed: list[int] = field(default_factory=list)  # whose training raised an error, with on_error = "skip"
+    bytes_up: int = 0
+    processed: int = 0  # training samples of all that reported
+    samples: int = 0  # those behind the used uploads
+    loss_sum: float = 0.0
+    gradient_norms: dict[int, float] = field(default_factory=dict)  # by client, with diagnostics.gradient_norm
+    lost: str = ""  # why the round changed nothing, in a federation
+
+    def record(self, seconds: float) -> dict[str, Any]:
+        """The round's line of metrics.jsonl."""
+        norms = [self.gradient_norms[client] for client in sorted(self.gradient_norms)]
+        looked = {"gradient_norm": math.fsum(norms) / len(norms), "gradient_norms": norms} if norms else {}
+        return {
+            "round": self.round,
+            "train_loss": self.loss_sum / self.samples if self.samples else None,
+            "seconds": round(seconds, 4),
+            "bytes_up": self.bytes_up,
+            "bytes_down": self.bytes_down,
+            "clients": sorted(self.clients),
+            "dropped": self.dropped,
+            "refused": sorted(self.refused),
+            "failed": sorted(self.failed),
+            **looked,
+            **({"lost": self.lost} if self.lost else {}),
+        }
+
+
+@dataclass
+class Progress:
+    """What a run has counted so far: part of every checkpoint."""
+
+    round: int = 0
+    records: list[dict[str, Any]] = field(default_factory=list)
+    closed: int = 0  # how many of the records are evaluated, where that is due, and written
+    samples: int = 0
+    seconds: float = 0.0  # wall time of everything
+    client_seconds: float = 0.0  # of client work
+    eval_seconds: float = 0.0
+    usual: outliers.Lengths = field(default_factory=dict)  # how long uploads are, where they are bounded
+
+    def totals(self) -> dict[str, Any]:
+        """The run's costs and losses, for its summary."""
+        return {
+            "bytes_up": sum(r["bytes_up"] for r in self.records),
+            "bytes_down": sum(r["bytes_down"] for r in self.records),
+            "dropped": sum(len(r["dropped"]) for r in self.records),
+            "refused": sum(len(r["refused"]) for r in self.records),
+            "failed": sum(len(r["failed"]) for r in self.records),
+            "samples": self.samples,
+            "seconds": round(self.seconds, 3),
+            "client_seconds": round(self.client_seconds, 3),
+            "eval_seconds": round(self.eval_seconds, 3),
+            "samples_per_second": round(self.samples / max(self.client_seconds, 1e-9), 1),
+        }
+
+    def split(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """What changes from round to round, as plain values, and the closed records, which never change again."""
+        return asdict(replace(self, records=self.records[self.closed :])), self.records[: self.closed]
+
+    @classmethod
+    def joined(cls, values: dict[str, Any], closed: list[dict[str, Any]]) -> Progress:
+        return cls(**{**values, "records": [*closed, *values["records"]]})
