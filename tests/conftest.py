@@ -12,9 +12,15 @@ import torch
 
 from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
+from fednh.methods import METHODS
 from fednh.models import Net, build_net
 
 torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and tests/forked.py forks
+
+
+# They ask nothing of the engine that others do not: where a test costs seconds a method, `make soak` runs them.
+LIKE_OTHERS = ("fedprox", "fedbn", "fedlc", "fedetf", "feduh", "fedper", "fedrep", "fedbabu")
+DISTINCT = [pytest.param(name, marks=pytest.mark.soak) if name in LIKE_OTHERS else name for name in METHODS]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from conftest import cifar10_file
+from conftest import DISTINCT, cifar10_file
 from fednh.data.partitions import PARTITIONS
 from fednh.methods import METHODS
 from fednh.storage.files import read_tree
@@ -33,13 +33,7 @@ def ok(args: list[str], tmp_path: Path) -> Ended:
     return ended
 
 
-# `make soak` trains them too.
-LIKE_OTHERS = ("fedprox", "fedbn", "fedlc", "fedetf", "feduh", "fedper", "fedrep", "fedbabu")
-
-
-@pytest.mark.parametrize(
-    "method", [pytest.param(m, marks=pytest.mark.soak) if m in LIKE_OTHERS else m for m in METHODS]
-)
+@pytest.mark.parametrize("method", DISTINCT)
 def test_every_method_learns_the_digits(method: str, tmp_path: Path) -> None:
     """Chance is 10% for the global model, and about what the largest class holds for a personal one."""
     out = tmp_path / "run"

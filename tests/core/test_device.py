@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import CLIENTS, identical, tiny_dataset
+from conftest import CLIENTS, DISTINCT, identical, tiny_dataset
 from fednh.config import build_method
 from fednh.core import client, evaluate
 from fednh.core.fit import Sgd
@@ -18,7 +18,6 @@ from fednh.core.seeding import torch_rng
 from fednh.core.tree import Tree, arranged
 from fednh.data.batches import ClientData, samples_of
 from fednh.data.dataset import Dataset
-from fednh.methods import METHODS
 from fednh.models import Net, build_net
 from fednh.storage.files import read_tree, write_tree
 from pretend import DEVICE, Mixed, OnDevice, Pretend
@@ -80,7 +79,7 @@ def one_round(name: str, net: Net, device: str, folder: Path) -> tuple[Tree, lis
     return server, models, [*correct, *([u.loss_sum, u.gradient_norm or 0.0] for u in updates)]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_a_round_on_the_device_gives_the_numbers_of_the_cpu(name: str, net: Net, tmp_path: Path) -> None:
     expected = one_round(name, net, "cpu", tmp_path)
     with Pretend() as pretend:

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from conftest import CLIENTS
+from conftest import CLIENTS, DISTINCT
 from fednh.core import client
 from fednh.core.fit import Sgd
 from fednh.data.batches import ClientData, Samples
-from fednh.methods import METHODS
 from fednh.methods.ditto import Ditto
 from fednh.methods.fedavg import FedAvg
 from fednh.models import Net
@@ -52,7 +51,7 @@ CHEAP = {
 }
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", DISTINCT)
 def test_every_method_is_measured_and_trains_the_same(method: str, tmp_path: Path) -> None:
     settings = {"method.name": method, "rounds": 2, "partition.clients": 4, **CHEAP.get(method, {})}
     off = real_run(tmp_path / "off", settings)

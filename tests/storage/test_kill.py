@@ -14,15 +14,12 @@ from typing import Any
 
 import pytest
 
-from conftest import count
+from conftest import LIKE_OTHERS, count
 from fednh.methods import METHODS
 from forked import Process, fednh
 
 TIMES = {"seconds", "eval_seconds", "client_seconds", "samples_per_second"}
 KILLS = 3  # for each method; at least two of them must find the process alive
-
-# They keep no more state than others do; `make soak` kills them too.
-LIKE_OTHERS = ("fedprox", "fedbn", "fedlc", "fedetf", "feduh", "fedper", "fedrep", "fedbabu")
 
 
 def command(method: str, out: Path, rounds: int = 6, every: int = 1) -> list[str]:
