@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from fednh.config import PartitionConfig
 from fednh.core.seeding import numpy_rng
-from fednh.data.partitions import PARTITIONS, Drawn, base, uses
+from fednh.data.partitions import PARTITIONS, Drawn, uses
 from fednh.data.partitions import settings as all_settings
 from fednh.data.partitions.dirichlet import Dirichlet
 from fednh.errors import UserError
@@ -40,7 +40,7 @@ how = st.builds(
 def test_every_partition_is_sound_or_refused(labels: np.ndarray, config: PartitionConfig, seed: int) -> None:
     """Each sample in exactly one client, the minimum respected, the same seed the same parts; or a clear refusal."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "TRIES", 20)
+        patch.setattr(Drawn, "tries", 20)
         try:
             parts = split(labels, config, seed)
         except UserError:
@@ -117,7 +117,7 @@ def test_quantity_varies_the_size_only() -> None:
     ],
 )
 def test_what_cannot_be_done_is_said(settings_: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "TRIES", 20)
+    monkeypatch.setattr(Drawn, "tries", 20)
     with pytest.raises(UserError, match=words.replace("(", r"\(").replace(")", r"\)")):
         split(CIFAR_LIKE, PartitionConfig(**settings_), 0)
 

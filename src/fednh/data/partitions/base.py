@@ -16,7 +16,6 @@ from fednh.errors import UserError
 Indices = NDArray[np.int64]
 Count = Annotated[int, Field(ge=1, le=10**9)]  # more is a slip of the keyboard
 Beta = Annotated[float, Field(gt=0)]  # of a Dirichlet distribution: smaller is more uneven
-TRIES = 1000  # draws of a random partition before giving up
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,8 @@ class Partition(ABC):
 @dataclass(frozen=True)
 class Drawn(Partition):
     """A partition that is drawn from the labels alone."""
+
+    tries: ClassVar[int] = 1000  # draws before giving up
 
     clients: Count = 100
 

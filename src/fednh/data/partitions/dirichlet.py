@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fednh.data.partitions import base
 from fednh.data.partitions.base import Beta, Count, Drawn, Indices, by_owner, class_table
 from fednh.errors import UserError
 
@@ -44,7 +43,7 @@ class Dirichlet(Drawn):
                 f"{len(present)}; lower partition.min_classes"
             )
         fewest = clients
-        for tried in range(1, base.TRIES + 1):
+        for tried in range(1, self.tries + 1):
             owner = self._owner(labels, present, rng)
             table = class_table(labels, owner, clients)
             short = int(((table.sum(1) < least) | ((table > 0).sum(1) < self.min_classes)).sum())

@@ -15,8 +15,8 @@ import numpy as np
 from fednh.data import columns
 from fednh.data.dataset import Dataset
 from fednh.data.images import MEAN, STD, decode_all
-from fednh.data.sources import tables
 from fednh.data.sources.options import Options, in_order, numbered
+from fednh.data.sources.tables import find_column, from_table, joined
 from fednh.data.walk import walk
 from fednh.errors import UserError
 
@@ -71,7 +71,7 @@ def _assembled(datasets: Any, name: str, splits: Any, where: str, options: Optio
     pictures = [column for column, kind in features.items() if isinstance(kind, datasets.Image)]
     label = options.label or "label"
     if label not in features:
-        tables.find_column(where, list(features), options.label, "label", needed=True)
+        find_column(where, list(features), options.label, "label", needed=True)
     names = features[label].names if isinstance(features[label], datasets.ClassLabel) else None
     if not pictures:
         return _tabular(name, used, label, names, where, options)
@@ -119,4 +119,4 @@ def _tabular(
         if "split" not in table.column_names:
             table = table.append_column("split", pa.array([split] * len(table), pa.string()))
         found.append(table)
-    return tables.from_table(name, tables.joined(found, where), where, options)
+    return from_table(name, joined(found, where), where, options)

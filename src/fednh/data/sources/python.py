@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fednh.core.imports import imported_function
 from fednh.data.dataset import Dataset
-from fednh.data.sources import npz
+from fednh.data.sources.npz import KEYS, from_arrays
 from fednh.data.sources.options import Options
 from fednh.errors import UserError
 
@@ -28,10 +28,10 @@ def dataset(name: str, address: str, options: Options) -> Dataset:
     if isinstance(found, Dataset):
         return found
     if isinstance(found, tuple) and len(found) in (2, 4):
-        found = dict(zip(npz.KEYS, found, strict=False))
+        found = dict(zip(KEYS, found, strict=False))
     if not isinstance(found, dict):
         raise UserError(
             f"{name} returned {type(found).__name__}; it should return a Dataset, a dict of arrays, or "
             "(x_train, y_train) with or without (x_test, y_test)"
         )
-    return npz.from_arrays(name, name, found, options)
+    return from_arrays(name, name, found, options)
