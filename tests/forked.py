@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -73,5 +74,13 @@ class Process:
 
 
 def fednh(args: list[str], folder: Path) -> Ended:
-    """Run `fednh ARGS` to its end."""
-    return Process(args, folder).wait()
+    """Run `fednh ARGS` to its end.
+
+    A fork of a process in which torch has computed can crash inside torch's math library (seen once in some thousand).
+    That says nothing about the program, so then the program itself answers, in a new process.
+    """
+    ended = Process(args, folder).wait()
+    if ended.code != -signal.SIGSEGV:
+        return ended
+    new = subprocess.run([sys.executable, "-m", "fednh", *args], capture_output=True, text=True, timeout=300)
+    return Ended(new.returncode, new.stdout, new.stderr)

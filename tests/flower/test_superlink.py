@@ -31,15 +31,17 @@ def test_the_database_has_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_program_that_is_started_depends_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert commands.superlink(None, 1, tmp_path / "x.db", None)[0] == "flower-superlink"
-    (tmp_path / "a b/flwr").mkdir(parents=True)
-    (tmp_path / "a b/flwr/__init__.py").write_text("")
+    def started(place: str) -> list[str]:
+        class Spec:
+            origin = str(tmp_path / place / "flwr/__init__.py")
 
-    class Spec:
-        origin = str(tmp_path / "a b/flwr/__init__.py")
+        (tmp_path / place / "flwr").mkdir(parents=True)
+        Path(Spec.origin).write_text("")
+        monkeypatch.setattr("importlib.util.find_spec", lambda _: Spec)
+        return commands.superlink(None, 1, tmp_path / "x.db", None)
 
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: Spec)
-    assert "fednh.flower.deploy.superlink" in commands.superlink(None, 1, tmp_path / "x.db", None)
+    assert started("plain")[0] == "flower-superlink"
+    assert "fednh.flower.deploy.superlink" in started("a b")
 
 
 @pytest.mark.soak
