@@ -167,6 +167,7 @@ def prepare(folder: Path) -> None:
     (folder / "my.toml").write_text("rounds = 2\n[partition]\nclients = 4\n")
 
 
+@pytest.mark.soak
 def test_the_example_program(tmp_path: Path) -> None:
     """docs/example.md is one program."""
     text = (ROOT / "docs/example.md").read_text(encoding="utf-8")

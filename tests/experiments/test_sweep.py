@@ -232,10 +232,10 @@ SETTINGS = {"rounds": [12], "train.epochs": [1], "checkpoint.every": [2], "eval.
 
 
 def start(out: Path, methods: str, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "fednh", "sweep", "digits", "--method", methods, "--out", str(out), *words]
+    command = [sys.executable, "-m", "fednh", "sweep", "digits", "--method", methods, "--out", str(out)]
     for key, (value,) in SETTINGS.items():
         command += ["--set", f"{key}={value}"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 180) -> None:
@@ -315,7 +315,7 @@ def test_a_second_sweep_in_the_same_folder_is_refused_by_name_and_nothing_dies(t
     out = tmp_path / "sweep"
     (out / ".sweep").mkdir(parents=True)
     (out / ".sweep" / "lock").write_text("process 1 on a machine that lost power")  # of a dead process: no obstacle
-    first = start(out, "fednh")
+    first = start(out, "fednh", "--set", "rounds=2")
     wait_for(lambda: f"process {first.pid} on " in (out / ".sweep" / "lock").read_text())
     first.send_signal(signal.SIGSTOP)  # so that it is there still when the second one looks
     second = start(out, "fednh,fedavg")
