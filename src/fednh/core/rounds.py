@@ -57,10 +57,10 @@ class Simulation:
         with one_thread(), failures.named(self.method, "the first try on blank samples failed, before any round"):
             initial = self.method.init(self.net, torch_rng(config.seed, "init"))
             self.server = {name: value.to(config.device) for name, value in arranged(initial).items()}
-            self.store = Store(run.path / "clients", budget, self.method.enroll(self.server), config.device)
+            self.store = Store(run.clients, budget, self.method.enroll(self.server), config.device)
             self.upload_form = clients.declared_upload(self.method, self.net, self.server)
             self.engine = pool.choose(config, federation, self.server)
-        self.checkpoints = Checkpoints(run.path / "checkpoints", self.store)
+        self.checkpoints = Checkpoints(run.checkpoints, self.store)
         self.form = clients.form_of(self.server)
         self.progress = Progress()
 
@@ -270,7 +270,7 @@ class Simulation:
             if save:
                 about = self._novelty(model, self.fed.parts[client])
                 card = {**self.fed.card(self.config, client), "novelty": about}
-                self.folder.write_model(f"personal/client-{client:06d}", model, card)
+                self.folder.write_model(self.folder.personal_model(client), model, card)
             correct = self._correct(model, self.fed.test) if len(self.fed.test) else nothing
             person = evaluate.personal(client, correct, total, data.counts)
             return replace(person, **self._held_out(client, model, shared))
@@ -344,10 +344,9 @@ class Simulation:
         card, correct = self.fed.card(self.config), self._global()
         if (model := self.method.global_model(self.server)) is not None:
             self.meter.begin(novelty.number(self.method, sum(map(len, self.fed.parts))))
-            self.folder.write_model(
-                "global", {**self.net.norm, **model}, {**card, "novelty": self._novelty(model, *self.fed.parts)}
-            )
-        self.folder.write_model("broadcast", self.method.broadcast(self.server), card)  # what a newcomer would be sent
+            about = {**card, "novelty": self._novelty(model, *self.fed.parts)}
+            self.folder.write_model(self.folder.global_model, {**self.net.norm, **model}, about)
+        self.folder.write_model(self.folder.broadcast_model, self.method.broadcast(self.server), card)
         final, chosen = set(self._sample(self.config.eval.final, round_)), set(self._whom(round_, record["clients"]))
         people = self._personal(sorted(final | chosen), round_, save=True)
         record |= self._figures(correct, [p for p in people if p.client in chosen])

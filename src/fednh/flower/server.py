@@ -86,8 +86,8 @@ class Server:
         self.meter = Meter(stop, watcher.evaluating)
         self.post = Post(grid, stop, self._stray, manner.pause, sign)
         # Personal states are the sites': what a checkpoint has of them is the round of each.
-        unused = Store(folder.path / "checkpoints" / "clients", 0, {})
-        self.checkpoints = Checkpoints(folder.path / "checkpoints", unused)
+        unused = Store(folder.checkpoints / folder.clients.name, 0, {})
+        self.checkpoints = Checkpoints(folder.checkpoints, unused)
         path = None if manner.simulated else audit.server_log(folder.path)
         self.events = audit.Writer(path, 0 if identity is None else identity.run)
         self.reception = Reception(config, grid, self.post, self.note, self.events, self.toml, manner.timeout, identity)
@@ -428,8 +428,8 @@ class Server:
         if round_ == self.config.rounds:
             model = self.method.global_model(self.server)
             if model is not None:
-                self.folder.write_model("global", {**self.net.norm, **model}, self._card())
-            self.folder.write_model("broadcast", self.method.broadcast(self.server), self._card())
+                self.folder.write_model(self.folder.global_model, {**self.net.norm, **model}, self._card())
+            self.folder.write_model(self.folder.broadcast_model, self.method.broadcast(self.server), self._card())
         self._write_line(record)
 
     def _write_line(self, record: dict[str, Any]) -> None:

@@ -44,6 +44,7 @@ from fednh.methods import Method
 from fednh.models import Net
 from fednh.storage import fingerprint
 from fednh.storage.files import read_tree, write_tree
+from fednh.storage.layout import RunLayout
 from fednh.storage.model_file import write_model
 from fednh.words import name_problem
 
@@ -278,7 +279,9 @@ class Site:
         """Warn in the site's log when its data are not those of the rounds before: what is held out is drawn anew."""
         if self.place.models is not None or self.fed.as_read is None:  # a simulation compares them once, at its start
             return
-        told = fingerprint.changed_since(self.folder / fingerprint.FILE, self.fed.as_read, anew=order.last == 0)
+        told = fingerprint.changed_since(
+            RunLayout(self.folder).fingerprint_file, self.fed.as_read, anew=order.last == 0
+        )
         if told:
             log.warning(
                 "the data of this site are not those of the rounds before: %s; samples that it was trained on may now "

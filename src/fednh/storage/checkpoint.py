@@ -24,6 +24,7 @@ from fednh.errors import UserError
 from fednh.storage.client_states import Changes, Saved, Store
 from fednh.storage.files import read_tree, sha256, write_json, write_tree
 from fednh.storage.journal import Journal, Mark
+from fednh.storage.layout import CheckpointLayout
 
 FORMAT = 2
 KEEP = 2
@@ -40,12 +41,13 @@ class Checkpoint:
     log: list[dict[str, Any]] = field(default_factory=list)  # what only ever grew
 
 
-class Checkpoints:
+class Checkpoints(CheckpointLayout):
     """The checkpoints of one run folder."""
 
     def __init__(self, folder: Path, store: Store):
-        self.folder, self.store = folder, store
-        self.journal = Journal(folder / "journal.jsonl")
+        super().__init__(folder)
+        self.store = store
+        self.journal = Journal(self.journal_file)
         self._logged = 0  # how much of the log is in the journal
         self._changes: Changes = {}  # kept until they are written: a save that fails loses none
         self._outdated: list[Path] = []  # client files that only the older of the kept checkpoints needs
@@ -84,8 +86,9 @@ class Checkpoints:
 
     def _save(self, round_: int, server: Tree, progress: dict[str, Any], log: Sequence[dict[str, Any]]) -> None:
         """Write the state after `round_`, then drop what only older checkpoints needed."""
-        name = f"server.round-{round_:06d}.safetensors"
-        digest = write_tree(self.folder / name, server)
+        manifest = self.manifest(round_)
+        file = self.server_of(manifest)
+        digest = write_tree(file, server)
         saved = self.store.flush(self._changes)
         states = [{"client": s.client, "round": s.round, "sha256": s.sha256} for s in saved]
         mark = self.journal.append([*states, *({"log": entry} for entry in log)])
@@ -94,12 +97,12 @@ class Checkpoints:
         body = {
             "format": FORMAT,
             "round": round_,
-            "server": {"file": name, "sha256": digest},
+            "server": {"file": file.name, "sha256": digest},
             "journal": asdict(mark),
             "progress": progress,
         }
-        again = self._manifest(round_).exists()
-        write_json(self._manifest(round_), {"sha256": _digest(body), "body": body})
+        again = manifest.exists()
+        write_json(manifest, {"sha256": _digest(body), "body": body})
         self._prune()
         if not again:  # the checkpoint before the last is gone, and with it the need for these
             for path in self._outdated:
@@ -109,7 +112,7 @@ class Checkpoints:
 
     def latest(self, say: Callable[[str], None], device: str = "cpu") -> Checkpoint | None:
         """Restore the newest whole checkpoint, telling about damaged ones; None when there never was one."""
-        manifests = self._manifests()
+        manifests = self.manifests()
         damaged: list[Path] = []
         for path in manifests:
             try:
@@ -123,7 +126,7 @@ class Checkpoints:
             return restored
         if manifests:
             raise UserError(
-                f"{self.folder}: none of the {len(manifests)} checkpoints is whole; restore the folder from a copy, or "
+                f"{self.path}: none of the {len(manifests)} checkpoints is whole; restore the folder from a copy, or "
                 f"delete it to start again from the beginning"
             )
         return None
@@ -133,7 +136,7 @@ class Checkpoints:
         mark = Mark(**body["journal"])
         lines = self.journal.read(mark)
         states = _newest(lines)
-        server = self.folder / body["server"]["file"]
+        server = self.path / body["server"]["file"]
         files = [(server, body["server"]["sha256"])]
         files += [(self.store.path(s.client, s.round), s.sha256) for s in states]
         for file, digest in files:
@@ -152,7 +155,7 @@ class Checkpoints:
 
     def _needed_before(self, path: Path) -> list[Path]:
         """The client files of the checkpoint before this one, if there is one."""
-        for before in [p for p in self._manifests() if p < path][:1]:
+        for before in [p for p in self.manifests() if p < path][:1]:
             try:
                 states = _newest(self.journal.read(Mark(**_body(before)["journal"])))
                 return [self.store.path(s.client, s.round) for s in states]
@@ -161,20 +164,11 @@ class Checkpoints:
         return []
 
     def _prune(self) -> None:
-        manifests = self._manifests()
+        manifests = self.manifests()
         for path in manifests[KEEP:]:
             path.unlink(missing_ok=True)
-        servers = {f"server.{path.stem}.safetensors" for path in manifests[:KEEP]}
-        for path in self.folder.glob("server.round-*.safetensors"):
-            if path.name not in servers:
-                path.unlink(missing_ok=True)
-
-    def _manifest(self, round_: int) -> Path:
-        return self.folder / f"round-{round_:06d}.json"
-
-    def _manifests(self) -> list[Path]:
-        """Newest first."""
-        return sorted(self.folder.glob("round-*.json"), reverse=True)
+        for path in set(self.servers()) - set(map(self.server_of, manifests[:KEEP])):
+            path.unlink(missing_ok=True)
 
 
 def _body(manifest: Path) -> dict[str, Any]:

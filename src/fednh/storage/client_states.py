@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fednh.core.tree import Tree, size
 from fednh.storage.files import read_tree, sync_path, write_tree
+from fednh.storage.layout import client_state
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Store:
 
     def path(self, client: int, round_: int) -> Path:
         """Where the state of a client after a round is, once it is on disk."""
-        return self.folder / f"client-{client:06d}.round-{round_:06d}.safetensors"
+        return client_state(self.folder, client, round_)
 
     def _shrink(self) -> None:
         """Move the states that were unused for longest to disk until the rest fits the budget."""

@@ -18,9 +18,9 @@ from fednh.config import Config, flat
 from fednh.data import contents
 from fednh.errors import Notice, UserError
 from fednh.storage.files import sha256, write_bytes, write_json
+from fednh.storage.layout import RunLayout
 
 FORMAT = 1
-FILE, WEIGHTS = "fingerprint.json", "weights.safetensors"
 FREE = {  # settings that say where things lie or how the work is done: the result does not depend on them
     *("workers", "store.memory", "checkpoint.every", "on_error"),
     *("data.name", "data.dir", "model.weights"),  # files may move: their contents are compared
@@ -40,14 +40,14 @@ def write(run: Path, config: Config, data: Mapping[str, Any] | None) -> None:
         found["data"] = dict(data)
     if config.model.weights is not None:
         content = Path(config.model.weights).read_bytes()
-        checksum = write_bytes(run / WEIGHTS, content)
+        checksum = write_bytes(RunLayout(run).weights_file, content)
         found["weights"] = {"path": config.model.weights, "bytes": len(content), "sha256": checksum}
-    write_json(run / FILE, found)
+    write_json(RunLayout(run).fingerprint_file, found)
 
 
 def read(run: Path) -> dict[str, Any] | None:
     """What a run recorded; None for a folder that was made before runs did so."""
-    file = run / FILE
+    file = RunLayout(run).fingerprint_file
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if found["format"] > FORMAT:
@@ -68,9 +68,8 @@ def check_settings(run: Path, config: Config) -> None:
     came_or_went = ("model.weights" in before) != ("model.weights" in now)
     free = FREE - {"model.weights"} if came_or_went else FREE
     if told := settings_changed(before, now, words, free):
-        raise UserError(
-            f"{run / 'config.toml'} was edited after the run began: {told}; put it back, or start another run"
-        )
+        file = RunLayout(run).config_file
+        raise UserError(f"{file} was edited after the run began: {told}; put it back, or start another run")
 
 
 def check(run: Path, config: Config, data: Mapping[str, Any] | None) -> None:
@@ -94,9 +93,10 @@ def check_data(run: Path, data: Mapping[str, Any]) -> None:
 def check_weights(file: Path, run: Path, recorded: Mapping[str, Any]) -> None:
     """Refuse a file of weights that is not the one that the run began with."""
     if not file.exists() or sha256(file) != recorded["sha256"]:
+        copy = RunLayout(run).weights_file
         raise UserError(
             f"the weights in {file} are not those that the run in {run} began with; restore them from "
-            f"{run / WEIGHTS if file.name != WEIGHTS else recorded['path']}, or start another run"
+            f"{copy if file.name != copy.name else recorded['path']}, or start another run"
         )
 
 
@@ -122,7 +122,7 @@ def weights_of(run: Path, config: Config) -> Path | None:
     """
     if config.model.weights is None:
         return None
-    recorded, copy = (read(run) or {}).get("weights"), run / WEIGHTS
+    recorded, copy = (read(run) or {}).get("weights"), RunLayout(run).weights_file
     file = copy if copy.exists() else Path(config.model.weights)
     if recorded is not None:
         check_weights(file, run, recorded)

@@ -1,11 +1,4 @@
-"""A run folder: everything that a run leaves behind, and all that tables and reports read.
-
-config.toml        complete and re-runnable            metrics.jsonl   a line per round
-environment.json   versions, commit, CPU, threads      summary.json    the final figures
-partition.json     how many samples of each class every client holds
-fingerprint.json   what the run depends on             weights.safetensors   those that it started from, if any
-models/            global and personal, safetensors    checkpoints/, clients/   to go on from
-"""
+"""A run folder: everything that a run leaves behind, and all that tables and reports read. Its layout: layout.py."""
 
 from __future__ import annotations
 
@@ -27,28 +20,17 @@ from fednh.core.tree import Tree
 from fednh.errors import UserError
 from fednh.storage import fingerprint
 from fednh.storage.files import locked, make_folder, sync_below, sync_path, this_process, write_bytes, write_json
+from fednh.storage.layout import RunLayout
 from fednh.storage.model_file import write_model
 
 
-class RunFolder:
+class RunFolder(RunLayout):
     """One run's folder, locked while this process works in it."""
 
     def __init__(self, path: Path):
-        self.path = path
+        super().__init__(path)
         self._lock: IO[str] | None = None
         self._made: list[Path] = []  # folders that locking it has made, the innermost first
-
-    config_file = property(lambda self: self.path / "config.toml")
-    metrics_file = property(lambda self: self.path / "metrics.jsonl")
-    summary_file = property(lambda self: self.path / "summary.json")
-
-    @property
-    def finished(self) -> bool:
-        return bool(self.summary_file.exists())
-
-    @property
-    def started(self) -> bool:
-        return bool(self.config_file.exists())
 
     @contextmanager
     def opened(self, config: Config, backend: str = "simulator") -> Iterator[bool]:
@@ -90,9 +72,9 @@ class RunFolder:
         self._made = [p for p in (self.path, *self.path.parents) if not p.exists()]
         try:
             make_folder(self.path)
-            self._lock = locked(self.path / ".lock")
+            self._lock = locked(self.lock_file)
         except BlockingIOError:
-            holder = (self.path / ".lock").read_text().strip() or "another process"
+            holder = self.lock_file.read_text().strip() or "another process"
             raise UserError(f"{self.path} is in use by {holder}; wait for it or choose another --out") from None
         except OSError as error:
             raise UserError(f"{self.path} cannot be written: {error.strerror}; choose another --out") from error
@@ -103,7 +85,7 @@ class RunFolder:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if self._lock is not None:
-            (self.path / ".lock").unlink(missing_ok=True)
+            self.lock_file.unlink(missing_ok=True)
             self._lock.close()
         if not any(self.path.iterdir()):  # nothing was begun: leave nothing behind
             for path in self._made or [self.path]:
@@ -129,8 +111,8 @@ class RunFolder:
         if self.started:
             self._check_same(config, partition, data, tell)
             return
-        write_json(self.path / "environment.json", {**environment(config), "backend": backend})
-        write_bytes(self.path / "partition.json", json.dumps(partition).encode())
+        write_json(self.environment_file, {**environment(config), "backend": backend})
+        write_bytes(self.partition_file, json.dumps(partition).encode())
         fingerprint.write(self.path, config, data)
         write_bytes(self.config_file, dump(config).encode())
 
@@ -146,8 +128,9 @@ class RunFolder:
         if fingerprint.read(self.path) is None:
             if partition["counts"] and read_partition(self.path) not in (None, partition):
                 raise UserError(
-                    f"the data are not those that the run in {self.path} began with: partition.json has other classes, "
-                    f"sites or numbers of samples; restore them, or start another run"
+                    f"the data are not those that the run in {self.path} began with: "
+                    f"{self.partition_file.name} has other classes, sites or numbers of samples; restore them, "
+                    "or start another run"
                 )
             tell(
                 f"{self.path} was made before runs recorded what their data are: only the numbers of samples were "
@@ -167,32 +150,25 @@ class RunFolder:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """The last thing that a run writes, when all else is safely on disk: a folder with a summary is finished."""
-        sync_below(self.path / "models")
+        sync_below(self.models)
         for file in [path for path in self.path.iterdir() if path.is_file()]:  # what was appended to: metrics, logs
             sync_path(file)
         sync_path(self.path)
         write_json(self.summary_file, summary)
 
-    def write_model(self, name: str, tree: Tree, card: dict[str, Any]) -> None:
+    def write_model(self, file: Path, tree: Tree, card: dict[str, Any]) -> None:
         """A model with what is needed to use it: `card` says its method, architecture, classes and preprocessing.
 
         It is on disk for good when the summary is: all models are synced together.
         """
-        write_model(self.path / "models" / f"{name}.safetensors", tree, card, sync=False)
+        write_model(file, tree, card, sync=False)
 
 
 def _of_a_beginning(path: Path) -> bool:
     """Whether a file is one that a run leaves which was killed before its config was written: it can start again."""
-    names = (
-        ".lock",
-        "environment.json",
-        "partition.json",
-        "federation.log",
-        "audit.jsonl",
-        fingerprint.FILE,
-        fingerprint.WEIGHTS,
-    )
-    return path.name in names or path.suffix == ".tmp"
+    run = RunLayout(path.parent)
+    begun = (run.lock_file, run.environment_file, run.partition_file, run.fingerprint_file, run.weights_file)
+    return path in (*begun, run.log_file, run.audit_file) or path.suffix == ".tmp"
 
 
 def _line(record: dict[str, Any]) -> bytes:
@@ -201,11 +177,11 @@ def _line(record: dict[str, Any]) -> bytes:
 
 def read_config(path: Path, finished: bool = False) -> Config:
     """The config of a run folder; of a `finished` run it can be read without the code of a method of one's own."""
-    file = path / "config.toml"
+    file = RunLayout(path).config_file
     try:
         return validate(tomllib.loads(file.read_text(encoding="utf-8")), f"{file}: ", written=finished)
     except OSError as error:
-        raise UserError(f"{path} is not a run folder: its config.toml cannot be read ({error.strerror})") from error
+        raise UserError(f"{path} is not a run folder: its {file.name} cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise UserError(f"{file} is not valid TOML: {error}") from error
 
@@ -213,7 +189,7 @@ def read_config(path: Path, finished: bool = False) -> Config:
 def read_partition(path: Path) -> dict[str, Any] | None:
     """How the samples of a run were divided; None where that is not recorded."""
     try:
-        found: dict[str, Any] = json.loads((path / "partition.json").read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(RunLayout(path).partition_file.read_text(encoding="utf-8"))
         return found
     except (OSError, ValueError):
         return None
@@ -222,20 +198,21 @@ def read_partition(path: Path) -> dict[str, Any] | None:
 def read_backend(path: Path) -> str:
     """What a run folder was made on; folders of earlier versions do not say it."""
     try:
-        return str(json.loads((path / "environment.json").read_text(encoding="utf-8")).get("backend", "simulator"))
+        text = RunLayout(path).environment_file.read_text(encoding="utf-8")
+        return str(json.loads(text).get("backend", "simulator"))
     except (OSError, ValueError, AttributeError):
         return "simulator"
 
 
 def read_summary(path: Path) -> dict[str, Any]:
     """The final figures of a finished run."""
-    file = path / "summary.json"
+    file = RunLayout(path).summary_file
     try:
         summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if missing := {"gm", "pm_v", "pm_l", "pm_l_std", "rounds", "data", "clients"} - set(summary):
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
     except FileNotFoundError:
-        raise UserError(f"{path} holds no finished run (no summary.json)") from None
+        raise UserError(f"{path} holds no finished run (no {file.name})") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
     return summary

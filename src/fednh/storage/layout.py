@@ -1,0 +1,100 @@
+"""The layout of a run folder: where everything in it lies. Nothing is read or written here.
+
+config.toml        complete and re-runnable            metrics.jsonl   a line per round
+environment.json   versions, commit, CPU, threads      summary.json    the final figures
+partition.json     how many samples of each class every client holds
+fingerprint.json   what the run depends on             weights.safetensors   those that it started from, if any
+models/            global and personal, safetensors    checkpoints/, clients/   to go on from
+federation.log, audit.jsonl   of a federation: what the server had to say, and who was sent what
+
+These names are spelled here and nowhere else. Other modules ask: `RunLayout(folder).summary_file`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+MODEL = "model.safetensors"  # in a folder that holds one personal model: what `fednh personalize` writes
+_CLIENT = "client-{:06d}"
+_ROUND = "round-{:06d}"
+
+
+class Inside:
+    """A place below the `path` of a folder; asked of the class, the place as seen from the folder."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __get__(self, folder: Any, kind: type) -> Path:
+        return Path(self.name) if folder is None else folder.path / self.name
+
+
+class RunLayout:
+    """The places in one run folder."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    config_file = Inside("config.toml")
+    metrics_file = Inside("metrics.jsonl")
+    summary_file = Inside("summary.json")
+    environment_file = Inside("environment.json")
+    partition_file = Inside("partition.json")
+    fingerprint_file = Inside("fingerprint.json")
+    weights_file = Inside("weights.safetensors")
+    lock_file = Inside(".lock")
+    log_file = Inside("federation.log")
+    audit_file = Inside("audit.jsonl")
+    models = Inside("models")
+    global_model = Inside("models/global.safetensors")
+    broadcast_model = Inside("models/broadcast.safetensors")  # what a newcomer would be sent
+    personal_models = Inside("models/personal")
+    checkpoints = Inside("checkpoints")
+    clients = Inside("clients")
+    tensorboard = Inside("tensorboard")
+
+    @property
+    def started(self) -> bool:
+        return self.config_file.exists()
+
+    @property
+    def finished(self) -> bool:
+        """The summary is the last thing that a run writes."""
+        return self.summary_file.exists()
+
+    def personal_model(self, client: int) -> Path:
+        return self.personal_models / f"{_CLIENT.format(client)}.safetensors"
+
+    def clients_with_models(self) -> dict[int, Path]:
+        """The files of the personal models that are there, by client."""
+        found = sorted(self.personal_models.glob("client-*.safetensors"))
+        return {int(path.stem.partition("-")[2]): path for path in found}
+
+
+class CheckpointLayout:
+    """The places in a run's folder of checkpoints: see checkpoint.py."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    journal_file = Inside("journal.jsonl")
+
+    def manifest(self, round_: int) -> Path:
+        return self.path / f"{_ROUND.format(round_)}.json"
+
+    def manifests(self) -> list[Path]:
+        """Newest first."""
+        return sorted(self.path.glob("round-*.json"), reverse=True)
+
+    def server_of(self, manifest: Path) -> Path:
+        """The file of the server's state that belongs to a manifest."""
+        return self.path / f"server.{manifest.stem}.safetensors"
+
+    def servers(self) -> list[Path]:
+        return sorted(self.path.glob("server.round-*.safetensors"))
+
+
+def client_state(folder: Path, client: int, round_: int) -> Path:
+    """Where the state of a client after a round is, once it is on disk."""
+    return folder / f"{_CLIENT.format(client)}.{_ROUND.format(round_)}.safetensors"
