@@ -11,11 +11,12 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from test_parity import small
 from wire import Wire, deployed, federate, serve, server_identity
 
-from fednh.config import METHODS, load
+from fednh.config import load
 from fednh.core.client import declared_upload
 from fednh.core.federation import build_federation
 from fednh.flower.messages import FORMAT, to_arrays, to_tree
 from fednh.flower.site import initial_state
+from fednh.methods import METHODS
 
 FACTS = {"client", "round", "samples", "loss_sum"}
 FIGURES = {"samples", "pm_v", "pm_l", "per_class"}

@@ -1,4 +1,4 @@
-"""The configuration of a run: one typed model is the TOML file, the presets and the command line at once.
+"""The settings of a run: one typed model is the TOML file, the presets and the command line at once.
 
 Unknown keys and values out of range are errors that name the key, what it got and what it takes.
 """
@@ -6,14 +6,10 @@ Unknown keys and values out of range are errors that name the key, what it got a
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 import warnings
 from collections.abc import Mapping
-from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tomli_w
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -29,23 +25,17 @@ from pydantic import (
 )
 from pydantic.errors import PydanticSchemaGenerationError
 
+from fednh.config import values
 from fednh.core import outliers
 from fednh.core.fit import Sgd
 from fednh.data import partitions
-from fednh.data.encoding import known as known_encoding
 from fednh.data.partitions import PARTITIONS, Partition
 from fednh.errors import Ignored, UserError, did_you_mean
 from fednh.methods import METHODS, Method
 from fednh.methods.registry import find_method, hyper_parameters
 from fednh.words import name_problem
 
-PATH_KINDS = ("npz", "folder", "csv", "parquet")  # of data sources: what follows is a path
-PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet")
-
-
 WRITTEN = {"written": True}  # context of a config that a run has written: complete, so nothing need be imported
-
-FRESH = ("method.name", "model.name")  # another one has other settings, so those given before are dropped
 
 MANY = 10**9  # of anything that is counted; more is a slip of the keyboard
 
@@ -54,44 +44,20 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
-def _words(value: Any) -> Any:
-    """A list; as flat settings have it, also text with commas."""
-    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
-
-
-def _column(value: Any) -> Any:
-    return value if value == "number" else _words(value)
-
-
-def _encoding(value: str) -> str:
-    if not known_encoding(value):
-        raise ValueError("is not an encoding that Python knows, such as utf-8, cp1252 or latin-1")
-    return value
-
-
-def _sizes(value: Any) -> Any:
-    """[height, width] from that, from one number, or from text such as 32 or 24,32."""
-    found = value
-    if isinstance(value, str):
-        found = [int(word) if word.strip().isdecimal() else word for word in value.replace("x", ",").split(",")]
-    found = [found] if isinstance(found, int) else found
-    if not isinstance(found, list) or not all(type(n) is int and 1 <= n <= 4096 for n in found) or len(found) > 2:
-        raise ValueError("should be a number of pixels or [height, width], from 1 to 4096")
-    return [*found, *found][:2]
-
-
 class DataConfig(Section):
     name: str = "digits"  # a data set by name, or one of your own: npz:, folder:, csv:, parquet:, hf: or py:
     dir: str | None = None  # where named data sets lie; None: $FEDNH_DATA or ~/.cache/fednh
     augment: Literal["auto", "none", "crop_flip"] = "auto"  # auto: as the data set's literature does
-    size: Annotated[list[int], BeforeValidator(_sizes)] | None = None  # of images of any size: [height, width]
+    size: Annotated[list[int], BeforeValidator(values.sizes)] | None = None  # of images of any size: [height, width]
     label: str | None = None  # the column that holds the class; None: "label"
     site: str | None = None  # the column that holds the site; None: "site", if there is one
-    classes: Annotated[list[str], BeforeValidator(_words)] | None = None  # agreed beforehand: a site may lack some
-    columns: dict[str, Annotated[str | list[str], BeforeValidator(_column)]] | None = (
+    classes: Annotated[list[str], BeforeValidator(values.words)] | None = (
+        None  # agreed beforehand: a site may lack some
+    )
+    columns: dict[str, Annotated[str | list[str], BeforeValidator(values.column)]] | None = (
         None  # of a table, agreed beforehand: name = "number" or the list of its values
     )
-    encoding: Annotated[str, AfterValidator(_encoding)] | None = None  # of CSV files; None: UTF-8
+    encoding: Annotated[str, AfterValidator(values.encoding)] | None = None  # of CSV files; None: UTF-8
     test_share: float = Field(0.0, ge=0, lt=1)  # of every class, cut off as a test set where the source has none
     holdout: float | None = Field(None, ge=0, lt=1)  # of every client's classes; None: 0.2 without a test set, else 0
 
@@ -175,7 +141,7 @@ class StoreConfig(Section):
     @field_validator("memory")
     @classmethod
     def _readable(cls, value: int | str) -> int | str:
-        parse_bytes(value, total=1 << 30)
+        values.parse_bytes(value, total=1 << 30)
         return value
 
 
@@ -277,104 +243,6 @@ def build_method(section: Mapping[str, Any]) -> Method:
         raise UserError(f"method.name = {name!r} cannot be made: {type(error).__name__}: {error}") from error
 
 
-def load(source: str | None, overrides: Mapping[str, Any]) -> Config:
-    """The config of a preset or TOML file with dotted overrides laid over it, e.g. {"method.rho": 0.7}.
-
-    Without a source it is the preset of the data set named in the overrides, if there is one, else `digits`.
-    """
-    if source is None:
-        data = overrides.get("data.name", "digits")
-        tree, where = (_preset(data), "") if data in PRESETS else ({}, "")
-    elif source in PRESETS:
-        tree, where = _preset(source), ""
-    else:
-        tree, where = _read(Path(source)), f"{source}: "
-    for key in sorted(overrides, key=lambda key: key not in FRESH):  # a name first, then what belongs to it
-        _put(tree, key, overrides[key])
-    _make_paths_absolute(tree)
-    _natural_sites(tree, overrides)
-    return validate(tree, where)
-
-
-def _make_paths_absolute(tree: dict[str, Any]) -> None:
-    """Paths as seen from here, so that a written config works from anywhere."""
-    model = tree.get("model")
-    if isinstance(model, dict) and isinstance(model.get("weights"), str):
-        model["weights"] = str(Path(model["weights"]).expanduser().absolute())
-    data = tree.get("data")
-    if not isinstance(data, dict):
-        return
-    if isinstance(data.get("dir"), str):
-        data["dir"] = str(Path(data["dir"]).expanduser().absolute())
-    kind, _, path = str(data.get("name")).partition(":")
-    if path and (kind in PATH_KINDS or (kind == "hf" and Path(path).expanduser().exists())):
-        data["name"] = f"{kind}:{Path(path).expanduser().absolute()}"
-
-
-def _natural_sites(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Natural sites are few and reliable: unless told otherwise, all take part in every round."""
-    partition = tree.get("partition")
-    if not isinstance(partition, dict) or partition.get("name") != "site":
-        return
-    if "partition.clients" in overrides:
-        warnings.warn("partition.clients is not a setting of natural sites: ignored", Ignored, stacklevel=3)
-    participation = tree.setdefault("participation", {})
-    if isinstance(participation, dict):
-        participation.setdefault("rate", 1.0)
-
-
-def validate(tree: Mapping[str, Any], where: str = "", written: bool = False) -> Config:
-    """A Config from plain values, or one sentence that says what is wrong with them.
-
-    One that a run has `written` is complete: a method of one's own need not be importable to read it.
-    """
-    try:
-        return Config.model_validate(tree, context=WRITTEN if written else None)
-    except ValidationError as error:
-        raise UserError(where + explain(error)) from error
-    except UserError as error:
-        raise UserError(where + str(error)) from error
-
-
-def dump(config: Config) -> str:
-    """The complete config as TOML; running it again gives the same numbers."""
-    return tomli_w.dumps(_without_none(config.model_dump()))
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted name, as --set takes them."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found
-
-
-def parse_value(text: str) -> Any:
-    """A value as TOML reads it (`0.7`, `true`, `[16, 8]`), or the text itself."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def parse_bytes(value: int | str, total: int) -> int:
-    """A number of bytes from 1000000, "500MB", "2GiB" or "25%" of `total`."""
-    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-    text = str(value).strip()
-    digits = text.rstrip("%BKMGTIbkmgti ")
-    unit = text[len(digits) :].strip().upper()
-    try:
-        number = float(digits)
-        result = int(total * number / 100) if unit == "%" else int(number * units[unit])
-    except (ValueError, KeyError, OverflowError):
-        raise ValueError(
-            "should be a number of bytes, a size such as '2GiB', or a share of memory such as '25%'"
-        ) from None
-    if result < 0 or (unit == "%" and number > 100):
-        raise ValueError("should not be negative, nor more than 100%")
-    return result
-
-
 def explain(error: ValidationError, prefix: str = "") -> str:
     """The first problem of a validation error as one sentence: key = value, and what it takes."""
     first = error.errors()[0]
@@ -397,37 +265,3 @@ def _keys() -> list[str]:
         else:
             keys.append(name)
     return keys
-
-
-def _preset(name: str) -> dict[str, Any]:
-    text = resources.files("fednh").joinpath("presets", f"{name}.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.exists() and path.suffix != ".toml":
-        raise UserError(f"{str(path)!r} is neither a preset nor a TOML file{did_you_mean(str(path), PRESETS)}")
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not a TOML file: it is not UTF-8 text") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not valid TOML: {error}") from error
-
-
-def _put(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key. Another method or model than before starts from its own defaults."""
-    *sections, last = key.split(".")
-    for section in sections:
-        tree = tree.setdefault(section, {})
-        if not isinstance(tree, dict):
-            raise UserError(f"{key}: {section} is a value, not a section")
-    if key in FRESH and tree.get("name") != value:
-        tree.clear()
-    tree[last] = value
-
-
-def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
-    return {k: _without_none(v) if isinstance(v, dict) else v for k, v in tree.items() if v is not None}

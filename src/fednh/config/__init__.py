@@ -1,0 +1,38 @@
+"""The settings of a run: what there is (`schema`), where they come from (`loading`), how values are spelled (`values`).
+
+The names are imported when first used, so that the command line can read `short_options` without loading torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fednh.config.loading import PATH_KINDS, PRESETS, dump, load, validate
+    from fednh.config.schema import Config, PartitionConfig, Section, build_method, explain
+    from fednh.config.values import flat, parse_bytes, parse_value
+else:
+
+    def __getattr__(name):
+        if name not in __all__:
+            raise AttributeError(f"module 'fednh.config' has no attribute {name!r}")
+        from fednh.config import loading, schema, values
+
+        return next(vars(module)[name] for module in (loading, schema, values) if name in vars(module))
+
+
+__all__ = [
+    "PATH_KINDS",
+    "PRESETS",
+    "Config",
+    "PartitionConfig",
+    "Section",
+    "build_method",
+    "dump",
+    "explain",
+    "flat",
+    "load",
+    "parse_bytes",
+    "parse_value",
+    "validate",
+]

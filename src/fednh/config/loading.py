@@ -1,0 +1,118 @@
+"""A Config from a preset, a TOML file and dotted overrides, and a Config as TOML."""
+
+from __future__ import annotations
+
+import tomllib
+import warnings
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError
+
+from fednh.config.schema import WRITTEN, Config, explain
+from fednh.errors import Ignored, UserError, did_you_mean
+
+PATH_KINDS = ("npz", "folder", "csv", "parquet")  # of data sources: what follows is a path
+PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet")
+FRESH = ("method.name", "model.name")  # another one has other settings, so those given before are dropped
+
+
+def load(source: str | None, overrides: Mapping[str, Any]) -> Config:
+    """The config of a preset or TOML file with dotted overrides laid over it, e.g. {"method.rho": 0.7}.
+
+    Without a source it is the preset of the data set named in the overrides, if there is one, else `digits`.
+    """
+    if source is None:
+        data = overrides.get("data.name", "digits")
+        tree, where = (_preset(data), "") if data in PRESETS else ({}, "")
+    elif source in PRESETS:
+        tree, where = _preset(source), ""
+    else:
+        tree, where = _read(Path(source)), f"{source}: "
+    for key in sorted(overrides, key=lambda key: key not in FRESH):  # a name first, then what belongs to it
+        _put(tree, key, overrides[key])
+    _make_paths_absolute(tree)
+    _natural_sites(tree, overrides)
+    return validate(tree, where)
+
+
+def _make_paths_absolute(tree: dict[str, Any]) -> None:
+    """Paths as seen from here, so that a written config works from anywhere."""
+    model = tree.get("model")
+    if isinstance(model, dict) and isinstance(model.get("weights"), str):
+        model["weights"] = str(Path(model["weights"]).expanduser().absolute())
+    data = tree.get("data")
+    if not isinstance(data, dict):
+        return
+    if isinstance(data.get("dir"), str):
+        data["dir"] = str(Path(data["dir"]).expanduser().absolute())
+    kind, _, path = str(data.get("name")).partition(":")
+    if path and (kind in PATH_KINDS or (kind == "hf" and Path(path).expanduser().exists())):
+        data["name"] = f"{kind}:{Path(path).expanduser().absolute()}"
+
+
+def _natural_sites(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Natural sites are few and reliable: unless told otherwise, all take part in every round."""
+    partition = tree.get("partition")
+    if not isinstance(partition, dict) or partition.get("name") != "site":
+        return
+    if "partition.clients" in overrides:
+        warnings.warn("partition.clients is not a setting of natural sites: ignored", Ignored, stacklevel=3)
+    participation = tree.setdefault("participation", {})
+    if isinstance(participation, dict):
+        participation.setdefault("rate", 1.0)
+
+
+def validate(tree: Mapping[str, Any], where: str = "", written: bool = False) -> Config:
+    """A Config from plain values, or one sentence that says what is wrong with them.
+
+    One that a run has `written` is complete: a method of one's own need not be importable to read it.
+    """
+    try:
+        return Config.model_validate(tree, context=WRITTEN if written else None)
+    except ValidationError as error:
+        raise UserError(where + explain(error)) from error
+    except UserError as error:
+        raise UserError(where + str(error)) from error
+
+
+def dump(config: Config) -> str:
+    """The complete config as TOML; running it again gives the same numbers."""
+    return tomli_w.dumps(_without_none(config.model_dump()))
+
+
+def _preset(name: str) -> dict[str, Any]:
+    text = resources.files("fednh.config").joinpath("presets", f"{name}.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists() and path.suffix != ".toml":
+        raise UserError(f"{str(path)!r} is neither a preset nor a TOML file{did_you_mean(str(path), PRESETS)}")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a TOML file: it is not UTF-8 text") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from error
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key. Another method or model than before starts from its own defaults."""
+    *sections, last = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise UserError(f"{key}: {section} is a value, not a section")
+    if key in FRESH and tree.get("name") != value:
+        tree.clear()
+    tree[last] = value
+
+
+def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
+    return {k: _without_none(v) if isinstance(v, dict) else v for k, v in tree.items() if v is not None}
