@@ -33,6 +33,9 @@ def methods() -> None:
         fields = [f"{f.name} = {f.default}" for f in dataclasses.fields(cls)]
         console.print(f"    settings: {escape(', '.join(fields)) or 'none'}", highlight=False, style="cyan")
         console.print(f"    {escape(getattr(cls, 'cite', ''))}", highlight=False, style="dim")
+        for patent in cls.patents:
+            notice = f"    patent notice: {escape(patent)} may concern it; see NOTICE"
+            console.print(notice, highlight=False, style="yellow")
 
 
 @app.command()

@@ -33,6 +33,7 @@ class Method(ABC):
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # an unknown hyper-parameter is an error
     cite: ClassVar[str]  # the paper, in one line
+    patents: ClassVar[tuple[str, ...]] = ()  # that may concern it, and with it what derives from it; see NOTICE
     cosine: ClassVar[bool] = False  # logits are params["scale"] times the cosine to every class's prototype
     by_class: ClassVar[tuple[str, ...]] = ()  # uploads by class: row c is about class c, zero where a client lacks it
     marks: ClassVar[tuple[str, ...]] = ()  # uploads of 0 and 1, which are counted; one a class says which are owned

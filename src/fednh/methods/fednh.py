@@ -33,6 +33,7 @@ class FedNH(Method):
     """Uniform class prototypes as a fixed head; class semantics flow in by a moving average at the server."""
 
     cite = "Dai et al., Tackling Data Heterogeneity in Federated Learning with Class Prototypes, AAAI 2023"
+    patents = ("US 12,670,409 B2",)
     cosine = True
     by_class = ("prototypes",)
 

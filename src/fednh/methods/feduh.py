@@ -29,6 +29,7 @@ class FedUH(Method):
     """FedAvg with unit representations and a fixed head of uniformly spread prototypes ("FedAvg+UH")."""
 
     cite = "Dai et al., Tackling Data Heterogeneity in Federated Learning with Class Prototypes, AAAI 2023"
+    patents = ("US 12,670,409 B2",)
     cosine = True
 
     scale: Annotated[float, Field(gt=0)] = 20.0  # s at the start, Eq. (2)
