@@ -56,7 +56,7 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     from fednh.config import load
     from fednh.core.federation import build_federation
     from fednh.core.rounds import Simulation
-    from fednh.report.terminal import Silent
+    from fednh.screen import Silent
     from fednh.storage.run_folder import RunFolder
 
     config = load(

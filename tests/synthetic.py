@@ -14,7 +14,7 @@ from fednh.config import Config, dump, load
 from fednh.core.federation import build_federation
 from fednh.core.rounds import Simulation
 from fednh.report.load import Run, load_run
-from fednh.report.terminal import Silent
+from fednh.screen import Silent
 from fednh.storage.model_file import write_model
 from fednh.storage.run_folder import RunFolder, environment
 

@@ -14,7 +14,7 @@ from fednh.config import Config, load
 from fednh.core.federation import build_federation
 from fednh.core.rounds import Simulation
 from fednh.report.load import load_run as _load_run
-from fednh.report.terminal import watcher
+from fednh.screen import watcher
 from fednh.storage.run_folder import RunFolder
 from fednh.storage.run_names import new_folder
 from fednh.trained.model import Model, load_model

@@ -10,7 +10,7 @@ import pytest
 
 import fednh
 from fednh.data.sources.builtin import digits
-from fednh.report.terminal import slow_evaluation
+from fednh.screen import slow_evaluation
 from fednh.trained.assess import assess, reliability
 from fednh.trained.model import Model, Scores
 from forked import fednh as command

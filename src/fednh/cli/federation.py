@@ -109,7 +109,7 @@ def up(
     from fednh.flower.deploy import certificates as keys
     from fednh.flower.deploy import scaffold
     from fednh.flower.deploy.local import Local, Stopped
-    from fednh.report.terminal import watcher
+    from fednh.screen import watcher
 
     folder = folder.absolute()
     config, sites = scaffold.read(folder)

@@ -30,7 +30,7 @@ def new_method(
     try:
         out.mkdir(parents=True, exist_ok=True)
         for path, template in files.items():
-            text = resources.files("fednh").joinpath("templates", template).read_text(encoding="utf-8")
+            text = resources.files("fednh.cli").joinpath("templates", template).read_text(encoding="utf-8")
             with path.open("x", encoding="utf-8") as file:
                 file.write(text.replace("{module}", module).replace("{Class}", cls))
     except OSError as error:

@@ -139,7 +139,7 @@ def _train(
     from fednh.core.federation import build_federation
     from fednh.errors import Interrupted
     from fednh.experiments.trackers import Tracking
-    from fednh.report.terminal import watcher
+    from fednh.screen import watcher
 
     federation = build_federation(config, run=folder.path)
     name = f"{config.method['name']} on {federation.dataset.name}"

@@ -21,8 +21,8 @@ def spiral(
 
     need_report_extra()
     from fednh.experiments import spiral as example
+    from fednh.experiments.spiral_figures import figure1, figure2
     from fednh.report.figures import style
-    from fednh.report.figures.spiral import figure1, figure2
     from fednh.storage.files import write_bytes
 
     example.train(out, seed, rounds, lambda name: typer.echo(f"training {name}", err=True))

@@ -59,11 +59,11 @@ def sweep(
 
     The same command again skips what is finished, goes on with what was interrupted and tries again what failed.
     """
+    from fednh.cli.sweep_screen import sweep_screen
     from fednh.experiments.sweep import alone, check, combine, execute, values
     from fednh.experiments.trackers import check as check_trackers
     from fednh.methods.registry import listed
     from fednh.report.render import to_rich
-    from fednh.report.sweep_screen import sweep_screen
 
     lists = {
         "method.name": ",".join(n for n, cls in listed() if isinstance(cls, type)) if method == "all" else method,
@@ -113,7 +113,7 @@ def _plan_sheet(plan: Sequence[Planned], jobs: int, workers: int) -> Sheet:
     from fednh.experiments.time_estimate import estimate
     from fednh.report.cells import word
     from fednh.report.sheet import Cell, Sheet
-    from fednh.report.terminal import duration
+    from fednh.screen import duration
 
     seconds = estimate(plan, workers)
     rows = []

@@ -118,7 +118,7 @@ def evaluate(
     """Measure a model on labelled data: precision, recall, F1, confusion, calibration."""
     import json
 
-    from fednh.report.terminal import slow_evaluation
+    from fednh.screen import slow_evaluation
     from fednh.storage.files import write_json
     from fednh.trained.assess import assess
     from fednh.trained.measured import choose

@@ -30,7 +30,7 @@ from fednh.data.batches import samples_of
 from fednh.data.sources.builtin import spiral
 from fednh.report.load import load_run
 from fednh.report.saved import global_model, personal_models
-from fednh.report.terminal import Silent
+from fednh.screen import Silent
 from fednh.storage.model_file import architecture, read_model
 from fednh.storage.run_folder import RunFolder
 

@@ -17,7 +17,7 @@ from fednh.errors import UserError
 from fednh.flower.identity import of_server
 from fednh.flower.runconfig import read_config
 from fednh.flower.server import Manner, Server
-from fednh.report.terminal import figures
+from fednh.screen import metric_words
 from fednh.storage.files import keep_private
 from fednh.storage.run_folder import RunFolder
 
@@ -49,7 +49,7 @@ class LogWatcher:
         self.rounds = rounds
 
     def round_done(self, record: dict[str, Any]) -> None:
-        log.info("%s", "  ".join([f"round {record['round']}/{self.rounds}", *figures(record)]))
+        log.info("%s", "  ".join([f"round {record['round']}/{self.rounds}", *metric_words(record)]))
 
     def evaluating(self, done: int, total: int) -> None:
         pass

@@ -76,7 +76,7 @@ def slow_evaluation(seconds: float = 10.0) -> Callable[[int, int], None]:
     return tell
 
 
-class Lines(Silent):
+class RunLines(Silent):
     """One plain line a round."""
 
     def __init__(self, console: Console, rounds: int, name: str):
@@ -89,12 +89,12 @@ class Lines(Silent):
 
     def round_done(self, record: dict[str, Any]) -> None:
         self.patience = Patience()
-        words = [f"{self.name} round {record['round']}/{self.rounds}", *figures(record), *self.clock.line(record)]
+        words = [f"{self.name} round {record['round']}/{self.rounds}", *metric_words(record), *self.clock.line(record)]
         self.console.print("  ".join(words), markup=False, highlight=False, soft_wrap=True)
 
 
-class Bar(Silent):
-    """A progress bar with the latest figures."""
+class RunBar(Silent):
+    """A progress bar with the latest metrics."""
 
     def __init__(self, console: Console, rounds: int, name: str):
         super().__init__(console)
@@ -103,13 +103,13 @@ class Bar(Silent):
             TextColumn("[bold]{task.description}[/bold]"),
             BarColumn(bar_width=24),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[metrics]}"),
             TimeElapsedColumn(),
             console=console,
         )
-        self.task = self.progress.add_task(name, total=rounds, figures="")
+        self.task = self.progress.add_task(name, total=rounds, metrics="")
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> RunBar:
         self.progress.start()
         return self
 
@@ -118,15 +118,15 @@ class Bar(Silent):
 
     def round_done(self, record: dict[str, Any]) -> None:
         self.latest |= {key: value for key, value in record.items() if value is not None}
-        words = [*figures({**record, **self.latest}), *self.clock.line(record)]
-        self.progress.update(self.task, completed=record["round"], figures="  ".join(words))
+        words = [*metric_words({**record, **self.latest}), *self.clock.line(record)]
+        self.progress.update(self.task, completed=record["round"], metrics="  ".join(words))
 
     def evaluating(self, done: int, total: int) -> None:
-        self.progress.update(self.task, figures=f"evaluating: {share(done, total)}")
+        self.progress.update(self.task, metrics=f"evaluating: {share(done, total)}")
 
 
-def figures(record: dict[str, Any]) -> list[str]:
-    """The figures of a round in words, those that it has."""
+def metric_words(record: dict[str, Any]) -> list[str]:
+    """The metrics of a round in words, those that it has."""
     words = [] if record["train_loss"] is None else [f"loss {record['train_loss']:.3f}"]
     shown = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)", "held_macro": "held-out macro", "held_share": "share"}
     for key, name in shown.items():
@@ -139,7 +139,7 @@ def watcher(console: Console, rounds: int, name: str, quiet: bool) -> Silent:
     """The right display for where the output goes."""
     if quiet:
         return Silent(console)
-    return Bar(console, rounds, name) if console.is_terminal else Lines(console, rounds, name)
+    return RunBar(console, rounds, name) if console.is_terminal else RunLines(console, rounds, name)
 
 
 def duration(seconds: float) -> str:

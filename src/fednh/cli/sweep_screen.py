@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from fednh.experiments.sweep import Planned
-from fednh.report.terminal import duration
+from fednh.screen import duration
 
 
-class Quiet:
+class SilentSweep:
     """Keeps count and says nothing."""
 
     def __init__(self, console: Console, plan: Sequence[Planned]):
@@ -24,7 +24,7 @@ class Quiet:
         self.done = self.runs - len(self.pending)
         self.began = time.perf_counter()
 
-    def __enter__(self) -> Quiet:
+    def __enter__(self) -> SilentSweep:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -57,7 +57,7 @@ class Quiet:
         return f"about {duration((time.perf_counter() - self.began) / done * (total - done))} left"
 
 
-class Lines(Quiet):
+class SweepLines(SilentSweep):
     """Plain lines: when a run starts, and when it ends."""
 
     def started(self, run: Planned) -> None:
@@ -76,7 +76,7 @@ class Lines(Quiet):
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class Bar(Quiet):
+class SweepBar(SilentSweep):
     """A bar for the sweep and one for each run at work."""
 
     def __init__(self, console: Console, plan: Sequence[Planned]):
@@ -92,7 +92,7 @@ class Bar(Quiet):
         self.all = self.progress.add_task("sweep", total=self.rounds([])[1], words="")
         self.tasks: dict[str, TaskID] = {}
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> SweepBar:
         self.progress.start()
         return self
 
@@ -119,8 +119,8 @@ class Bar(Quiet):
         self.progress.update(self.all, completed=self.rounds(active)[0], words=words)
 
 
-def sweep_screen(console: Console, plan: Sequence[Planned], quiet: bool) -> Quiet:
+def sweep_screen(console: Console, plan: Sequence[Planned], quiet: bool) -> SilentSweep:
     """The right display for where the output goes."""
     if quiet:
-        return Quiet(console, plan)
-    return Bar(console, plan) if console.is_terminal else Lines(console, plan)
+        return SilentSweep(console, plan)
+    return SweepBar(console, plan) if console.is_terminal else SweepLines(console, plan)
