@@ -80,9 +80,9 @@ def identical(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 
 
 def cifar10_file() -> Path:
-    from fednh.data.sources import default_folder
+    from fednh.storage.cache import data_folder
 
-    return default_folder() / "cifar10.npz"
+    return data_folder() / "cifar10.npz"
 
 
 @pytest.fixture(scope="session")

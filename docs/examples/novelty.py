@@ -17,7 +17,8 @@ import numpy as np
 from sklearn.metrics import roc_auc_score
 
 import fednh
-from fednh.data.sources import default_folder, load
+from fednh.data.sources import load
+from fednh.storage.cache import data_folder
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("data")
@@ -28,7 +29,7 @@ parser.add_argument("--rounds", type=int, default=40)
 parser.add_argument("--samples", type=int, default=10_000, help="training samples at most")
 asked = parser.parse_args()
 
-data = load(asked.data, default_folder())
+data = load(asked.data, data_folder())
 strange = [int(c) for c in asked.without.split(",")]
 known = [c for c in range(data.num_classes) if c not in strange]
 here, there = np.isin(data.y_train, known), np.isin(data.y_test, known)

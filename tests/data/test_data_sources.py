@@ -178,12 +178,9 @@ def test_the_message_names_every_place_that_is_looked_at(folder: Path) -> None:
             assert path.relative_to(folder).as_posix() in published.accepts
 
 
-def test_an_unknown_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_home(folder: Path) -> None:
     with pytest.raises(UserError, match="~no-such-person"):
         sources.load("npz:~no-such-person/a.npz", folder)
-    monkeypatch.setenv("FEDNH_DATA", "~no-such-person")
-    with pytest.raises(UserError, match="~no-such-person"):
-        sources.default_folder()
 
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
@@ -210,17 +207,6 @@ def test_available_tells_present_from_absent(folder: Path) -> None:
     assert {name for name, line in lines.items() if line.present} == {*sources.BUILTIN, "cifar10"}
     assert lines["cifar10"].where == str(folder / "cifar10.npz")
     assert "cifar-100-python.tar.gz" in lines["cifar100"].where
-
-
-def test_the_default_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FEDNH_DATA", "~/elsewhere")
-    assert sources.default_folder() == Path.home() / "elsewhere"
-    for unset in ("", None):
-        if unset is None:
-            monkeypatch.delenv("FEDNH_DATA")
-        else:
-            monkeypatch.setenv("FEDNH_DATA", unset)
-        assert sources.default_folder() == Path.home() / ".cache" / "fednh"
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "fashion_mnist"])

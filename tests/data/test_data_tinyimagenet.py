@@ -103,7 +103,8 @@ def test_the_decoded_arrays_are_kept_and_used_the_next_time(tmp_path: Path, zipp
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = tinyimagenet.read(write(tmp_path, contents(), zipped=False))
-    assert not tinyimagenet.save(found, tmp_path / "no such folder" / "tinyimagenet.npz")
+    file = tmp_path / "tiny-imagenet-200" / "wnids.txt"  # no folder
+    assert not tinyimagenet.save(found, file / "tinyimagenet.npz")
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")

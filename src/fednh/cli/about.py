@@ -57,9 +57,10 @@ def datasets(data_dir: Annotated[Path | None, typer.Option(help="Where data sets
     """List the data sets, and whether they are here."""
     from rich.table import Table
 
-    from fednh.data.sources import OWN, available, default_folder
+    from fednh.data.sources import OWN, available
+    from fednh.storage.cache import data_folder
 
-    folder = default_folder() if data_dir is None else data_dir.expanduser()
+    folder = data_folder(data_dir)
     rows = Table("name", "what", "here", "where", pad_edge=False, title=f"Data folder: {folder}", title_justify="left")
     for name, description, present, where in available(folder):
         rows.add_row(name, description, "[green]yes[/green]" if present else "no", where)
@@ -77,9 +78,9 @@ def data_get(
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     from fednh.data.published.download import get
-    from fednh.data.sources import default_folder
+    from fednh.storage.cache import data_folder
 
-    folder = default_folder() if data_dir is None else data_dir.expanduser()
+    folder = data_folder(data_dir)
     with Progress(
         TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console_for_people(stderr=True)
     ) as bar:

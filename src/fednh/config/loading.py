@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from fednh.config.schema import WRITTEN, Config, explain
 from fednh.errors import Ignored, UserError, did_you_mean
+from fednh.storage.files import expanded
 
 PATH_KINDS = ("npz", "folder", "csv", "parquet")  # of data sources: what follows is a path
 PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet")
@@ -43,15 +44,15 @@ def _make_paths_absolute(tree: dict[str, Any]) -> None:
     """Paths as seen from here, so that a written config works from anywhere."""
     model = tree.get("model")
     if isinstance(model, dict) and isinstance(model.get("weights"), str):
-        model["weights"] = str(Path(model["weights"]).expanduser().absolute())
+        model["weights"] = str(expanded(model["weights"]).absolute())
     data = tree.get("data")
     if not isinstance(data, dict):
         return
     if isinstance(data.get("dir"), str):
-        data["dir"] = str(Path(data["dir"]).expanduser().absolute())
+        data["dir"] = str(expanded(data["dir"]).absolute())
     kind, _, path = str(data.get("name")).partition(":")
-    if path and (kind in PATH_KINDS or (kind == "hf" and Path(path).expanduser().exists())):
-        data["name"] = f"{kind}:{Path(path).expanduser().absolute()}"
+    if path and (kind in PATH_KINDS or (kind == "hf" and expanded(path).exists())):
+        data["name"] = f"{kind}:{expanded(path).absolute()}"
 
 
 def _natural_sites(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:

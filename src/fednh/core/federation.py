@@ -18,12 +18,12 @@ from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
 from fednh.data.hold_out import DEFAULT_SHARE, hold_out
 from fednh.data.partitions import Indices, class_table
-from fednh.data.sources import default_folder, file_of, load
+from fednh.data.sources import file_of, load
 from fednh.data.sources.options import Options
 from fednh.errors import Notice
 from fednh.methods import Method
 from fednh.models import Net, build_net
-from fednh.storage import fingerprint
+from fednh.storage import cache, fingerprint
 from fednh.storage.model_file import card_of
 
 
@@ -103,7 +103,7 @@ def load_data(config: Config) -> Dataset:
 
 def data_folder(config: Config) -> Path:
     """Where data sets that have a name are looked for."""
-    return Path(config.data.dir).expanduser() if config.data.dir else default_folder()
+    return cache.data_folder(config.data.dir)
 
 
 def fingerprint_of(config: Config, data: Dataset) -> dict[str, Any]:

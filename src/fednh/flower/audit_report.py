@@ -14,6 +14,7 @@ from typing import Any
 
 from fednh.errors import UserError
 from fednh.flower.audit import SERVER, Head, Log, read, server_log
+from fednh.storage.files import expanded
 
 TRIAL = "trial"  # the folder of what `up --local` keeps
 MOST = 20  # refusals that are shown in full
@@ -57,7 +58,7 @@ def _state(site: Path) -> Path:
     """Where a site keeps its state, as its site.toml says."""
     file = site / "site.toml"
     try:
-        return site / Path(str(tomllib.loads(file.read_text(encoding="utf-8"))["state"])).expanduser()
+        return site / expanded(str(tomllib.loads(file.read_text(encoding="utf-8"))["state"]))
     except KeyError:
         raise UserError(f"{file} does not say where the site keeps its state; add state = FOLDER") from None
     except (OSError, ValueError) as error:

@@ -14,6 +14,7 @@ from flwr.app import RecordDict
 from fednh.config import Config
 from fednh.flower import keys, signing
 from fednh.flower.mailbox import Letter
+from fednh.storage.files import expanded
 
 
 @dataclass
@@ -73,6 +74,6 @@ def of_server(config: Config, run: int) -> Identity:
     """That of the server of a deployed federation; its keys lie as `fednh federation certs` puts them."""
     given, folder = config.federation.key, config.federation.folder
     assert folder is not None
-    key = Path(given).expanduser() if given else Path(folder).parent / "certs" / "orders.key"
+    key = expanded(given) if given else Path(folder).parent / "certs" / "orders.key"
     signer = signing.OrderSigner(signing.read_orders_private(key))
     return Identity(signer, config.federation.name, run, key.parent.parent / "sites")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tomli_w
@@ -20,6 +19,7 @@ from fednh.data.sources import BUILTIN, PUBLISHED
 from fednh.errors import Refused, UserError
 from fednh.methods import METHODS
 from fednh.models import MODELS
+from fednh.storage.files import expanded
 
 if TYPE_CHECKING:
     from fednh.flower.messages import Answer, Order
@@ -167,7 +167,7 @@ def read_policy(node: Mapping[str, Any]) -> Policy:
         label=text["label"],
         site_column=text["site-column"],
         columns=_words(node, "columns"),
-        weights=None if text["weights"] is None else str(Path(text["weights"]).expanduser().absolute()),
+        weights=None if text["weights"] is None else str(expanded(text["weights"]).absolute()),
         methods=usual.methods if lists["methods"] is None else lists["methods"],
         models=usual.models if lists["models"] is None else lists["models"],
         rounds=most["rounds"],

@@ -43,7 +43,7 @@ from fednh.flower.policy import KEYS, Policy, read_policy
 from fednh.methods import Method
 from fednh.models import Net
 from fednh.storage import fingerprint
-from fednh.storage.files import read_tree, write_tree
+from fednh.storage.files import expanded, read_tree, write_tree
 from fednh.storage.layout import RunLayout
 from fednh.storage.model_file import write_model
 from fednh.words import name_problem
@@ -105,7 +105,7 @@ def read_place(node: Mapping[str, Any], home: Path | None = None, models: Path |
             f"node-config: encoding={text['encoding']} is not an encoding that Python knows, such as cp1252"
         )
     if "state" in text:
-        home = Path(text["state"]).expanduser().absolute()
+        home = expanded(text["state"]).absolute()
     if home is None:
         raise UserError("node-config: give state=FOLDER, where the site keeps its personal state and model")
     return Place(
@@ -119,14 +119,14 @@ def read_place(node: Mapping[str, Any], home: Path | None = None, models: Path |
         encoding=text.get("encoding"),
         models=models,
         policy=policy,
-        orders=Path(text.get("orders", "orders.pub")).expanduser().absolute(),
-        key=Path(text.get("key", "key")).expanduser().absolute(),
+        orders=expanded(text.get("orders", "orders.pub")).absolute(),
+        key=expanded(text.get("key", "key")).absolute(),
     )
 
 
 def _source(text: str) -> str:
     """A data source; a bare path stands for the kind of its file."""
-    path = Path(text).expanduser()
+    path = expanded(text)
     if path.suffix in PATHS and ":" not in text:
         return f"{PATHS[path.suffix]}:{path.absolute()}"
     return f"folder:{path.absolute()}" if ":" not in text and path.is_dir() else text

@@ -12,15 +12,11 @@ aims at 15 seconds on one core, and its result is cached on disk.
 from __future__ import annotations
 
 import math
-import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-from uuid import uuid4
 
 import numpy as np
-import platformdirs
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
@@ -29,6 +25,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from torch import Tensor
 
 from fednh.errors import UserError
+from fednh.storage import cache as caches
 
 Array = NDArray[np.float64]
 
@@ -54,8 +51,7 @@ class Separation:
 def separated(classes: int, dim: int, *, cache: Path | Literal["user"] | None = "user") -> Separation:
     """The best known (C <= 2d, or d = 2: optimal) solution of Eq. (1).
 
-    Searched results are kept in `cache`: a folder, None for no cache, or "user" for $FEDNH_CACHE/prototypes if that is
-    set and else the user's cache folder.
+    Searched results are kept in `cache`: a folder, None for no cache, or "user" for the user's (see storage/cache.py).
 
     >>> round(separated(6, 2).min_distance, 6)
     1.0
@@ -74,7 +70,7 @@ def separated(classes: int, dim: int, *, cache: Path | Literal["user"] | None = 
         parts = classes - dim
         return _measured(_simplices(classes, dim, parts), f"closed form: orthoplex bound, {parts} orthogonal simplices")
 
-    folder = _user_folder() if cache == "user" else cache
+    folder = caches.folder("prototypes") if cache == "user" else cache
     file = None if folder is None else folder / f"v1-{classes}x{dim}.safetensors"
     found = None if file is None else _read(file, classes, dim)
     if found is None:
@@ -311,10 +307,6 @@ def _polish(x: Array) -> Array:
     return x
 
 
-def _user_folder() -> Path:
-    return Path(os.environ.get("FEDNH_CACHE") or platformdirs.user_cache_dir("fednh")) / "prototypes"
-
-
 def _read(file: Path, classes: int, dim: int) -> Separation | None:
     """None for anything but a sound file: the search can always be done again."""
     try:
@@ -333,16 +325,8 @@ def _read(file: Path, classes: int, dim: int) -> Separation | None:
 
 
 def _write(file: Path, found: Separation) -> None:
-    """Whole or not at all: another process may be reading. A cache that cannot be written is no cache, not an error."""
     data = save({"points": found.points}, {"how": found.how, "distance": f"{found.min_distance:.6f}"})
-    temporary = file.with_suffix(f".{uuid4().hex}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
-        temporary.replace(file)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    caches.keep(file, lambda draft: draft.write_bytes(data))
 
 
 def uniform_head(classes: int, dim: int, how: str, rng: torch.Generator) -> Tensor:  # (C, d)

@@ -131,6 +131,14 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def expanded(path: str | Path) -> Path:
+    """The path with ~ and ~name replaced by home folders."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{path} names a person that this computer does not know; write the path in full") from error
+
+
 def this_process() -> str:
     """Who holds a lock, for those who find it taken: process, machine and command."""
     program, *words = sys.argv or [""]

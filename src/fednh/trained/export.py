@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from fednh.core import novelty
 from fednh.core.tree import Tree
 from fednh.data.dataset import Inputs
-from fednh.data.sources import default_folder, load, tables
+from fednh.data.sources import load, tables
 from fednh.data.sources.options import Options
 from fednh.errors import UserError
+from fednh.storage.cache import data_folder
 from fednh.storage.files import keep, make_folder
 from fednh.storage.model_file import Card
 from fednh.trained import inputs
@@ -107,7 +108,7 @@ def _raw(card: Card, name: str) -> Any:
         raise UserError("a model file may come from anybody, and names no code to run")
     size = how.get("size")
     options = Options(size=tuple(size) if size else None, classes=card.classes if kind == "folder" else ())
-    data = load(name, default_folder(), options)
+    data = load(name, data_folder(), options)
     return data.x_test if len(data.x_test) else data.x_train
 
 

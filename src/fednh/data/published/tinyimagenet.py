@@ -13,7 +13,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -23,7 +23,8 @@ from PIL import Image
 
 from fednh.data.dataset import Arrays
 from fednh.errors import UserError
-from fednh.storage.files import keep
+from fednh.storage import cache
+from fednh.storage.files import sync_path
 
 FOLDER = "tiny-imagenet-200"
 SIDE = 64
@@ -102,27 +103,20 @@ def read(path: Path) -> Arrays:
 
 
 def save(arrays: Arrays, path: Path) -> bool:
-    """Writes the decoded arrays as an .npz file; False, and no trace, where that is not possible.
+    """Writes the decoded arrays as an .npz file; False, and no trace, where that is not possible."""
 
-    A cache is a convenience: a folder that is read-only or full must not stop the run.
-    """
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with part.open("wb") as file:
-            np.savez(
-                file,
-                x_train=arrays.x_train,
-                y_train=arrays.y_train.astype(np.int16),
-                x_test=arrays.x_test,
-                y_test=arrays.y_test.astype(np.int16),
-                classes=np.array(arrays.classes),
-            )
-        keep(part, path)
-    except OSError:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        return False
-    return True
+    def write(draft: Path) -> None:
+        np.savez(
+            draft,
+            x_train=arrays.x_train,
+            y_train=arrays.y_train.astype(np.int16),
+            x_test=arrays.x_test,
+            y_test=arrays.y_test.astype(np.int16),
+            classes=np.array(arrays.classes),
+        )
+        sync_path(draft)
+
+    return cache.keep(path, write)
 
 
 @contextmanager

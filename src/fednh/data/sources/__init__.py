@@ -1,15 +1,14 @@
 """The registry: from a data set's name to its arrays, wherever and in whichever published form they lie.
 
-load("digits", default_folder())
-load("cifar10", Path("~/data").expanduser())
-load("npz:my/own.npz", default_folder())
-load("folder:photos", default_folder(), Options(size=(64, 64)))
+load("digits", data_folder())
+load("cifar10", data_folder("~/data"))
+load("npz:my/own.npz", data_folder())
+load("folder:photos", data_folder(), Options(size=(64, 64)))
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from fednh.data.sources import builtin, hf, npz, python, tables
 from fednh.data.sources import folder as folders
 from fednh.data.sources.options import Options, with_test_set
 from fednh.errors import UserError, did_you_mean
+from fednh.storage.files import expanded
 
 DEBIAN_ROOT = Path("/usr/share/datasets")  # where Debian's dataset-* packages put their files
 NPZ_PREFIX = "npz:"
@@ -121,12 +121,6 @@ PUBLISHED = {
 }
 
 
-def default_folder() -> Path:
-    """Where data is looked for unless told otherwise: $FEDNH_DATA, else ~/.cache/fednh."""
-    chosen = os.environ.get("FEDNH_DATA")
-    return _expand(chosen) if chosen else Path.home() / ".cache" / "fednh"
-
-
 def load(name: str, folder: Path, options: Options | None = None) -> Dataset:
     """The data set of that name; `folder` is where the published ones are looked for."""
     if name in BUILTIN:
@@ -147,7 +141,7 @@ def file_of(name: str, folder: Path) -> Path | None:
     """The file or folder that a data set is read from, where there is one."""
     kind, colon, rest = name.partition(":")
     if colon:
-        return _expand(rest) if kind in PATH_KINDS else None
+        return expanded(rest) if kind in PATH_KINDS else None
     place = _find(name, folder) if name in PUBLISHED else None
     return place.path if place else None
 
@@ -162,7 +156,7 @@ def _own(name: str, kind: str, rest: str, options: Options) -> Dataset:
         data = hf.dataset(name, rest, options)
     else:
         read: dict[str, Callable[[str, Path, Options], Dataset]] = {"npz": npz.dataset, "folder": folders.dataset}
-        data = read.get(kind, tables.dataset)(name, _expand(rest), options)
+        data = read.get(kind, tables.dataset)(name, expanded(rest), options)
     return with_test_set(data, options.test_share)
 
 
@@ -174,13 +168,6 @@ def available(folder: Path) -> list[Available]:
         where = str(place.path) if place else f"{folder}: {published.accepts}"
         lines.append(Available(name, published.description, place is not None, where))
     return lines
-
-
-def _expand(path: str) -> Path:
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise UserError(f"{path} names a person that this computer does not know; write the path in full") from error
 
 
 def _assemble(name: str, place: Place) -> Dataset:

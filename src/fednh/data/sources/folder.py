@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from uuid import uuid4
 
 import numpy as np
-import platformdirs
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Dataset
@@ -24,6 +21,7 @@ from fednh.data.images import MEAN, STD, SUFFIXES, decode_all
 from fednh.data.sources.options import Options, in_order, numbered
 from fednh.data.walk import walk
 from fednh.errors import UserError
+from fednh.storage import cache
 
 ASIDE = ("val", "valid", "validation")  # beside train and test: left out
 FORMS = "CLASS/image, train/CLASS/image with test/CLASS/image, or SITE/CLASS/image"
@@ -140,23 +138,17 @@ def _images(
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read ({error.strerror})") from error
     facts = [[i.name, s.st_size, s.st_mtime_ns] for i, s in zip(listed, stats, strict=True)]
-    place = Path(os.environ.get("FEDNH_CACHE") or platformdirs.user_cache_dir("fednh")) / "images"
+    place = cache.folder("images")
     whose = f"{_digest(str(root.resolve()))}-{'auto' if size is None else f'{size[0]}x{size[1]}'}"
     file = place / f"{whose}-{_digest(json.dumps([2, facts]))}.npz"
     with suppress(OSError, ValueError, KeyError, EOFError), np.load(file, allow_pickle=False) as kept:
         if len(kept["x"]) == len(listed):
             return kept["x"], tuple(str(note) for note in kept["notes"])
     x, notes = decode_all([i.path for i in listed], [i.name for i in listed], size, str(root))
-    temporary = place / f".{uuid4().hex}.npz"
-    with suppress(OSError):  # a cache that cannot be written is no cache, not an error
-        place.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):
         for old in place.glob(f"{whose}-*.npz"):
             old.unlink(missing_ok=True)
-        try:
-            np.savez(temporary, x=x, notes=np.array(notes, dtype=str))
-            temporary.replace(file)
-        finally:
-            temporary.unlink(missing_ok=True)
+    cache.keep(file, lambda draft: np.savez(draft, x=x, notes=np.array(notes, dtype=str)))
     return x, notes
 
 

@@ -19,11 +19,12 @@ from fednh.data.sources.options import Options, in_order, numbered
 from fednh.data.sources.tables import find_column, from_table, joined
 from fednh.data.walk import walk
 from fednh.errors import UserError
+from fednh.storage.files import expanded
 
 
 def dataset(name: str, source: str, options: Options) -> Dataset:
     """A data set with an image column, or with columns of numbers and text; its splits train and test are used."""
-    path = Path(source).expanduser()
+    path = expanded(source)
     local = path.exists()
     if not local and source.startswith(("/", ".", "~")):
         raise UserError(f"{path} does not exist; give a folder written by save_to_disk, a folder of Parquet, or a name")

@@ -24,7 +24,7 @@ from fednh.errors import UserError
 from fednh.flower.deploy import proxy, templates
 from fednh.flower.policy import site_toml
 from fednh.flower.runconfig import read_config, run_config
-from fednh.storage.files import private_folder, write_bytes
+from fednh.storage.files import expanded, private_folder, write_bytes
 from fednh.words import name_problem
 
 PORT = 8000  # of the SuperLink on the server's loopback, Flower's own choice
@@ -113,7 +113,7 @@ def _data(sources: Sequence[str], count: int) -> dict[str, Any]:
 
 def _absolute(source: str) -> str:
     kind, colon, path = source.partition(":")
-    return f"{kind}:{Path(path).expanduser().absolute()}" if colon and kind not in ("hf", "py") else source
+    return f"{kind}:{expanded(path).absolute()}" if colon and kind not in ("hf", "py") else source
 
 
 def app(name: str, config: Config) -> str:

@@ -1,0 +1,48 @@
+"""Where things lie that belong to no run: data sets by name, and results that can be made again.
+
+data sets    --data-dir or `data.dir`, else $FEDNH_DATA, else ~/.cache/fednh
+the rest     $FEDNH_CACHE, else the user's cache folder, with a folder for each kind: `images` (decoded), `prototypes`
+
+Two variables, because a data set may be somebody's only copy, and a cache may be emptied at any time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from uuid import uuid4
+
+import platformdirs
+
+from fednh.storage.files import expanded
+
+
+def data_folder(chosen: str | Path | None = None) -> Path:
+    """Where data sets by name lie and are put; `chosen` is what the user said, if anything."""
+    named = chosen or os.environ.get("FEDNH_DATA")
+    return expanded(named) if named else Path.home() / ".cache" / "fednh"
+
+
+def folder(kind: str) -> Path:
+    """Where results of this kind are kept that can be made again."""
+    return expanded(os.environ.get("FEDNH_CACHE") or platformdirs.user_cache_dir("fednh")) / kind
+
+
+def keep(file: Path, write: Callable[[Path], object]) -> bool:
+    """Put what `write` writes at `file`, whole or not at all: another process may be reading.
+
+    False, and no trace, where that is not possible: a cache that cannot be written must not stop a run.
+    """
+    draft = file.with_name(f".{uuid4().hex}{file.suffix}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write(draft)
+        draft.replace(file)
+    except OSError:
+        return False
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+    return True
