@@ -13,7 +13,6 @@ from PIL import Image
 
 from fednh.data.sources.builtin import digits
 from fednh.report.load import load_run
-from fednh.report.saved import personal_models
 from fednh.storage.model_file import read_model
 from forked import fednh
 
@@ -72,7 +71,7 @@ def test_the_readmes_commands_on_a_folder_of_sites(work: Path, monkeypatch: pyte
     assert len(run.summary["clients"]) == 3
     assert {"held_macro", "held_share", "held_gm_macro", "held_gm_share"} <= set(run.summary["clients"][0])
     assert "held-out macro" in ran.stdout
-    _, card = read_model(personal_models(run)[1])
+    _, card = read_model(run.layout.personal_model(1))
     assert (card.site, card.preprocessing.size, card.preprocessing.channels) == ("north", [8, 8], 3)
     for command in (["table", "runs/photos"], ["table", "--format", "csv", "runs/photos"]):
         shown = fednh(command, work / "d")

@@ -18,6 +18,7 @@ import pytest
 
 from fednh.flower.deploy import certificates, proxy, scaffold
 from fednh.flower.deploy.processes import answers, free_ports
+from fednh.flower.layout import FederationFolder
 
 needs_nginx = pytest.mark.skipif(
     shutil.which("nginx", path="/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/sbin") is None, reason="nginx is not installed"
@@ -77,7 +78,7 @@ def nginx(folder: Path, certs: Path | None = None, **changes: str) -> Iterator[D
     certificates.make(fed, ["site-1"])
     behind, (port,) = Behind(certs or fed / "certs"), free_ports(1)
     threading.Thread(target=behind.serve_forever, daemon=True).start()
-    conf = proxy.write(fed / "proxy", fed / "certs", f"127.0.0.1:{port}", behind.server_address[1])
+    conf = proxy.write(fed / "proxy", FederationFolder(fed), f"127.0.0.1:{port}", behind.server_address[1])
     for word, value in changes.items():
         assert re.search(rf"{word}=\w+", conf.read_text())
         conf.write_text(re.sub(rf"{word}=[\w/]+", f"{word}={value}", conf.read_text()))
@@ -184,6 +185,6 @@ def test_nothing_in_a_path_is_taken_for_nginxs_own_signs(tmp_path: Path) -> None
     """A dollar sign, quotation marks, a semicolon, a brace and a backslash."""
     folder = tmp_path / 'a$b "c"; d{e\\f'
     certificates.make(folder, [])
-    proxy.write(folder / "proxy", folder / "certs", "127.0.0.1:8443", 8000)
+    proxy.write(folder / "proxy", FederationFolder(folder), "127.0.0.1:8443", 8000)
     ended = subprocess.run([*proxy.command(folder / "proxy"), "-t"], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr

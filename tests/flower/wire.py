@@ -22,6 +22,7 @@ from fednh.flower import signing
 from fednh.flower.client_app import client_app
 from fednh.flower.deploy import certificates as certs
 from fednh.flower.identity import Identity
+from fednh.flower.layout import FederationFolder
 from fednh.flower.server import Manner, Server
 from fednh.storage.run_folder import RunFolder
 
@@ -144,8 +145,8 @@ def write_site_key(folder: Path) -> None:
 def server_identity(folder: Path, name: str = "fednh", run: int = RUN) -> Identity:
     """The server's side of `deployed`."""
     certs.make_orders(folder, [])
-    signer = signing.OrderSigner(signing.read_orders_private(certs.Keys(folder).orders_key))
-    return Identity(signer, name, run, folder / "sites")
+    signer = signing.OrderSigner(signing.read_orders_private(FederationFolder(folder).orders_key))
+    return Identity(signer, name, run, FederationFolder(folder))
 
 
 def simulate(config: Config, out: Path) -> Quiet:

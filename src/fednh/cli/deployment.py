@@ -77,10 +77,11 @@ def approve(
     """
     need_extra()
     from fednh.flower.deploy import approval, scaffold
+    from fednh.flower.layout import SiteFolder
 
-    folder = folder.absolute()
-    listed = folder / approval.NAME
-    if (folder / "site.toml").exists():
+    here = SiteFolder(folder.absolute())
+    folder, listed = here.path, here.approved_file
+    if here.node_config.exists():
         if app_hash is not None:
             new = approval.approve(listed, app_hash.lower())
             typer.echo(f"{app_hash.lower()} {'may run here from now on' if new else 'was approved before'}")
@@ -88,12 +89,14 @@ def approve(
             typer.echo(each)
         return
     if app_hash is not None:
-        raise UserError(f"{folder} is not a site's folder: it has no site.toml; an app is approved by a site")
+        raise UserError(
+            f"{folder} is not a site's folder: it has no {here.node_config.name}; an app is approved by a site"
+        )
     sites = scaffold.sites_of(folder)
     app = approval.app_of(folder)
     typer.echo(f"app {app.hash}")
     typer.echo(f"holds {', '.join(app.files)}")
     for site in sites:
-        approval.approve(site.folder / approval.NAME, app.hash)
+        approval.approve(site.approved_file, app.hash)
     typer.echo(f"approved in the folders of {len(sites)} sites; at a site that has its folder already:")
     typer.echo(f"fednh federation approve SITE {app.hash}")

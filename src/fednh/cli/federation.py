@@ -15,7 +15,7 @@ from fednh.errors import UserError
 
 if TYPE_CHECKING:
     from fednh.config import Config
-    from fednh.flower.deploy.scaffold import Site
+    from fednh.flower.layout import SiteFolder
 
 federation_app = typer.Typer(help="Federations of sites that keep their data, on Flower.", no_args_is_help=True)
 app.add_typer(federation_app, name="federation")
@@ -43,6 +43,7 @@ def init(
     """Write a ready Flower app into a new folder; without data of its own it is digits, divided among the sites."""
     from fednh.config import parse_value
     from fednh.flower.deploy import scaffold
+    from fednh.flower.layout import FederationFolder
 
     given: dict[str, Any] = {"method.name": method, "rounds": rounds}
     given = {key: value for key, value in given.items() if value is not None}
@@ -58,7 +59,7 @@ def init(
             "sites tell only what is agreed: list classes with names in data.classes, text columns in data.columns"
         )
     typer.echo(f"try it on this machine: fednh federation up {folder} --local")
-    typer.echo(f"on several machines: see {folder / 'README.md'}")
+    typer.echo(f"on several machines: see {FederationFolder(folder).readme}")
 
 
 @federation_app.command()
@@ -103,19 +104,24 @@ def up(
 
     After an interruption the same command goes on where it was.
     """
+    from fednh.flower.layout import FederationFolder
+
     if not local:
-        raise UserError(f"fednh starts federations on this machine only: add --local, or see {folder / 'README.md'}")
+        raise UserError(
+            f"fednh starts federations on this machine only: add --local, or see {FederationFolder(folder).readme}"
+        )
     need_extra()
     from fednh.flower.deploy import certificates as keys
     from fednh.flower.deploy import scaffold
     from fednh.flower.deploy.local import Local, Stopped
     from fednh.screen import watcher
+    from fednh.storage.layout import RunLayout
 
     folder = folder.absolute()
     config, sites = scaffold.read(folder)
     run = Path(str(config.federation.folder))
     console = console_for_people(stderr=quiet)
-    if (run / "summary.json").exists():
+    if RunLayout(run).finished:
         console.print(f"{run} is finished already", highlight=False, soft_wrap=True)
     else:
         with only_one(folder), stop_on_signal("fednh: stopping the federation", insist=False) as stop:
@@ -123,7 +129,7 @@ def up(
             keys.check_complete(folder, [site.name for site in sites])
             name = f"{config.method['name']} at {len(sites)} sites"
             with watcher(console, config.rounds, name, quiet) as screen:
-                screen.note(f"starting the server and {len(sites)} sites; logs: {folder / 'logs'}")
+                screen.note(f"starting the server and {len(sites)} sites; logs: {FederationFolder(folder).logs}")
                 try:
                     Local(folder, config, sites, screen, stop, not insecure, not plain, proxy).run()
                 except Stopped:
@@ -175,21 +181,23 @@ def audit(
         raise typer.Exit(1)
 
 
-def _tell(folder: Path, run: Path, config: Config, sites: list[Site], quiet: bool) -> None:
+def _tell(folder: Path, run: Path, config: Config, sites: list[SiteFolder], quiet: bool) -> None:
     """What came out, and where it lies."""
     if not quiet:
         from fednh.flower.deploy.local import trial_state
+        from fednh.flower.layout import StateFolder
         from fednh.report.load import load_runs
         from fednh.report.render import to_rich
         from fednh.report.tables import comparison_sheet
+        from fednh.storage.layout import RunLayout
 
         console = console_for_people()
         console.print(to_rich(comparison_sheet(load_runs([run])), console.width))
-        if (run / "models/global.safetensors").exists():
-            typer.echo(f"global model: {run / 'models/global.safetensors'}")
+        if (shared := RunLayout(run).global_model).exists():
+            typer.echo(f"global model: {shared}")
         for site in sites:
-            kept = trial_state(folder, site, run)
-            for model in sorted(kept.glob(f"{config.federation.name}/*/personal.safetensors")):
+            kept = StateFolder(trial_state(folder, site, run))
+            for model in kept.personal_models(config.federation.name):
                 typer.echo(f"{site.name}: {model}")
         typer.echo("run folder:")
     typer.echo(str(run))
@@ -198,9 +206,10 @@ def _tell(folder: Path, run: Path, config: Config, sites: list[Site], quiet: boo
 @contextmanager
 def only_one(folder: Path) -> Iterator[None]:
     """One of these commands at a time in a folder."""
+    from fednh.flower.layout import FederationFolder
     from fednh.storage.files import locked
 
-    path = folder / ".flwr" / "up.lock"
+    path = FederationFolder(folder).home.lock_file
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         lock = locked(path)

@@ -179,9 +179,12 @@ def _simulate(
 def _tell_losses(console: Console, summary: dict[str, Any]) -> None:
     """What the run went on without, if anything."""
     told = {"refused": "uploads were not finite and were refused", "failed": "clients failed and were skipped"}
+    from fednh.storage.layout import RunLayout
+
     for key, words in told.items():
         if summary.get(key):
-            console.print(f"{summary[key]} {words}; metrics.jsonl says when and whose", style="yellow", highlight=False)
+            where = RunLayout.metrics_file
+            console.print(f"{summary[key]} {words}; {where} says when and whose", style="yellow", highlight=False)
 
 
 @contextmanager

@@ -170,18 +170,19 @@ def personalize(
     import json
 
     from fednh.storage.files import write_json
+    from fednh.storage.layout import MODEL
     from fednh.storage.model_file import write_model
     from fednh.trained.personalize import personalize as train
 
     folder = out or run.with_name(f"{run.resolve().name}-personal")
-    if (folder / "model.safetensors").exists() or (folder.exists() and not folder.is_dir()):
+    if (folder / MODEL).exists() or (folder.exists() and not folder.is_dir()):
         raise UserError(f"{folder} holds something already; choose another folder with -o")
     made = train(run, data, epochs, holdout, _settings(settings), site)
     if known := made.comparison["held_out_trained_on"]:
         words = f"the run was trained on {known:,} of the {made.comparison['held_out']:,} samples to compare on"
         typer.echo(f"fednh: warning: {words}, so the global and the personalised model look too good", err=True)
     write_json(folder / "comparison.json", made.comparison)
-    write_model(folder / "model.safetensors", made.params, made.card)
+    write_model(folder / MODEL, made.params, made.card)
     if form is Shown.JSON:
         typer.echo(json.dumps(made.comparison, indent=2))
     else:

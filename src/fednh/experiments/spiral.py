@@ -29,7 +29,6 @@ from fednh.core.rounds import Simulation
 from fednh.data.batches import samples_of
 from fednh.data.sources.builtin import spiral
 from fednh.report.load import load_run
-from fednh.report.saved import global_model, personal_models
 from fednh.screen import Silent
 from fednh.storage.model_file import architecture, read_model
 from fednh.storage.run_folder import RunFolder
@@ -116,13 +115,12 @@ def look(folder: Path) -> Example:
         right = [float(100 * (guess[y == c] == c).double().mean()) for c in range(data.num_classes)]
         return View(name, features.double().numpy(), params["head.weight"].double().numpy(), right)
 
-    central = {}
-    for name in CENTRAL:
-        path = global_model(runs[name])
-        assert path is not None, "FedAvg and FedUH have a global model"
-        central[name] = view(name, path)
+    central = {name: view(name, runs[name].layout.global_model) for name in CENTRAL}
     clients = {
-        name: {client: view(f"{name} {client}", path, THINNED) for client, path in personal_models(runs[name]).items()}
+        name: {
+            client: view(f"{name} {client}", path, THINNED)
+            for client, path in runs[name].layout.clients_with_models().items()
+        }
         for name in FEDERATED
     }
     owned = np.array(runs["clients-fedavg"].partition["counts"]) > 0

@@ -49,7 +49,7 @@ class TensorBoard:
     def __init__(self, folder: RunFolder, config: Config):
         from torch.utils.tensorboard import SummaryWriter
 
-        place = folder.path / "tensorboard"
+        place = folder.tensorboard
         shutil.rmtree(place, ignore_errors=True)  # of an interrupted run: all its rounds are written again
         self.writer = SummaryWriter(str(place))
 

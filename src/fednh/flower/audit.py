@@ -30,7 +30,6 @@ from fednh.storage.files import sync_path
 if TYPE_CHECKING:
     from flwr.app import RecordDict
 
-SERVER = "audit.jsonl"  # the name of a server's log
 START = "0" * 64  # what the first line has in place of the hash of the one before
 _LINE = re.compile(rb'(\{"line": (\d{1,12}), .*), "hash": "([0-9a-f]{64})"\}')
 _OPEN = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -73,16 +72,6 @@ class Log:
             if have[head.line] != head.hash:
                 return f"line {head.line} is not the one that the other side knows: the log was written anew"
         return None
-
-
-def site_log(state: Path, site: str) -> Path:
-    """Where a site keeps its log: below its folder of state, by the name that it has there."""
-    return state / "audit" / f"{site}.jsonl"
-
-
-def server_log(run: Path) -> Path:
-    """Where a server keeps its log: in its run folder."""
-    return run / SERVER
 
 
 def append(path: Path, event: str, **facts: Any) -> Head:

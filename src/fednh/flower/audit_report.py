@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from fednh.errors import UserError
-from fednh.flower.audit import SERVER, Head, Log, read, server_log
+from fednh.flower.audit import Head, Log, read
+from fednh.flower.layout import FederationFolder, SiteFolder, StateFolder
 from fednh.storage.files import expanded
+from fednh.storage.layout import RunLayout
 
-TRIAL = "trial"  # the folder of what `up --local` keeps
 MOST = 20  # refusals that are shown in full
 
 RECORDS = {  # what a message's records are to a person
@@ -35,30 +36,30 @@ def find(folder: Path) -> list[Path]:
     """The logs that belong to a folder, the server's first."""
     if folder.is_file():
         return [folder]
-    found = [folder / SERVER, *sorted(folder.glob("audit/*.jsonl"))]
-    if (folder / "site.toml").is_file():
-        found += sorted(_state(folder).glob("audit/*.jsonl"))
-    if (folder / "pyproject.toml").is_file():
+    fed, sites = FederationFolder(folder), [SiteFolder(folder)] if SiteFolder(folder).node_config.is_file() else []
+    found = [RunLayout(folder).audit_file, *StateFolder(folder).audit_files()]
+    if fed.app_file.is_file():
         from fednh.flower.deploy import scaffold
 
-        config, sites = scaffold.read(folder)
-        found.append(server_log(Path(str(config.federation.folder))))
-        for site in [*(site.folder for site in sites), *(path.parent for path in folder.glob(f"{TRIAL}/*/site.toml"))]:
-            found += sorted(_state(site).glob("audit/*.jsonl"))
+        config, here = scaffold.read(folder)
+        found.append(RunLayout(Path(str(config.federation.folder))).audit_file)
+        sites += [*here, *fed.trial_sites()]
+    for site in sites:
+        found += _state(site).audit_files()
     found = [path for path in dict.fromkeys(found) if path.is_file()]
     if not found:
         raise UserError(
-            f"{folder} has no audit log: give a site's folder (with site.toml), a federation's folder, or a run folder "
-            "of a federation that has begun"
+            f"{folder} has no audit log: give a site's folder (with {SiteFolder.node_config}), a federation's folder, "
+            "or a run folder of a federation that has begun"
         )
     return found
 
 
-def _state(site: Path) -> Path:
+def _state(site: SiteFolder) -> StateFolder:
     """Where a site keeps its state, as its site.toml says."""
-    file = site / "site.toml"
+    file = site.node_config
     try:
-        return site / expanded(str(tomllib.loads(file.read_text(encoding="utf-8"))["state"]))
+        return StateFolder(site.path / expanded(str(tomllib.loads(file.read_text(encoding="utf-8"))["state"])))
     except KeyError:
         raise UserError(f"{file} does not say where the site keeps its state; add state = FOLDER") from None
     except (OSError, ValueError) as error:
@@ -81,7 +82,7 @@ def check(paths: Iterable[Path], known: Sequence[Head] = ()) -> list[tuple[Log, 
 def _known_of(log: Log, rows: Sequence[dict[str, Any]]) -> list[Head]:
     """The lines of a log that the server knows of. Of a trial on one machine only those of runs that it has part in."""
     runs = {row.get("run") for row in log.lines}
-    trial = TRIAL in log.path.parts
+    trial = str(FederationFolder.trial) in log.path.parts
     mine = [row for row in rows if row["site"] == owner(log) and (not trial or row.get("run") in runs)]
     return [head for row in mine if (head := Head.read(row["head"]))]
 

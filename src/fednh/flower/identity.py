@@ -13,6 +13,7 @@ from flwr.app import RecordDict
 
 from fednh.config import Config
 from fednh.flower import keys, signing
+from fednh.flower.layout import FederationFolder
 from fednh.flower.mailbox import Letter
 from fednh.storage.files import expanded
 
@@ -24,7 +25,7 @@ class Identity:
     signer: signing.OrderSigner
     federation: str
     run: int
-    sites: Path | None = None  # the folder with NAME/key.pub
+    folder: FederationFolder | None = None  # of the federation: its sites' keys
     keys: dict[str, str] = field(default_factory=dict)  # site -> the public key that speaks for it
 
     def sign(self, letter: Letter, content: RecordDict) -> tuple[Letter, RecordDict]:
@@ -50,20 +51,20 @@ class Identity:
 
     def owner(self, fingerprint: str) -> str | None:
         """The site whose key has this fingerprint; None if no such key is known."""
-        filed = sorted(self.sites.glob("*/key.pub")) if self.sites is not None else []
-        known = {path.parent.name: signing.known_site_key(path) or "" for path in filed} | self.keys
+        filed = {name: self._known(name) or "" for name in self._filed()}
+        known = filed | self.keys
         return next((site for site, key in known.items() if keys.fingerprint(key) == fingerprint), None)
 
     def _known(self, site: str) -> str | None:
         """The key in the federation's folder; else the one that was used first."""
         filed = None
-        if self.sites is not None and signing.is_plain(site):
-            filed = signing.known_site_key(self.sites / site / "key.pub")
+        if self.folder is not None and signing.is_plain(site):
+            filed = signing.known_site_key(self.folder.site(site).public_key)
         return filed or self.keys.get(site)
 
     def _filed(self) -> list[str]:
         """Sites whose keys are in the federation's folder, whether they have come yet or not."""
-        return [] if self.sites is None else [path.parent.name for path in self.sites.glob("*/key.pub")]
+        return [] if self.folder is None else [site.name for site in self.folder.sites_with_keys()]
 
     def _envelope(self, letter: Letter) -> signing.Envelope:
         where = (letter.kind, str(letter.round), letter.node, letter.site, letter.counter)
@@ -74,6 +75,6 @@ def of_server(config: Config, run: int) -> Identity:
     """That of the server of a deployed federation; its keys lie as `fednh federation certs` puts them."""
     given, folder = config.federation.key, config.federation.folder
     assert folder is not None
-    key = expanded(given) if given else Path(folder).parent / "certs" / "orders.key"
+    key = expanded(given) if given else FederationFolder(Path(folder).parent).orders_key
     signer = signing.OrderSigner(signing.read_orders_private(key))
-    return Identity(signer, config.federation.name, run, key.parent.parent / "sites")
+    return Identity(signer, config.federation.name, run, FederationFolder.of_orders_key(key))

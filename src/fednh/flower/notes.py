@@ -10,15 +10,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fednh.errors import RunError
+from fednh.storage.layout import RunLayout
 from fednh.words import one_line
-
-NAME = "federation.log"
 
 
 def add(run: Path, text: str) -> None:
     """Add a sentence to a run folder's log."""
     line = {"time": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}", "text": one_line(text)}
-    with (run / NAME).open("a", encoding="utf-8") as file:
+    with RunLayout(run).log_file.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
@@ -33,11 +32,12 @@ def sentence(line: bytes) -> str:
 def lost_words(lost: list[int], rounds: int) -> str:
     """What to say of a run some of whose rounds changed nothing."""
     named = ", ".join(map(str, lost[:20])) + (", ..." if len(lost) > 20 else "")
-    return f"{len(lost)} of {rounds} rounds changed nothing (round {named}); federation.log in the run folder says why"
+    where = f"{RunLayout.log_file} in the run folder"
+    return f"{len(lost)} of {rounds} rounds changed nothing (round {named}); {where} says why"
 
 
 def check_end(run: Path) -> None:
     """Raise if a finished run has rounds that changed nothing: it is not what was asked for."""
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    summary = json.loads(RunLayout(run).summary_file.read_text(encoding="utf-8"))
     if lost := summary.get("lost"):
         raise RunError(lost_words(lost, summary["rounds"]))

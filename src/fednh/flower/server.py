@@ -88,7 +88,7 @@ class Server:
         # Personal states are the sites': what a checkpoint has of them is the round of each.
         unused = Store(folder.checkpoints / folder.clients.name, 0, {})
         self.checkpoints = Checkpoints(folder.checkpoints, unused)
-        path = None if manner.simulated else audit.server_log(folder.path)
+        path = None if manner.simulated else folder.audit_file
         self.events = audit.Writer(path, 0 if identity is None else identity.run)
         self.reception = Reception(config, grid, self.post, self.note, self.events, self.toml, manner.timeout, identity)
         self.progress, self.fed = Progress(), federation

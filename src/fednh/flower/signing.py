@@ -28,6 +28,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fednh.errors import Refused, UserError
+from fednh.flower.layout import StateFolder
 from fednh.storage.files import write_json
 
 SEAL = "seal"  # the record that holds a signature
@@ -104,7 +105,7 @@ class OrderBook:
     """What a site remembers of the orders of one key: the last counter, and how many rounds it has trained."""
 
     def __init__(self, folder: Path, site: str, key: Ed25519PublicKey):
-        self._path = folder / f"orders-{fingerprint(key)}-{hashlib.sha256(site.encode()).hexdigest()[:8]}.json"
+        self._path = StateFolder(folder).order_book(site, fingerprint(key))
 
     def accept(self, counter: int) -> None:
         """Take an order once; one with an old counter is Refused."""

@@ -1,8 +1,6 @@
 """A site: its own data, its personal state on its own disk, and what it does when it is asked.
 
-HOME/<federation>/<site>/state.round-000007.safetensors   what the client kept after round 7; never leaves this disk
-HOME/<federation>/<site>/personal.safetensors             its personal model, with the card that says how to use it
-HOME/<federation>/<site>/fingerprint.json                 what its data were, to notice when they change
+Where its state lies: flower/layout.py, StateFolder.
 
 The server says which round's state to start from: the last one whose upload it took. So an order that comes twice, a
 server that starts again from a checkpoint, or an answer that came too late leave no trace in the result.
@@ -12,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 from flwr.app import RecordDict
 from safetensors import SafetensorError
@@ -37,14 +33,14 @@ from fednh.data.dataset import Dataset, one_site
 from fednh.data.encoding import known as known_encoding
 from fednh.errors import Refused, UserError
 from fednh.flower import messages
-from fednh.flower.audit import site_log
+from fednh.flower.layout import SiteFolder, StateFolder
 from fednh.flower.messages import Answer, Hello, Number, Order, Task
 from fednh.flower.policy import KEYS, Policy, read_policy
 from fednh.methods import Method
 from fednh.models import Net
 from fednh.storage import fingerprint
 from fednh.storage.files import expanded, read_tree, write_tree
-from fednh.storage.layout import RunLayout
+from fednh.storage.layout import personal_model
 from fednh.storage.model_file import write_model
 from fednh.words import name_problem
 
@@ -66,13 +62,13 @@ class Place:
     encoding: str | None = None  # of the site's own CSV files; None: as the config says
     models: Path | None = None  # a simulation collects personal models here
     policy: Policy | None = None  # None in a simulation, where nobody but the user gives orders
-    orders: Path = Path("orders.pub")  # the public key of who may give orders
-    key: Path = Path("key")  # with which this site signs its replies
+    orders: Path = SiteFolder.orders  # the public key of who may give orders
+    key: Path = SiteFolder.key  # with which this site signs its replies
 
     @property
     def audit(self) -> Path:
         """Its audit log."""
-        return site_log(self.home, _safe(self.site))
+        return StateFolder(self.home).audit_file(self.site)
 
     @property
     def divided(self) -> bool:
@@ -119,8 +115,8 @@ def read_place(node: Mapping[str, Any], home: Path | None = None, models: Path |
         encoding=text.get("encoding"),
         models=models,
         policy=policy,
-        orders=expanded(text.get("orders", "orders.pub")).absolute(),
-        key=expanded(text.get("key", "key")).absolute(),
+        orders=expanded(text.get("orders", SiteFolder.orders)).absolute(),
+        key=expanded(text.get("key", SiteFolder.key)).absolute(),
     )
 
 
@@ -141,7 +137,7 @@ class Site:
         self.shared = toml, replace(place, part=-1, site="" if place.divided else place.site), task
         self.fed = _federation(*self.shared)
         self.index = self.fed.parts[max(place.part, 0)]
-        self.folder = place.home / _safe(self.config.federation.name) / _safe(place.site)
+        self.kept = StateFolder(place.home).kept(self.config.federation.name, place.site)
 
     def hello(self) -> Hello:
         """Who it is and the form of its data. A name of its own data's file stays here."""
@@ -182,7 +178,7 @@ class Site:
             log.warning("round %d: %s is not finite: nothing is kept, and the server refuses it", order.round, what)
             loss = math.nan  # the server sees the upload alone; by the loss it knows that all of it is void
         else:
-            write_tree(self._state(order.round), update.keep)
+            write_tree(self.kept.state(order.round), update.keep)
         self._forget(order.since)
         return Answer(order.client, order.round, update.upload, update.samples, loss, update.gradient_norm, figures)
 
@@ -244,24 +240,16 @@ class Site:
         about = novelty.look(fed.method, fed.net, model, fed.train, self.index, self.config.seed)
         card = {**fed.card(self.config, max(self.place.part, 0)), "client": order.client, "novelty": about}
         if self.place.models is None:
-            write_model(self.folder / "personal.safetensors", model, card)
+            write_model(self.kept.personal_model, model, card)
         elif order.final:
-            write_model(self.place.models / f"client-{order.client:06d}.safetensors", model, card, sync=False)
+            write_model(personal_model(self.place.models, order.client), model, card, sync=False)
 
     # --- personal state ----------------------------------------------------------------------------------------
-
-    def _state(self, round_: int) -> Path:
-        return self.folder / f"state.round-{round_:06d}.safetensors"
-
-    def _states(self) -> dict[int, Path]:
-        """The states on disk by round, oldest first."""
-        found = sorted(self.folder.glob("state.round-*.safetensors"))
-        return {int(path.name.split("-")[1].split(".")[0]): path for path in found}
 
     def _kept(self, last: int) -> Tree:
         """What the site kept after round `last`; if that is lost, the newest before it, or a new start."""
         if last > 0:
-            for round_, path in sorted(self._states().items(), reverse=True):
+            for round_, path in sorted(self.kept.states().items(), reverse=True):
                 if round_ > last:
                     continue
                 try:
@@ -270,18 +258,18 @@ class Site:
                     log.warning("%s is damaged (%s); looking for an older one", path, error)
                     continue
                 if round_ < last:
-                    log.warning("the state of round %d is not in %s; using that of round %d", last, self.folder, round_)
+                    log.warning(
+                        "the state of round %d is not in %s; using that of round %d", last, self.kept.path, round_
+                    )
                 return tree
-            log.warning("no state is left in %s: this site starts anew", self.folder)
+            log.warning("no state is left in %s: this site starts anew", self.kept.path)
         return self.fed.method.enroll(initial_state(self.config, self.fed.method, self.fed.net))
 
     def _tell_changed_data(self, order: Order) -> None:
         """Warn in the site's log when its data are not those of the rounds before: what is held out is drawn anew."""
         if self.place.models is not None or self.fed.as_read is None:  # a simulation compares them once, at its start
             return
-        told = fingerprint.changed_since(
-            RunLayout(self.folder).fingerprint_file, self.fed.as_read, anew=order.last == 0
-        )
+        told = fingerprint.changed_since(self.kept.fingerprint_file, self.fed.as_read, anew=order.last == 0)
         if told:
             log.warning(
                 "the data of this site are not those of the rounds before: %s; samples that it was trained on may now "
@@ -290,7 +278,7 @@ class Site:
             )
 
     def _forget(self, since: int) -> None:
-        for round_, path in self._states().items():
+        for round_, path in self.kept.states().items():
             if round_ < since:
                 path.unlink(missing_ok=True)
 
@@ -382,9 +370,3 @@ def balanced(config: Config, source: str, task: Task) -> Samples:
 
 def _changed(section: Any, **values: Any) -> Any:
     return section.model_copy(update=values)
-
-
-def _safe(name: str) -> str:
-    """A name as a folder's name, whatever it holds; different names stay different."""
-    safe = re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".")[:100]
-    return safe if safe == name else f"{safe or 'x'}-{crc32(name.encode()):08x}"

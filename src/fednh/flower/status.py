@@ -21,6 +21,8 @@ from typing import Any
 from fednh.errors import UserError
 from fednh.flower import audit
 from fednh.flower.keys import fingerprint, fingerprint_of_pem
+from fednh.flower.layout import FederationFolder, FlowerHome
+from fednh.storage.layout import CheckpointLayout, RunLayout
 
 HEADER = ("site", "key", "node", "state", "last answer", "rounds", "last round")
 
@@ -84,17 +86,17 @@ def lines(rows: Sequence[Standing]) -> Iterator[str]:
 
 def _places(folder: Path) -> tuple[Path, dict[str, Path]]:
     """The run folder, and the sites' public keys by name."""
-    if (folder / "pyproject.toml").is_file():
+    if FederationFolder(folder).app_file.is_file():
         from fednh.flower.deploy import scaffold
 
         config, sites = scaffold.read(folder)
-        return Path(str(config.federation.folder)), {site.name: site.folder / "key.pub" for site in sites}
+        return Path(str(config.federation.folder)), {site.name: site.public_key for site in sites}
     return folder, {}
 
 
 def _membership(run: Path) -> list[dict[str, Any]]:
     """The sites of the newest checkpoint that can be read."""
-    for path in sorted(run.glob("checkpoints/round-*.json"), reverse=True):
+    for path in CheckpointLayout(RunLayout(run).checkpoints).manifests():
         with suppress(OSError, ValueError, KeyError, TypeError):
             found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["body"]["progress"]["sites"]
             return found
@@ -103,9 +105,9 @@ def _membership(run: Path) -> list[dict[str, Any]]:
 
 def _add_times(rows: dict[str, Standing], run: Path) -> None:
     """When each site was last heard of, from the server's audit log."""
-    if not audit.server_log(run).is_file():
+    if not (log := RunLayout(run).audit_file).is_file():
         return
-    for line in audit.read(audit.server_log(run)).lines:
+    for line in audit.read(log).lines:
         site = line.get("site")
         if not isinstance(site, str):
             continue
@@ -130,8 +132,8 @@ def _read(path: Path) -> str:
 
 def _listed(folder: Path) -> tuple[list[Node], list[str]]:
     """Flower's nodes, where its server answers; and in words if it does not."""
-    tried = []
-    for home in (folder / ".flwr" / "local", folder / ".flwr"):
+    tried, fed = [], FederationFolder(folder)
+    for home in (fed.local_home, fed.home):
         address = _address(home)
         if address is None:
             continue
@@ -139,16 +141,16 @@ def _listed(folder: Path) -> tuple[list[Node], list[str]]:
             tried.append(address)
             continue
         try:
-            return _nodes(home), []
+            return _nodes(home.path), []
         except Exception as error:  # Flower's client raises many kinds
             return [], [f"the SuperLink at {address} does not list its nodes: {error}"]
     return [], [f"no SuperLink answers at {' or '.join(tried)}: states and nodes are not known"] if tried else []
 
 
-def _address(home: Path) -> str | None:
+def _address(home: FlowerHome) -> str | None:
     """Where Flower's config says that the server listens."""
     try:
-        links = tomllib.loads((home / "config.toml").read_text(encoding="utf-8"))["superlink"]
+        links = tomllib.loads(home.connections_file.read_text(encoding="utf-8"))["superlink"]
         return str(links[links["default"]]["address"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -10,6 +10,7 @@ from typing import Any
 
 from fednh.config import Config
 from fednh.errors import UserError
+from fednh.storage.layout import RunLayout
 from fednh.storage.run_folder import read_config, read_summary
 
 
@@ -23,6 +24,11 @@ class Run:
     records: list[dict[str, Any]]  # the lines of metrics.jsonl
     partition: dict[str, Any]  # {"classes": [names], "counts": [[samples by class] by client]}
     environment: dict[str, Any]
+
+    @property
+    def layout(self) -> RunLayout:
+        """Where its files lie."""
+        return RunLayout(self.path)
 
     @property
     def method(self) -> str:
@@ -48,24 +54,23 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder")
-        here = (
-            [folder] if (folder / "summary.json").exists() else sorted(p.parent for p in folder.glob("*/summary.json"))
-        )
+        name = RunLayout.summary_file
+        here = [folder] if RunLayout(folder).finished else sorted(p.parent for p in folder.glob(f"*/{name}"))
         if not here:
-            raise UserError(f"{folder} holds no finished run (no summary.json in it or directly below it)")
+            raise UserError(f"{folder} holds no finished run (no {name} in it or directly below it)")
         found += here
     return found
 
 
 def load_run(path: Path) -> Run:
     """Everything that a run folder says about itself."""
+    run = RunLayout(path)
     try:
-        lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines]
-        partition = json.loads((path / "partition.json").read_text(encoding="utf-8"))
-        environment = json.loads((path / "environment.json").read_text(encoding="utf-8"))
+        records = [json.loads(line) for line in run.metrics_file.read_text(encoding="utf-8").splitlines()]
+        partition = json.loads(run.partition_file.read_text(encoding="utf-8"))
+        environment = json.loads(run.environment_file.read_text(encoding="utf-8"))
         if not {"classes", "counts"} <= set(partition):
-            raise ValueError("partition.json lacks classes or counts")
+            raise ValueError(f"{run.partition_file.name} lacks classes or counts")
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} is not a whole run folder: {error}") from error
     return Run(path, read_config(path, finished=True), read_summary(path), records, partition, environment)

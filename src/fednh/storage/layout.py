@@ -64,7 +64,7 @@ class RunLayout:
         return self.summary_file.exists()
 
     def personal_model(self, client: int) -> Path:
-        return self.personal_models / f"{_CLIENT.format(client)}.safetensors"
+        return personal_model(self.personal_models, client)
 
     def clients_with_models(self) -> dict[int, Path]:
         """The files of the personal models that are there, by client."""
@@ -93,6 +93,11 @@ class CheckpointLayout:
 
     def servers(self) -> list[Path]:
         return sorted(self.path.glob("server.round-*.safetensors"))
+
+
+def personal_model(folder: Path, client: int) -> Path:
+    """The personal model of a client, in the folder that holds those of all clients."""
+    return folder / f"{_CLIENT.format(client)}.safetensors"
 
 
 def client_state(folder: Path, client: int, round_: int) -> Path:

@@ -24,6 +24,7 @@ from fednh.data.dataset import Dataset, Inputs, Labels
 from fednh.data.partitions import Indices
 from fednh.errors import UserError
 from fednh.storage import fingerprint
+from fednh.storage.layout import RunLayout
 from fednh.storage.model_file import Card
 from fednh.storage.run_folder import read_config, read_partition
 from fednh.trained.own import in_terms_of, loaded, reading
@@ -99,12 +100,12 @@ class Training:
         sites = {"sites": list(data.sites)} if self.config.partition.kind.natural else {}
         if read_partition(self.run) != {"classes": list(data.classes), "counts": counts, **sites}:
             raise UserError(
-                f"the data are not those that the run in {self.run} began with: partition.json has other classes, "
-                f"sites or numbers of samples"
+                f"the data are not those that the run in {self.run} began with: "
+                f"{RunLayout.partition_file} has other classes, sites or numbers of samples"
             )
 
     def _nothing_is_shared(self) -> bool:
-        file = self.run / "models" / "broadcast.safetensors"
+        file = RunLayout(self.run).broadcast_model
         if not file.exists():
             return False
         with safe_open(file, "pt") as opened:
@@ -149,9 +150,9 @@ def choose(
 def run_of(path: Path) -> Path | None:
     """The run folder that a model is in, or that is given itself."""
     if path.is_dir():
-        return path if (path / "config.toml").exists() else None
+        return path if RunLayout(path).started else None
     for folder in path.absolute().parents[1:3]:
-        if (folder / "config.toml").exists() and (folder / "models") in path.absolute().parents:
+        if RunLayout(folder).started and RunLayout(folder).models in path.absolute().parents:
             return folder
     return None
 

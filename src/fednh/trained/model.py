@@ -19,6 +19,7 @@ from fednh.data.dataset import Inputs
 from fednh.errors import UserError
 from fednh.methods import Method
 from fednh.models import Net
+from fednh.storage.layout import MODEL, RunLayout
 from fednh.storage.model_file import Card, architecture, read_model
 from fednh.trained import inputs
 
@@ -158,17 +159,17 @@ def find_model(path: Path, client: int | None = None) -> Path:
         if not path.exists():
             raise UserError(f"{path} does not exist; give a model file or a run folder")
         return path
-    single, shared, personal = path / "model.safetensors", path / "models/global.safetensors", path / "models/personal"
+    single, run = path / MODEL, RunLayout(path)
     if client is None and single.exists():
         return single
-    if client is None and shared.exists():
-        return shared
-    people = sorted(int(file.stem.partition("-")[2]) for file in personal.glob("client-*.safetensors"))
-    if not people:
+    if client is None and run.global_model.exists():
+        return run.global_model
+    personal = run.clients_with_models()
+    if not personal:
         raise UserError(f"{path} holds no models; give a model file or the folder of a finished run")
-    if client in people:
-        return personal / f"client-{client:06d}.safetensors"
-    known = _listed(people)
+    if client in personal:
+        return personal[client]
+    known = _listed(sorted(personal))
     if client is None:
         raise UserError(f"{path} has no global model (its method makes none); pick a client's with --client, {known}")
     raise UserError(f"{path} has no personal model of client {client}; there are those of {known}")

@@ -28,6 +28,7 @@ from fednh.errors import UserError
 from fednh.methods import METHODS, Method
 from fednh.models import Net
 from fednh.storage import fingerprint
+from fednh.storage.layout import RunLayout
 from fednh.storage.model_file import Card, architecture, read_model
 from fednh.storage.run_folder import read_config
 from fednh.trained.measured import Training, trained_on
@@ -120,14 +121,14 @@ def _trained_on(run: Path, card: Card, data: Dataset, held: Indices | None) -> i
 
 def _received(run: Path) -> tuple[Tree, Card]:
     """What the run's server would send to a newcomer."""
-    file = run / "models" / "broadcast.safetensors"
+    file = RunLayout(run).broadcast_model
     if not file.exists():
         raise UserError(f"{run} holds no finished run to start from ({file} is missing); finish it with `fednh resume`")
     return read_model(file)
 
 
 def _global(run: Path) -> Tree | None:
-    file = run / "models" / "global.safetensors"
+    file = RunLayout(run).global_model
     return read_model(file)[0] if file.exists() else None
 
 

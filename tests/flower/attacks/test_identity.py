@@ -33,7 +33,7 @@ def with_key_of(wire: Wire, node: int, folder: Path, name: str) -> None:
 
 def run(folder: Path, wire: Wire, enough: int = 2, known: bool = True, config: Config | None = None) -> Quiet:
     identity = server_identity(folder)
-    identity.sites = identity.sites if known else None
+    identity.folder = identity.folder if known else None
     return serve(config or config_of(**THREE), wire, folder / "run", enough=enough, identity=identity)
 
 

@@ -23,6 +23,7 @@ from fednh.flower.deploy import scaffold
 from fednh.flower.deploy.local import Local
 from fednh.flower.messages import FORMAT, Hello, Task
 from fednh.flower.site import read_place
+from fednh.storage.layout import RunLayout
 from forked import fednh
 
 FORGED = {
@@ -95,7 +96,7 @@ def test_what_a_site_says_does_not_end_a_line(tmp_path: Path) -> None:
 
 def check_log(run: Path, told: list[str]) -> None:
     """A JSON line for every sentence, in which nothing is left that a terminal obeys."""
-    content = (run / notes.NAME).read_bytes()
+    content = RunLayout(run).log_file.read_bytes()
     rows = [json.loads(line) for line in content.decode().split("\n")[:-1]]
     assert [row["text"] for row in rows] == told
     assert all(set(row) == {"time", "text"} and row["text"].isprintable() for row in rows)
@@ -138,9 +139,9 @@ def test_the_screen_shows_sentences(tmp_path: Path) -> None:
     """`up` reads the log as it grows; lines of an earlier version are shown too."""
     shown: list[str] = []
     local = cast(Any, object.__new__(Local))
-    local.run_folder, local.seen, local.hopeless = tmp_path, {}, None
+    local.run_folder, local.seen, local.hopeless = RunLayout(tmp_path), {}, None
     local.told = SimpleNamespace(note=shown.append)
-    (tmp_path / notes.NAME).write_text("2026-11-16 10:00:00 going on after round 3\n")
+    RunLayout(tmp_path).log_file.write_text("2026-11-16 10:00:00 going on after round 3\n")
     notes.add(tmp_path, 'site "Köln" cannot take part:\nno \x1b data')
     local._show()
     assert shown == ["going on after round 3", 'site "Köln" cannot take part: no \\x1b data']

@@ -17,6 +17,7 @@ from fednh.flower import signing
 from fednh.flower.arrays import to_arrays
 from fednh.flower.client_app import client_app
 from fednh.flower.deploy import certificates
+from fednh.flower.layout import FederationFolder
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def unsigned(scene: Scene) -> Message:
 def signed_by_another(scene: Scene) -> Message:
     """A registered site has a key too, but not this one."""
     certificates.make_orders(scene.folder / "rogue", [])
-    key = signing.read_orders_private(certificates.Keys(scene.folder / "rogue").orders_key)
+    key = signing.read_orders_private(FederationFolder(scene.folder / "rogue").orders_key)
     scene.server.signer = signing.OrderSigner(key)
     return scene.signed(question(harm(scene.folder)))
 

@@ -15,8 +15,6 @@ from pathlib import Path
 from fednh.errors import UserError
 from fednh.storage.files import write_bytes
 
-NAME = "approved"
-
 
 @dataclass(frozen=True)
 class App:

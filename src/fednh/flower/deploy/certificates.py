@@ -11,7 +11,6 @@ import ipaddress
 import os
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
@@ -22,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fednh.errors import UserError
+from fednh.flower.layout import FederationFolder, SiteFolder
 from fednh.flower.signing import public_text, read_orders_private
 from fednh.storage.files import private_folder, write_bytes, write_private
 
@@ -29,89 +29,60 @@ ALWAYS = ("127.0.0.1", "localhost")  # names that every server certificate has
 CA_DAYS = 3650
 
 
-@dataclass(frozen=True)
-class Keys:
-    """Where a federation's keys lie."""
-
-    folder: Path  # the federation's folder
-
-    # The authority's key is not in the federation's folder: apps run there, and whoever has it can be the server.
-    authority = property(lambda self: self.folder.absolute().with_name(f"{self.folder.absolute().name}-authority"))
-    ca = property(lambda self: self.folder / "certs" / "ca.crt")
-    ca_key = property(lambda self: self.authority / "ca.key")
-    old_ca_key = property(lambda self: self.folder / "certs" / "ca.key")  # where earlier versions put it
-    server = property(lambda self: self.folder / "certs" / "server.crt")
-    server_key = property(lambda self: self.folder / "certs" / "server.key")
-
-    orders_key = property(lambda self: self.folder / "certs" / "orders.key")
-
-    def site_orders(self, site: str) -> Path:
-        return self.folder / "sites" / site / "orders.pub"
-
-    def site_key(self, site: str) -> Path:
-        return self.folder / "sites" / site / "key"
-
-    def site_public(self, site: str) -> Path:
-        return self.folder / "sites" / site / "key.pub"
-
-    def site_ca(self, site: str) -> Path:
-        return self.folder / "sites" / site / "ca.crt"
-
-
 def make(folder: Path, sites: Sequence[str], hosts: Sequence[str] = (), days: int = 365) -> list[Path]:
     """Make what is missing, and return what was made."""
-    keys, made = Keys(folder), list[Path]()
-    _refuse_old(keys)
-    if not keys.ca.exists():
-        made += _make_ca(keys)
-    if not keys.server.exists():
-        made += _issue(keys, hosts, days)
-    elif set(hosts) - set(names := _names(_read(keys.server))):  # after a trial it is for this machine only
-        made += _issue(keys, [*names, *hosts], days)
+    fed, made = FederationFolder(folder), list[Path]()
+    _refuse_old(fed)
+    if not fed.ca.exists():
+        made += _make_ca(fed)
+    if not fed.server_certificate.exists():
+        made += _issue(fed, hosts, days)
+    elif set(hosts) - set(names := _names(_read(fed.server_certificate))):  # after a trial it is for this machine only
+        made += _issue(fed, [*names, *hosts], days)
     for site in sites:
-        made += _make_site(keys, site)
+        made += _make_site(fed, fed.site(site))
     return [*made, *make_orders(folder, sites)]
 
 
 def make_orders(folder: Path, sites: Sequence[str]) -> list[Path]:
     """The key with which the server signs orders, and its public half for every site: what is missing of them."""
-    keys, made = Keys(folder), list[Path]()
-    if not keys.orders_key.exists():
+    fed, made = FederationFolder(folder), list[Path]()
+    if not fed.orders_key.exists():
         form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        write_private(keys.orders_key, Ed25519PrivateKey.generate().private_bytes(*form))
-        made.append(keys.orders_key)
-    public = public_text(read_orders_private(keys.orders_key).public_key()).encode() + b" orders\n"
-    for path in map(keys.site_orders, sites):
+        write_private(fed.orders_key, Ed25519PrivateKey.generate().private_bytes(*form))
+        made.append(fed.orders_key)
+    public = public_text(read_orders_private(fed.orders_key).public_key()).encode() + b" orders\n"
+    for path in (fed.site(site).orders for site in sites):
         if not path.exists():
             write_bytes(path, public)
             made.append(path)
         elif path.read_bytes() != public:
-            raise UserError(f"{path} is of another key than {keys.orders_key}; delete it to have it made again")
+            raise UserError(f"{path} is of another key than {fed.orders_key}; delete it to have it made again")
     return made
 
 
 def renew(folder: Path, hosts: Sequence[str] = (), days: int = 365) -> list[Path]:
     """Issue the server's certificate again from the same authority, for the same names and the given ones."""
-    keys = Keys(folder)
-    _refuse_old(keys)
-    if not keys.server.exists():
-        raise UserError(f"{keys.server} does not exist, so it cannot be renewed; leave out --renew to make it")
-    return _issue(keys, [*_names(_read(keys.server)), *hosts], days)
+    fed = FederationFolder(folder)
+    _refuse_old(fed)
+    if not fed.server_certificate.exists():
+        raise UserError(
+            f"{fed.server_certificate} does not exist, so it cannot be renewed; leave out --renew to make it"
+        )
+    return _issue(fed, [*_names(_read(fed.server_certificate)), *hosts], days)
 
 
 def expires(folder: Path) -> datetime.datetime:
     """When the server's certificate ends."""
-    return _read(Keys(folder).server).not_valid_after_utc
+    return _read(FederationFolder(folder).server_certificate).not_valid_after_utc
 
 
-def _make_ca(keys: Keys) -> list[Path]:
-    if keys.ca_key.exists() or keys.server.exists():
-        raise UserError(
-            f"{keys.ca} is missing but {keys.ca_key if keys.ca_key.exists() else keys.server} exists; restore it, "
-            "or move that away"
-        )
-    private_folder(keys.ca.parent)
-    private_folder(keys.authority)
+def _make_ca(fed: FederationFolder) -> list[Path]:
+    if fed.ca_key.exists() or fed.server_certificate.exists():
+        other = fed.ca_key if fed.ca_key.exists() else fed.server_certificate
+        raise UserError(f"{fed.ca} is missing but {other} exists; restore it, or move that away")
+    private_folder(fed.certs)
+    private_folder(fed.authority)
     key = ec.generate_private_key(ec.SECP384R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fednh federation CA")])
     usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # signs certificates, lists
@@ -121,22 +92,22 @@ def _make_ca(keys: Keys) -> list[Path]:
         .add_extension(usage, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
-    write_private(keys.ca_key, _pem(key))
-    write_bytes(keys.ca, builder.sign(key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
-    return [keys.ca, keys.ca_key]
+    write_private(fed.ca_key, _pem(key))
+    write_bytes(fed.ca, builder.sign(key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
+    return [fed.ca, fed.ca_key]
 
 
-def _issue(keys: Keys, hosts: Iterable[str], days: int) -> list[Path]:
+def _issue(fed: FederationFolder, hosts: Iterable[str], days: int) -> list[Path]:
     """The server's certificate; its key is made if there is none, else kept."""
     names = list(dict.fromkeys([*ALWAYS, *hosts]))
-    authority, made = _read(keys.ca), list[Path]()
-    ca_key = _private(keys.ca_key)
+    authority, made = _read(fed.ca), list[Path]()
+    ca_key = _private(fed.ca_key)
     if ca_key.public_key() != authority.public_key():
-        raise UserError(f"{keys.ca_key} is not the key of {keys.ca}; restore the pair from a copy")
-    if not keys.server_key.exists():
-        write_private(keys.server_key, _pem(ec.generate_private_key(ec.SECP384R1())))
-        made.append(keys.server_key)
-    public = _private(keys.server_key).public_key()
+        raise UserError(f"{fed.ca_key} is not the key of {fed.ca}; restore the pair from a copy")
+    if not fed.server_key.exists():
+        write_private(fed.server_key, _pem(ec.generate_private_key(ec.SECP384R1())))
+        made.append(fed.server_key)
+    public = _private(fed.server_key).public_key()
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fednh federation server")])
     builder = (
         _certificate(name, authority.subject, public, days)
@@ -146,17 +117,17 @@ def _issue(keys: Keys, hosts: Iterable[str], days: int) -> list[Path]:
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
     )
-    write_bytes(keys.server, builder.sign(ca_key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
-    return [keys.server, *made]
+    write_bytes(fed.server_certificate, builder.sign(ca_key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
+    return [fed.server_certificate, *made]
 
 
 def check_away(folder: Path) -> None:
     """Refuse where whoever runs the server, and so every app there, could read the authority's key."""
-    keys = Keys(folder)
-    _refuse_old(keys)
-    if keys.ca_key.exists() and os.access(keys.ca_key, os.R_OK):
+    fed = FederationFolder(folder)
+    _refuse_old(fed)
+    if fed.ca_key.exists() and os.access(fed.ca_key, os.R_OK):
         raise UserError(
-            f"{keys.ca_key} can be read by the user who runs the server, and so by every app; take {keys.authority} "
+            f"{fed.ca_key} can be read by the user who runs the server, and so by every app; take {fed.authority} "
             "off this machine (it is needed only to issue certificates), or run the server as another user"
         )
 
@@ -164,25 +135,26 @@ def check_away(folder: Path) -> None:
 def check_complete(folder: Path, sites: Sequence[str]) -> None:
     """Refuse a trial for which a key is missing here: that of a site that made it itself."""
     for site in sites:
-        if not (private := Keys(folder).site_key(site)).exists():
+        if not (here := FederationFolder(folder).site(site)).key.exists():
             raise UserError(
-                f"{private} is not here (the site has made its key itself, and only key.pub was sent), so this machine "
-                "cannot speak for it; try a federation of which all keys are here: fednh federation init TRIAL"
+                f"{here.key} is not here (the site has made its key itself, and only {here.public_key.name} was sent), "
+                "so this machine cannot speak for it; try a federation of which all keys are here: "
+                "fednh federation init TRIAL"
             )
 
 
-def _refuse_old(keys: Keys) -> None:
-    if keys.old_ca_key.exists():
+def _refuse_old(fed: FederationFolder) -> None:
+    if fed.old_ca_key.exists():
         raise UserError(
-            f"{keys.old_ca_key} lies where apps run, as earlier versions had it; move it: mkdir -m 700 -p "
-            f"{shlex.quote(str(keys.authority))} && mv {shlex.quote(str(keys.old_ca_key))} "
-            f"{shlex.quote(str(keys.ca_key))}; and if strangers could reach the server's port, make new keys"
+            f"{fed.old_ca_key} lies where apps run, as earlier versions had it; move it: mkdir -m 700 -p "
+            f"{shlex.quote(str(fed.authority))} && mv {shlex.quote(str(fed.old_ca_key))} "
+            f"{shlex.quote(str(fed.ca_key))}; and if strangers could reach the server's port, make new keys"
         )
 
 
-def _make_site(keys: Keys, site: str) -> list[Path]:
+def _make_site(fed: FederationFolder, site: SiteFolder) -> list[Path]:
     """A site's key pair in OpenSSH's format, as Flower reads it, and a copy of the authority's certificate."""
-    private, public, ca = keys.site_key(site), keys.site_public(site), keys.site_ca(site)
+    private, public, ca = site.key, site.public_key, site.ca
     private_folder(private.parent)
     made = []
     if not private.exists() and not public.exists():
@@ -190,15 +162,15 @@ def _make_site(keys: Keys, site: str) -> list[Path]:
         form = (serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
         write_private(private, key.private_bytes(*form))
         text = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-        write_bytes(public, text + f" {site}\n".encode())
+        write_bytes(public, text + f" {site.name}\n".encode())
         made += [private, public]
     elif not public.exists():
         raise UserError(f"{public} is missing beside {private}; restore it: ssh-keygen -y -f {private} > {public}")
     if not ca.exists():
-        write_bytes(ca, keys.ca.read_bytes())
+        write_bytes(ca, fed.ca.read_bytes())
         made.append(ca)
-    elif ca.read_bytes() != keys.ca.read_bytes():
-        raise UserError(f"{ca} is of another authority than {keys.ca}; delete it to have it made again")
+    elif ca.read_bytes() != fed.ca.read_bytes():
+        raise UserError(f"{ca} is of another authority than {fed.ca}; delete it to have it made again")
     return made
 
 

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fednh.errors import UserError
-from fednh.flower.deploy.certificates import Keys
 from fednh.flower.deploy.processes import Process, Processes
+from fednh.flower.layout import FederationFolder, FlowerHome
 from fednh.storage.files import write_private
 
 LOOPBACK = "127.0.0.1"
@@ -34,12 +34,12 @@ class Job:
     told: str | None = None  # a site's site.toml
 
 
-def superlink(keys: Keys | None, port: int, database: Path, secret: Path | None) -> list[str]:
+def superlink(keys: FederationFolder | None, port: int, database: Path, secret: Path | None) -> list[str]:
     """With keys: TLS, and only SuperNodes whose keys are registered. Without a secret it starts ServerApps itself."""
     command = [*_superlink_program(), "--host", LOOPBACK, "--port", str(port), "--database", str(database)]
     command += ["--disable-runtime-dependency-installation"]
     if keys is not None:
-        command += ["--ssl-ca-certfile", str(keys.ca), "--ssl-certfile", str(keys.server)]
+        command += ["--ssl-ca-certfile", str(keys.ca), "--ssl-certfile", str(keys.server_certificate)]
         command += ["--ssl-keyfile", str(keys.server_key), "--enable-supernode-auth"]
     else:
         command += ["--insecure"]
@@ -67,12 +67,11 @@ def run(folder: Path, connection: str) -> list[str]:
     return ["flwr", "run", str(folder), connection, "--stream"]
 
 
-def new_secret(folder: Path, name: str = "runtime.secret") -> Path:
+def new_secret(home: FlowerHome) -> Path:
     """A secret that a program and its executor share; an earlier one is replaced."""
-    path = folder / name
-    path.unlink(missing_ok=True)
-    write_private(path, secrets.token_bytes(32))
-    return path
+    home.secret_file.unlink(missing_ok=True)
+    write_private(home.secret_file, secrets.token_bytes(32))
+    return home.secret_file
 
 
 def execute(processes: Processes, job: Job) -> None:

@@ -20,11 +20,13 @@ import tomli_w
 from fednh.config import Config
 from fednh.errors import RunError, UserError
 from fednh.flower import notes
-from fednh.flower.deploy import approval, certificates, commands, proxy
+from fednh.flower.deploy import approval, commands, proxy
 from fednh.flower.deploy.commands import Job
 from fednh.flower.deploy.processes import PATIENCE, Processes, answers, end, end_marked, free_ports, marked, named
-from fednh.flower.deploy.scaffold import Site, connections
+from fednh.flower.deploy.scaffold import connections
+from fednh.flower.layout import FederationFolder, SiteFolder
 from fednh.storage.files import private_folder, write_bytes
+from fednh.storage.layout import RunLayout
 
 __all__ = ["Local", "Stopped", "Told", "end_marked", "marked", "named", "trial_state"]
 
@@ -44,10 +46,10 @@ class Stopped(Exception):
     """Somebody asked to stop."""
 
 
-def trial_state(folder: Path, site: Site, run: Path) -> Path:
+def trial_state(folder: Path, site: SiteFolder, run: Path) -> Path:
     """Where a site keeps its state in a trial; one that an earlier version began in the site's folder goes on there."""
-    old, new = site.folder / "state", folder / "trial" / site.name / "state"
-    return old if old.exists() and not new.exists() and (run / "config.toml").exists() else new
+    old, new = site.state, FederationFolder(folder).trial_site(site.name).state
+    return old if old.exists() and not new.exists() and RunLayout(run).started else new
 
 
 class Local:
@@ -57,7 +59,7 @@ class Local:
         self,
         folder: Path,
         config: Config,
-        sites: list[Site],
+        sites: list[SiteFolder],
         told: Told,
         stop: threading.Event,
         secure: bool,
@@ -68,17 +70,17 @@ class Local:
             raise UserError("--proxy is TLS in front of TLS: it does not go with --insecure")
         self.folder, self.sites, self.secure = folder, sites, secure
         self.warm = warm and sys.platform == "linux"  # elsewhere a fork of a process with PyTorch in it may not work
-        self.run_folder, self.needs = Path(str(config.federation.folder)), config.federation
-        self.told, self.stop, self.keys = told, stop, certificates.Keys(folder)
-        self.home = folder / ".flwr" / "local"
-        self.secret = self.home / "runtime.secret" if self.warm else None
-        self.proxy = self.home / "proxy" if behind_proxy else None
+        self.run_folder, self.needs = RunLayout(Path(str(config.federation.folder))), config.federation
+        self.told, self.stop, self.fed = told, stop, FederationFolder(folder)
+        self.home = self.fed.local_home
+        self.secret = self.home.secret_file if self.warm else None
+        self.proxy = self.home.proxy if behind_proxy else None
         self.port, self.front, *self.ports = free_ports(2 + len(sites))
         self.address = f"{commands.LOOPBACK}:{self.port}"
         self.door = f"{commands.LOOPBACK}:{self.front}" if behind_proxy else self.address  # where sites knock
-        self.seen: dict[str, int] = {}  # lines of files of the run folder that were shown
-        for name in (notes.NAME, "metrics.jsonl"):
-            self._new(name)
+        self.seen: dict[Path, int] = {}  # lines of files of the run folder that were shown
+        for file in (self.run_folder.log_file, self.run_folder.metrics_file):
+            self._new(file)
         self.restarts: dict[str, int] = {}
         self.forgotten: dict[str, float] = {}  # when the server will have forgotten a SuperNode that was killed
         self.retry: dict[str, float] = {}  # when to try again until then
@@ -87,17 +89,17 @@ class Local:
     def run(self) -> None:
         """Everything from start to end; raises RunError when the federation cannot finish, Stopped when asked to."""
         connection: dict[str, Any] = {"address": self.address}
-        connection |= {"root-certificates": str(self.keys.ca)} if self.secure else {"insecure": True}
-        private_folder(self.home)
-        write_bytes(self.home / "config.toml", connections("local", connection).encode())
-        with Processes(self.folder, self.home, self.folder / "logs") as self.processes:
+        connection |= {"root-certificates": str(self.fed.ca)} if self.secure else {"insecure": True}
+        private_folder(self.home.path)
+        write_bytes(self.home.connections_file, connections("local", connection).encode())
+        with Processes(self.folder, self.home.path, self.fed.logs) as self.processes:
             if self.warm:
                 commands.new_secret(self.home)
                 commands.executor(self.processes)  # its imports take a while
             self._start_superlink()
             self._start_proxy()
             self._register()
-            self.approved = self.home / approval.NAME  # who starts a trial approves the app that it is of
+            self.approved = self.home.approved_file  # who starts a trial approves the app that it is of
             self.approved.unlink(missing_ok=True)
             approval.approve(self.approved, approval.app_of(self.folder).hash)
             for number, _ in enumerate(self.sites):
@@ -108,20 +110,20 @@ class Local:
     # --- starting ----------------------------------------------------------------------------------------------
 
     def _start_superlink(self) -> None:
-        database = self.home / "superlink.db"
-        for old in self.home.glob(f"{database.name}*"):
+        database = self.home.database_file
+        for old in self.home.path.glob(f"{database.name}*"):
             old.unlink()
-        keys = self.keys if self.secure else None
+        keys = self.fed if self.secure else None
         process = self.processes.start("superlink", commands.superlink(keys, self.port, database, self.secret))
         self._await("superlink", "the SuperLink", self.port)
         if self.secret is not None:
-            root, log = str(self.keys.ca) if self.secure else None, str(self.processes.log("superlink"))
+            root, log = str(self.fed.ca) if self.secure else None, str(self.processes.log("superlink"))
             job = Job(self.address, str(self.folder), process.pid, str(self.secret), log, root)
             commands.execute(self.processes, job)
 
     def _start_proxy(self) -> None:
         if self.proxy is not None:
-            proxy.write(self.proxy, self.keys.ca.parent, self.door, self.port)
+            proxy.write(self.proxy, self.fed, self.door, self.port)
             self.processes.start("proxy", proxy.command(self.proxy))
             self._await("proxy", "nginx", self.front)
 
@@ -138,7 +140,7 @@ class Local:
         """Tell the SuperLink the sites' public keys; others are refused."""
         if not self.secure:
             return
-        keys = {f"register-{site.name}": self.keys.site_public(site.name) for site in self.sites}
+        keys = {f"register-{site.name}": site.public_key for site in self.sites}
         started = {name: self.processes.start(name, commands.register(key, "local")) for name, key in keys.items()}
         while any(process.poll() is None for process in started.values()):
             self._pause(0.05)
@@ -150,21 +152,21 @@ class Local:
 
     def _start_supernode(self, number: int) -> None:
         site, port = self.sites[number], self.ports[number]
-        ca, key = (self.keys.site_ca(site.name), self.keys.site_key(site.name)) if self.secure else (None, None)
+        ca, key = (site.ca, site.key) if self.secure else (None, None)
         node_config = self._node_config(site)
         command = commands.supernode(self.door, node_config, port, ca, key, self.secret)
-        process = self.processes.start(site.name, command, site.folder)
+        process = self.processes.start(site.name, command, site.path)
         if self.secret is not None:
             address, log = f"{commands.LOOPBACK}:{port}", str(self.processes.log(site.name))
             own = {"approved": str(self.approved), "told": str(node_config)}
-            job = Job(address, str(site.folder), process.pid, str(self.secret), log, **own)
+            job = Job(address, str(site.path), process.pid, str(self.secret), log, **own)
             commands.execute(self.processes, job)
 
-    def _node_config(self, site: Site) -> Path:
+    def _node_config(self, site: SiteFolder) -> Path:
         """What the site says about itself, with the trial's place for its state."""
         told = tomllib.loads(site.node_config.read_text(encoding="utf-8"))
-        told["state"] = str(trial_state(self.folder, site, self.run_folder))
-        path = self.folder / "trial" / site.name / "site.toml"
+        told["state"] = str(trial_state(self.folder, site, self.run_folder.path))
+        path = self.fed.trial_site(site.name).node_config
         private_folder(path.parent)
         write_bytes(path, tomli_w.dumps(told).encode())
         return path
@@ -178,14 +180,14 @@ class Local:
 
     def _watch(self) -> None:
         """Show every round; start again what ended by itself; return when the run folder is finished."""
-        while not (self.run_folder / "summary.json").exists():
+        while not self.run_folder.finished:
             self._show()
             self._look_after_supernodes()
             self._look_after_server()
             self._give_up()
             self._pause(0.1)
         self._show()
-        notes.check_end(self.run_folder)
+        notes.check_end(self.run_folder.path)
 
     def _look_after_supernodes(self) -> None:
         """One that was killed is started again; one that ended by itself has a reason, and is given up.
@@ -210,7 +212,7 @@ class Local:
             what = f"the SuperNode of {site.name} ended: {self._why(site.name)} (see {self.processes.log(site.name)})"
             left = sum(each.name in self.processes.running for each in self.sites)
             key, number_needed = "min_clients", self.needs.min_clients
-            if not self._begun() and self.needs.enough > number_needed:
+            if not self.run_folder.started and self.needs.enough > number_needed:
                 key, number_needed = "start", self.needs.enough
             if left < number_needed:
                 raise RunError(f"{what}; {left} sites are left, and federation.{key} = {number_needed}")
@@ -227,7 +229,7 @@ class Local:
         if alive or (not self.server_seen and run.poll() is None):
             self.server_gone = time.monotonic()
             return
-        if time.monotonic() - self.server_gone < 2 or (self.run_folder / "summary.json").exists():
+        if time.monotonic() - self.server_gone < 2 or self.run_folder.finished:
             return  # it may be at its last words
         if reason := self._reason():
             raise RunError(f"{reason} (see {self.processes.log('run')})")
@@ -240,13 +242,9 @@ class Local:
     def _give_up(self) -> None:
         """A server waits for its sites; here nobody will come to mend one that cannot take part."""
         if self.hopeless and time.monotonic() - self.hopeless[0] > GIVE_UP:
-            if not self._begun():
+            if not self.run_folder.started:
                 raise RunError(f"the federation cannot begin: {self.hopeless[1]}")
             self.hopeless = None
-
-    def _begun(self) -> bool:
-        """Whether enough sites came, and the first round was begun."""
-        return (self.run_folder / "config.toml").exists()
 
     def _again(self, name: str) -> bool:
         self.restarts[name] = self.restarts.get(name, 0) + 1
@@ -268,20 +266,19 @@ class Local:
 
     def _show(self) -> None:
         """What the server has written since the last look: rounds, and what it had to say."""
-        for line in self._new(notes.NAME):
+        for line in self._new(self.run_folder.log_file):
             words = notes.sentence(line)
             self.told.note(words)
             # "Unavailable" is Flower's word for a question that a slow site has not answered yet: it is asked again.
-            if "cannot take part" in words and "Unavailable" not in words and not self._begun():
+            if "cannot take part" in words and "Unavailable" not in words and not self.run_folder.started:
                 self.hopeless = self.hopeless or (time.monotonic(), words)
-        for line in self._new("metrics.jsonl"):
+        for line in self._new(self.run_folder.metrics_file):
             self.told.round_done(json.loads(line))
 
-    def _new(self, name: str) -> list[bytes]:
+    def _new(self, file: Path) -> list[bytes]:
         """Whole lines of a file of the run folder that were not there at the last look."""
-        file = self.run_folder / name
         lines = (file.read_bytes() if file.exists() else b"").split(b"\n")[:-1]
-        before, self.seen[name] = self.seen.get(name, 0), max(self.seen.get(name, 0), len(lines))
+        before, self.seen[file] = self.seen.get(file, 0), max(self.seen.get(file, 0), len(lines))
         return lines[before:]
 
     def _pause(self, seconds: float) -> None:

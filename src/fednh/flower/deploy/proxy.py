@@ -9,14 +9,15 @@ from pathlib import Path
 
 from fednh.errors import UserError
 from fednh.flower.deploy import templates
+from fednh.flower.layout import FederationFolder
 from fednh.storage.files import private_folder, write_bytes
 
 
-def write(folder: Path, certs: Path, listen: str, port: int) -> Path:
+def write(folder: Path, fed: FederationFolder, listen: str, port: int) -> Path:
     """The configuration of a proxy that listens at `listen` for a SuperLink at a port of the loopback."""
     private_folder(folder)
     private_folder(folder / "temporary")
-    paths = {"certificate": certs / "server.crt", "key": certs / "server.key", "ca": certs / "ca.crt"}
+    paths = {"certificate": fed.server_certificate, "key": fed.server_key, "ca": fed.ca}
     quoted = {name: _quoted(path, folder) for name, path in paths.items()}
     # The workers of a nginx that root starts belong to another user, who could not write in this folder.
     user = f"user {pwd.getpwuid(0).pw_name};" if os.geteuid() == 0 else ""

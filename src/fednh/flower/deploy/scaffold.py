@@ -1,9 +1,6 @@
 """A federation's folder: the Flower app with its settings, a folder for every site, and a README with the commands.
 
-pyproject.toml   the app and all settings          sites/NAME/site.toml   what a site is told when it starts
-README.md        how to run it on many machines    certs/                 made by `fednh federation certs`
-proxy/           nginx before the server           systemd/               the server's unit; a site has its own
-trial/           what `up --local` keeps           run/                   the server's run folder
+Where everything lies in it: flower/layout.py.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ import re
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +18,7 @@ from fednh import config as settings
 from fednh.config import Config
 from fednh.errors import UserError
 from fednh.flower.deploy import proxy, templates
+from fednh.flower.layout import FederationFolder, SiteFolder
 from fednh.flower.policy import site_toml
 from fednh.flower.runconfig import read_config, run_config
 from fednh.storage.files import expanded, private_folder, write_bytes
@@ -38,44 +35,33 @@ USUAL = {"rounds": 10, "participation.rate": 1.0, "checkpoint.every": 1, "eval.e
 BUNDLE = ["/*.[mp][dy]"]
 
 
-@dataclass(frozen=True)
-class Site:
-    """One site as the folder describes it."""
-
-    name: str
-    folder: Path
-
-    node_config = property(lambda self: self.folder / "site.toml")
-
-
-def write(folder: Path, sites: int | None, sources: Sequence[str], overrides: Mapping[str, Any]) -> list[Site]:
+def write(folder: Path, sites: int | None, sources: Sequence[str], overrides: Mapping[str, Any]) -> list[SiteFolder]:
     """Write a new federation; nothing is written when something is wrong with what is asked for."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not empty; choose another folder for the new federation")
     folder = folder.absolute()
+    fed = FederationFolder(folder)
     count, told = _what_sites_are_told(sites, sources)
     name = project_name(folder.name)
-    federation: dict[str, Any] = {"federation.name": name, "federation.folder": str(folder / "run")}
+    federation: dict[str, Any] = {"federation.name": name, "federation.folder": str(fed.run)}
     if "federation.min_clients" not in overrides:  # who says how few may train says so for the first round too
         federation |= {"federation.start": count, "federation.min_clients": min(2, count)}
-    federation["federation.key"] = str(folder / "certs" / "orders.key")
+    federation["federation.key"] = str(fed.orders_key)
     chosen = settings.load(None, {**USUAL, **_data(sources, count), **federation, **overrides})
-    names = site_names(count)
-    write_bytes(folder / "pyproject.toml", app(name, chosen).encode())
-    hidden = ("/.flwr/", "/certs/", "/logs/", "/proxy/", "/run/", "/sites/", "/trial/", "*.db")
-    write_bytes(folder / ".gitignore", "".join(f"{each}\n" for each in hidden).encode())
+    made = [fed.site(each) for each in site_names(count)]
+    write_bytes(fed.app_file, app(name, chosen).encode())
+    private = (fed.home.path, fed.certs, fed.logs, fed.proxy, fed.run, fed.sites, fed.trial)
+    write_bytes(fed.ignore_file, "".join(f"/{each.name}/\n" for each in private).encode() + b"*.db\n")
     private_folder(folder)
-    write_bytes(folder / ".flwr" / "config.toml", connection(folder).encode())
-    proxy.write(folder / "proxy", folder / "certs", str(DOOR), PORT)
-    unit = "fednh-server.service"
-    write_bytes(folder / "systemd" / unit, templates.fill(unit, name=name).encode())
-    made = [Site(each, folder / "sites" / each) for each in names]
+    write_bytes(fed.home.connections_file, connection(folder).encode())
+    proxy.write(fed.proxy, fed, str(DOOR), PORT)
+    write_bytes(fed.unit, templates.fill(fed.unit.name, name=name).encode())
     for site, facts in zip(made, told, strict=True):
-        private_folder(site.folder)
-        unit = "fednh-site.service"
-        write_bytes(site.folder / unit, templates.fill(unit, name=name, door=str(DOOR)).encode())
-        write_bytes(site.node_config, site_toml({"site": site.name, "state": "state", **facts}, chosen).encode())
-    write_bytes(folder / "README.md", readme(name, folder, made).encode())
+        private_folder(site.path)
+        write_bytes(site.unit, templates.fill(site.unit.name, name=name, door=str(DOOR)).encode())
+        says = {"site": site.name, "state": site.state.name, **facts}
+        write_bytes(site.node_config, site_toml(says, chosen).encode())
+    write_bytes(fed.readme, readme(name, fed, made).encode())
     return made
 
 
@@ -151,25 +137,26 @@ def connections(name: str, connection: Mapping[str, Any]) -> str:
 
 def connection(folder: Path, port: int = PORT) -> str:
     """Flower's config.toml for commands at the server: the SuperLink on this machine."""
-    ca = folder / "certs" / "ca.crt"
-    return connections("server", {"address": f"127.0.0.1:{port}", "root-certificates": str(ca)})
+    ca = str(FederationFolder(folder).ca)
+    return connections("server", {"address": f"127.0.0.1:{port}", "root-certificates": ca})
 
 
-def readme(name: str, folder: Path, sites: Sequence[Site]) -> str:
-    register = "\n".join(f"flwr supernode register sites/{s.name}/key.pub server" for s in sites)
-    authority = shlex.quote(f"../{folder.name}-authority")
+def readme(name: str, fed: FederationFolder, sites: Sequence[SiteFolder]) -> str:
+    keys = (site.public_key.relative_to(fed.path) for site in sites)
+    register = "\n".join(f"flwr supernode register {key} server" for key in keys)
+    authority = shlex.quote(f"../{fed.authority.name}")
     words = {"name": name, "authority": authority, "first": sites[0].name, "register": register}
-    return templates.fill("README.md", **words, count=str(len(sites)), port=str(PORT), door=str(DOOR))
+    return templates.fill(fed.readme.name, **words, count=str(len(sites)), port=str(PORT), door=str(DOOR))
 
 
-def read(folder: Path) -> tuple[Config, list[Site]]:
+def read(folder: Path) -> tuple[Config, list[SiteFolder]]:
     """The settings and the sites of a federation's folder."""
-    file = folder / "pyproject.toml"
+    file = FederationFolder(folder).app_file
     try:
         tree = tomllib.loads(file.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
     except OSError as error:
         raise UserError(
-            f"{folder} is not a federation: its pyproject.toml cannot be read ({error.strerror}); "
+            f"{folder} is not a federation: its {file.name} cannot be read ({error.strerror}); "
             f"`fednh federation init {folder}` makes one"
         ) from error
     except tomllib.TOMLDecodeError as error:
@@ -183,11 +170,13 @@ def read(folder: Path) -> tuple[Config, list[Site]]:
     return config, sites_of(folder)
 
 
-def sites_of(folder: Path) -> list[Site]:
-    found = [Site(path.parent.name, path.parent) for path in sorted((folder / "sites").glob("*/site.toml"))]
+def sites_of(folder: Path) -> list[SiteFolder]:
+    fed = FederationFolder(folder)
+    found = fed.all_sites()
     if not found:
-        raise UserError(f"{folder} has no sites: there is no sites/NAME/site.toml; `fednh federation init` writes them")
+        missing = fed.site("NAME").node_config.relative_to(folder)
+        raise UserError(f"{folder} has no sites: there is no {missing}; `fednh federation init` writes them")
     for site in found:
         if problem := name_problem(site.name):
-            raise UserError(f"{str(site.folder)!r} cannot be a site's folder, which has the site's name: {problem}")
+            raise UserError(f"{str(site.path)!r} cannot be a site's folder, which has the site's name: {problem}")
     return found

@@ -15,29 +15,34 @@ from fednh.flower.deploy import approval, certificates, commands
 from fednh.flower.deploy.commands import Job
 from fednh.flower.deploy.processes import PATIENCE, Processes, answers, free_ports
 from fednh.flower.deploy.scaffold import PORT, connection
+from fednh.flower.layout import FederationFolder, SiteFolder
 from fednh.storage.files import private_folder, write_bytes
+from fednh.storage.layout import RunLayout
 
 Say = Callable[[str], None]
 
 
 def serve(folder: Path, stop: threading.Event, say: Say, port: int = PORT) -> None:
     """The SuperLink on the loopback, with TLS and the sites' keys, and what runs its ServerApps."""
-    keys, home = certificates.Keys(folder), folder / ".flwr"
-    if not keys.server.exists():
-        raise UserError(f"{keys.server} does not exist; make it: fednh federation certs {folder} --host NAME")
+    fed = FederationFolder(folder)
+    home = fed.home
+    if not fed.server_certificate.exists():
+        raise UserError(
+            f"{fed.server_certificate} does not exist; make it: fednh federation certs {folder} --host NAME"
+        )
     certificates.check_away(folder)
     if answers(port):
         raise UserError(f"something listens at 127.0.0.1:{port} already; stop it, or choose another --port")
-    private_folder(home)
-    write_bytes(home / "config.toml", connection(folder, port).encode())
-    with Processes(folder, home, None) as processes:
+    private_folder(home.path)
+    write_bytes(home.connections_file, connection(folder, port).encode())
+    with Processes(folder, home.path, None) as processes:
         secret = commands.new_secret(home)
-        command = commands.superlink(keys, port, folder / "superlink.db", secret)
+        command = commands.superlink(fed, port, fed.database_file, secret)
         link = processes.start("superlink", command)
         _until(lambda: answers(port), processes, stop, "the SuperLink does not answer", PATIENCE)
         if not stop.is_set():
             address = f"{commands.LOOPBACK}:{port}"
-            job = Job(address, str(folder), link.pid, str(secret), root=str(keys.ca))
+            job = Job(address, str(folder), link.pid, str(secret), root=str(fed.ca))
             commands.execute(processes, job)
             say(f"the server is ready at {address}, for this machine only; sites come in through the proxy")
         _until(lambda: False, processes, stop)
@@ -46,17 +51,16 @@ def serve(folder: Path, stop: threading.Event, say: Say, port: int = PORT) -> No
 def join(folder: Path, server: str, stop: threading.Event, say: Say) -> None:
     """A site's SuperNode, and what runs the apps that it has approved."""
     check_site(folder, server)
-    home, (port,) = folder / ".flwr", free_ports(1)
-    for private in (folder, home):
+    site, (port,) = SiteFolder(folder), free_ports(1)
+    for private in (folder, site.home.path):
         private_folder(private)
-    with Processes(folder, home, None) as processes:
-        secret = commands.new_secret(home)
-        names = (folder / "site.toml", port, folder / "ca.crt", folder / "key", secret)
-        node = processes.start("supernode", commands.supernode(server, *names))
-        address, approved = f"{commands.LOOPBACK}:{port}", str(folder / approval.NAME)
-        told = str(folder / "site.toml")
-        commands.execute(processes, Job(address, str(folder), node.pid, str(secret), approved=approved, told=told))
-        say(f"the site calls {server}; apps that may run here: {len(approval.approved(folder / approval.NAME))}")
+    with Processes(folder, site.home.path, None) as processes:
+        secret = commands.new_secret(site.home)
+        command = commands.supernode(server, site.node_config, port, site.ca, site.key, secret)
+        node = processes.start("supernode", command)
+        own = {"approved": str(site.approved_file), "told": str(site.node_config)}
+        commands.execute(processes, Job(f"{commands.LOOPBACK}:{port}", str(folder), node.pid, str(secret), **own))
+        say(f"the site calls {server}; apps that may run here: {len(approval.approved(site.approved_file))}")
         _until(lambda: False, processes, stop)
 
 
@@ -64,38 +68,40 @@ def check_site(folder: Path, server: str) -> None:
     """What a site needs before it can take part, in words."""
     if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@]+):\d{1,5}", server):
         raise UserError(f"--server {server!r} is not NAME:PORT; no https:// before it, and a port after it")
-    for name, words in {
-        "site.toml": "it says where the site's data lies",
-        "ca.crt": "the server's owner has it",
-        "key": "it is made by `fednh federation certs` or by the site itself",
+    site = SiteFolder(folder)
+    for file, words in {
+        site.node_config: "it says where the site's data lies",
+        site.ca: "the server's owner has it",
+        site.key: "it is made by `fednh federation certs` or by the site itself",
     }.items():
-        if not (folder / name).is_file():
-            raise UserError(f"{folder / name} does not exist: {words}; a site's folder is what `federation init` wrote")
-    if not approval.approved(folder / approval.NAME):
+        if not file.is_file():
+            raise UserError(f"{file} does not exist: {words}; a site's folder is what `federation init` wrote")
+    if not approval.approved(site.approved_file):
         raise UserError(
-            f"{folder / approval.NAME} names no app, so this site would do nothing: ask the server's owner for the "
+            f"{site.approved_file} names no app, so this site would do nothing: ask the server's owner for the "
             f"app's hash, then: fednh federation approve {folder} HASH"
         )
-    if (folder / "key").stat().st_mode & 0o077:
-        (folder / "key").chmod(0o600)
+    if site.key.stat().st_mode & 0o077:
+        site.key.chmod(0o600)
 
 
 def train(folder: Path, run: Path, stop: threading.Event) -> None:
     """`flwr run`, whose own exit code says nothing about how the run ended."""
-    if (run / "summary.json").exists():
+    fed = FederationFolder(folder)
+    if RunLayout(run).finished:
         raise UserError(
-            f"{run} holds a finished run; move it away, or choose another federation.folder in "
-            f"{folder / 'pyproject.toml'}, to train anew"
+            f"{run} holds a finished run; move it away, or choose another federation.folder in {fed.app_file}, to "
+            f"train anew"
         )
-    if not (folder / ".flwr" / "config.toml").exists():
+    if not fed.home.connections_file.exists():
         raise UserError(f"{folder}: no server was started here; start it: fednh federation serve {folder}")
-    with Processes(folder / ".flwr" / f"run-{os.getpid()}", folder / ".flwr", None) as processes:
+    with Processes(fed.home.path / f"run-{os.getpid()}", fed.home.path, None) as processes:
         process = processes.start("run", commands.run(folder, "server"), folder)
         while process.poll() is None and not stop.wait(0.2):
             pass
     if stop.is_set():
         return
-    if not (run / "summary.json").exists():
+    if not RunLayout(run).finished:
         raise RunError(f"the run ended before its last round; it goes on with: fednh federation run {folder}")
     notes.check_end(run)
 

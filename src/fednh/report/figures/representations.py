@@ -24,7 +24,6 @@ from fednh.report.figures.partition import two_clients
 from fednh.report.figures.style import CYCLE, MARKERS, muted, panels
 from fednh.report.groups import by_variant
 from fednh.report.load import Run
-from fednh.report.saved import personal_models
 from fednh.storage.model_file import Card, architecture, read_model
 
 Points = NDArray[np.float64]
@@ -69,7 +68,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
 
     columns: dict[str, tuple[list[Points], float]] = {}
     for label, run in variants.items():
-        files = personal_models(run)
+        files = run.layout.clients_with_models()
         if not all(client in files for client in pair):
             continue
         clouds = []
@@ -118,7 +117,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
 
 def _saved_pair(runs: list[Run]) -> tuple[int, int]:
     """The first two clients whose personal models every run has."""
-    saved = [set(personal_models(run)) for run in runs]
+    saved = [set(run.layout.clients_with_models()) for run in runs]
     both = sorted(set.intersection(*saved))
     if len(both) < 2:
         raise NotAllowed("no two clients have saved personal models in all runs")

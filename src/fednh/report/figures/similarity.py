@@ -13,7 +13,6 @@ from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, stated_
 from fednh.report.figures.style import ALARM, CYCLE, fading, muted, panels
 from fednh.report.groups import by_variant
 from fednh.report.load import Run
-from fednh.report.saved import global_model, personal_models
 from fednh.report.superclasses import load_groups
 from fednh.storage.model_file import read_model
 
@@ -22,7 +21,8 @@ Matrix = NDArray[np.float64]
 
 def prototypes(run: Run) -> Matrix | None:  # (C, D)
     """One vector a class: the rows of the global head, or what FedProto's clients received; None without either."""
-    path = global_model(run) or next(iter(personal_models(run).values()), None)
+    shared, personal = run.layout.global_model, run.layout.clients_with_models()
+    path = shared if shared.exists() else next(iter(personal.values()), None)
     if path is None:
         return None
     tree, _ = read_model(path)

@@ -1,0 +1,167 @@
+"""The layouts of a federation's folder, of a site's folder, and of what a site keeps. Nothing is read or written here.
+
+A federation's folder, as `fednh federation init` writes it:
+  pyproject.toml   the app and all settings          sites/NAME/   a folder for every site, to be handed over
+  README.md        how to run it on many machines    certs/        made by `fednh federation certs`
+  proxy/           nginx before the server           systemd/      the server's unit; a site has its own
+  trial/           what `up --local` keeps           run/          the server's run folder (storage/layout.py)
+  logs/            of `up --local`                   .flwr/        Flower's own files
+A site's folder:
+  site.toml   what the site says about itself        key, key.pub, ca.crt, orders.pub   its keys, and the server's
+  approved    the apps that may run here             state/        what the site keeps, unless site.toml says where
+What a site keeps, HOME being its `state`:
+  HOME/audit/SITE.jsonl                                its audit log
+  HOME/orders-KEY-SITE.json                            the last order that it took
+  HOME/FEDERATION/SITE/state.round-000007.safetensors  what the client kept after round 7; never leaves this disk
+  HOME/FEDERATION/SITE/personal.safetensors            its personal model, with the card that says how to use it
+  HOME/FEDERATION/SITE/fingerprint.json                what its data were, to notice when they change
+
+These names are spelled here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from zlib import crc32
+
+from fednh.storage.layout import Inside, RunLayout
+
+
+class FlowerHome:
+    """The folder that FLWR_HOME names: Flower's connections, and what one start of its programs shares."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    connections_file = Inside("config.toml")
+    secret_file = Inside("runtime.secret")
+    database_file = Inside("superlink.db")
+    lock_file = Inside("up.lock")
+    approved_file = Inside("approved")  # of a trial: the app that it is of
+    proxy = Inside("proxy")
+
+
+class SiteFolder:
+    """The places in one site's folder, which has the site's name."""
+
+    def __init__(self, path: Path):
+        self.path, self.name = path, path.name
+        self.home = FlowerHome(path / ".flwr")
+
+    node_config = Inside("site.toml")
+    key = Inside("key")
+    public_key = Inside("key.pub")
+    ca = Inside("ca.crt")
+    orders = Inside("orders.pub")
+    approved_file = Inside("approved")
+    state = Inside("state")
+    unit = Inside("fednh-site.service")
+
+
+class FederationFolder:
+    """The places in one federation's folder."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.home, self.local_home = FlowerHome(path / ".flwr"), FlowerHome(path / ".flwr/local")
+
+    app_file = Inside("pyproject.toml")
+    readme = Inside("README.md")
+    ignore_file = Inside(".gitignore")
+    unit = Inside("systemd/fednh-server.service")
+    database_file = Inside("superlink.db")
+    logs = Inside("logs")
+    proxy = Inside("proxy")
+    run = Inside("run")
+    sites = Inside("sites")
+    trial = Inside("trial")
+    certs = Inside("certs")
+    ca = Inside("certs/ca.crt")
+    server_certificate = Inside("certs/server.crt")
+    server_key = Inside("certs/server.key")
+    orders_key = Inside("certs/orders.key")
+    old_ca_key = Inside("certs/ca.key")  # where earlier versions put it
+
+    @property
+    def authority(self) -> Path:
+        """The folder of the authority's key: not in the federation's, where apps run; who has it can be the server."""
+        return self.path.absolute().with_name(f"{self.path.absolute().name}-authority")
+
+    @property
+    def ca_key(self) -> Path:
+        return self.authority / "ca.key"
+
+    @classmethod
+    def of_orders_key(cls, key: Path) -> FederationFolder:
+        """The folder that a key for orders lies in."""
+        return cls(key.parent.parent)
+
+    def site(self, name: str) -> SiteFolder:
+        return SiteFolder(self.sites / name)
+
+    def all_sites(self) -> list[SiteFolder]:
+        return _sites(self.sites)
+
+    def trial_site(self, name: str) -> SiteFolder:
+        """What a trial on this machine keeps of a site."""
+        return SiteFolder(self.trial / name)
+
+    def trial_sites(self) -> list[SiteFolder]:
+        return _sites(self.trial)
+
+    def sites_with_keys(self) -> list[SiteFolder]:
+        """Those whose public keys are here, whether the site has come yet or not."""
+        return [SiteFolder(path.parent) for path in sorted(self.sites.glob(f"*/{SiteFolder.public_key}"))]
+
+
+class StateFolder:
+    """What a site keeps: the folder that its site.toml calls `state`."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def audit_file(self, site: str) -> Path:
+        return self.path / "audit" / f"{_safe(site)}.jsonl"
+
+    def audit_files(self) -> list[Path]:
+        return sorted(self.path.glob("audit/*.jsonl"))
+
+    def order_book(self, site: str, key: str) -> Path:
+        """Of the orders that one key signed, by its fingerprint."""
+        return self.path / f"orders-{key}-{hashlib.sha256(site.encode()).hexdigest()[:8]}.json"
+
+    def kept(self, federation: str, site: str) -> KeptState:
+        return KeptState(self.path / _safe(federation) / _safe(site))
+
+    def personal_models(self, federation: str) -> list[Path]:
+        return sorted((self.path / _safe(federation)).glob(f"*/{KeptState.personal_model}"))
+
+
+class KeptState:
+    """What a site keeps of one federation."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    personal_model = Inside("personal.safetensors")
+    fingerprint_file = Inside(RunLayout.fingerprint_file.name)
+
+    def state(self, round_: int) -> Path:
+        return self.path / f"state.round-{round_:06d}.safetensors"
+
+    def states(self) -> dict[int, Path]:
+        """The states on disk by round, oldest first."""
+        found = sorted(self.path.glob("state.round-*.safetensors"))
+        return {int(path.name.split("-")[1].split(".")[0]): path for path in found}
+
+
+def _sites(folder: Path) -> list[SiteFolder]:
+    return [SiteFolder(path.parent) for path in sorted(folder.glob(f"*/{SiteFolder.node_config}"))]
+
+
+def _safe(name: str) -> str:
+    """A name as a folder's name, whatever it holds; different names stay different."""
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".")[:100]
+    return safe if safe == name else f"{safe or 'x'}-{crc32(name.encode()):08x}"
