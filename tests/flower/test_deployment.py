@@ -16,6 +16,7 @@ import pytest
 from federations import Trial, assert_same_as_simulated, trial
 
 from fednh.flower.deploy import local
+from fednh.storage.run_state import RunStates
 from forked import Process
 
 
@@ -25,15 +26,22 @@ def fed(tmp_path: Path) -> Iterator[Trial]:
         yield made
 
 
-def commands_seen(fed: Trial, process: Process) -> set[str]:
-    """The command lines of all processes of a federation while it runs, as `ps` shows them to everybody."""
+def commands_seen(fed: Trial, process: Process, states: set[str] | None = None) -> set[str]:
+    """The command lines of all processes of a federation while it runs, as `ps` shows them; and its `states`."""
     seen = set()
     while not process.ended():
+        if states is not None:
+            states |= watched(fed)
         for pid in local.marked(fed.folder):
             with suppress(OSError):
                 seen.add(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
         time.sleep(1)
     return seen
+
+
+def watched(fed: Trial) -> set[str]:
+    """What `fednh watch` says about the federation's folder."""
+    return {state.state for state in RunStates([fed.folder]).look()}
 
 
 def readable_by_others(fed: Trial) -> list[Path]:
@@ -48,10 +56,12 @@ def readable_by_others(fed: Trial) -> list[Path]:
 
 
 def test_from_nothing_to_personal_models_over_tls(fed: Trial, tmp_path: Path) -> None:
-    process = fed.init(2, rounds=1).up()
-    seen = commands_seen(fed, process)
+    process, states = fed.init(2, rounds=1).up(), set[str]()
+    seen = commands_seen(fed, process, states)
     ended = process.wait(240)
     assert ended.code == 0, fed.said()
+    assert "running" in states <= {"running", "finished"}
+    assert watched(fed) == {"finished"}
     assert any("flwr-serverapp" in words for words in seen)
     assert not [words for words in seen if re.search(r"--token |[0-9a-f]{64}", words)], "every user can read these"
     assert readable_by_others(fed) == []
@@ -111,6 +121,7 @@ def test_interrupted_it_stops_everything_and_goes_on_later(number: int, fed: Tri
     assert f"go on with: fednh federation up {fed.folder} --local" in ended.stderr
     assert local.marked(fed.folder) == []
     assert not (fed.run / "summary.json").exists()
+    assert watched(fed) == {"stopped"}
     assert fed.up().wait(400).code == 0, fed.said()
     assert "going on after round" in fed.notes()
     assert_same_as_simulated(fed, tmp_path / "simulated")

@@ -64,14 +64,18 @@ class Browser:
 
     def open(self, file: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         """Load a file from disk at a window size, and wait until it has loaded."""
+        self.visit(file.resolve().as_uri(), width, height, dark)
+
+    def visit(self, address: str, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+        """The same with an address."""
         mobile = width < 600
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": mobile}
         self.send("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
-        self.send("Page.navigate", url=file.resolve().as_uri())
+        self.send("Page.navigate", url=address)
         deadline = time.monotonic() + 30
-        while self.run("location.href + document.readyState") != file.resolve().as_uri() + "complete":
+        while self.run("location.href + document.readyState") != address + "complete":
             assert time.monotonic() < deadline, "the page did not load"
             time.sleep(0.05)
 

@@ -20,6 +20,7 @@ from fednh.errors import Ignored, Notice, RunError, UserError
 from fednh.cli import run  # the order of imports is the order in `fednh --help`
 from fednh.cli import inspect
 from fednh.cli import sweep
+from fednh.cli import watch
 from fednh.cli import report
 from fednh.cli import figures
 from fednh.cli import trained
@@ -46,6 +47,7 @@ __all__ = [
     "spiral",
     "sweep",
     "trained",
+    "watch",
 ]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fednh.cli.app import app, console_for_people
-from fednh.errors import UserError, did_you_mean
+from fednh.errors import Interrupted, UserError, did_you_mean
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,11 +110,16 @@ def _execute(config: Config, out: Path, track: list[str], quiet: bool, backend: 
     check_trackers(track)
     engine = _engine(backend)
     folder = RunFolder(out)
-    with stop_on_signal() as stop, folder.opened(config, backend) as unfinished:
-        if unfinished:
-            _train(config, folder, engine, track, console, quiet, stop)
-        else:
-            console.print(f"{out} is finished already", highlight=False, soft_wrap=True)
+    try:
+        with stop_on_signal() as stop, folder.opened(config, backend) as unfinished:
+            if unfinished:
+                _train(config, folder, engine, track, console, quiet, stop)
+            else:
+                console.print(f"{out} is finished already", highlight=False, soft_wrap=True)
+    except Interrupted:
+        kept = f"continue with: fednh resume {out}" if config.checkpoint.every else "checkpoint.every = 0: not saved"
+        typer.echo(f"fednh: interrupted after round {folder.rounds_written()}; {kept}", err=True)
+        raise typer.Exit(130) from None
     _tell_losses(console, read_summary(out))
     if not quiet:
         from fednh.report.load import load_runs
@@ -137,7 +142,6 @@ def _train(
 ) -> None:
     """The run in a locked folder, from where it stands to its end."""
     from fednh.core.federation import build_federation
-    from fednh.errors import Interrupted
     from fednh.experiments.trackers import Tracking
     from fednh.screen import watcher
 
@@ -146,14 +150,7 @@ def _train(
     with watcher(console, config.rounds, name, quiet) as screen, Tracking(screen, track, folder, config) as watching:
         for note in federation.dataset.notes:
             watching.note(note)
-        try:
-            engine(config, federation, folder, watching, stop)
-        except Interrupted:
-            kept = "checkpoint.every = 0: not saved"
-            if config.checkpoint.every:
-                kept = f"continue with: fednh resume {folder.path}"
-            typer.echo(f"fednh: interrupted after round {folder.rounds_written()}; {kept}", err=True)
-            raise typer.Exit(130) from None
+        engine(config, federation, folder, watching, stop)
 
 
 def _engine(backend: str) -> Engine:

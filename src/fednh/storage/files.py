@@ -10,10 +10,12 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shlex
 import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -146,6 +148,38 @@ def this_process() -> str:
     command = shlex.join([name, *words])
     command = command if len(command) <= 200 else f"{command[:197]}..."
     return f"process {os.getpid()} on {socket.gethostname()} ({command})"
+
+
+def at_work(lock: Path) -> bool:
+    """Whether the process that a lock file names still runs; on another machine that cannot be seen and is believed.
+
+    It only reads: trying the lock would get in the way of a run that starts at this moment.
+    """
+    try:
+        words, written = lock.read_text(encoding="utf-8", errors="replace"), lock.stat().st_mtime
+    except OSError:
+        return False
+    named = re.match(r"process (\d+) on (\S+)", words)
+    if named is None or named[2] != socket.gethostname():  # not written yet, or by another machine
+        return True
+    try:
+        os.kill(int(named[1]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return not _younger(int(named[1]), written)
+
+
+def _younger(process: int, moment: float) -> bool:
+    """Whether a process has ended, or began after a moment, so that it merely has the number of one that is gone."""
+    try:
+        words = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError):
+        return False  # there is no /proc here
+    age = uptime - int(words[19]) / os.sysconf("SC_CLK_TCK")
+    return words[0] in "ZX" or time.time() - age > moment + 2
 
 
 def locked(path: Path) -> IO[str]:

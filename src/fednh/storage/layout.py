@@ -5,6 +5,7 @@ environment.json   versions, commit, CPU, threads      summary.json    the final
 partition.json     how many samples of each class every client holds
 fingerprint.json   what the run depends on             weights.safetensors   those that it started from, if any
 models/            global and personal, safetensors    checkpoints/, clients/   to go on from
+failure.json       why the last attempt ended, if an error ended it            .lock   who works in it
 federation.log, audit.jsonl   of a federation: what the server had to say, and who was sent what
 
 These names are spelled here and nowhere else. Other modules ask: `RunLayout(folder).summary_file`.
@@ -43,6 +44,7 @@ class RunLayout:
     partition_file = Inside("partition.json")
     fingerprint_file = Inside("fingerprint.json")
     weights_file = Inside("weights.safetensors")
+    failure_file = Inside("failure.json")
     lock_file = Inside(".lock")
     log_file = Inside("federation.log")
     audit_file = Inside("audit.jsonl")

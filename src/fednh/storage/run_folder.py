@@ -9,6 +9,7 @@ import subprocess
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -17,11 +18,12 @@ from typing import IO, Any
 import fednh
 from fednh.config import Config, dump, validate
 from fednh.core.tree import Tree
-from fednh.errors import UserError
+from fednh.errors import Interrupted, RunError, UserError
 from fednh.storage import fingerprint
 from fednh.storage.files import locked, make_folder, sync_below, sync_path, this_process, write_bytes, write_json
 from fednh.storage.layout import RunLayout
 from fednh.storage.model_file import write_model
+from fednh.words import one_line
 
 
 class RunFolder(RunLayout):
@@ -84,6 +86,8 @@ class RunFolder(RunLayout):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if isinstance(value, Exception) and not isinstance(value, UserError | Interrupted):
+            self._write_failure(value)
         if self._lock is not None:
             self.lock_file.unlink(missing_ok=True)
             self._lock.close()
@@ -91,6 +95,14 @@ class RunFolder(RunLayout):
             for path in self._made or [self.path]:
                 with suppress(OSError):  # somebody else uses it
                     path.rmdir()
+
+    def _write_failure(self, error: Exception) -> None:
+        """Say in the folder why the run ended, if it had begun; the attempt that goes on with it removes this again."""
+        if any(path != self.lock_file for path in self.path.iterdir()):
+            words = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+            about = {"error": one_line(words), "time": datetime.now(UTC).isoformat(timespec="seconds")}
+            with suppress(OSError):  # a full disk may be the reason
+                write_json(self.failure_file, about)
 
     def begin(
         self,
@@ -110,11 +122,13 @@ class RunFolder(RunLayout):
         partition |= {"sites": list(sites)} if sites else {}
         if self.started:
             self._check_same(config, partition, data, tell)
+            self.failure_file.unlink(missing_ok=True)
             return
         write_json(self.environment_file, {**environment(config), "backend": backend})
         write_bytes(self.partition_file, json.dumps(partition).encode())
         fingerprint.write(self.path, config, data)
         write_bytes(self.config_file, dump(config).encode())
+        self.failure_file.unlink(missing_ok=True)
 
     def _check_same(
         self,
@@ -168,7 +182,7 @@ def _of_a_beginning(path: Path) -> bool:
     """Whether a file is one that a run leaves which was killed before its config was written: it can start again."""
     run = RunLayout(path.parent)
     begun = (run.lock_file, run.environment_file, run.partition_file, run.fingerprint_file, run.weights_file)
-    return path in (*begun, run.log_file, run.audit_file) or path.suffix == ".tmp"
+    return path in (*begun, run.log_file, run.audit_file, run.failure_file) or path.suffix == ".tmp"
 
 
 def _line(record: dict[str, Any]) -> bytes:

@@ -1,0 +1,304 @@
+"""`fednh watch`: real runs that finish, fail, are killed, stopped or under way, seen through their folders alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fednh.cli.watch_page import serve
+from fednh.storage.run_state import RunStates
+from forked import Process, fednh
+from report.browser import Browser, find
+
+# A method that fails in its second round as long as a file says so.
+MOODY = """
+from dataclasses import dataclass
+from pathlib import Path
+
+from fednh.methods.fedavg import FedAvg
+
+
+@dataclass(frozen=True)
+class Moody(FedAvg):
+    def aggregate(self, server, uploads):
+        new = super().aggregate(server, uploads)
+        if Path("second").exists() and Path("moody").exists():
+            raise ValueError("a bad [red]mood[/red]")
+        Path("second").touch()
+        return new
+"""
+
+
+def command(out: Path, *more: str) -> list[str]:
+    small = ["--set", "partition.clients=4", "--set", "eval.every=1", "--set", "checkpoint.every=1", "--epochs", "1"]
+    return ["run", "digits", *small, "--workers", "1", "--quiet", "--out", str(out), *more]
+
+
+def until(out: Path, rounds: int, process: Process) -> None:
+    file, deadline = out / "metrics.jsonl", time.monotonic() + 120
+    while not file.exists() or file.read_bytes().count(b"\n") < rounds:
+        assert not process.ended()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One run of each state; `deep/running` is at work until the last test is done, but pauses where nobody looks."""
+    place = tmp_path_factory.mktemp("watched")
+    before = Path.cwd()
+    os.chdir(place)
+    (place / "moody.py").write_text(MOODY)
+    (place / "moody").touch()
+    out, io = place / "runs", place / "io"
+    assert fednh(command(out / "finished", "--rounds", "2"), io).code == 0
+    assert fednh(command(out / "failed", "--rounds", "3", "--method", "moody:Moody"), io).code == 1
+    ends = {"killed": signal.SIGKILL, "stopped": signal.SIGTERM}
+    for name, number in ends.items():
+        process = Process(command(out / name, "--rounds", "100000"), place / name)
+        until(out / name, 2, process)
+        process.kill(number)
+        process.wait()
+    running = Process(command(out / "deep/running", "--rounds", "100000"), place / "io-running")
+    until(out / "deep/running", 2, running)
+    (place / "running.pid").write_text(str(running.pid))
+    os.kill(running.pid, signal.SIGSTOP)
+    yield out
+    running.kill()
+    running.wait()
+    os.chdir(before)
+
+
+@pytest.fixture
+def going(runs: Path) -> Iterator[Path]:
+    """The same while the running one makes progress."""
+    running = int((runs.parent / "running.pid").read_text())
+    os.kill(running, signal.SIGCONT)
+    yield runs
+    os.kill(running, signal.SIGSTOP)
+
+
+def seen(folder: Path, io: Path) -> dict[str, dict[str, Any]]:
+    ended = fednh(["watch", str(folder), "--json"], io)
+    assert ended.code == 0, ended.stderr
+    return {Path(run["run"]).name: run for run in json.loads(ended.stdout)}
+
+
+def test_every_state_is_told_apart(runs: Path, tmp_path: Path) -> None:
+    found = seen(runs, tmp_path)
+    states = {name: run["state"] for name, run in found.items()}
+    ended = {"finished": "finished", "failed": "failed", "killed": "stopped", "stopped": "stopped"}
+    assert states == {**ended, "running": "running"}
+    notes = {name: run["note"] for name, run in found.items()}
+    assert notes["killed"] == "it was killed"
+    assert (notes["finished"], notes["stopped"], notes["running"]) == ("", "", "")
+    assert "the server failed in round 2: ValueError: a bad [red]mood[/red]" in notes["failed"]
+
+
+def test_rounds_metrics_and_times_are_those_of_the_folder(runs: Path, tmp_path: Path) -> None:
+    found = seen(runs, tmp_path)
+    records = [json.loads(line) for line in (runs / "finished/metrics.jsonl").read_text().splitlines()]
+    done = found["finished"]
+    assert (done["round"], done["rounds"], found["failed"]["round"]) == (2, 2, 1)
+    assert done["metrics"]["gm"] == records[-1]["gm"]
+    assert done["metrics"]["train_loss"] == records[-1]["train_loss"]
+    assert done["seconds_taken"] == json.loads((runs / "finished/summary.json").read_text())["seconds"]
+    assert found["running"]["rounds"] == 100_000
+    assert found["running"]["round"] >= 2
+    assert found["running"]["seconds_left"] > 100
+    assert found["stopped"]["seconds_left"] is None
+    assert 0 <= found["running"]["seconds_since"] < 60
+
+
+def test_time_left_is_computed_by_hand(tmp_path: Path) -> None:
+    """Four of ten rounds, three seconds each with their evaluation, the last one a second ago: 6 x 3 - 1."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text("rounds = 10\n")
+    (run / "environment.json").write_text("{}")
+    (run / ".lock").write_text(f"process {os.getpid()} on {os.uname().nodename} (fednh run)")
+    lines = [{"round": r, "seconds": 2.0, "eval_seconds": 1.0, "train_loss": 0.5} for r in range(1, 5)]
+    half = '{"round": 5, "sec'  # being written at this moment
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + half)
+    os.utime(run / "metrics.jsonl", (time.time() - 1, time.time() - 1))
+    os.utime(run / "config.toml", (0, 0))
+    (state,) = RunStates([tmp_path]).look()
+    assert (state.state, state.round) == ("running", 4)
+    assert state.seconds_left == pytest.approx(17, abs=0.5)
+
+
+def test_a_lock_whose_process_is_gone_or_another_one_does_not_run(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    run, host = tmp_path / "run", os.uname().nodename
+    run.mkdir()
+    (run / "config.toml").write_text("rounds = 10\n")
+    (run / "environment.json").write_text("{}")
+    told = []
+    for words, written in [
+        (f"process {child} on {host} (fednh run)", time.time()),
+        (f"process {os.getpid()} on {host} (fednh run)", time.time() - 1e6),  # the number came round again
+        (f"process {os.getpid()} on {host} (fednh run)", time.time()),
+        ("process 1 on another-machine (fednh run)", time.time()),
+    ]:
+        (run / ".lock").write_text(words)
+        os.utime(run / ".lock", (written, written))
+        told.append(RunStates([run]).look()[0].state)
+    assert told == ["stopped", "stopped", "running", "running"]
+
+
+def test_the_table_once(runs: Path, tmp_path: Path) -> None:
+    """There is no terminal, so the option changes nothing."""
+    for args in (["watch", str(runs)], ["watch", str(runs), "--once"]):
+        ended = fednh(args, tmp_path)
+        assert ended.code == 0, ended.stderr
+        lines = ended.stdout.splitlines()
+        assert lines[0].strip() == "1 running, 2 stopped, 1 failed, 1 finished"
+        assert any(re.search(r"deep/running .* running .* \d+/100000 .* left", line) for line in lines)
+        assert any(re.search(r"finished .* finished .* 2/2 .* took 0m", line) for line in lines)
+        assert "[red]" in ended.stdout
+        assert "\x1b" not in ended.stdout
+        assert "fednh resume" in lines[-1]
+
+
+def test_the_table_lives_on_a_terminal_until_it_is_interrupted(going: Path) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        import sys
+
+        os.environ |= {"TERM": "xterm", "COLUMNS": "140", "LINES": "40"}
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        sys.argv = ["fednh", "watch", str(going), "--every", "0.1"]
+        from fednh.cli import main
+
+        try:
+            main()
+            os._exit(0)
+        except SystemExit as exit_:
+            os._exit(int(exit_.code or 0))
+    text, deadline = "", time.monotonic() + 60
+    rounds: set[str] = set()
+    while len(rounds) < 3:  # it is read again: the running one is seen in several rounds
+        assert time.monotonic() < deadline, text
+        if select.select([terminal], [], [], 1)[0]:
+            text += os.read(terminal, 65536).decode(errors="replace")
+        rounds = set(re.findall(r"(\d+)/100000", text))
+    os.kill(pid, signal.SIGINT)
+    with suppress(OSError):  # so a terminal says that nobody writes to it any more
+        while more := os.read(terminal, 65536):
+            text += more.decode(errors="replace")
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert "interrupted" not in text
+
+
+def test_what_failed_goes_on_and_is_not_called_failed_any_more(runs: Path, tmp_path: Path) -> None:
+    assert "a bad [red]mood" in json.loads((runs / "failed/failure.json").read_text())["error"]
+    assert fednh(["resume", str(runs / "failed"), "--quiet"], tmp_path).code == 1
+    assert seen(runs, tmp_path)["failed"]["state"] == "failed"
+    Path("moody").unlink()
+    assert fednh(["resume", str(runs / "failed"), "--quiet"], tmp_path).code == 0
+    assert not (runs / "failed/failure.json").exists()
+    assert seen(runs, tmp_path)["failed"]["state"] == "finished"
+    Path("moody").touch()
+
+
+@pytest.mark.soak
+def test_a_sweep_with_a_run_that_fails(runs: Path, tmp_path: Path) -> None:
+    Path("second").touch()
+    small = ["--rounds", "1", "--epochs", "1", "--clients", "4", "--out", str(tmp_path / "sweep")]
+    assert fednh(["sweep", "--method", "fedavg,moody:Moody", *small], tmp_path / "io").code == 1
+    told = {state.path.name.partition("-dirichlet")[0]: state for state in RunStates([tmp_path]).look()}
+    states = {name: state.state for name, state in told.items()}
+    assert states == {"digits-fedavg": "finished", "digits-moody_Moody": "failed"}
+    assert "a bad" in told["digits-moody_Moody"].note
+
+
+def test_runs_of_a_sweep_that_have_no_folder_yet(tmp_path: Path) -> None:
+    notes = tmp_path / "sweep/.sweep"
+    notes.mkdir(parents=True)
+    (notes / "lost.toml").touch()
+    (notes / "lost.log").write_text("a note\nfednh: photos is not a folder\n")
+    (notes / "next.toml").touch()
+    lost, next_ = RunStates([tmp_path]).look()
+    assert (lost.state, lost.note) == ("failed", "photos is not a folder")
+    assert (next_.state, next_.note) == ("stopped", "it has not begun")
+    (notes / "lock").write_text(f"process {os.getpid()} on {os.uname().nodename} (fednh sweep)")
+    assert [state.state for state in RunStates([tmp_path]).look()] == ["failed", "running"]
+
+
+def test_nothing_there_and_no_folder(tmp_path: Path) -> None:
+    ended = fednh(["watch", str(tmp_path)], tmp_path / "io")
+    assert (ended.code, ended.stdout.strip().startswith("no run below")) == (0, True)
+    assert json.loads(fednh(["watch", str(tmp_path), "--json"], tmp_path / "io").stdout) == []
+    for args in (["watch", str(tmp_path / "none")], ["watch", str(tmp_path), "--web", "--once"]):
+        ended = fednh(args, tmp_path / "io")
+        assert ended.code == 2
+        assert len(ended.stderr.splitlines()) == 1
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def ask(address: str, path: str, host: str | None = None) -> tuple[int, bytes]:
+    where = address.removeprefix("http://").rstrip("/")
+    connection = HTTPConnection(where, timeout=20)
+    connection.request("GET", path, headers={} if host is None else {"Host": host})
+    answer = connection.getresponse()
+    return answer.status, answer.read()
+
+
+def test_the_page_answers_this_machine_alone(runs: Path) -> None:
+    with serve(RunStates([runs]), 0.2) as address:
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", address)
+        assert ask(address, "/runs.json")[0] == 200
+        assert ask(address, "/runs.json", host="evil.example")[0] == 403, "a page elsewhere whose name points here"
+        assert ask(address, "/../../etc/passwd")[0] == 404
+        assert ask(address, "/../run_state.py")[0] == 404
+
+
+@pytest.mark.skipif(find() is None, reason="no Chromium here (Debian: apt-get install chromium)")
+def test_the_page_in_a_browser(going: Path, tmp_path: Path) -> None:
+    """It shows every run and its curves, takes no name for markup, and follows what happens."""
+    with serve(RunStates([going]), 0.2) as address, Browser(tmp_path / "profile") as browser:
+        browser.visit(address)
+        wait(browser, "document.querySelectorAll('#curves polyline').length > 0")
+        assert browser.run("document.querySelectorAll('#runs tr').length") == 5
+        assert browser.run("document.querySelectorAll('#runs tr[data-state=running]').length") == 1
+        assert "1 running" in browser.run("document.getElementById('said').textContent")
+        points = "document.querySelector('#curve-train_loss polyline').getAttribute('points')"
+        first = browser.run(points)
+        wait(browser, f"{points} !== {json.dumps(first)}")
+        hostile = going / "<img src=x onerror=alert(1)>"
+        hostile.mkdir()
+        (hostile / "failure.json").write_text(json.dumps({"error": "<script>throw 1</script>"}))
+        try:
+            wait(browser, "document.querySelectorAll('#runs tr').length === 6")
+        finally:
+            (hostile / "failure.json").unlink()
+            hostile.rmdir()
+        assert browser.run("document.querySelectorAll('main img, main script').length") == 0
+        assert browser.run("document.getElementById('runs').textContent").count("<script>throw 1") == 1
+        assert browser.errors == []
+        browser.screenshot(Path(__file__).parents[2] / "artifacts" / "watch.png", whole=True)
+
+
+def wait(browser: Browser, condition: str) -> None:
+    deadline = time.monotonic() + 30
+    while not browser.run(condition):
+        assert time.monotonic() < deadline, condition
+        time.sleep(0.05)
