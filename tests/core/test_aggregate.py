@@ -91,6 +91,17 @@ def test_median_equals_numpy(rows: list[list[float]]) -> None:
     np.testing.assert_allclose(trimmed(trees(*rows), 0.5)["w"].numpy(), np.median(rows, 0), rtol=1e-5)
 
 
-def test_mean_follows_the_rule_that_uploads_carry() -> None:
-    uploads = Uploads(iter(trees([1.0], [2.0], [900.0])), rule("median", {}, 0.2, FedAvg()))
-    assert mean(uploads)["w"].tolist() == [2.0]
+def test_uploads_average_by_the_rule_that_they_carry() -> None:
+    """Of 1, 2 and 900 the median is 2, the mean 301; which of them is asked for can be read at the call."""
+    median = rule("median", {}, 0.2, FedAvg())
+    assert Uploads(iter(trees([1.0], [2.0], [900.0])), median).mean()["w"].tolist() == [2.0]
+    average, count = Uploads(iter(trees([1.0], [2.0], [900.0])), median).mean_and_count()
+    assert (average["w"].tolist(), count) == ([2.0], 3)
+    assert mean(Uploads(trees([1.0], [2.0], [900.0]), median).trees)["w"].tolist() == [301.0]
+    assert Uploads(trees([1.0], [2.0], [900.0])).mean()["w"].tolist() == [301.0], "without a rule the plain mean"
+
+
+def test_the_plain_mean_does_not_take_uploads() -> None:
+    """A method that writes `mean(uploads)` would bypass the rule without a word."""
+    with pytest.raises(TypeError, match="'Uploads' object is not iterable"):
+        mean(Uploads(trees([1.0]), rule("median", {}, 0.2, FedAvg())))  # type: ignore[arg-type]

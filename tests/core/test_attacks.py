@@ -57,10 +57,10 @@ def attacked(federation: Federation, attack: str) -> Federation:
 
     @dataclass(frozen=True)
     class Attacked(base):  # type: ignore[valid-type,misc]
-        def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-            keep, upload = super().client_update(net, own, data, fit)
+        def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+            keep, upload = super().client_update(net, kept, received, data, fit)
             hostile = data._address[2] in (0, 1)
-            return keep, ATTACKS[attack](own, upload) if hostile else upload
+            return keep, ATTACKS[attack](received, upload) if hostile else upload
 
     method: Method = Attacked()
     return replace(federation, method=method)
@@ -95,8 +95,8 @@ def test_robust_averages_hold(method: str, aggregator: str, attack: str, tmp_pat
 class Turned(METHODS["fednh"]):  # type: ignore[misc]
     """FedNH with one hostile client of ten, which puts every class on the first axis, very far out."""
 
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        keep, upload = super().client_update(net, own, data, fit)
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        keep, upload = super().client_update(net, kept, received, data, fit)
         if data._address[2] == 9:
             upload = {**upload, "prototypes": torch.zeros_like(upload["prototypes"])}
             upload["prototypes"][:, 0] = 1e6

@@ -15,7 +15,7 @@ from fednh.config import build_method
 from fednh.core import client, evaluate
 from fednh.core.fit import Sgd
 from fednh.core.seeding import torch_rng
-from fednh.core.tree import Tree, arranged
+from fednh.core.tree import Tree, Uploads, arranged
 from fednh.data.batches import ClientData, samples_of
 from fednh.data.dataset import Dataset
 from fednh.models import Net, build_net
@@ -63,7 +63,7 @@ def one_round(name: str, net: Net, device: str, folder: Path) -> tuple[Tree, lis
     down, kept = method.broadcast(server), method.enroll(server)
     everyone = [ClientData(train, part, 0, 1, k) for k, part in enumerate(CLIENTS)]
     updates = [client.update(method, net, kept, down, d, sgd, gradient_norm=True) for d in everyone]
-    server = method.aggregate(server, (u.upload for u in updates))
+    server = method.aggregate(server, Uploads(u.upload for u in updates))
     assert method.problem(server) is None
     write_tree(folder / "server.safetensors", server)
     server = {n: v.to(device) for n, v in read_tree(folder / "server.safetensors").items()}

@@ -40,7 +40,7 @@ class Mine(FedAvg):
 
 def boom(hook: str) -> Any:
     def broken(self: Mine, *args: Any) -> Any:
-        if hook == "client_update" and len(args[2]) == 10:
+        if hook == "client_update" and len(args[3]) == 10:
             return FedAvg.client_update(self, *args)  # on blank samples all is well
         return [][len(args)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from fednh.core.federation import Federation, build_federation
 from fednh.core.fit import Fit
 from fednh.core.picks import dropped_clients, picked_clients
 from fednh.core.rounds import Simulation
-from fednh.core.tree import Tree, select
+from fednh.core.tree import Tree, Uploads
 from fednh.data.batches import ClientData
 from fednh.errors import RunError
 from fednh.executors.pool import in_order
@@ -203,8 +203,8 @@ class Broken(FedAvg):
     victim: int = -1
     how: str = "nan"
 
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        keep, upload = super().client_update(net, own, data, fit)
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        keep, upload = super().client_update(net, kept, received, data, fit)
         if len(data) != self.victim:
             return keep, upload
         if self.how == "raise":
@@ -244,8 +244,8 @@ class Poisoned(FedAvg):
 
     victim: int = -1
 
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        model, upload = super().client_update(net, select(own, "body", "head"), data, fit)
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        model, upload = super().client_update(net, kept, received, data, fit)
         state = torch.where(data.counts.sum() == self.victim, torch.inf, 0.0)
         return {**model, "memory": state}, upload
 
@@ -300,7 +300,7 @@ def test_an_upload_that_was_not_declared_is_an_error(how: str, words: str, tmp_p
 class Stretching(METHODS["fednh"]):  # type: ignore[misc]
     """FedNH whose prototypes are not normalised."""
 
-    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
+    def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
         out: Tree = super().aggregate(server, uploads)
         return {**out, "head.weight": out["head.weight"] * 1.5}
 

@@ -19,7 +19,7 @@ from fednh.config import load
 from fednh.core.federation import build_federation
 from fednh.core.rounds import Simulation
 from fednh.core.seeding import numpy_rng
-from fednh.core.tree import Tree
+from fednh.core.tree import Tree, Uploads
 from fednh.data.batches import samples_of
 from fednh.data.dataset import Dataset
 from fednh.data.partitions.dirichlet import Dirichlet
@@ -126,16 +126,16 @@ def test_the_final_sample_bounds_evaluation_and_models(tmp_path: Path) -> None:
 class Watching(FedAvg):
     """FedAvg that counts the uploads alive while it averages."""
 
-    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
+    def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
         alive: list[weakref.ref[torch.Tensor]] = []
 
         def seen() -> Iterable[Tree]:
-            for upload in uploads:
+            for upload in uploads.trees:
                 alive.append(weakref.ref(next(iter(upload.values()))))
                 ALIVE.append(sum(ref() is not None for ref in alive))
                 yield upload
 
-        return super().aggregate(server, seen())
+        return super().aggregate(server, Uploads(seen(), uploads.rule))
 
 
 ALIVE: list[int] = []

@@ -17,14 +17,14 @@ from fednh.core import client
 from fednh.core.federation import Federation, build_federation
 from fednh.core.fit import Fit, Sgd
 from fednh.core.seeding import torch_rng
-from fednh.core.tree import Tree, below, prefix, select
+from fednh.core.tree import Tree, Uploads, below, prefix
 from fednh.data.batches import ClientData, Samples
 from fednh.errors import UserError
 from fednh.executors import pool
 from fednh.executors.pool import LARGEST, blocks, choose
 from fednh.executors.vmap import Block, move, update_block
 from fednh.methods import METHODS
-from fednh.methods.base import MODEL, Method
+from fednh.methods.base import Method
 from fednh.methods.fedavg import FedAvg
 from fednh.models import Net, build_net
 
@@ -59,7 +59,7 @@ def both(name: str, samples: Samples) -> tuple[list[client.Update], list[client.
         block = Block(samples, parts(), range(len(SIZES)), 5, round_, "train")
         together = update_block(method, net, block, kept, down, SGD)
         kept = [update.keep for update in one_by_one]
-        server = method.aggregate(server, [update.upload for update in one_by_one])
+        server = method.aggregate(server, Uploads([update.upload for update in one_by_one]))
     return one_by_one, together
 
 
@@ -110,12 +110,12 @@ class Spare(FedAvg):
         still = torch.full((2,), 1.5)
         return {"body.one": torch.zeros(2), "body.two": torch.zeros(2), "body.zero": still, "body.spare": still.clone()}
 
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
         def loss(params: Tree, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return (params["body.one"] + params["body.two"]).sum() + 0 * params["body.zero"].sum() + 0 * x[:, 0]
 
-        own = fit(own, loss, only=("body",))
-        return own, own
+        model = fit(received, loss, only=("body",))
+        return model, model
 
 
 @pytest.mark.parametrize("clip", [0.0, 10.0])
@@ -176,10 +176,10 @@ def test_blocks_hold_every_client_once_and_are_bounded() -> None:
 class Peeking(FedAvg):
     """Decides by a number that it saw: fine for one client, impossible for many at once."""
 
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
         if data.counts[0] > 3:
-            return super().client_update(net, own, data, fit)
-        return own, own
+            return super().client_update(net, kept, received, data, fit)
+        return received, received
 
 
 def test_a_method_that_cannot_be_mapped_takes_the_loop() -> None:
@@ -196,21 +196,21 @@ class Failing(FedAvg):
 
     size: int = 0
 
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
         block = getattr(data, "block", None)
         sizes = block.sizes if block is not None else [len(data)]
         if self.size in sizes:
             raise RuntimeError("no luck")
-        return super().client_update(net, own, data, fit)
+        return super().client_update(net, kept, received, data, fit)
 
 
 @dataclass(frozen=True)
 class Remembering(FedAvg):
     """Starts with nothing of its own, and later goes half the way from its last model."""
 
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        last = below(own, "last")
-        model, upload = super().client_update(net, select(own, *MODEL), data, fit)
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        last = below(kept, "last")
+        model, upload = super().client_update(net, kept, received, data, fit)
         moved = {name: (value + last[name]) / 2 if last else value for name, value in model.items()}
         return prefix("last", moved), upload
 

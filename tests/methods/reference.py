@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from conftest import CLIENTS
 from fednh.core import client
 from fednh.core.fit import Sgd
-from fednh.core.tree import Tree
+from fednh.core.tree import Tree, Uploads
 from fednh.data.batches import ClientData, Samples
 from fednh.methods import Method
 from fednh.models import Net
@@ -102,7 +102,7 @@ class Play:
             for kept, data in zip(self.kept, self.data, strict=True)
         ]
         self.kept = [u.keep for u in updates]
-        self.server = self.method.aggregate(self.server, iter([u.upload for u in updates]))
+        self.server = self.method.aggregate(self.server, Uploads(iter([u.upload for u in updates])))
         return updates
 
     def personal(self, k: int) -> Tree:

@@ -11,7 +11,7 @@ from reference import SGD, Play, TwoPart, average, train, trained
 
 from conftest import identical, same
 from fednh.core import client
-from fednh.core.tree import Tree, prefix, select
+from fednh.core.tree import Tree, Uploads, prefix, select
 from fednh.data.batches import Samples
 from fednh.methods import METHODS, Method
 from fednh.models import Net, build_net
@@ -385,7 +385,7 @@ def test_scaffolds_c_is_the_mean_of_those_who_took_part(net: Net, tiny: Samples)
             same(select(updates[1].keep, "body", "head"), trained(TwoPart.of(down), *play.xy[1]).tree(), **CLOSE)
         for k, update in updates.items():
             play.kept[k] = update.keep
-        play.server = method.aggregate(play.server, iter([u.upload for u in updates.values()]))
+        play.server = method.aggregate(play.server, Uploads(iter([u.upload for u in updates.values()])))
         seen = [select(kept, "c_i") for kept in play.kept if kept["joined"] == 1]
         assert int(play.server["clients"]) == len(seen)
         expected = {f"c{name.removeprefix('c_i')}": value for name, value in average(seen).items()}

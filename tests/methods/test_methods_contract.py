@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+from inspect import getsource
+from sys import modules
 
 import pytest
 import torch
 from reference import QUICK, Play
 
 from conftest import identical
-from fednh.core.tree import Tree, select
+from fednh.core.tree import Tree, Uploads, select
 from fednh.data.batches import Samples
 from fednh.methods import METHODS, Method
 from fednh.models import Net
@@ -97,3 +100,84 @@ def test_it_introduces_itself(name: str) -> None:
     assert all(field.default is not dataclasses.MISSING for field in dataclasses.fields(cls)), (
         "every setting has a default"
     )
+
+
+@every_method
+def test_its_file_reads_alone(name: str) -> None:
+    """It derives from Method directly, and all that it is written in comes from one place."""
+    cls = METHODS[name]
+    assert cls.__bases__ == (Method,)
+    nodes = ast.walk(ast.parse(getsource(modules[cls.__module__])))
+    places = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module is not None}
+    assert {place for place in places if place.startswith("fednh")} == {"fednh.methods.base"}
+
+
+class Plain(Method):
+    """Nothing but the one hook that has no default: every parameter moves by one."""
+
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: object, fit: object) -> tuple[Tree, Tree]:
+        model = {name: value + 1 for name, value in received.items()}
+        return model, model
+
+
+def test_the_defaults_send_everything_average_everything_and_evaluate_the_latest_local_model(
+    net: Net, tiny: Samples
+) -> None:
+    play = Play(Plain(), net, tiny)
+    identical(play.method.broadcast(play.server), play.initial)
+    assert play.kept == [{}, {}]
+    identical(play.personal(0), play.initial)  # it has kept nothing yet
+    play.round()
+    moved = {name: value + 1 for name, value in play.initial.items()}
+    identical(play.server, moved)
+    play.server = {name: value + 5 for name, value in play.server.items()}
+    identical(play.personal(0), moved)  # what it kept, not what it received
+
+
+def test_the_default_aggregate_leaves_alone_what_nobody_uploads() -> None:
+    one, two, nine = torch.tensor(1.0), torch.tensor(2.0), torch.tensor(9.0)
+    uploads = Uploads(
+        [{"body": one}, {"body": two}], rule=lambda trees: max(trees, key=lambda tree: float(tree["body"]))
+    )
+    identical(Plain().aggregate({"body": nine, "head": nine}, uploads), {"body": two, "head": nine})
+
+
+WINS = {  # of what a client that has taken part both keeps and receives, whose its personal model is made of
+    **dict.fromkeys(("fednh", "feduh", "fedavg", "local", "fedper", "fedrep", "fedrod", "creff"), "kept"),
+    **dict.fromkeys(("fedprox", "scaffold", "fedbn", "fedlc", "ditto", "fedproto"), "kept"),
+    **dict.fromkeys(("fedbabu", "fedetf"), "received"),
+}
+
+
+class Still:
+    """`fit` that shows where training starts, and trains nothing."""
+
+    def __init__(self) -> None:
+        self.starts: list[Tree] = []
+
+    def __call__(self, params: Tree, loss: object, *, only: object, epochs: object = None) -> Tree:
+        self.starts.append(params)
+        return params
+
+    def reach(self, epochs: object = None) -> float:
+        return 1.0
+
+
+@every_method
+def test_training_starts_from_the_body_received_and_the_personal_model_is_whose_the_paper_says(
+    name: str, net: Net, tiny: Samples
+) -> None:
+    """Of a body that is both kept and received, 1 is kept and 2 received. Where no body travels, it is the kept one."""
+    play, method = Play(make(name), net, tiny), make(name)
+    kept = play.round()[0].keep
+    kept = {n: torch.ones_like(v) if "body" in n else v for n, v in kept.items()}
+    received = method.broadcast(play.server)
+    received = {n: torch.full_like(v, 2.0) if "body" in n else v for n, v in received.items()}
+    travels = bool(select(received, "body"))
+    fit = Still()
+    method.client_update(net, kept, received, play.data[0], fit)
+    start = fit.starts[0]
+    assert all((v == (2.0 if travels else 1.0)).all() for v in select(start, "body").values())
+    model = method.personal_model(net, kept, received, play.data[0], fit)
+    expected = 1.0 if WINS[name] == "kept" else 2.0
+    assert all((v == expected).all() for v in select(model, "body").values())

@@ -35,7 +35,12 @@ BROKEN = {
     "abstract": (
         "@dataclass(frozen=True)\nclass Mine(Method):\n    def broadcast(self, server): return server",
         "broken:Mine",
-        "lacks aggregate, client_update",
+        "lacks client_update",
+    ),
+    "other_parameters": (
+        "@dataclass(frozen=True)\nclass Mine(FedAvg):\n    def client_update(self, net, own, data, fit): ...",
+        "broken:Mine",
+        r"client_update takes \(net, own, data, fit\), but a run calls it with \(net, kept, received, data, fit\);",
     ),
     "called_name": ("@dataclass(frozen=True)\nclass Mine(FedAvg):\n    name: str = ''", "broken:Mine", "called 'name'"),
     "no_default": ("@dataclass(frozen=True)\nclass Mine(FedAvg):\n    mu: float", "broken:Mine", "mu has no default"),
@@ -180,5 +185,7 @@ def test_the_page_on_adding_a_method(here: Path) -> None:
         assert ended.code == 0, f"{line}: {ended.stderr}"
     assert "apfl:APFL" in ended.stdout
     method = find_method("apfl:APFL")(alpha=0.25)
-    own = {"head.weight": torch.tensor(1.0), "v.head.weight": torch.tensor(5.0)}
-    assert method.personal_model(None, own, None, None) == {"head.weight": torch.tensor(2.0)}  # type: ignore[arg-type]
+    kept = {"head.weight": torch.tensor(1.0), "v.head.weight": torch.tensor(5.0)}
+    received = {"head.weight": torch.tensor(99.0)}
+    mixed = method.personal_model(None, kept, received, None, None)  # type: ignore[arg-type]
+    assert mixed == {"head.weight": torch.tensor(2.0)}

@@ -20,7 +20,7 @@ from fednh.core import client
 from fednh.core.federation import build_federation
 from fednh.core.fit import Sgd
 from fednh.core.rounds import Simulation
-from fednh.core.tree import below
+from fednh.core.tree import Uploads, below
 from fednh.data.batches import ClientData, Samples
 from fednh.errors import Notice, UserError
 from fednh.methods import METHODS
@@ -226,7 +226,7 @@ def test_local_norm_equals_a_module_trained_by_torch(tiny: Samples) -> None:
         updates = [client.update(method, net, k, server, d, SGD) for k, d in zip(kept, data, strict=True)]
         assert all(not u.upload.keys() & NORMS for u in updates), "nor does an upload"
         kept = [u.keep for u in updates]
-        server = method.aggregate(server, [u.upload for u in updates])
+        server = method.aggregate(server, Uploads([u.upload for u in updates]))
         for k, module in enumerate(modules):
             state = {f"body.bn.{n}": v for n, v in module.bn.state_dict().items()}
             same(below(kept[k], NORM), state, rtol=1e-4, atol=1e-5)

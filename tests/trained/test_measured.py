@@ -37,9 +37,9 @@ QUICK = {
 class Watching(FedAvg):
     """FedAvg that writes down what it trains on."""
 
-    def client_update(self, net: Any, own: Tree, data: ClientData, fit: Any) -> tuple[Tree, Tree]:
+    def client_update(self, net: Any, kept: Tree, received: Tree, data: ClientData, fit: Any) -> tuple[Tree, Tree]:
         SEEN.update(map(tuple, data.samples.x[data.index].tolist()))
-        return super().client_update(net, own, data, fit)
+        return super().client_update(net, kept, received, data, fit)
 
 
 def table() -> list[str]:

@@ -51,7 +51,7 @@ def update(
     probe = GradientNorm(data, received) if gradient_norm else None
     with LocalNorm(net, kept, data.index.device) as norm:
         fit = LocalFit(data, sgd, norm.undisturbed(probe))
-        keep, upload = method.client_update(net, {**without_norm(kept), **received}, data, norm.fit(fit))
+        keep, upload = method.client_update(net, without_norm(kept), received, data, norm.fit(fit))
     return Update({**keep, **norm.kept()}, upload, fit.samples, fit.loss_sum, probe.value if probe else None)
 
 
@@ -66,8 +66,8 @@ def declared_upload(method: Method, net: Net, initial: Tree) -> Form:
     """What an upload of this method looks like, found by a round without training on one blank sample a class."""
     samples = blank_samples(net.shape, net.num_classes, next(iter(initial.values())).device)
     data = ClientData(samples, np.arange(len(samples)))
-    own = {**method.enroll(initial), **method.broadcast(initial)}
-    return form_of(method.client_update(net, own, data, _Still())[1])
+    kept, received = method.enroll(initial), method.broadcast(initial)
+    return form_of(method.client_update(net, kept, received, data, _Still())[1])
 
 
 class _Still:
@@ -95,5 +95,5 @@ def personal_model(
     """
     with LocalNorm(net, kept, data.index.device) as norm:
         fit = norm.fit(LocalFit(data, sgd, tick=tick))
-        model = method.personal_model(net, {**received, **without_norm(kept)}, data, fit)
+        model = method.personal_model(net, without_norm(kept), received, data, fit)
     return {**model, **norm.state}

@@ -35,25 +35,12 @@ def below(tree: Tree, part: str) -> Tree:
     return {name.removeprefix(part + "."): value for name, value in tree.items() if name.startswith(part + ".")}
 
 
-@dataclass(frozen=True)
-class Uploads:
-    """A round's uploads together with the rule by which the federation averages; see `aggregate.py` for the rules."""
-
-    trees: Iterable[Tree]
-    rule: Callable[[Iterable[Tree]], Tree]
-
-    def __iter__(self) -> Iterator[Tree]:
-        return iter(self.trees)
-
-
 def mean(trees: Iterable[Tree]) -> Tree:
-    """The average, name by name: the plain one, or by the rule that `Uploads` carry.
+    """The plain average, name by name.
 
-    The plain one is a single pass, so the trees may come from a generator and need not be kept. The sum is taken in
-    the order given: the same trees in the same order give the same bits.
+    It takes a single pass, so the trees may come from a generator and need not be kept. The sum is taken in the order
+    given: the same trees in the same order give the same bits.
     """
-    if isinstance(trees, Uploads):
-        return trees.rule(trees.trees)
     total: Tree = {}
     count = 0
     for tree in trees:
@@ -70,18 +57,33 @@ def mean(trees: Iterable[Tree]) -> Tree:
     return {name: value / count for name, value in total.items()}
 
 
-def mean_and_count(trees: Iterable[Tree]) -> tuple[Tree, int]:
-    """The average, and how many trees it is of, in one pass."""
-    count = 0
+@dataclass(frozen=True)
+class Uploads:
+    """A round's uploads, and the rule by which the federation averages them: its `aggregator`, see `aggregate.py`.
 
-    def counting() -> Iterator[Tree]:
-        nonlocal count
-        for tree in trees:
-            count += 1
-            yield tree
+    `uploads.mean()` follows that rule. `mean(uploads.trees)` is the plain average, whatever the rule is. The trees may
+    come from a generator: only one pass over them is possible.
+    """
 
-    average = mean(Uploads(counting(), trees.rule) if isinstance(trees, Uploads) else counting())
-    return average, count
+    trees: Iterable[Tree]
+    rule: Callable[[Iterable[Tree]], Tree] = mean
+
+    def mean(self) -> Tree:
+        """The average by the federation's rule."""
+        return self.rule(self.trees)
+
+    def mean_and_count(self) -> tuple[Tree, int]:
+        """The average by the federation's rule, and how many uploads it is of."""
+        count = 0
+
+        def counting() -> Iterator[Tree]:
+            nonlocal count
+            for tree in self.trees:
+                count += 1
+                yield tree
+
+        average = self.rule(counting())
+        return average, count
 
 
 def stack(trees: Iterable[Tree]) -> Tree:

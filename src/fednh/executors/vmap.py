@@ -175,7 +175,7 @@ def update_block(
     def one(me: Tensor, kept: Tree, received: Tree) -> tuple[Tree, Tree, Tensor]:
         data = OneOfBlock(block, me)
         fit = BlockFit(data, sgd)
-        keep, upload = method.client_update(net, {**kept, **received}, cast(ClientData, data), fit)
+        keep, upload = method.client_update(net, kept, received, cast(ClientData, data), fit)
         epochs.append(fit.samples)
         return keep, upload, fit.loss_sum
 

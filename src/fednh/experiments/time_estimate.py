@@ -23,7 +23,7 @@ from fednh.core import client, evaluate
 from fednh.core.federation import Federation, build_federation, load_data
 from fednh.core.picks import picked_clients
 from fednh.core.seeding import torch_rng
-from fednh.core.tree import arranged
+from fednh.core.tree import Uploads, arranged
 from fednh.data.batches import EVAL_BATCH, ClientData, subset
 from fednh.data.dataset import Dataset
 from fednh.experiments.sweep import Planned
@@ -94,7 +94,7 @@ def measure(config: Config, fed: Federation) -> Pace:
         model = arranged(model)
         look, _ = all_at_once(lambda: evaluate.correct_per_class(lambda x: method.logits(net, model, x), test))
         began = time.perf_counter()
-        pool.submit(method.aggregate, server, [update.upload]).result()
+        pool.submit(method.aggregate, server, Uploads([update.upload])).result()
         aggregate = time.perf_counter() - began
     looked_at = len(fed.test) + 2 * float(np.mean([len(held) for held in fed.held_out]))  # the global model looks too
     return Pace(spent / count, tune / count, look * looked_at / some, aggregate)

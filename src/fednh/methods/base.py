@@ -1,17 +1,23 @@
 """The Method: what a federated-learning paper defines, and nothing that it does not.
 
 A method is a frozen dataclass whose fields are its paper's hyper-parameters. Its hooks are pure functions from Trees
-to Trees, written for one client; engines map them over many, in one process or across a network.
+to Trees, written for one client; executors map them over many, in one process or across a network.
 
-    server ---broadcast--->  {**kept, **received} ---client_update--->  kept (stays), upload (travels)
-       ^                                                                        |
-       +-----------------------------------aggregate----------------------------+
+    server --broadcast--> received --client_update--> kept (stays at the client), upload (travels)
+       ^                                                                            |
+       +---------------------------------aggregate----------------------------------+
+
+A client's hooks are given two Trees: `kept`, what it kept from its last round (or from `enroll`), and `received`, what
+the server has just sent. Where a name is in both, the method says which one counts. By default the whole server state
+travels down, uploads are averaged and replace what the server held, and a client's personal model is its latest local
+one: a method's file holds only what its paper says differently.
+
+Everything that a method is written in can be imported from here (`__all__`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,21 +26,57 @@ from pydantic import ConfigDict
 from torch import Tensor
 
 from fednh.core.fit import Fit
-from fednh.core.tree import Tree
+from fednh.core.losses import (
+    Logits,
+    Loss,
+    balanced_softmax,
+    class_means,
+    cross_entropy,
+    scaled_cosine,
+    squared_distance,
+    unit,
+)
+from fednh.core.tree import Tree, Uploads, below, mean, prefix, select
 from fednh.data.batches import ClientData
+from fednh.methods.prototypes import not_unit, uniform_head
 from fednh.models.net import Net
 
 MODEL = ("body", "head")  # the names of a whole network
 
+__all__ = [
+    "MODEL",
+    "ClientData",
+    "Fit",
+    "Logits",
+    "Loss",
+    "Method",
+    "Net",
+    "Tree",
+    "Uploads",
+    "balanced_softmax",
+    "below",
+    "class_means",
+    "cross_entropy",
+    "mean",
+    "not_unit",
+    "prefix",
+    "scaled_cosine",
+    "select",
+    "squared_distance",
+    "uniform_head",
+    "unit",
+]
+
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """Hooks in the order in which a run calls them."""
+    """Hooks in the order in which a run calls them. Only `client_update` has no default."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # an unknown hyper-parameter is an error
     cite: ClassVar[str]  # the paper, in one line
     patents: ClassVar[tuple[str, ...]] = ()  # that may concern it, and with it what derives from it; see NOTICE
-    cosine: ClassVar[bool] = False  # logits are params["scale"] times the cosine to every class's prototype
+    model: ClassVar[tuple[str, ...]] = MODEL  # the names that `logits` needs to predict
+    cosine: ClassVar[bool] = False  # logits are params["scale"] times cosines to unit prototypes, the rows of the head
     by_class: ClassVar[tuple[str, ...]] = ()  # uploads by class: row c is about class c, zero where a client lacks it
     marks: ClassVar[tuple[str, ...]] = ()  # uploads of 0 and 1, which are counted; one a class says which are owned
 
@@ -48,23 +90,23 @@ class Method(ABC):
         return net.init(rng)
 
     def enroll(self, initial: Tree) -> Tree:
-        """A new client's persistent state, from the server's *initial* state.
+        """What a new client keeps before its first round, from the server's *initial* state; by default nothing.
 
         It depends on the configuration alone, so a site can make it without asking and may join at any time.
         """
         return {}
 
-    @abstractmethod
     def broadcast(self, server: Tree) -> Tree:
-        """What travels down."""
+        """What travels down; by default the whole state of the server."""
+        return server
 
     @abstractmethod
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        """One client's round: (what it keeps, what it uploads). `own` is {**kept, **received}: the received wins."""
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        """One client's round: (what it keeps, what it uploads)."""
 
-    @abstractmethod
-    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
-        """The server's next state, from at least one upload. `uploads` may be a generator: iterate once."""
+    def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
+        """The server's next state, from at least one upload; by default their mean replaces what the server held."""
+        return {**server, **uploads.mean()}
 
     def upload_problem(self, upload: Tree) -> str | None:
         """What cannot be true of an upload, in words, by what the paper says; asked where uploads are bounded."""
@@ -72,19 +114,20 @@ class Method(ABC):
 
     def global_model(self, server: Tree) -> Tree | None:
         """What `logits` needs to predict for anybody; None where the method has no such model."""
-        return {name: value for name, value in server.items() if name.partition(".")[0] in MODEL}
+        return select(server, *self.model)
 
-    def personal_model(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> Tree:
-        """What `logits` needs to predict for this client. `own` is {**received, **kept}: the kept wins.
+    def personal_model(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> Tree:
+        """What `logits` needs to predict for this client.
 
-        By default the client's latest local model, as the paper evaluates methods that name no other.
+        By default the client's latest local model, as the paper evaluates methods that name no other: what it kept,
+        and what it received for names that it does not keep.
         """
-        return {name: value for name, value in own.items() if name.partition(".")[0] in MODEL}
+        return select({**received, **kept}, *self.model)
 
     def problem(self, server: Tree) -> str | None:
         """What is wrong with the server's state, in words, if anything: what the paper says must always hold."""
-        return None
+        return not_unit(server["head.weight"]) if self.cosine else None
 
     def logits(self, net: Net, params: Tree, x: Tensor) -> Tensor:  # (B, ...) -> (B, C)
         """Class scores from a global or personal model; the largest one is the prediction."""
-        return net.logits(params, x)
+        return (scaled_cosine(net) if self.cosine else net.logits)(params, x)

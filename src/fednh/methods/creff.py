@@ -11,7 +11,6 @@ Deviation: real features are taken without augmentation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -20,12 +19,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fednh.core.fit import Fit
-from fednh.core.losses import cross_entropy
-from fednh.core.tree import Tree, mean, select
-from fednh.data.batches import ClientData
-from fednh.methods.base import MODEL, Method
-from fednh.models.net import Net
+from fednh.methods.base import MODEL, ClientData, Fit, Method, Net, Tree, Uploads, cross_entropy, select
 
 
 @dataclass(frozen=True)
@@ -59,18 +53,18 @@ class CReFF(Method):
     def broadcast(self, server: Tree) -> Tree:
         return select(server, *MODEL, "retrained")
 
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        gradient = self.real_gradient(net, own, data)
-        model = fit(select(own, *MODEL), cross_entropy(net.logits), only=MODEL)
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        gradient = self.real_gradient(net, received, data)
+        model = fit(select(received, *MODEL), cross_entropy(net.logits), only=MODEL)
         return model, {**model, "gradient": gradient, "owned": (data.counts > 0).to(gradient.dtype)}
 
     @torch.no_grad()
-    def real_gradient(self, net: Net, own: Tree, data: ClientData) -> Tensor:  # (C, C, D), zero for a class not owned
-        """For each class, the re-trained head's gradient on the client's real features of that class."""
-        batches = [(net.features(own, x), y, weight) for x, y, weight in data.batches()]
+    def real_gradient(self, net: Net, received: Tree, data: ClientData) -> Tensor:  # (C, C, D)
+        """For each class, the re-trained head's gradient on the client's real features of it; zero if it has none."""
+        batches = [(net.features(received, x), y, weight) for x, y, weight in data.batches()]
         h, y, real = (torch.cat(column) for column in zip(*batches, strict=True))
         label = F.one_hot(y, net.num_classes).to(h.dtype)  # (n, C)
-        error = (h @ own["retrained"].T).softmax(1) - label  # (n, C)
+        error = (h @ received["retrained"].T).softmax(1) - label  # (n, C)
         weight = self.draw_weights(data.random(self.draws), y, real, data.counts)
         return torch.einsum("nk,nc,nd->kcd", label * weight[:, None], error, h)
 
@@ -82,8 +76,8 @@ class CReFF(Method):
         taken = (place - first < self.draw_size) * real
         return taken.to(keys.dtype).mean(0) / counts[y].clamp(min=1, max=self.draw_size)
 
-    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
-        average = mean(uploads)
+    def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
+        average = uploads.mean()
         owners = average.pop("owned")  # share of the round's clients that own the class
         target = average.pop("gradient") / owners.clamp(min=1e-12)[:, None, None]  # mean over the owners
         features = self.match(server["features"], server["retrained"], target, (owners > 0).to(target.dtype))

@@ -6,19 +6,13 @@ round, as the paper has it (the FedNH authors' code pulls towards the locally tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
 from torch import Tensor
 
-from fednh.core.fit import Fit
-from fednh.core.losses import cross_entropy, squared_distance
-from fednh.core.tree import Tree, below, mean, prefix, select
-from fednh.data.batches import ClientData
-from fednh.methods.base import MODEL, Method
-from fednh.models.net import Net
+from fednh.methods.base import MODEL, ClientData, Fit, Method, Net, Tree, below, cross_entropy, prefix, squared_distance
 
 
 @dataclass(frozen=True)
@@ -32,21 +26,14 @@ class Ditto(Method):
     def enroll(self, initial: Tree) -> Tree:
         return prefix("personal", initial)
 
-    def broadcast(self, server: Tree) -> Tree:
-        return server
-
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        received, personal = select(own, *MODEL), below(own, "personal")
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
         loss = cross_entropy(net.logits)
 
         def proximal(v: Tree, x: Tensor, y: Tensor) -> Tensor:
             return loss(v, x, y) + self.lam / 2 * squared_distance(v, received)
 
         shared = fit(received, loss, only=MODEL)  # first, so that it sees the very batches that FedAvg's would
-        return prefix("personal", fit(personal, proximal, only=MODEL)), shared
+        return prefix("personal", fit(below(kept, "personal"), proximal, only=MODEL)), shared
 
-    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
-        return mean(uploads)
-
-    def personal_model(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> Tree:
-        return below(own, "personal")
+    def personal_model(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> Tree:
+        return below(kept, "personal")

@@ -6,15 +6,9 @@ Deviation, as in the FedNH paper: the average is uniform over the round's client
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fednh.core.fit import Fit
-from fednh.core.losses import cross_entropy
-from fednh.core.tree import Tree, mean
-from fednh.data.batches import ClientData
-from fednh.methods.base import MODEL, Method
-from fednh.models.net import Net
+from fednh.methods.base import MODEL, ClientData, Fit, Method, Net, Tree, cross_entropy
 
 
 @dataclass(frozen=True)
@@ -23,12 +17,6 @@ class FedAvg(Method):
 
     cite = "McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017"
 
-    def broadcast(self, server: Tree) -> Tree:
-        return server
-
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        own = fit(own, cross_entropy(net.logits), only=MODEL)
-        return own, own
-
-    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
-        return mean(uploads)
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        model = fit(received, cross_entropy(net.logits), only=MODEL)
+        return model, model

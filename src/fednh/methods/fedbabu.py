@@ -6,18 +6,12 @@ A client's personal model is the global one, fine-tuned as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
 
-from fednh.core.fit import Fit
-from fednh.core.losses import cross_entropy
-from fednh.core.tree import Tree, mean, select
-from fednh.data.batches import ClientData
-from fednh.methods.base import MODEL, Method
-from fednh.models.net import Net
+from fednh.methods.base import MODEL, ClientData, Fit, Method, Net, Tree, cross_entropy, select
 
 
 @dataclass(frozen=True)
@@ -34,12 +28,9 @@ class FedBABU(Method):
     def broadcast(self, server: Tree) -> Tree:
         return select(server, "body")
 
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        own = fit(own, cross_entropy(net.logits), only=("body",))
-        return select(own, "head"), select(own, "body")
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        model = fit({**kept, **received}, cross_entropy(net.logits), only=("body",))
+        return kept, select(model, "body")  # kept is the frozen head
 
-    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
-        return {**server, **mean(uploads)}
-
-    def personal_model(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> Tree:
-        return fit(own, cross_entropy(net.logits), only=MODEL, epochs=self.finetune_epochs)
+    def personal_model(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> Tree:
+        return fit({**kept, **received}, cross_entropy(net.logits), only=MODEL, epochs=self.finetune_epochs)

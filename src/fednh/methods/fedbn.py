@@ -10,17 +10,11 @@ what a method does not share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from fednh.core.fit import Fit
-from fednh.core.losses import cross_entropy
-from fednh.core.tree import Tree, below, mean, prefix, select
-from fednh.data.batches import ClientData
-from fednh.methods.base import MODEL, Method
-from fednh.models.net import Net
+from fednh.methods.base import MODEL, ClientData, Fit, Method, Net, Tree, below, cross_entropy, prefix, select
 
 
 @dataclass(frozen=True)
@@ -40,19 +34,16 @@ class FedBN(Method):
     def broadcast(self, server: Tree) -> Tree:
         return select(server, *MODEL)
 
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        model = fit(whole(own), cross_entropy(net.logits), only=MODEL)
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        model = fit(whole({**kept, **received}), cross_entropy(net.logits), only=MODEL)
         norm = {name: model.pop(name) for name in net.norms}
         return {**model, **prefix("norm", norm)}, model
-
-    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
-        return {**server, **mean(uploads)}
 
     def global_model(self, server: Tree) -> Tree:
         return whole(server)
 
-    def personal_model(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> Tree:
-        return whole(own)
+    def personal_model(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> Tree:
+        return whole({**received, **kept})
 
 
 def whole(tree: Tree) -> Tree:

@@ -13,7 +13,6 @@ has twenty.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -22,13 +21,21 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fednh.core.fit import Fit
-from fednh.core.losses import Logits, Loss, balanced_softmax, cross_entropy, unit
-from fednh.core.tree import Tree, mean, select
-from fednh.data.batches import ClientData
-from fednh.methods.base import Method
-from fednh.methods.prototypes import not_unit, uniform_head
-from fednh.models.net import Net
+from fednh.methods.base import (
+    ClientData,
+    Fit,
+    Logits,
+    Loss,
+    Method,
+    Net,
+    Tree,
+    balanced_softmax,
+    cross_entropy,
+    not_unit,
+    select,
+    uniform_head,
+    unit,
+)
 
 TRAINED = ("body", "projection", "beta")
 
@@ -38,6 +45,7 @@ class FedETF(Method):
     """A fixed simplex as the classifier of all, reached by a projection and trained with a balanced loss."""
 
     cite = "Li et al., No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning, ICCV 2023"
+    model = ("body", "projection", "head", "beta")
 
     beta: Annotated[float, Field(gt=0)] = 10.0  # the temperature at the start; it is trained
     gamma: Annotated[float, Field(ge=0)] = 1.0  # how strongly class counts enter the loss; 0: not at all
@@ -55,25 +63,15 @@ class FedETF(Method):
             "beta": torch.tensor(self.beta),
         }
 
-    def broadcast(self, server: Tree) -> Tree:
-        return server
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        return {}, select(fit(received, self.balanced(net, data), only=TRAINED), *TRAINED)
 
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        own = fit(own, self.balanced(net, data), only=TRAINED)
-        return {}, select(own, *TRAINED)
-
-    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
-        return {**server, **mean(uploads)}
-
-    def global_model(self, server: Tree) -> Tree:
-        return server
-
-    def personal_model(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> Tree:
-        own = fit(own, self.balanced(net, data), only=TRAINED)
+    def personal_model(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> Tree:
+        model = fit(received, self.balanced(net, data), only=TRAINED)
         for _ in range(self.turns):
-            own = fit(own, cross_entropy(on_simplex(net)), only=("head",), epochs=self.turn_epochs)
-            own = fit(own, cross_entropy(on_simplex(net)), only=("projection",), epochs=self.turn_epochs)
-        return own
+            model = fit(model, cross_entropy(on_simplex(net)), only=("head",), epochs=self.turn_epochs)
+            model = fit(model, cross_entropy(on_simplex(net)), only=("projection",), epochs=self.turn_epochs)
+        return model
 
     def problem(self, server: Tree) -> str | None:
         return not_unit(server["head.weight"])

@@ -9,19 +9,13 @@ leaves nothing for a client of one class; here it is the usual softmax over all 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
 from torch import Tensor
 
-from fednh.core.fit import Fit
-from fednh.core.losses import cross_entropy
-from fednh.core.tree import Tree, mean
-from fednh.data.batches import ClientData
-from fednh.methods.base import MODEL, Method
-from fednh.models.net import Net
+from fednh.methods.base import MODEL, ClientData, Fit, Method, Net, Tree, cross_entropy
 
 
 @dataclass(frozen=True)
@@ -32,17 +26,11 @@ class FedLC(Method):
 
     tau: Annotated[float, Field(gt=0)] = 1.0  # the strength of the calibration
 
-    def broadcast(self, server: Tree) -> Tree:
-        return server
-
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
         margin = self.tau * data.counts ** (-0.25)  # (C,); infinite for a class that the client lacks
 
         def calibrated(params: Tree, x: Tensor) -> Tensor:
             return net.logits(params, x) - margin
 
-        own = fit(own, cross_entropy(calibrated), only=MODEL)
-        return own, own
-
-    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
-        return mean(uploads)
+        model = fit(received, cross_entropy(calibrated), only=MODEL)
+        return model, model

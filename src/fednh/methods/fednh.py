@@ -11,21 +11,26 @@ s is trained and averaged with the body (appendix); it starts at 20, where the t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
-from fednh.core.fit import Fit
-from fednh.core.losses import class_means, cross_entropy, scaled_cosine, unit
-from fednh.core.tree import Tree, mean, select
-from fednh.data.batches import ClientData
-from fednh.methods.base import Method
-from fednh.methods.prototypes import not_unit, uniform_head
-from fednh.models.net import Net
+from fednh.methods.base import (
+    ClientData,
+    Fit,
+    Method,
+    Net,
+    Tree,
+    Uploads,
+    class_means,
+    cross_entropy,
+    scaled_cosine,
+    select,
+    uniform_head,
+    unit,
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class FedNH(Method):
 
     cite = "Dai et al., Tackling Data Heterogeneity in Federated Learning with Class Prototypes, AAAI 2023"
     patents = ("US 12,670,409 B2",)
+    model = ("body", "head", "scale")
     cosine = True
     by_class = ("prototypes",)
 
@@ -52,19 +58,16 @@ class FedNH(Method):
         head = uniform_head(net.num_classes, net.dim, self.head_init, rng)
         return {**body, "head.weight": head, "scale": torch.tensor(self.scale)}
 
-    def broadcast(self, server: Tree) -> Tree:
-        return server
-
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
         moving = ("body", "scale") if self.train_scale else ("body",)
-        own = fit(own, cross_entropy(scaled_cosine(net)), only=moving)  # Eq. (2)
-        mu = class_means(lambda x: unit(net.features(own, x)), data.batches(), data.counts)  # Eq. (3), (C, D)
+        model = fit(received, cross_entropy(scaled_cosine(net)), only=moving)  # Eq. (2)
+        mu = class_means(lambda x: unit(net.features(model, x)), data.batches(), data.counts)  # Eq. (3), (C, D)
         if self.aggregation == "count":  # only the direction of a mean counts, times how many samples stand behind it
             mu = unit(mu) * data.counts[:, None]
-        return own, {**select(own, "body", "scale"), "prototypes": mu}
+        return model, {**select(model, "body", "scale"), "prototypes": mu}
 
-    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
-        average = mean(uploads)
+    def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
+        average = uploads.mean()
         mu = average.pop("prototypes")  # (C, D): sum_k alpha_k mu_k
         if self.aggregation == "count":
             mu = unit(mu)
@@ -79,15 +82,3 @@ class FedNH(Method):
         if self.aggregation == "uniform" and longest > 1 + 1e-3:
             return f"a prototype has length {longest:.3g}, and a mean of unit vectors is no longer than 1"
         return None
-
-    def global_model(self, server: Tree) -> Tree:
-        return server
-
-    def personal_model(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> Tree:
-        return own
-
-    def problem(self, server: Tree) -> str | None:
-        return not_unit(server["head.weight"])
-
-    def logits(self, net: Net, params: Tree, x: Tensor) -> Tensor:
-        return scaled_cosine(net)(params, x)

@@ -5,15 +5,9 @@ The personalisation layer is the last linear one (FedNH paper, appendix): the bo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fednh.core.fit import Fit
-from fednh.core.losses import cross_entropy
-from fednh.core.tree import Tree, mean, select
-from fednh.data.batches import ClientData
-from fednh.methods.base import MODEL, Method
-from fednh.models.net import Net
+from fednh.methods.base import MODEL, ClientData, Fit, Method, Net, Tree, cross_entropy, select
 
 
 @dataclass(frozen=True)
@@ -28,9 +22,6 @@ class FedPer(Method):
     def broadcast(self, server: Tree) -> Tree:
         return select(server, "body")
 
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        own = fit(own, cross_entropy(net.logits), only=MODEL)
-        return own, select(own, "body")
-
-    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
-        return {**server, **mean(uploads)}
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        model = fit({**kept, **received}, cross_entropy(net.logits), only=MODEL)  # its own head, the body received
+        return model, select(model, "body")

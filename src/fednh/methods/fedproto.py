@@ -8,7 +8,6 @@ Deviation: the global prototype is the plain mean over the clients that own the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -16,12 +15,18 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fednh.core.fit import Fit
-from fednh.core.losses import class_means, cross_entropy
-from fednh.core.tree import Tree, mean, select
-from fednh.data.batches import ClientData
-from fednh.methods.base import MODEL, Method
-from fednh.models.net import Net
+from fednh.methods.base import (
+    MODEL,
+    ClientData,
+    Fit,
+    Method,
+    Net,
+    Tree,
+    Uploads,
+    class_means,
+    cross_entropy,
+    select,
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class FedProto(Method):
     """Clients share nothing but class means of their representations, and are pulled towards the global ones."""
 
     cite = "Tan et al., FedProto: Federated Prototype Learning across Heterogeneous Clients, AAAI 2022"
+    model = ("body", "head", "prototypes", "known")
     by_class = ("prototypes",)
     marks = ("known",)
 
@@ -48,33 +54,28 @@ class FedProto(Method):
     def broadcast(self, server: Tree) -> Tree:
         return select(server, "prototypes", "known")
 
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        prototypes, known = own["prototypes"], own["known"]  # (C, D), (C,)
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        prototypes, known = received["prototypes"], received["known"]  # (C, D), (C,)
 
         def loss(params: Tree, x: Tensor, y: Tensor) -> Tensor:
             h = net.features(params, x)
             pull = (h - prototypes[y]).square().mean(1) * known[y]
             return cross_entropy(net.classify)(params, h, y) + self.lam * pull
 
-        model = fit(select(own, *MODEL), loss, only=MODEL)
+        model = fit(kept, loss, only=MODEL)
         means = class_means(lambda x: net.features(model, x), data.batches(), data.counts)
         return model, {"prototypes": means, "known": (data.counts > 0).to(means.dtype)}
 
-    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
-        average = mean(uploads)
+    def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
+        average = uploads.mean()
         owners = average["known"][:, None]  # share of the round's clients that own the class
         fresh = average["prototypes"] / owners.clamp(min=1e-12)
-        return {
-            **server,
-            "prototypes": torch.where(owners > 0, fresh, server["prototypes"]),
-            "known": torch.maximum(server["known"], (owners[:, 0] > 0).to(owners.dtype)),
-        }
+        prototypes = torch.where(owners > 0, fresh, server["prototypes"])
+        known = torch.maximum(server["known"], (owners[:, 0] > 0).to(owners.dtype))
+        return {**server, "prototypes": prototypes, "known": known}
 
     def global_model(self, server: Tree) -> None:
         return None
-
-    def personal_model(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> Tree:
-        return own
 
     def logits(self, net: Net, params: Tree, x: Tensor) -> Tensor:
         if self.inference == "logits":

@@ -7,18 +7,12 @@ as in the authors' code and the FedNH paper's appendix.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
 
-from fednh.core.fit import Fit
-from fednh.core.losses import cross_entropy
-from fednh.core.tree import Tree, mean, select
-from fednh.data.batches import ClientData
-from fednh.methods.base import Method
-from fednh.models.net import Net
+from fednh.methods.base import ClientData, Fit, Method, Net, Tree, cross_entropy, select
 
 
 @dataclass(frozen=True)
@@ -35,10 +29,8 @@ class FedRep(Method):
     def broadcast(self, server: Tree) -> Tree:
         return select(server, "body")
 
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        own = fit(own, cross_entropy(net.logits), only=("head",), epochs=self.head_epochs)
-        own = fit(own, cross_entropy(net.logits), only=("body",))
-        return own, select(own, "body")
-
-    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
-        return {**server, **mean(uploads)}
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        model, loss = {**kept, **received}, cross_entropy(net.logits)  # its own head, the body received
+        model = fit(model, loss, only=("head",), epochs=self.head_epochs)
+        model = fit(model, loss, only=("body",))
+        return model, select(model, "body")

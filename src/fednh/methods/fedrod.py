@@ -9,7 +9,6 @@ head first, then the personal part with the body fixed, its loss detached from t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,12 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fednh.core.fit import Fit
-from fednh.core.losses import balanced_softmax
-from fednh.core.tree import Tree, mean, select
-from fednh.data.batches import ClientData
-from fednh.methods.base import MODEL, Method
-from fednh.models.net import Net
+from fednh.methods.base import MODEL, ClientData, Fit, Method, Net, Tree, balanced_softmax, select
 
 LARGEST_DIM = 256  # a hyper-network has C*D^2 weights: fine for the CNN (D = 192), too many for the ResNet (D = 512)
 
@@ -54,8 +48,9 @@ class FedROD(Method):
     def broadcast(self, server: Tree) -> Tree:
         return select(server, *MODEL, "hyper")
 
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        own = fit(own, balanced_softmax(net.logits, data.share), only=MODEL)
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        model = {**kept, **received}  # its own personal head, if it has one
+        model = fit(model, balanced_softmax(net.logits, data.share), only=MODEL)
 
         def personal_loss(params: Tree, x: Tensor, y: Tensor) -> Tensor:
             with torch.no_grad():  # the body and the generic head are fixed here
@@ -63,14 +58,12 @@ class FedROD(Method):
                 generic = net.classify(params, h)
             return F.cross_entropy(generic + h @ personal_head(params, data.share).T, y, reduction="none")
 
-        own = fit(own, personal_loss, only=("personal", "hyper"))
-        return own, select(own, *MODEL, "hyper")
+        model = fit(model, personal_loss, only=("personal", "hyper"))
+        return model, select(model, *MODEL, "hyper")
 
-    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
-        return {**server, **mean(uploads)}
-
-    def personal_model(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> Tree:
-        return {**select(own, *MODEL), "personal.weight": personal_head(own, data.share)}
+    def personal_model(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> Tree:
+        model = {**received, **kept}
+        return {**select(model, *MODEL), "personal.weight": personal_head(model, data.share)}
 
     def logits(self, net: Net, params: Tree, x: Tensor) -> Tensor:
         h = net.features(params, x)

@@ -7,21 +7,23 @@ a common, uniform goal from that of class semantics.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
-from fednh.core.fit import Fit
-from fednh.core.losses import cross_entropy, scaled_cosine
-from fednh.core.tree import Tree, mean, select
-from fednh.data.batches import ClientData
-from fednh.methods.base import Method
-from fednh.methods.prototypes import not_unit, uniform_head
-from fednh.models.net import Net
+from fednh.methods.base import (
+    ClientData,
+    Fit,
+    Method,
+    Net,
+    Tree,
+    cross_entropy,
+    scaled_cosine,
+    select,
+    uniform_head,
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class FedUH(Method):
 
     cite = "Dai et al., Tackling Data Heterogeneity in Federated Learning with Class Prototypes, AAAI 2023"
     patents = ("US 12,670,409 B2",)
+    model = ("body", "head", "scale")
     cosine = True
 
     scale: Annotated[float, Field(gt=0)] = 20.0  # s at the start, Eq. (2)
@@ -41,25 +44,7 @@ class FedUH(Method):
         head = uniform_head(net.num_classes, net.dim, self.head_init, rng)
         return {**body, "head.weight": head, "scale": torch.tensor(self.scale)}
 
-    def broadcast(self, server: Tree) -> Tree:
-        return server
-
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
         moving = ("body", "scale") if self.train_scale else ("body",)
-        own = fit(own, cross_entropy(scaled_cosine(net)), only=moving)
-        return own, select(own, "body", "scale")
-
-    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
-        return {**server, **mean(uploads)}
-
-    def global_model(self, server: Tree) -> Tree:
-        return server
-
-    def personal_model(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> Tree:
-        return own
-
-    def problem(self, server: Tree) -> str | None:
-        return not_unit(server["head.weight"])
-
-    def logits(self, net: Net, params: Tree, x: Tensor) -> Tensor:
-        return scaled_cosine(net)(params, x)
+        model = fit(received, cross_entropy(scaled_cosine(net)), only=moving)
+        return model, select(model, "body", "scale")

@@ -5,15 +5,9 @@ A client trains in exactly the rounds in which FedAvg would have picked it, so b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fednh.core.fit import Fit
-from fednh.core.losses import cross_entropy
-from fednh.core.tree import Tree
-from fednh.data.batches import ClientData
-from fednh.methods.base import MODEL, Method
-from fednh.models.net import Net
+from fednh.methods.base import MODEL, ClientData, Fit, Method, Net, Tree, cross_entropy
 
 
 @dataclass(frozen=True)
@@ -28,13 +22,8 @@ class Local(Method):
     def broadcast(self, server: Tree) -> Tree:
         return {}
 
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        return fit(own, cross_entropy(net.logits), only=MODEL), {}
-
-    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
-        for _ in uploads:  # each says only "I am done"
-            pass
-        return server
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        return fit(kept, cross_entropy(net.logits), only=MODEL), {}
 
     def global_model(self, server: Tree) -> None:
         return None

@@ -69,6 +69,8 @@ def _checked(found: object, where: str) -> type[Method]:
     if inspect.isabstract(found):
         missing = ", ".join(sorted(found.__abstractmethods__))
         raise UserError(f"{where} is not complete: class {found.__name__} lacks {missing}")
+    if problem := _unlike_the_base(found):
+        raise UserError(f"{where}: {problem}")
     fields = dataclasses.fields(found)
     if any(field.name == "name" for field in fields):
         raise UserError(f"{where} has a hyper-parameter called 'name', which means the method itself; rename it")
@@ -76,3 +78,18 @@ def _checked(found: object, where: str) -> type[Method]:
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise UserError(f"{where}: the hyper-parameter {field.name} has no default; give it one")
     return found
+
+
+def _unlike_the_base(found: type[Method]) -> str | None:
+    """A hook that cannot be called as every run calls it, in words: found here, not in the first round."""
+    for name, hook in inspect.getmembers(Method, inspect.isfunction):
+        own = inspect.getattr_static(found, name)
+        if name.startswith("_") or not inspect.isfunction(own):
+            continue
+        given = list(inspect.signature(hook).parameters)
+        try:
+            inspect.signature(own).bind(*given)
+        except TypeError:
+            takes = ", ".join(list(inspect.signature(own).parameters)[1:])
+            return f"{name} takes ({takes}), but a run calls it with ({', '.join(given[1:])}); change its parameters"
+    return None

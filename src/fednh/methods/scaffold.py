@@ -16,7 +16,6 @@ correction. So sites may join at any time; when all clients take part in every r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -24,12 +23,19 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fednh.core.fit import Fit
-from fednh.core.losses import cross_entropy
-from fednh.core.tree import Tree, below, mean_and_count, prefix, select
-from fednh.data.batches import ClientData
-from fednh.methods.base import MODEL, Method
-from fednh.models.net import Net
+from fednh.methods.base import (
+    MODEL,
+    ClientData,
+    Fit,
+    Method,
+    Net,
+    Tree,
+    Uploads,
+    below,
+    cross_entropy,
+    prefix,
+    select,
+)
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,9 @@ class Scaffold(Method):
     def broadcast(self, server: Tree) -> Tree:
         return select(server, *MODEL, "c")
 
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        x, c, c_i, joined = select(own, *MODEL), below(own, "c"), below(own, "c_i"), own["joined"]
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        x, c = select(received, *MODEL), below(received, "c")
+        c_i, joined = below(kept, "c_i"), kept["joined"]
         correction = {name: joined * (c[name] - c_i[name]) for name in x}
         loss = cross_entropy(net.logits)
 
@@ -68,8 +75,8 @@ class Scaffold(Method):
         keep = {**y_i, **prefix("c_i", new), "joined": torch.ones_like(joined)}
         return keep, {**y_i, **prefix("change", change), "newcomers": 1 - joined}
 
-    def aggregate(self, server: Tree, uploads: Iterable[Tree]) -> Tree:
-        average, count = mean_and_count(uploads)
+    def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
+        average, count = uploads.mean_and_count()
         known = server["clients"]
         clients = known + count * average["newcomers"]
         x = {name: value + self.eta_g * (average[name] - value) for name, value in select(server, *MODEL).items()}

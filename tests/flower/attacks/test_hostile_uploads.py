@@ -217,8 +217,8 @@ def test_the_simulator_takes_the_same_rule_and_leaves_honest_numbers_alone(tmp_p
 class Hostile(FedNH):
     """Client 1 uploads 1e30."""
 
-    def client_update(self, net: Net, own: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        keep, upload = super().client_update(net, own, data, fit)
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        keep, upload = super().client_update(net, kept, received, data, fit)
         return keep, times(1e30)(upload) if data._address[2] == 1 else upload
 
 
