@@ -1,6 +1,7 @@
 """Averages that a few broken or hostile clients cannot ruin, for every method that averages.
 
-Each rule takes a round's uploads and gives one tree, as `tree.mean` does. A method says what its uploads mean:
+Each rule takes a round's uploads and gives one tree, as `tree.mean` does; `uploads.mean()` calls it. A method says what
+its uploads mean:
 
 `Method.by_class` (prototypes, class gradients): a row is about one class, and a client that lacks the class is silent
 about it: its row is zero, or its mark for the class is 0. Silence is no vote. The robust value is taken over those who
