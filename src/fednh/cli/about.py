@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
+from fednh.cli.options import DataDir
 from fednh.errors import UserError
 
 data_app = typer.Typer(help="Get data sets.", no_args_is_help=True)
@@ -53,7 +55,7 @@ def partitions() -> None:
 
 
 @app.command()
-def datasets(data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie.")] = None) -> None:
+def datasets(data_dir: DataDir = None) -> None:
     """List the data sets, and whether they are here."""
     from rich.table import Table
 
@@ -71,7 +73,12 @@ def datasets(data_dir: Annotated[Path | None, typer.Option(help="Where data sets
 
 @data_app.command("get")
 def data_get(
-    name: Annotated[str, typer.Argument(help="cifar10, cifar100, tinyimagenet, fashion_mnist or mnist.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="cifar10, cifar100, tinyimagenet, fashion_mnist or mnist.", autocompletion=completion.published
+        ),
+    ],
     data_dir: Annotated[Path | None, typer.Option(help="Where to put it.")] = None,
 ) -> None:
     """Download a data set's canonical archive, checked against its known checksum; resumes what was broken off."""

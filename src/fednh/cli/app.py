@@ -16,7 +16,6 @@ app = typer.Typer(
     name="fednh",
     help="Personalised federated learning on class-imbalanced clients: FedNH and the methods it is measured against.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

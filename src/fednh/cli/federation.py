@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
+from fednh.cli.options import Method, Setting
 from fednh.cli.run import settings_given, stop_on_signal
 from fednh.errors import UserError
 
@@ -26,19 +28,18 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The federation's fo
 @federation_app.command()
 def init(
     folder: Folder,
-    method: Annotated[str | None, typer.Option(help="See `fednh methods`.")] = None,
+    method: Method = None,
     sites: Annotated[int | None, typer.Option(min=1, help="How many sites there are; default: 3.")] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SOURCE",
             help="A source for each site, in turn; or one set by name, divided among them. Repeatable.",
+            autocompletion=completion.data,
         ),
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Communication rounds; default: 10.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. method.rho=0.7.")
-    ] = None,
+    settings: Setting = None,
 ) -> None:
     """Write a ready Flower app into a new folder; without data of its own it is digits, divided among the sites."""
     from fednh.config import parse_value

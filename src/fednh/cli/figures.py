@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fednh.cli import completion
 from fednh.cli.app import app, console_for_people, need_report_extra
 from fednh.errors import UserError, did_you_mean
 
@@ -15,7 +16,14 @@ Folders = Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folde
 
 @app.command()
 def figure(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A figure, 'all', or 'list': which ones are possible.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="A figure, 'all', or 'list': which ones are possible.",
+            autocompletion=completion.figure,
+        ),
+    ],
     folders: Folders,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="A .svg, .pdf or .png file; a folder for 'all'.")

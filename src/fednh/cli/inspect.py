@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
+from fednh.cli.options import DataDir, RequiredData
 from fednh.cli.run import settings_given
 
 if TYPE_CHECKING:
@@ -24,10 +25,14 @@ class Form(StrEnum):
 
 @app.command()
 def inspect(
-    data: Annotated[str, typer.Option(help="A set by name, or folder:, csv:, npz:...; see `fednh datasets`.")],
-    data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie.")] = None,
+    data: RequiredData,
+    data_dir: DataDir = None,
     partition: Annotated[
-        str | None, typer.Option(help="See `fednh partitions`; default: the natural sites, if there are.")
+        str | None,
+        typer.Option(
+            help="See `fednh partitions`; default: the natural sites, if there are.",
+            autocompletion=completion.partition,
+        ),
     ] = None,
     clients: Annotated[int | None, typer.Option(help="How many clients there would be.")] = None,
     beta: Annotated[float | None, typer.Option(help="Of the Dirichlet distribution.")] = None,

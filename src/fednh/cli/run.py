@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
+from fednh.cli.options import ConfigOrPreset, Data, DataDir, Method, Partition, Setting, Track
 from fednh.errors import Interrupted, UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -28,15 +30,11 @@ if TYPE_CHECKING:
 
 @app.command()
 def run(
-    source: Annotated[
-        str | None, typer.Argument(metavar="[CONFIG-OR-PRESET]", help="A TOML file, or a preset; none: digits.")
-    ] = None,
-    method: Annotated[str | None, typer.Option(help="See `fednh methods`.")] = None,
-    data: Annotated[
-        str | None, typer.Option(help="A set by name, or folder:, csv:, npz:...; see `fednh datasets`.")
-    ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie.")] = None,
-    partition: Annotated[str | None, typer.Option(help="How samples are divided; see `fednh partitions`.")] = None,
+    source: ConfigOrPreset = None,
+    method: Method = None,
+    data: Data = None,
+    data_dir: DataDir = None,
+    partition: Partition = None,
     beta: Annotated[float | None, typer.Option(help="Of the Dirichlet distribution; smaller is more uneven.")] = None,
     clients: Annotated[int | None, typer.Option(help="How many clients there are.")] = None,
     participation: Annotated[float | None, typer.Option(help="The share of clients picked in a round.")] = None,
@@ -44,15 +42,14 @@ def run(
     epochs: Annotated[int | None, typer.Option(help="Local epochs a round.")] = None,
     seed: Annotated[int | None, typer.Option(help="Everything random derives from it.")] = None,
     workers: Annotated[int | None, typer.Option(help="Clients trained at once; default: one per core.")] = None,
-    engine: Annotated[str | None, typer.Option(help="loop, vmap (many small clients at once) or auto.")] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="loop, vmap (many small clients at once) or auto.", autocompletion=completion.engine),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
     out: Annotated[Path | None, typer.Option(help="The run folder; default: a new one below runs/.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. method.rho=0.7.")
-    ] = None,
-    track: Annotated[
-        list[str] | None, typer.Option(help="Also write to tensorboard or mlflow (extras). Repeatable.")
-    ] = None,
+    settings: Setting = None,
+    track: Track = None,
     backend: Annotated[
         str, typer.Option(help="simulator (in this process), or flower: Flower's simulation engine on Ray (extra).")
     ] = "simulator",
@@ -87,9 +84,7 @@ def run(
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of an interrupted run.")],
     workers: Annotated[int | None, typer.Option(min=0, help="Clients trained at once; the result is the same.")] = None,
-    track: Annotated[
-        list[str] | None, typer.Option(help="Also write to tensorboard or mlflow (extras). Repeatable.")
-    ] = None,
+    track: Track = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the run folder.")] = False,
 ) -> None:
     """Go on with an interrupted run; the result is what it would have been without the interruption."""

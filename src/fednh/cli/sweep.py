@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
+from fednh.cli.options import ConfigOrPreset, Data, DataDir, Methods, Partition, Track
 from fednh.cli.run import settings_given, stop_on_signal
 from fednh.errors import UserError
 
@@ -20,10 +22,8 @@ if TYPE_CHECKING:
 
 @app.command()
 def sweep(
-    source: Annotated[
-        str | None, typer.Argument(metavar="[CONFIG-OR-PRESET]", help="A TOML file, or a preset; none: digits.")
-    ] = None,
-    method: Annotated[str | None, typer.Option(metavar="A,B|all", help="Methods; see `fednh methods`.")] = None,
+    source: ConfigOrPreset = None,
+    method: Methods = None,
     beta: Annotated[str | None, typer.Option(metavar="X,Y", help="Of the Dirichlet distribution.")] = None,
     seed: Annotated[str | None, typer.Option(metavar="N,M", help="Seeds; tables average over them.")] = None,
     settings: Annotated[
@@ -33,13 +33,12 @@ def sweep(
             metavar="KEY=X,Y",
             help="Any setting, one value or several, e.g. method.rho=0.1,0.9 or model.args.hidden=[16,8],[32]. "
             "A hyper-parameter is given to the methods that have it; none has it: an error. Repeatable.",
+            autocompletion=completion.setting,
         ),
     ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="A set by name, or folder:, csv:, npz:...; see `fednh datasets`.")
-    ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Where data sets lie.")] = None,
-    partition: Annotated[str | None, typer.Option(help="How samples are divided; see `fednh partitions`.")] = None,
+    data: Data = None,
+    data_dir: DataDir = None,
+    partition: Partition = None,
     clients: Annotated[int | None, typer.Option(help="How many clients there are.")] = None,
     participation: Annotated[float | None, typer.Option(help="The share of clients picked in a round.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
@@ -49,9 +48,7 @@ def sweep(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Clients trained at once in each run; default: cores / jobs.")
     ] = None,
-    track: Annotated[
-        list[str] | None, typer.Option(help="Also write to tensorboard or mlflow (extras). Repeatable.")
-    ] = None,
+    track: Track = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the time it takes; no run.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the folder.")] = False,
 ) -> None:

@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fednh.cli import completion
 from fednh.cli.app import app, console_for_people, need_report_extra
 from fednh.errors import UserError
 
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
 
 ModelPath = Annotated[Path, typer.Argument(metavar="MODEL", help="A model file, or a run folder: its global model.")]
 Client = Annotated[int | None, typer.Option(help="Of a run folder: this client's personal model.")]
-Source = Annotated[str, typer.Option(help="A data set by name, or a source of your own, as in `fednh run`.")]
+Source = Annotated[
+    str,
+    typer.Option(
+        help="A data set by name, or a source of your own, as in `fednh run`.", autocompletion=completion.data
+    ),
+]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="How to read the data, e.g. data.label=kind.")
 ]
@@ -102,7 +108,10 @@ def predict(
 def evaluate(
     model: ModelPath,
     data: Annotated[
-        str | None, typer.Option(help="As in `fednh run`; default: the data of the model's own run.")
+        str | None,
+        typer.Option(
+            help="As in `fednh run`; default: the data of the model's own run.", autocompletion=completion.data
+        ),
     ] = None,
     split: Annotated[
         Split | None,
