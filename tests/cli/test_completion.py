@@ -90,7 +90,7 @@ def test_a_registry_that_breaks_offers_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 def test_installed_into_a_real_bash(tmp_path: Path) -> None:
-    """`fednh --install-completion` writes what a new bash reads; there TAB completes a method."""
+    """`fednh --install-completion` writes what a new bash reads; there TAB completes a command."""
     home = tmp_path / "home"
     (tmp_path / "bin").mkdir()
     home.mkdir()
@@ -104,10 +104,10 @@ def test_installed_into_a_real_bash(tmp_path: Path) -> None:
         fednh --install-completion || exit 1
         source ~/.bashrc
         complete -p fednh | grep -o -- '-F [a-z_]*' | { read -r _ function
-          COMP_WORDS=(fednh run --method fedb) COMP_CWORD=3
+          COMP_WORDS=(fednh re) COMP_CWORD=1
           $function fednh && printf '%s\\n' "${COMPREPLY[@]}"; }
     """
     ended = subprocess.run(["bash", "-c", program], env=env, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split()[-2:] == ["fedbabu", "fedbn"]
+    assert ended.stdout.split()[-2:] == ["resume", "report"]
     assert (home / ".bash_completions/fednh.sh").exists()
