@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from fednh.config import Config, load
+from fednh.config.short_options import SHORT_OPTIONS
 from fednh.core.federation import build_federation
 from fednh.core.rounds import Simulation
 from fednh.report.load import load_run as _load_run
@@ -20,17 +21,6 @@ from fednh.storage.run_names import new_folder
 from fednh.trained.model import Model, load_model
 
 __all__ = ["Model", "Result", "load_model", "load_run", "run"]
-
-SHORT = {  # as the options of `fednh run`
-    "method": "method.name",
-    "data": "data.name",
-    "data_dir": "data.dir",
-    "partition": "partition.name",
-    "beta": "partition.beta",
-    "clients": "partition.clients",
-    "participation": "participation.rate",
-    "epochs": "train.epochs",
-}
 
 
 @dataclass(frozen=True)
@@ -101,7 +91,9 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         elif prefix or isinstance(value, Mapping):
             found[prefix + key] = value
         else:
-            found[SHORT.get(key, key.replace("__", "."))] = str(value) if isinstance(value, Path) else value
+            short = SHORT_OPTIONS.get(key)
+            name = short.key if short else key.replace("__", ".")
+            found[name] = str(value) if isinstance(value, Path) else value
     return found
 
 

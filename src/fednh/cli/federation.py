@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
-from fednh.cli.options import Method, Setting
-from fednh.cli.run import settings_given, stop_on_signal
+from fednh.cli.options import Given, Quiet, Setting, Short, set_values, short, with_short_options
+from fednh.cli.run import stop_on_signal
 from fednh.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,9 +26,11 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The federation's fo
 
 
 @federation_app.command()
+@with_short_options
 def init(
+    *,
     folder: Folder,
-    method: Method = None,
+    method: Annotated[Given, Short("method")],
     sites: Annotated[int | None, typer.Option(min=1, help="How many sites there are; default: 3.")] = None,
     data: Annotated[
         list[str] | None,
@@ -38,17 +40,14 @@ def init(
             autocompletion=completion.data,
         ),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Communication rounds; default: 10.")] = None,
+    rounds: Annotated[Given, Short(short("rounds", help="Communication rounds; default: 10."))],
     settings: Setting = None,
 ) -> None:
     """Write a ready Flower app into a new folder; without data of its own it is digits, divided among the sites."""
-    from fednh.config import parse_value
     from fednh.flower.deploy import scaffold
     from fednh.flower.layout import FederationFolder
 
-    given: dict[str, Any] = {"method.name": method, "rounds": rounds}
-    given = {key: value for key, value in given.items() if value is not None}
-    given |= {key: parse_value(value) for key, value in settings_given(settings or []).items()}
+    given = method | rounds | set_values(settings)
     made = scaffold.write(folder, sites, data or [], given)
     if not _lacking():
         from fednh.flower.deploy import certificates as keys
@@ -99,7 +98,7 @@ def up(
     proxy: Annotated[
         bool, typer.Option("--proxy", help="Sites come in through nginx, as on several machines; it must be installed.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the run folder.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Run a federation on this machine: start its server and sites, train, show progress, stop all of it.
 

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
-from fednh.cli.options import DataDir, RequiredData
-from fednh.cli.run import settings_given
+from fednh.cli.options import Given, Short, set_option, set_values, short, with_short_options
 
 if TYPE_CHECKING:
     from fednh.report.sheet import Sheet
@@ -24,42 +22,32 @@ class Form(StrEnum):
 
 
 @app.command()
+@with_short_options
 def inspect(
-    data: RequiredData,
-    data_dir: DataDir = None,
-    partition: Annotated[
-        str | None,
-        typer.Option(
-            help="See `fednh partitions`; default: the natural sites, if there are.",
-            autocompletion=completion.partition,
+    *,
+    given: Annotated[
+        Given,
+        Short(
+            short("data", required=True),
+            "data_dir",
+            short("partition", help="See `fednh partitions`; default: the natural sites, if there are."),
+            short("clients", help="How many clients there would be."),
+            short("beta", help="Of the Dirichlet distribution."),
+            short("seed", help="Of the partition."),
         ),
-    ] = None,
-    clients: Annotated[int | None, typer.Option(help="How many clients there would be.")] = None,
-    beta: Annotated[float | None, typer.Option(help="Of the Dirichlet distribution.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the partition.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. data.label=diagnosis.")
-    ] = None,
+    ],
+    settings: Annotated[list[str] | None, set_option("Any setting, e.g. data.label=diagnosis.")] = None,
     form: Annotated[Form, typer.Option("--format", help="For people, or everything as JSON.")] = Form.TEXT,
 ) -> None:
     """Show what data hold and how they would be divided, and warn of what will hurt. Nothing is written."""
     import json
 
-    from fednh.config import load, parse_value
+    from fednh.config import load
     from fednh.core.federation import divide, load_data
     from fednh.data.inspection import Division
     from fednh.data.inspection import inspect as look
 
-    given: dict[str, Any] = {
-        "data.name": data,
-        "data.dir": None if data_dir is None else str(data_dir),
-        "partition.name": partition,
-        "partition.clients": clients,
-        "partition.beta": beta,
-        "seed": seed,
-    }
-    given = {key: value for key, value in given.items() if value is not None}
-    given |= {key: parse_value(value) for key, value in settings_given(settings or []).items()}
+    given |= set_values(settings)
     config = load(None, given)
     found = load_data(config)
     asked = any(key.startswith("partition.") for key in given)

@@ -1,15 +1,32 @@
-"""Arguments and options that several commands have: written once, with what a shell offers behind them."""
+"""Arguments and options that several commands have, with what a shell offers behind them.
+
+Short options such as `--method` come from the table in `fednh.config.short_options`: a command has a parameter that is
+marked with `Short` and gets the settings that were given, by dotted name.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from fednh.cli import completion
+from fednh.config.short_options import SHORT_OPTIONS, ShortOption
+from fednh.errors import UserError
 
-_SOURCE = "A set by name, or folder:, csv:, npz:...; see `fednh datasets`."
+Given = dict[str, Any]  # settings by dotted name, those that were given
+
+OFFERED = {  # what a shell offers behind a short option
+    "method": completion.method,
+    "data": completion.data,
+    "partition": completion.partition,
+    "engine": completion.engine,
+}
 
 ConfigOrPreset = Annotated[
     str | None,
@@ -19,30 +36,90 @@ ConfigOrPreset = Annotated[
         autocompletion=completion.config,
     ),
 ]
-Method = Annotated[str | None, typer.Option(help="See `fednh methods`.", autocompletion=completion.method)]
-Methods = Annotated[
-    str | None,
-    typer.Option(metavar="A,B|all", help="Methods; see `fednh methods`.", autocompletion=completion.methods),
-]
-Data = Annotated[str | None, typer.Option(help=_SOURCE, autocompletion=completion.data)]
-RequiredData = Annotated[str, typer.Option(help=_SOURCE, autocompletion=completion.data)]
-DataDir = Annotated[Path | None, typer.Option(help="Where data sets lie.")]
-Partition = Annotated[
-    str | None,
-    typer.Option(help="How samples are divided; see `fednh partitions`.", autocompletion=completion.partition),
-]
-Setting = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Any setting, e.g. method.rho=0.7.",
-        autocompletion=completion.setting,
-    ),
-]
+
+
+def set_option(help: str, metavar: str = "KEY=VALUE", offered: completion.Completer | None = None) -> Any:
+    """`--set`, which takes any setting."""
+    return typer.Option("--set", metavar=metavar, help=help, autocompletion=offered)
+
+
+DataDir = Annotated[Path | None, typer.Option(help=SHORT_OPTIONS["data_dir"].help)]
+Setting = Annotated[list[str] | None, set_option("Any setting, e.g. method.rho=0.7.", offered=completion.setting)]
 Track = Annotated[
     list[str] | None,
     typer.Option(
         help="Also write to tensorboard, mlflow or wandb (extras). Repeatable.", autocompletion=completion.tracker
     ),
 ]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but the run folder.")]
+
+
+class Short:
+    """Marks a parameter of a command that stands for short options; the command gets those that were `Given`."""
+
+    def __init__(self, *options: str | ShortOption):
+        self.options = [SHORT_OPTIONS[option] if isinstance(option, str) else option for option in options]
+
+    def take(self, values: dict[str, Any]) -> Given:
+        """The settings among the values of all options; they are removed there."""
+        found = {option.key: values.pop(option.name) for option in self.options}
+        return {key: str(v) if isinstance(v, Path) else v for key, v in found.items() if v is not None}
+
+
+def short(name: str, **other: Any) -> ShortOption:
+    """A short option with another help, required, or with several values."""
+    return replace(SHORT_OPTIONS[name], **other)
+
+
+def with_short_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as the parser sees it: with the options that its `Short` parameters stand for."""
+    hints = get_type_hints(command, include_extras=True)
+    marked: dict[str, Short] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        found = [each for each in getattr(hints[name], "__metadata__", ()) if isinstance(each, Short)]
+        if found:
+            marked[name] = found[0]
+            parameters += [_parameter(option) for option in found[0].options]
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
+
+    @wraps(command)
+    def parsed(**values: Any) -> None:
+        command(**{name: short.take(values) for name, short in marked.items()}, **values)
+
+    parsed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    parsed.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return parsed
+
+
+def _parameter(option: ShortOption) -> inspect.Parameter:
+    offered = completion.methods if option.several and option.name == "method" else OFFERED.get(option.name)
+    kind: Any = str if option.several else option.type
+    return inspect.Parameter(
+        option.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if option.required else None,
+        annotation=Annotated[
+            kind if option.required else kind | None,
+            typer.Option(metavar=option.metavar, help=option.help, autocompletion=offered),
+        ],
+    )
+
+
+def set_texts(words: Sequence[str] | None) -> dict[str, str]:
+    """The --set options: key -> the text of its value."""
+    settings = {}
+    for word in words or ():
+        key, equals, value = word.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"--set {word!r} should be KEY=VALUE, for example --set method.rho=0.7")
+        settings[key.strip()] = value.strip()
+    return settings
+
+
+def set_values(words: Sequence[str] | None) -> Given:
+    """The --set options: key -> its value."""
+    from fednh.config import parse_value
+
+    return {key: parse_value(text) for key, text in set_texts(words).items()}

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
-from fednh.cli.options import ConfigOrPreset, Data, DataDir, Method, Partition, Setting, Track
+from fednh.cli.options import ConfigOrPreset, Given, Quiet, Setting, Short, Track, set_values, with_short_options
+from fednh.config.short_options import SHORT_OPTIONS
 from fednh.errors import Interrupted, UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -29,54 +29,24 @@ if TYPE_CHECKING:
 
 
 @app.command()
+@with_short_options
 def run(
+    *,
     source: ConfigOrPreset = None,
-    method: Method = None,
-    data: Data = None,
-    data_dir: DataDir = None,
-    partition: Partition = None,
-    beta: Annotated[float | None, typer.Option(help="Of the Dirichlet distribution; smaller is more uneven.")] = None,
-    clients: Annotated[int | None, typer.Option(help="How many clients there are.")] = None,
-    participation: Annotated[float | None, typer.Option(help="The share of clients picked in a round.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Local epochs a round.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Everything random derives from it.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Clients trained at once; default: one per core.")] = None,
-    engine: Annotated[
-        str | None,
-        typer.Option(help="loop, vmap (many small clients at once) or auto.", autocompletion=completion.engine),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+    given: Annotated[Given, Short(*SHORT_OPTIONS)],
     out: Annotated[Path | None, typer.Option(help="The run folder; default: a new one below runs/.")] = None,
     settings: Setting = None,
     track: Track = None,
     backend: Annotated[
         str, typer.Option(help="simulator (in this process), or flower: Flower's simulation engine on Ray (extra).")
     ] = "simulator",
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the run folder.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Run one method on one federation, and write a run folder."""
-    from fednh.config import load, parse_value
+    from fednh.config import load
     from fednh.storage.run_names import new_folder
 
-    overrides: dict[str, Any] = {
-        "method.name": method,
-        "data.name": data,
-        "data.dir": None if data_dir is None else str(data_dir),
-        "partition.name": partition,
-        "partition.beta": beta,
-        "partition.clients": clients,
-        "participation.rate": participation,
-        "rounds": rounds,
-        "train.epochs": epochs,
-        "seed": seed,
-        "workers": workers,
-        "engine": engine,
-        "device": device,
-    }
-    given = {key: value for key, value in overrides.items() if value is not None}
-    given |= {key: parse_value(value) for key, value in settings_given(settings or []).items()}
-    config = load(source, given)
+    config = load(source, given | set_values(settings))
     _execute(config, out or new_folder(config), track or [], quiet, backend)
 
 
@@ -85,7 +55,7 @@ def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of an interrupted run.")],
     workers: Annotated[int | None, typer.Option(min=0, help="Clients trained at once; the result is the same.")] = None,
     track: Track = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the run folder.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Go on with an interrupted run; the result is what it would have been without the interruption."""
     from fednh.storage.run_folder import read_backend, read_config
@@ -201,14 +171,3 @@ def stop_on_signal(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def settings_given(words: list[str]) -> dict[str, str]:
-    """The --set options: key -> the text of its value."""
-    settings = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not key.strip():
-            raise UserError(f"--set {word!r} should be KEY=VALUE, for example --set method.rho=0.7")
-        settings[key.strip()] = value.strip()
-    return settings

@@ -11,8 +11,9 @@ import typer
 
 from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
-from fednh.cli.options import ConfigOrPreset, Data, DataDir, Methods, Partition, Track
-from fednh.cli.run import settings_given, stop_on_signal
+from fednh.cli.options import ConfigOrPreset, Given, Short, Track, set_option, set_texts, short, with_short_options
+from fednh.cli.run import stop_on_signal
+from fednh.config.short_options import SHORT_OPTIONS
 from fednh.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,28 +22,28 @@ if TYPE_CHECKING:
 
 
 @app.command()
+@with_short_options
 def sweep(
+    *,
     source: ConfigOrPreset = None,
-    method: Methods = None,
-    beta: Annotated[str | None, typer.Option(metavar="X,Y", help="Of the Dirichlet distribution.")] = None,
-    seed: Annotated[str | None, typer.Option(metavar="N,M", help="Seeds; tables average over them.")] = None,
+    varied: Annotated[
+        Given,
+        Short(
+            short("method", several=True, metavar="A,B|all", help="Methods; see `fednh methods`."),
+            short("beta", several=True, metavar="X,Y", help="Of the Dirichlet distribution."),
+            short("seed", several=True, metavar="N,M", help="Seeds; tables average over them."),
+        ),
+    ],
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=X,Y",
-            help="Any setting, one value or several, e.g. method.rho=0.1,0.9 or model.args.hidden=[16,8],[32]. "
+        set_option(
+            "Any setting, one value or several, e.g. method.rho=0.1,0.9 or model.args.hidden=[16,8],[32]. "
             "A hyper-parameter is given to the methods that have it; none has it: an error. Repeatable.",
-            autocompletion=completion.setting,
+            metavar="KEY=X,Y",
+            offered=completion.setting,
         ),
     ] = None,
-    data: Data = None,
-    data_dir: DataDir = None,
-    partition: Partition = None,
-    clients: Annotated[int | None, typer.Option(help="How many clients there are.")] = None,
-    participation: Annotated[float | None, typer.Option(help="The share of clients picked in a round.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Communication rounds.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Local epochs a round.")] = None,
+    others: Annotated[Given, Short("data", "data_dir", "partition", "clients", "participation", "rounds", "epochs")],
     out: Annotated[Path, typer.Option(help="The folder that the run folders go to.")] = Path("sweep"),
     jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time.")] = 1,
     workers: Annotated[
@@ -62,25 +63,18 @@ def sweep(
     from fednh.methods.registry import listed
     from fednh.report.render import to_rich
 
-    lists = {
-        "method.name": ",".join(n for n, cls in listed() if isinstance(cls, type)) if method == "all" else method,
-        "partition.beta": beta,
-        "seed": seed,
-        "partition.name": partition,
-        "partition.clients": clients,
-        "participation.rate": participation,
-        "rounds": rounds,
-        "train.epochs": epochs,
+    given = varied | others
+    if given.get("method.name") == "all":
+        given["method.name"] = ",".join(n for n, cls in listed() if isinstance(cls, type))
+    axes: dict[str, Sequence[Any]] = {
+        key: [value] if key in ("data.name", "data.dir") else values(str(value))  # a path may have commas
+        for key, value in given.items()
     }
-    axes: dict[str, Sequence[Any]] = {key: values(str(text)) for key, text in lists.items() if text is not None}
-    if data is not None:
-        axes["data.name"] = [data]
-    if data_dir is not None:
-        axes["data.dir"] = [str(data_dir)]
-    named = settings_given(settings or [])
+    named = set_texts(settings)
     for key, text in named.items():
         if key in axes:
-            raise UserError(f"{key} is given twice: as an option and with --set")
+            flag = next(option.flag for option in SHORT_OPTIONS.values() if option.key == key)
+            raise UserError(f"{key} is given twice: with {flag} and with --set")
         if key == "workers":
             raise UserError("workers is not a setting of a sweep; use --workers")
         axes[key] = values(text)

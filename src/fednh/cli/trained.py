@@ -13,6 +13,7 @@ import typer
 
 from fednh.cli import completion
 from fednh.cli.app import app, console_for_people, need_report_extra
+from fednh.cli.options import set_option, set_values
 from fednh.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,9 +27,7 @@ Source = Annotated[
         help="A data set by name, or a source of your own, as in `fednh run`.", autocompletion=completion.data
     ),
 ]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="How to read the data, e.g. data.label=kind.")
-]
+Settings = Annotated[list[str] | None, set_option("How to read the data, e.g. data.label=kind.")]
 
 
 class Format(StrEnum):
@@ -79,7 +78,7 @@ def predict(
     from fednh.trained import output
     from fednh.trained.model import load_model
 
-    encoding = _encoding(_settings(settings))
+    encoding = _encoding(set_values(settings))
     used = load_model(model, client)
     threshold = None if reject is None else used.threshold(reject)
     top = min(top, len(used.classes))
@@ -136,7 +135,7 @@ def evaluate(
     if out is not None:
         need_report_extra()
     used = load_model(model, client)
-    chosen = choose(used.card, model, data, None if split is None else split.value, _settings(settings))
+    chosen = choose(used.card, model, data, None if split is None else split.value, set_values(settings))
     if chosen.warning:
         typer.echo(f"fednh: warning: {chosen.warning}", err=True)
     result = assess(used, chosen.x, chosen.y, slow_evaluation())
@@ -186,7 +185,7 @@ def personalize(
     folder = out or run.with_name(f"{run.resolve().name}-personal")
     if (folder / MODEL).exists() or (folder.exists() and not folder.is_dir()):
         raise UserError(f"{folder} holds something already; choose another folder with -o")
-    made = train(run, data, epochs, holdout, _settings(settings), site)
+    made = train(run, data, epochs, holdout, set_values(settings), site)
     if known := made.comparison["held_out_trained_on"]:
         words = f"the run was trained on {known:,} of the {made.comparison['held_out']:,} samples to compare on"
         typer.echo(f"fednh: warning: {words}, so the global and the personalised model look too good", err=True)
@@ -211,13 +210,6 @@ def export(
 
     facts = write(load_model(model, client), form.value, out)
     typer.echo(f"{facts['file']}: agrees within {facts['difference']:.1e} on {facts['samples']} {facts['checked_on']}")
-
-
-def _settings(words: list[str] | None) -> dict[str, Any]:
-    from fednh.cli.run import settings_given
-    from fednh.config import parse_value
-
-    return {key: parse_value(value) for key, value in settings_given(words or []).items()}
 
 
 def _encoding(settings: dict[str, Any]) -> str | None:
