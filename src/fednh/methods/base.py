@@ -78,11 +78,11 @@ class Method(ABC):
     model: ClassVar[tuple[str, ...]] = MODEL  # the names that `logits` needs to predict
     cosine: ClassVar[bool] = False  # logits are params["scale"] times cosines to unit prototypes, the rows of the head
     by_class: ClassVar[tuple[str, ...]] = ()  # uploads by class: row c is about class c, zero where a client lacks it
-    marks: ClassVar[tuple[str, ...]] = ()  # uploads of 0 and 1, which are counted; one a class says which are owned
+    marks: ClassVar[tuple[str, ...]] = ()  # uploads of 0 and 1, which are counted; with one a class: the classes owned
 
     @property
     def counted(self) -> tuple[str, ...]:
-        """Of `by_class` those whose rows are as long as the number of samples behind them."""
+        """The names in `by_class` in which the length of a row is the number of samples behind it."""
         return ()
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:
@@ -109,7 +109,7 @@ class Method(ABC):
         return {**server, **uploads.mean()}
 
     def upload_problem(self, upload: Tree) -> str | None:
-        """What cannot be true of an upload, in words, by what the paper says; asked where uploads are bounded."""
+        """Why an upload contradicts the paper, in words, or None. Asked where uploads are bounded (`bound`)."""
         return None
 
     def global_model(self, server: Tree) -> Tree | None:
@@ -125,7 +125,7 @@ class Method(ABC):
         return select({**received, **kept}, *self.model)
 
     def problem(self, server: Tree) -> str | None:
-        """What is wrong with the server's state, in words, if anything: what the paper says must always hold."""
+        """Why the server's state contradicts the paper, in words, or None. Asked after every round."""
         return not_unit(server["head.weight"]) if self.cosine else None
 
     def logits(self, net: Net, params: Tree, x: Tensor) -> Tensor:  # (B, ...) -> (B, C)

@@ -1,7 +1,8 @@
 """Ditto: Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021.
 
-Algorithm 1 with FedAvg as its global solver. The personal model v is pulled towards the model w *received* in the
-round, as the paper has it (the FedNH authors' code pulls towards the locally trained one).
+Algorithm 1 with FedAvg as its global solver. Beside the shared model w every client keeps a personal model v and trains
+it on F_k(v) + lambda/2 ||v - w||^2, Eq. (2), where w is the model *received* in the round, as the paper has it (the
+FedNH authors' code pulls towards the locally trained one).
 """
 
 from __future__ import annotations

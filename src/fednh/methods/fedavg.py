@@ -1,6 +1,8 @@
 """FedAvg: McMahan, Moore, Ramage, Hampson, Aguera y Arcas,
 "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, Algorithm 1.
 
+Clients train the model that they receive (ClientUpdate), the server averages what they send back: both are what
+`Method` does by default, so `client_update` is all there is.
 Deviation, as in the FedNH paper: the average is uniform over the round's clients, not weighted by their size.
 """
 

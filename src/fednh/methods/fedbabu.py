@@ -29,8 +29,8 @@ class FedBABU(Method):
         return select(server, "body")
 
     def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        model = fit({**kept, **received}, cross_entropy(net.logits), only=("body",))
-        return kept, select(model, "body")  # kept is the frozen head
+        model = fit({**kept, **received}, cross_entropy(net.logits), only=("body",))  # the head is the one kept
+        return kept, select(model, "body")
 
     def personal_model(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> Tree:
         return fit({**kept, **received}, cross_entropy(net.logits), only=MODEL, epochs=self.finetune_epochs)

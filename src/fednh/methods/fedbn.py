@@ -1,11 +1,10 @@
 """FedBN: Li, Jiang, Zhang, Kamp, Dou, "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization",
 ICLR 2021, Algorithm 1.
 
-Everything is averaged but the parameters of normalisation layers, which every client keeps to itself. It works for
+Everything is averaged except the parameters of normalisation layers, which every client keeps to itself. This works for
 group and layer normalisation too. A model with batch normalisation needs model.norm = "local", which keeps parameters
-and running statistics at the client for every method; FedAvg is then FedBN. A model without normalisation makes it
-FedAvg. The global model has the averaged body and the initial normalisation, in the way in which this library treats
-what a method does not share.
+and running statistics at the client for every method; FedAvg is then FedBN. Without normalisation layers it is FedAvg.
+The global model has the averaged weights and the initial normalisation: what is not shared stays as initialised.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class FedBN(Method):
         return select(server, *MODEL)
 
     def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        model = fit(whole({**kept, **received}), cross_entropy(net.logits), only=MODEL)
+        model = fit(whole({**kept, **received}), cross_entropy(net.logits), only=MODEL)  # the normalisation kept
         norm = {name: model.pop(name) for name in net.norms}
         return {**model, **prefix("norm", norm)}, model
 

@@ -6,9 +6,9 @@ projection g brings the representation into its space, mu = unit(g(f(x))), and c
 loss, -log of n_y^gamma exp(beta v_y.mu) / sum_c n_c^gamma exp(beta v_c.mu), where n_c counts the client's samples of
 class c and beta is learned. The personal model is the global one, trained as in a round and then, with plain
 cross-entropy, classifier and projection in turn.
-Deviations: the space has as many dimensions as the representation, or one a class if those are more (authors' code: a
-choice for each network); all steps use the run's optimiser; three turns of personalisation, where the authors' code
-has twenty.
+Deviations: the space has as many dimensions as the representation, or as there are classes if they are more (authors'
+code: a choice for each network); all steps use the run's optimiser; three turns of personalisation, where the authors'
+code has twenty.
 """
 
 from __future__ import annotations
@@ -53,10 +53,9 @@ class FedETF(Method):
     turn_epochs: Annotated[int, Field(ge=0)] = 3  # for each of the two
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:
-        body = select(net.init(rng), "body")
         space = max(net.dim, net.num_classes)
         return {
-            **body,
+            **select(net.init(rng), "body"),
             "projection.weight": (torch.rand(space, net.dim, generator=rng) * 2 - 1) / net.dim**0.5,
             "projection.bias": (torch.rand(space, generator=rng) * 2 - 1) / net.dim**0.5,
             "head.weight": uniform_head(net.num_classes, space, "separated", rng),  # V, (C, space)
@@ -64,13 +63,14 @@ class FedETF(Method):
         }
 
     def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        return {}, select(fit(received, self.balanced(net, data), only=TRAINED), *TRAINED)
+        model = fit(received, self.balanced(net, data), only=TRAINED)
+        return {}, select(model, *TRAINED)
 
     def personal_model(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> Tree:
         model = fit(received, self.balanced(net, data), only=TRAINED)
         for _ in range(self.turns):
-            model = fit(model, cross_entropy(on_simplex(net)), only=("head",), epochs=self.turn_epochs)
-            model = fit(model, cross_entropy(on_simplex(net)), only=("projection",), epochs=self.turn_epochs)
+            for part in ("head", "projection"):
+                model = fit(model, cross_entropy(on_simplex(net)), only=(part,), epochs=self.turn_epochs)
         return model
 
     def problem(self, server: Tree) -> str | None:

@@ -6,7 +6,8 @@ Eq. (2)  clients train the body against that fixed head, on s * W f(x), ||f(x)||
 Eq. (3)  and report the mean unit representation of every class they own               -> client_update
 Eq. (4)  the server moves every prototype a little towards those means, renormalised   -> aggregate
 
-s is trained and averaged with the body (appendix); it starts at 20, where the text fixes it at 30.
+W is head.weight, s is scale, both models predict with s * W f(x) (`cosine`). s is trained and averaged with the body
+(appendix); it starts at 20, where the text fixes it at 30.
 """
 
 from __future__ import annotations

@@ -23,5 +23,5 @@ class FedPer(Method):
         return select(server, "body")
 
     def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        model = fit({**kept, **received}, cross_entropy(net.logits), only=MODEL)  # its own head, the body received
+        model = fit({**kept, **received}, cross_entropy(net.logits), only=MODEL)  # the head kept, the body received
         return model, select(model, "body")

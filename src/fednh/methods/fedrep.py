@@ -30,7 +30,7 @@ class FedRep(Method):
         return select(server, "body")
 
     def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        model, loss = {**kept, **received}, cross_entropy(net.logits)  # its own head, the body received
+        model, loss = {**kept, **received}, cross_entropy(net.logits)  # the head kept, the body received
         model = fit(model, loss, only=("head",), epochs=self.head_epochs)
         model = fit(model, loss, only=("body",))
         return model, select(model, "body")

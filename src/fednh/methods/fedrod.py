@@ -1,10 +1,11 @@
 """FedROD: Chen, Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification", ICLR 2022.
 
-Two heads on one body: the generic one learns with the balanced softmax, so that imbalance does not bend it; the
-personal one adds to its logits what the client's own class distribution calls for. With `hypernetwork` the personal
-head is produced from that distribution by a small shared network (C -> D -> C*D, ReLU between), which is what travels;
-without, it is a linear layer of the client's own. Order of training as in the FedNH paper's appendix: body and generic
-head first, then the personal part with the body fixed, its loss detached from the generic logits.
+Two heads on one body: the generic one learns with the balanced softmax, so that class imbalance does not bias it; the
+logits of the personal one are added to fit the client's own class distribution. With `hypernetwork` the personal head
+is produced from that distribution by a small shared network (C -> D -> C*D, ReLU between), which is what travels;
+without it, the personal head is a linear layer that the client keeps. Order of training as in the FedNH paper's
+appendix: body and generic head first, then the personal part with the body fixed, its loss detached from the generic
+logits.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class FedROD(Method):
         return select(server, *MODEL, "hyper")
 
     def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        model = {**kept, **received}  # its own personal head, if it has one
+        model = {**kept, **received}  # the personal head kept, if it is a layer; all else as received
         model = fit(model, balanced_softmax(net.logits, data.share), only=MODEL)
 
         def personal_loss(params: Tree, x: Tensor, y: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ class FedROD(Method):
         return model, select(model, *MODEL, "hyper")
 
     def personal_model(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> Tree:
-        model = {**received, **kept}
+        model = {**received, **kept}  # the client's latest local one
         return {**select(model, *MODEL), "personal.weight": personal_head(model, data.share)}
 
     def logits(self, net: Net, params: Tree, x: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class Scaffold(Method):
 
     def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
         x, c = select(received, *MODEL), below(received, "c")
-        c_i, joined = below(kept, "c_i"), kept["joined"]
+        c_i, joined = below(kept, "c_i"), kept["joined"]  # joined: 0 in the client's first round, then 1
         correction = {name: joined * (c[name] - c_i[name]) for name in x}
         loss = cross_entropy(net.logits)
 
