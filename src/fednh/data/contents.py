@@ -9,34 +9,12 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from fednh.data.dataset import Dataset
-
 CHUNK = 16 << 20  # bytes that one thread hashes at a time
-
-
-def fingerprint(data: Dataset) -> dict[str, Any]:
-    """Contents, labels, names and order of all samples."""
-    found: dict[str, Any] = {
-        "classes": list(data.classes),
-        "train": len(data.y_train),
-        "test": len(data.y_test),
-        "test_samples": digest(data.x_test, data.y_test, *_there(data.site_test)),
-        "scale": [data.scale, *data.mean, *data.std],
-    }
-    if data.site_train is None:
-        return {**found, "inputs": digest(data.x_train), "labels": digest(data.y_train)}
-    rows = {name: data.site_train == number for number, name in enumerate(data.sites)}
-    sites = {
-        name: {"samples": int(mine.sum()), "sha256": digest(data.x_train[mine], data.y_train[mine])}
-        for name, mine in rows.items()
-    }
-    return {**found, "sites": sites, "order": digest(data.site_train)}
 
 
 def digest(*arrays: NDArray[Any]) -> str:
@@ -93,10 +71,6 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
     for key, words in parts.items():
         if before.get(key) != now.get(key):
             yield words
-
-
-def _there(array: NDArray[Any] | None) -> list[NDArray[Any]]:
-    return [] if array is None else [array]
 
 
 def _sites(names: list[str], what: str) -> str:

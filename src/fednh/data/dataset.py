@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fednh.data import contents
+from fednh.data.contents import digest
 from fednh.errors import UserError
 
 Inputs = NDArray[np.uint8] | NDArray[np.float32]
@@ -71,8 +71,23 @@ class Dataset:
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """What the samples are, to be compared with what they are another time."""
-        return contents.fingerprint(self)
+        """Contents, labels, names and order of all samples, to be compared with what they are another time."""
+        sites = [] if self.site_test is None else [self.site_test]
+        found: dict[str, Any] = {
+            "classes": list(self.classes),
+            "train": len(self.y_train),
+            "test": len(self.y_test),
+            "test_samples": digest(self.x_test, self.y_test, *sites),
+            "scale": [self.scale, *self.mean, *self.std],
+        }
+        if self.site_train is None:
+            return {**found, "inputs": digest(self.x_train), "labels": digest(self.y_train)}
+        rows = {name: self.site_train == number for number, name in enumerate(self.sites)}
+        by_site = {
+            name: {"samples": int(mine.sum()), "sha256": digest(self.x_train[mine], self.y_train[mine])}
+            for name, mine in rows.items()
+        }
+        return {**found, "sites": by_site, "order": digest(self.site_train)}
 
     def __post_init__(self) -> None:
         if not self.preprocessing:
