@@ -38,6 +38,7 @@ test: lint types unit
 lint: setup
 	@$(BIN)/python -m ruff check .
 	@$(BIN)/python -m ruff format --check .
+	@$(BIN)/python $(BIN)/lint-imports --no-logo --no-cache
 
 types: setup
 	@$(BIN)/python -m mypy

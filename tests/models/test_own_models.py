@@ -19,13 +19,13 @@ from fednh.config import load
 from fednh.core import client
 from fednh.core.federation import build_federation
 from fednh.core.fit import Sgd
+from fednh.core.local_norm import NORM
 from fednh.core.rounds import Simulation
 from fednh.core.tree import Uploads, below
 from fednh.data.batches import ClientData, Samples
 from fednh.errors import Notice, UserError
 from fednh.methods import METHODS
 from fednh.models import Net, build_net
-from fednh.models.local_norm import NORM
 from fednh.storage.run_folder import RunFolder
 from forked import fednh
 from synthetic import _Quiet

@@ -14,12 +14,12 @@ import torch
 
 from fednh.core.diagnostics import GradientNorm
 from fednh.core.fit import LocalFit, Sgd
+from fednh.core.local_norm import LocalNorm, without_norm
 from fednh.core.losses import Loss
 from fednh.core.meter import unhurried
 from fednh.core.tree import Tree, finite
 from fednh.data.batches import ClientData, blank_samples
 from fednh.methods.base import Method
-from fednh.models.local_norm import LocalNorm, without_norm
 from fednh.models.net import Net
 
 

@@ -25,8 +25,8 @@ class Net:
     each thread that calls a Net gets its own copy of the skeleton.
 
     With `norm="local"` the normalisation layers' parameters and statistics are in no Tree that a method sees: they are
-    `norm` at first, and a client at work lends its own to its thread; see `local_norm.py`. `head` is the name that the
-    head has in a module that was split; `weights` a safetensors file to start from.
+    `norm` at first, and a client at work lends its own to its thread; see `core/local_norm.py`. `head` is the name
+    that the head has in a module that was split; `weights` a safetensors file to start from.
 
     With precision "bf16" the body's convolutions and matrix products run in bfloat16, forward and backward. Features
     come out as float32, and so does everything that is made of them.
