@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fednh.words import duration
+
 
 class Silent:
     """Tells only what must be told: refused uploads, damaged checkpoints, empty rounds."""
@@ -140,10 +142,3 @@ def watcher(console: Console, rounds: int, name: str, quiet: bool) -> Silent:
     if quiet:
         return Silent(console)
     return RunBar(console, rounds, name) if console.is_terminal else RunLines(console, rounds, name)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people say them."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"

@@ -1,4 +1,4 @@
-"""Names and sentences that come from elsewhere: checked, or made harmless, before they reach a log or a terminal."""
+"""Words for people: times and sizes; and what comes from elsewhere, made harmless before a log or a terminal has it."""
 
 from __future__ import annotations
 
@@ -27,3 +27,18 @@ def one_line(text: str, longest: int = 2000) -> str:
     words = " ".join(text.split())
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
     return shown if len(shown) <= longest else f"{shown[:longest]}..."
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: 2m05s, 1h02m."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
+
+
+def size(count: float) -> str:
+    """A number of bytes as people say it: 999 B, 1.0 kB."""
+    amount, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while round(amount, 1) >= 1000 and len(units) > 1:
+        amount, units = amount / 1000, units[1:]
+    return f"{amount:.0f} B" if units[0] == "B" else f"{amount:.1f} {units[0]}"

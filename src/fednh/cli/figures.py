@@ -88,9 +88,10 @@ def report(
     need_report_extra()
     from fednh.report.html import write_report
     from fednh.report.load import load_runs
+    from fednh.words import size
 
-    size = write_report(load_runs(folders), out, title, paper, groups)
-    typer.echo(f"{out} ({size / 1e6:.1f} MB)")
+    written = write_report(load_runs(folders), out, title, paper, groups)
+    typer.echo(f"{out} ({size(written)})")
 
 
 def _two_numbers(text: str, option: str) -> tuple[int, int]:

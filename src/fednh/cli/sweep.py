@@ -104,7 +104,7 @@ def _plan_sheet(plan: Sequence[Planned], jobs: int, workers: int) -> Sheet:
     from fednh.experiments.time_estimate import estimate
     from fednh.report.cells import word
     from fednh.report.sheet import Cell, Sheet
-    from fednh.screen import duration
+    from fednh.words import duration
 
     seconds = estimate(plan, workers)
     rows = []

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from fednh.experiments.sweep import Planned
-from fednh.screen import duration
+from fednh.words import duration
 
 
 class SilentSweep:

@@ -227,16 +227,10 @@ def _written(path: Path | None) -> Iterator[IO[str]]:
     if path is None:
         yield sys.stdout
         return
-    from fednh.storage.files import keep, make_folder
+    from fednh.storage.files import draft
 
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        make_folder(path.parent)
-        with temporary.open("w", encoding="utf-8", newline="") as file:
-            yield file
-        keep(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with draft(path) as place, place.open("w", encoding="utf-8", newline="") as file:
+        yield file
 
 
 def _print_assessment(result: Assessment) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fednh import words
 from fednh.report.sheet import Cell
 from fednh.report.stats import Spread
 
@@ -36,12 +37,7 @@ def measured(value: Spread | None, form: str = "{:.2f}", say_n: bool = False) ->
 
 def size(value: float | None) -> Cell:
     """A number of bytes in words."""
-    if value is None:
-        return Cell(DASH)
-    amount, units = float(value), ["B", "kB", "MB", "GB", "TB"]
-    while round(amount, 1) >= 1000 and len(units) > 1:
-        amount, units = amount / 1000, units[1:]
-    return Cell(f"{amount:.0f} B" if units[0] == "B" else f"{amount:.1f} {units[0]}", float(value))
+    return Cell(DASH) if value is None else Cell(words.size(value), float(value))
 
 
 def probability(p: float | None) -> Cell:

@@ -31,6 +31,7 @@ from fednh.report.load import Run
 from fednh.report.pairs import HELD_OUT, METRICS
 from fednh.report.sheet import Cell, Sheet
 from fednh.storage.files import write_bytes
+from fednh.words import duration, size
 
 EXPLORED = {
     "pm_l": "PM(L): its own mix of classes",
@@ -149,8 +150,8 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
         ("seeds", str(len(seeds(runs)))),
         ("clients", _range(clients)),
         ("rounds", _range(rounds)),
-        ("time in all", _duration(sum(run.summary["seconds"] for run in runs))),
-        ("sent in all", _bytes(moved)),
+        ("time in all", duration(sum(run.summary["seconds"] for run in runs))),
+        ("sent in all", size(moved)),
     ]
 
 
@@ -271,17 +272,3 @@ def _and(words: Sequence[str]) -> str:
 
 def _range(values: Sequence[int]) -> str:
     return f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,}–{values[-1]:,}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else (f"{minutes} min {rest:02d} s" if minutes else f"{rest} s")
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from uuid import uuid4
+from typing import Any
 
+import numpy as np
 import platformdirs
+from numpy.typing import NDArray
 
-from fednh.storage.files import expanded
+from fednh.storage.files import draft, expanded
 
 
 def data_folder(chosen: str | Path | None = None) -> Path:
@@ -35,14 +36,19 @@ def keep(file: Path, write: Callable[[Path], object]) -> bool:
 
     False, and no trace, where that is not possible: a cache that cannot be written must not stop a run.
     """
-    draft = file.with_name(f".{uuid4().hex}{file.suffix}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write(draft)
-        draft.replace(file)
+        with draft(file) as place:
+            write(place)
     except OSError:
         return False
-    finally:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
     return True
+
+
+def keep_arrays(file: Path, **arrays: NDArray[Any]) -> bool:
+    """Keep arrays as an .npz file."""
+
+    def write(draft: Path) -> None:
+        with draft.open("wb") as opened:
+            np.savez(opened, **arrays)  # type: ignore[arg-type]
+
+    return keep(file, write)

@@ -16,8 +16,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,22 +27,29 @@ from fednh.core.tree import Tree, arranged
 from fednh.errors import UserError
 
 
-def write_bytes(path: Path, content: bytes, sync: bool = True) -> str:
-    """Put `content` at `path` in one step and return its SHA-256. A crash leaves the old file or the new one."""
+@contextmanager
+def draft(path: Path, sync: bool = True) -> Iterator[Path]:
+    """A place to write a file that gets the name `path` in one step, when all went well: nobody sees half of it.
+
+    A crash leaves the old file or the new one, and with `sync` that holds for a power cut, too.
+    """
     make_folder(path.parent, sync)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.replace(path)
+        yield temporary
+        if sync:
+            keep(temporary, path)
+        else:
+            temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if sync:
-        sync_path(path.parent)
+
+
+def write_bytes(path: Path, content: bytes, sync: bool = True) -> str:
+    """Put `content` at `path` in one step and return its SHA-256."""
+    with draft(path, sync) as temporary:
+        temporary.write_bytes(content)
     return hashlib.sha256(content).hexdigest()
 
 

@@ -24,7 +24,6 @@ from PIL import Image
 from fednh.data.dataset import Arrays
 from fednh.errors import UserError
 from fednh.storage import cache
-from fednh.storage.files import sync_path
 
 FOLDER = "tiny-imagenet-200"
 SIDE = 64
@@ -104,19 +103,9 @@ def read(path: Path) -> Arrays:
 
 def save(arrays: Arrays, path: Path) -> bool:
     """Writes the decoded arrays as an .npz file; False, and no trace, where that is not possible."""
-
-    def write(draft: Path) -> None:
-        np.savez(
-            draft,
-            x_train=arrays.x_train,
-            y_train=arrays.y_train.astype(np.int16),
-            x_test=arrays.x_test,
-            y_test=arrays.y_test.astype(np.int16),
-            classes=np.array(arrays.classes),
-        )
-        sync_path(draft)
-
-    return cache.keep(path, write)
+    labels = {"y_train": arrays.y_train.astype(np.int16), "y_test": arrays.y_test.astype(np.int16)}
+    samples = {"x_train": arrays.x_train, "x_test": arrays.x_test}
+    return cache.keep_arrays(path, **samples, **labels, classes=np.array(arrays.classes))
 
 
 @contextmanager

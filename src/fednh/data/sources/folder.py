@@ -148,7 +148,7 @@ def _images(
     with suppress(OSError):
         for old in place.glob(f"{whose}-*.npz"):
             old.unlink(missing_ok=True)
-    cache.keep(file, lambda draft: np.savez(draft, x=x, notes=np.array(notes, dtype=str)))
+    cache.keep_arrays(file, x=x, notes=np.array(notes, dtype=str))
     return x, notes
 
 

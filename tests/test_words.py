@@ -1,0 +1,39 @@
+"""How times and sizes are told, and that nobody has words or atomic writers of their own."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import fednh
+from fednh.words import duration, size
+
+SOURCE = Path(fednh.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0m00s"), (59.6, "1m00s"), (125, "2m05s"), (3599, "59m59s"), (3720, "1h02m")]
+)
+def test_times(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(("count", "text"), [(999, "999 B"), (999.99, "1.0 kB"), (1_260_000, "1.3 MB")])
+def test_sizes(count: float, text: str) -> None:
+    assert size(count) == text
+
+
+def called(path: Path) -> set[str]:
+    found = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    return {ast.unparse(func).rpartition(".")[2] for func in found}
+
+
+def test_nobody_else_formats_times_or_sizes_or_writes_files_for_good() -> None:
+    """The audit log, which only grows, syncs its own lines."""
+    owners = {"divmod": ["words.py"], "fsync": ["storage/files.py", "storage/journal.py", "flower/audit.py"]}
+    owners |= {"mkstemp": [], "NamedTemporaryFile": [], "os.replace": []}
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = path.relative_to(SOURCE).as_posix()
+        for word in called(path) & owners.keys():
+            assert name in owners[word], f"{name} calls {word}"
+        assert name == "words.py" or not any(f' {unit}"' in path.read_text() for unit in ("kB", "MB", "GB"))
