@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import threading
 import time
@@ -81,10 +80,10 @@ class Trial:
 
     def kill(self, word: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to those of this federation's processes whose command line has the word."""
-        found = local.named(self.folder, word)
+        found = local.marked(self.folder, word)
         assert found, f"no process with {word}"
-        for pid in found:
-            os.kill(pid, number)
+        for process in found:
+            process.send_signal(number)
 
 
 @contextmanager

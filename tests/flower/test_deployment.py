@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from federations import Trial, assert_same_as_simulated, trial
 
@@ -32,9 +33,9 @@ def commands_seen(fed: Trial, process: Process, states: set[str] | None = None) 
     while not process.ended():
         if states is not None:
             states |= watched(fed)
-        for pid in local.marked(fed.folder):
-            with suppress(OSError):
-                seen.add(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+        for each in local.marked(fed.folder):
+            with suppress(psutil.Error):
+                seen.add(" ".join(each.cmdline()))
         time.sleep(1)
     return seen
 
@@ -133,7 +134,7 @@ def test_what_a_killed_up_left_running_is_ended_by_the_next(fed: Trial, tmp_path
     fed.wait_for(lambda: len(fed.lines()) >= 1, process)
     other = fed.up()
     assert other.wait(60).code == 2
-    assert "is running already" in fed.said()
+    assert " is in use by process " in fed.said()
     left = set(local.marked(fed.folder))
     process.kill(signal.SIGKILL)
     process.wait()

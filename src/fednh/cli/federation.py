@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -203,23 +202,12 @@ def _tell(folder: Path, run: Path, config: Config, sites: list[SiteFolder], quie
     typer.echo(str(run))
 
 
-@contextmanager
-def only_one(folder: Path) -> Iterator[None]:
+def only_one(folder: Path) -> AbstractContextManager[None]:
     """One of these commands at a time in a folder."""
     from fednh.flower.layout import FederationFolder
-    from fednh.storage.files import locked
+    from fednh.storage.lock import only_user
 
-    path = FederationFolder(folder).home.lock_file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = locked(path)
-    except BlockingIOError:
-        raise UserError(f"{folder} is running already, by another `fednh federation` command; wait for it") from None
-    with lock:
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+    return only_user(folder, FederationFolder(folder).home.lock_file, option="")
 
 
 def need_extra() -> None:

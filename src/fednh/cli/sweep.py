@@ -130,6 +130,7 @@ def _tell(outcome: Outcome, plan: Sequence[Planned], out: Path, quiet: bool) -> 
     from fednh.report.load import load_runs
     from fednh.report.render import to_rich
     from fednh.report.tables import result_sheets
+    from fednh.storage.layout import SweepLayout
 
     done = [run.folder.path for run in plan if run.folder.finished]
     if done and not quiet and not outcome.interrupted:
@@ -141,7 +142,7 @@ def _tell(outcome: Outcome, plan: Sequence[Planned], out: Path, quiet: bool) -> 
     if outcome.talked:
         typer.echo(f"fednh: finished runs had something to say: {' '.join(map(str, outcome.talked))}", err=True)
     for name, why in outcome.failed.items():
-        typer.echo(f"fednh: {name} failed: {why} (its output: {out / '.sweep' / name}.log)", err=True)
+        typer.echo(f"fednh: {name} failed: {why} (its output: {SweepLayout(out).log_file(name)})", err=True)
     if outcome.interrupted:
         typer.echo(
             f"fednh: interrupted; {len(done)} of {len(plan)} runs are finished, the same command goes on", err=True

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from fednh.report.cells import DASH
 from fednh.report.pairs import HELD_OUT, METRICS
-from fednh.screen import duration
 from fednh.storage.run_state import STATES, RunState, RunStates
+from fednh.words import duration
 
 SHOWN = {"train_loss": "loss", **METRICS, **HELD_OUT}
 _STYLES = {"running": "bold cyan", "stopped": "yellow", "failed": "bold red", "finished": "green"}

@@ -25,7 +25,9 @@ from fednh.data import partitions as kinds
 from fednh.data.dataset import Dataset
 from fednh.errors import UserError, did_you_mean
 from fednh.methods.registry import hyper_parameters
-from fednh.storage.files import locked, make_folder, this_process, write_bytes
+from fednh.storage.files import write_bytes
+from fednh.storage.layout import SweepLayout
+from fednh.storage.lock import only_user
 from fednh.storage.run_folder import RunFolder
 from fednh.storage.run_names import run_name, unlike
 
@@ -161,27 +163,15 @@ def _uses(key: str, method: str, partition: str) -> bool:
 @contextmanager
 def alone(out: Path) -> Iterator[None]:
     """Hold a sweep's folder: two sweeps in it would start the same runs twice. The lock of a dead process is none."""
-    notes, made = out / ".sweep", not out.exists()
+    sweep, made = SweepLayout(out), not out.exists()
     if out.is_file():
         raise UserError(f"{out} is a file, not a folder; choose another --out")
     try:
-        make_folder(notes)
-        lock = locked(notes / "lock")
-    except BlockingIOError:
-        holder = (notes / "lock").read_text(encoding="utf-8", errors="replace").strip() or "another process"
-        raise UserError(f"{out} is in use by {holder}; wait for it or choose another --out") from None
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror}; choose another --out") from error
-    lock.truncate(0)
-    lock.write(this_process())
-    lock.flush()
-    try:
-        yield
+        with only_user(out, sweep.lock_file):
+            yield
     finally:
-        (notes / "lock").unlink(missing_ok=True)
-        lock.close()
         with suppress(OSError):  # nothing was begun: leave nothing behind
-            notes.rmdir()
+            sweep.notes.rmdir()
             if made:
                 out.rmdir()
 
@@ -238,8 +228,8 @@ def execute(
 
 def _start(run: Planned, workers: int, track: Sequence[str]) -> _Child:
     """`fednh run` on the run's config, in a session of its own, so that Ctrl-C reaches it only through us."""
-    notes = run.folder.path.parent / ".sweep"
-    config, log = notes / f"{run.name}.toml", notes / f"{run.name}.log"
+    sweep = SweepLayout(run.folder.path.parent)
+    config, log = sweep.config_file(run.name), sweep.log_file(run.name)
     write_bytes(config, dump(run.config.model_copy(update={"workers": workers})).encode())
     command = [sys.executable, "-m", "fednh", "run", str(config), "--out", str(run.folder.path), "--quiet"]
     command += [word for name in track for word in ("--track", name)]

@@ -6,7 +6,6 @@ resumed run is tracked as if it had never stopped. What goes wrong in a tracker 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -18,6 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
+
+from filelock import FileLock
 
 from fednh.config import Config, flat
 from fednh.core.progress import Watcher
@@ -74,7 +75,7 @@ class MLflow:
         here = folder.path.absolute()
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{here.parent / 'mlflow.db'}"
         logging.getLogger("mlflow").setLevel(logging.WARNING)
-        with _alone(here.parent / ".mlflow.lock"):  # runs of a sweep must not set up one data base at the same time
+        with FileLock(here.parent / ".mlflow.lock"):  # runs of a sweep must not set up one data base at the same time
             self.client = MlflowClient(tracking_uri=uri, registry_uri=uri)
             found = self.client.get_experiment_by_name("fednh")
             experiment = found.experiment_id if found else self.client.create_experiment("fednh")
@@ -154,14 +155,6 @@ class Tracking:
             self._open.pop(name, None)
             what = str(error).strip().partition("\n")[0] or type(error).__name__
             self.screen.note(f"--track {name} stopped working and is left out from now on: {what}")
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Wait until no other process is in here."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _quoted(path: Path) -> str:

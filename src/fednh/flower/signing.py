@@ -9,14 +9,12 @@ a counter that only grows. So a message cannot be forged, changed, sent again, o
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import re
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from filelock import FileLock
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fednh.errors import Refused, UserError
@@ -106,10 +105,12 @@ class OrderBook:
 
     def __init__(self, folder: Path, site: str, key: Ed25519PublicKey):
         self._path = StateFolder(folder).order_book(site, fingerprint(key))
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(self._path.with_suffix(".lock"))  # two ClientApps of one site may run at once
 
     def accept(self, counter: int) -> None:
         """Take an order once; one with an old counter is Refused."""
-        with self._locked():
+        with self._lock:
             last, trained = self._read()
             if counter <= last:
                 raise Refused(
@@ -120,7 +121,7 @@ class OrderBook:
 
     def count_round(self, most: int | None) -> None:
         """One more round is trained; one beyond the `most` that are allowed in all is Refused."""
-        with self._locked():
+        with self._lock:
             last, trained = self._read()
             if most is not None and trained >= most:
                 raise Refused(f"this site has trained {trained} rounds, and its site.toml allows no more")
@@ -137,13 +138,6 @@ class OrderBook:
             return int(known["counter"]), int(known["trained"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self._path} is damaged; restore it, or delete it to accept old orders again") from error
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.with_suffix(".lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # two ClientApps of one site may run at once
-            yield
 
 
 # --- replies ----------------------------------------------------------------------------------------------------------

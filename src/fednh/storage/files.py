@@ -6,20 +6,14 @@ and the names of new folders in those above them. Many files at once are written
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import re
-import shlex
-import socket
-import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import safetensors.torch
 
@@ -146,58 +140,3 @@ def expanded(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise UserError(f"{path} names a person that this computer does not know; write the path in full") from error
-
-
-def this_process() -> str:
-    """Who holds a lock, for those who find it taken: process, machine and command."""
-    program, *words = sys.argv or [""]
-    name = "fednh" if Path(program).name == "__main__.py" else Path(program).name
-    command = shlex.join([name, *words])
-    command = command if len(command) <= 200 else f"{command[:197]}..."
-    return f"process {os.getpid()} on {socket.gethostname()} ({command})"
-
-
-def at_work(lock: Path) -> bool:
-    """Whether the process that a lock file names still runs; on another machine that cannot be seen and is believed.
-
-    It only reads: trying the lock would get in the way of a run that starts at this moment.
-    """
-    try:
-        words, written = lock.read_text(encoding="utf-8", errors="replace"), lock.stat().st_mtime
-    except OSError:
-        return False
-    named = re.match(r"process (\d+) on (\S+)", words)
-    if named is None or named[2] != socket.gethostname():  # not written yet, or by another machine
-        return True
-    try:
-        os.kill(int(named[1]), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        pass
-    return not _younger(int(named[1]), written)
-
-
-def _younger(process: int, moment: float) -> bool:
-    """Whether a process has ended, or began after a moment, so that it merely has the number of one that is gone."""
-    try:
-        words = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-    except (OSError, ValueError):
-        return False  # there is no /proc here
-    age = uptime - int(words[19]) / os.sysconf("SC_CLK_TCK")
-    return words[0] in "ZX" or time.time() - age > moment + 2
-
-
-def locked(path: Path) -> IO[str]:
-    """The lock file, locked; BlockingIOError if another process has it."""
-    while True:
-        file = path.open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BaseException:
-            file.close()
-            raise
-        if path.exists() and os.fstat(file.fileno()).st_ino == path.stat().st_ino:
-            return file
-        file.close()  # whoever had it before removed it between our two steps

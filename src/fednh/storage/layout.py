@@ -74,6 +74,26 @@ class RunLayout:
         return {int(path.stem.partition("-")[2]): path for path in found}
 
 
+class SweepLayout:
+    """The places in a sweep's folder: its runs, and what it notes about them while they are made."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    notes = Inside(".sweep")
+    lock_file = Inside(".sweep/lock")
+
+    def config_file(self, run: str) -> Path:
+        return self.notes / f"{run}.toml"
+
+    def log_file(self, run: str) -> Path:
+        return self.notes / f"{run}.log"
+
+    def started(self) -> list[str]:
+        """The runs that were ever started, by name."""
+        return sorted(path.stem for path in self.notes.glob("*.toml"))
+
+
 class CheckpointLayout:
     """The places in a run's folder of checkpoints: see checkpoint.py."""
 

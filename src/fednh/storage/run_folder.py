@@ -13,15 +13,16 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import fednh
 from fednh.config import Config, dump, validate
 from fednh.core.tree import Tree
 from fednh.errors import Interrupted, RunError, UserError
 from fednh.storage import fingerprint
-from fednh.storage.files import locked, make_folder, sync_below, sync_path, this_process, write_bytes, write_json
+from fednh.storage.files import sync_below, sync_path, write_bytes, write_json
 from fednh.storage.layout import RunLayout
+from fednh.storage.lock import only_user
 from fednh.storage.model_file import write_model
 from fednh.words import one_line
 
@@ -31,7 +32,6 @@ class RunFolder(RunLayout):
 
     def __init__(self, path: Path):
         super().__init__(path)
-        self._lock: IO[str] | None = None
         self._made: list[Path] = []  # folders that locking it has made, the innermost first
 
     @contextmanager
@@ -72,25 +72,14 @@ class RunFolder(RunLayout):
     def __enter__(self) -> RunFolder:
         """Create the folder if need be and lock it; another process that holds it is named."""
         self._made = [p for p in (self.path, *self.path.parents) if not p.exists()]
-        try:
-            make_folder(self.path)
-            self._lock = locked(self.lock_file)
-        except BlockingIOError:
-            holder = self.lock_file.read_text().strip() or "another process"
-            raise UserError(f"{self.path} is in use by {holder}; wait for it or choose another --out") from None
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be written: {error.strerror}; choose another --out") from error
-        self._lock.truncate(0)
-        self._lock.write(this_process())
-        self._lock.flush()
+        self._held = only_user(self.path, self.lock_file)
+        self._held.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if isinstance(value, Exception) and not isinstance(value, UserError | Interrupted):
             self._write_failure(value)
-        if self._lock is not None:
-            self.lock_file.unlink(missing_ok=True)
-            self._lock.close()
+        self._held.__exit__(None, None, None)
         if not any(self.path.iterdir()):  # nothing was begun: leave nothing behind
             for path in self._made or [self.path]:
                 with suppress(OSError):  # somebody else uses it

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from fednh.errors import UserError
-from fednh.storage.files import at_work
-from fednh.storage.layout import RunLayout
+from fednh.storage.layout import RunLayout, SweepLayout
+from fednh.storage.lock import at_work
 from fednh.words import one_line
 
 STATES = ("running", "stopped", "failed", "finished")
@@ -116,15 +116,15 @@ def _is_run(folder: Path) -> bool:
 
 def _without_folder(folder: Path) -> Iterator[RunState]:
     """What a sweep has started and what left no run folder: it is about to begin, or it failed before it did."""
-    notes = folder / ".sweep"
-    for config in sorted(notes.glob("*.toml")) if notes.is_dir() else []:
-        path = folder / config.stem
+    sweep = SweepLayout(folder)
+    for name in sweep.started():
+        path = folder / name
         if not _is_run(path):
             said = ""
             with suppress(OSError):
-                said = (notes / f"{config.stem}.log").read_text(encoding="utf-8", errors="replace").strip()
+                said = sweep.log_file(name).read_text(encoding="utf-8", errors="replace").strip()
             why = one_line(said.splitlines()[-1].removeprefix("fednh: ")) if said else "it has not begun"
-            state = "failed" if said else ("running" if at_work(notes / "lock") else "stopped")
+            state = "failed" if said else ("running" if at_work(sweep.lock_file) else "stopped")
             yield RunState(path, state, note=why)
 
 

@@ -22,13 +22,13 @@ from fednh.errors import RunError, UserError
 from fednh.flower import notes
 from fednh.flower.deploy import approval, commands, proxy
 from fednh.flower.deploy.commands import Job
-from fednh.flower.deploy.processes import PATIENCE, Processes, answers, end, end_marked, free_ports, marked, named
+from fednh.flower.deploy.processes import PATIENCE, Processes, answers, end, end_marked, free_ports, marked
 from fednh.flower.deploy.scaffold import connections
 from fednh.flower.layout import FederationFolder, SiteFolder
 from fednh.storage.files import private_folder, write_bytes
 from fednh.storage.layout import RunLayout
 
-__all__ = ["Local", "Stopped", "Told", "end_marked", "marked", "named", "trial_state"]
+__all__ = ["Local", "Stopped", "Told", "end_marked", "marked", "trial_state"]
 
 RESTARTS = 3  # of a SuperNode or a ServerApp that ended by itself
 GIVE_UP = 30.0  # seconds after which a federation does not begin any more when a site cannot take part
@@ -224,7 +224,7 @@ class Local:
         self.processes.check("superlink", "the SuperLink")
         if self.proxy is not None:
             self.processes.check("proxy", "nginx")
-        alive = bool(named(self.folder, "flwr-serverapp"))
+        alive = bool(marked(self.folder, "flwr-serverapp"))
         self.server_seen = self.server_seen or alive
         if alive or (not self.server_seen and run.poll() is None):
             self.server_gone = time.monotonic()

@@ -16,6 +16,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from fednh.errors import RunError, UserError
 from fednh.storage.files import private_folder
 
@@ -115,34 +117,24 @@ def end(processes: list[Process], grace: float = 3.0) -> None:
                 process.wait(max(0.0, deadline - time.monotonic()))
 
 
-def marked(folder: Path) -> list[int]:
-    """The processes of a folder, this one aside. Where there is no /proc the process groups must do."""
-    mark, found = f"{MARK}={folder}".encode(), []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        pid = int(path.parent.name)
-        with suppress(OSError):
-            if pid != os.getpid() and mark in path.read_bytes().split(b"\0"):
-                found.append(pid)
-    return found
-
-
-def named(folder: Path, word: str) -> list[int]:
-    """Those of a folder's processes whose command line has this word."""
-    found = []
-    for pid in marked(folder):
-        with suppress(OSError):
-            if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-    return found
+def marked(folder: Path, word: str = "") -> list[psutil.Process]:
+    """The processes of a folder, this one aside; with a `word`, those whose command line has it."""
+    return [
+        process
+        for process in psutil.process_iter(["environ", "cmdline"])
+        if (process.info["environ"] or {}).get(MARK) == str(folder)
+        and word in "\0".join(process.info["cmdline"] or [])
+        and process.pid != os.getpid()
+    ]
 
 
 def end_marked(folder: Path, seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
     while (left := marked(folder)) and time.monotonic() < deadline:
-        for pid in left:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=0.02)
 
 
 def free_ports(count: int) -> list[int]:

@@ -1,0 +1,80 @@
+"""Lock files: one process at a time works in a folder, and whoever finds it taken is told who has it.
+
+The lock is the operating system's (flock, through filelock): it ends with its process, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+from filelock import FileLock, Timeout
+
+from fednh.errors import UserError
+from fednh.storage.files import make_folder
+
+
+@contextmanager
+def only_user(folder: Path, file: Path, option: str = "--out") -> Iterator[None]:
+    """Hold the lock `file` while working in `folder`; a UserError if another process has it, or none can be made.
+
+    The file names the process that holds it, and is removed at the end. `option` is the one that chooses the folder.
+    """
+    lock, another = FileLock(file), f"choose another {option}"
+    try:
+        make_folder(file.parent)
+        lock.acquire(blocking=False)
+    except Timeout:
+        holder = ""
+        with suppress(OSError):  # it ends at this moment
+            holder = file.read_text(encoding="utf-8", errors="replace").strip()
+        wait = f"wait for it or {another}" if option else "wait for it"
+        raise UserError(f"{folder} is in use by {holder or 'another process'}; {wait}") from None
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be written: {error.strerror}; {another if option else 'mend that'}"
+        ) from error
+    try:
+        file.write_text(this_process(), encoding="utf-8")
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        lock.release()
+
+
+def this_process() -> str:
+    """Process, machine and command."""
+    program, *words = sys.argv or [""]
+    name = "fednh" if Path(program).name == "__main__.py" else Path(program).name
+    command = shlex.join([name, *words])
+    command = command if len(command) <= 200 else f"{command[:197]}..."
+    return f"process {os.getpid()} on {socket.gethostname()} ({command})"
+
+
+def at_work(file: Path) -> bool:
+    """Whether the process that a lock file names still runs; on another machine that cannot be seen and is believed.
+
+    It only reads: trying the lock would get in the way of a run that starts at this moment.
+    """
+    try:
+        words, written = file.read_text(encoding="utf-8", errors="replace"), file.stat().st_mtime
+    except OSError:
+        return False
+    named = re.match(r"process (\d+) on (\S+)", words)
+    if named is None or named[2] != socket.gethostname():  # not written yet, or by another machine
+        return True
+    try:
+        process = psutil.Process(int(named[1]))
+        ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return not ended and process.create_time() <= written + 2  # a younger one has the number of one that is gone
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:  # somebody else's
+        return True

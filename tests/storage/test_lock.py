@@ -1,0 +1,48 @@
+"""One process at a time in a folder: the others are told who it is, and a killed one does not stay."""
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from fednh.errors import UserError
+from fednh.storage.lock import at_work, only_user
+
+
+def test_who_comes_second_is_told_who_is_there(tmp_path: Path) -> None:
+    folder, file = tmp_path / "run", tmp_path / "run/.lock"
+    with only_user(folder, file):
+        holder = file.read_text()
+        assert holder.startswith(f"process {os.getpid()} on {socket.gethostname()} (")
+        for option, advice in (("--out", "; wait for it or choose another --out"), ("", "; wait for it")):
+            with pytest.raises(UserError) as told, only_user(folder, file, option):
+                raise AssertionError("two at once")
+            assert str(told.value) == f"{folder} is in use by {holder}{advice}"
+        assert file.read_text() == holder
+        assert at_work(file)
+    assert list(folder.iterdir()) == []
+    with only_user(folder, file):
+        pass
+
+
+def test_the_lock_of_a_killed_process_is_none(tmp_path: Path) -> None:
+    folder, file = tmp_path / "run", tmp_path / "run/.lock"
+    if (child := os.fork()) == 0:
+        with only_user(folder, file):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert file.read_text().startswith(f"process {child} on ")
+    assert not at_work(file)
+    with only_user(folder, file):
+        assert file.read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(UserError, match=r"file cannot be written: .*; choose another --out$"),
+        only_user(tmp_path / "file", tmp_path / "file/.lock"),
+    ):
+        pass
