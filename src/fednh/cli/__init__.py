@@ -29,6 +29,7 @@ from fednh.cli import federation
 from fednh.cli import deployment
 from fednh.cli import about
 from fednh.cli import new
+from fednh.cli import notebooks
 from fednh.cli import bench
 # isort: on
 
@@ -42,6 +43,7 @@ __all__ = [
     "inspect",
     "main",
     "new",
+    "notebooks",
     "report",
     "run",
     "spiral",
