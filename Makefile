@@ -54,7 +54,7 @@ bench: setup
 	@$(BIN)/python -m benchmarks
 
 docs: setup
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -W ignore -m mkdocs build --strict --quiet
+	@FEDNH_EXECUTE=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -W ignore -m mkdocs build --strict --quiet
 	@echo "Open site/index.html in a browser."
 
 clean:

@@ -50,5 +50,7 @@ def output(found: nbformat.NotebookNode) -> str:
         return f"```text\n{found.text.rstrip()}\n```" if found.name == "stdout" else ""
     data = found.get("data", {})
     if "image/png" in data:
-        return f'<img alt="The picture that the code above draws" src="data:image/png;base64,{data["image/png"].strip()}">'
+        return (
+            f'<img alt="The picture that the code above draws" src="data:image/png;base64,{data["image/png"].strip()}">'
+        )
     return f"```text\n{data['text/plain']}\n```" if "text/plain" in data else ""
