@@ -55,7 +55,7 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
 
     from fednh.config import load
     from fednh.core.federation import build_federation
-    from fednh.core.rounds import Simulation
+    from fednh.executors import pool
     from fednh.screen import Silent
     from fednh.storage.run_folder import RunFolder
 
@@ -83,7 +83,7 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     federation = build_federation(config, synthetic(job))
     built = time.perf_counter() - started
     with RunFolder(folder) as place:
-        simulation = Simulation(config, federation, place, Silent(Console(stderr=True)))
+        simulation = pool.rounds(config, federation, place, Silent(Console(stderr=True)))
         place.begin(config, federation.dataset.classes, federation.class_counts())
         begun = time.perf_counter() - started
         simulation.run()
@@ -94,7 +94,7 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
         "built": built,
         "begun": begun,
         "total": time.perf_counter() - started,
-        "members": len(simulation.store.members),
+        "members": len(simulation.executor.store.members),
     }
 
 

@@ -31,7 +31,6 @@ from fednh.core.evaluate import correct_per_class
 from fednh.core.federation import Federation, build_federation
 from fednh.core.fit import LocalFit, Sgd
 from fednh.core.losses import cross_entropy
-from fednh.core.rounds import Simulation
 from fednh.core.seeding import torch_rng
 from fednh.core.tree import mean
 from fednh.data.batches import ClientData
@@ -248,11 +247,10 @@ class Nobody:
 def one_round(config: Config, fed: Federation) -> float:
     """Seconds of one round through the simulator: training and aggregation."""
     with tempfile.TemporaryDirectory() as place, RunFolder(Path(place) / "run") as folder:
-        simulation = Simulation(config, fed, folder, Nobody())
-        with workers() as simulation.pool:
-            started = time.perf_counter()
-            simulation._train(1)
-            return time.perf_counter() - started
+        simulation = pool.rounds(config, fed, folder, Nobody())
+        simulation.run()
+        record: dict[str, float] = simulation.progress.records[0]
+        return record["seconds"]
 
 
 def start_up() -> Iterator[Row]:

@@ -12,7 +12,7 @@ import torch
 
 from fednh.config import Config, dump, load
 from fednh.core.federation import build_federation
-from fednh.core.rounds import Simulation
+from fednh.executors import pool
 from fednh.report.load import Run, load_run
 from fednh.screen import Silent
 from fednh.storage.model_file import write_model
@@ -78,7 +78,7 @@ def real_run(path: Path, overrides: dict[str, Any]) -> Run:
     config = load("digits", {**quick, "participation.rate": 1.0, **overrides})
     federation = build_federation(config)
     with RunFolder(path) as folder:
-        Simulation(config, federation, folder, _Quiet()).run()
+        pool.rounds(config, federation, folder, _Quiet()).run()
     return load_run(path)
 
 

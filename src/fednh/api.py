@@ -13,7 +13,7 @@ from rich.console import Console
 from fednh.config import Config, load
 from fednh.config.short_options import SHORT_OPTIONS
 from fednh.core.federation import build_federation
-from fednh.core.rounds import Simulation
+from fednh.executors import pool
 from fednh.report.load import load_run as _load_run
 from fednh.screen import watcher
 from fednh.storage.run_folder import RunFolder
@@ -63,7 +63,7 @@ def run(
             federation = build_federation(settings, run=folder.path)
             name = f"{settings.method['name']} on {federation.dataset.name}"
             with watcher(Console(stderr=True), settings.rounds, name, quiet=not progress) as screen:
-                Simulation(settings, federation, folder, screen).run()
+                pool.rounds(settings, federation, folder, screen).run()
     return load_run(folder.path)
 
 

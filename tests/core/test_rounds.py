@@ -15,13 +15,14 @@ import torch
 from conftest import DISTINCT, identical
 from fednh.config import Config, load
 from fednh.core import checks, rounds
-from fednh.core.federation import Federation, build_federation
+from fednh.core.federation import Federation, build_federation, initial_state
 from fednh.core.fit import Fit
 from fednh.core.picks import dropped_clients, picked_clients
-from fednh.core.rounds import Simulation
+from fednh.core.rounds import Rounds
 from fednh.core.tree import Tree, Uploads
 from fednh.data.batches import ClientData
 from fednh.errors import RunError
+from fednh.executors import pool
 from fednh.executors.pool import in_order
 from fednh.methods import METHODS
 from fednh.methods.fedavg import FedAvg
@@ -49,7 +50,7 @@ class Told:
         self.notes.append(text)
 
 
-def play(path: Path, federation: Federation | None = None, **settings: Any) -> tuple[Simulation, dict[str, Any], Told]:
+def play(path: Path, federation: Federation | None = None, **settings: Any) -> tuple[Rounds, dict[str, Any], Told]:
     quick = {"creff": {"method.retrain_epochs": 20}, "fedetf": {"method.turns": 1, "method.turn_epochs": 1}}
     config = load(
         "digits",
@@ -62,13 +63,11 @@ def play(path: Path, federation: Federation | None = None, **settings: Any) -> t
     return run_config(path, config, federation)
 
 
-def run_config(
-    path: Path, config: Config, federation: Federation | None = None
-) -> tuple[Simulation, dict[str, Any], Told]:
+def run_config(path: Path, config: Config, federation: Federation | None = None) -> tuple[Rounds, dict[str, Any], Told]:
     told = Told()
     federation = federation or build_federation(config)
     with RunFolder(path) as folder:
-        simulation = Simulation(config, federation, folder, told)
+        simulation = pool.rounds(config, federation, folder, told)
         folder.begin(config, federation.dataset.classes, federation.class_counts())
         summary = simulation.run()
     return simulation, summary, told
@@ -129,7 +128,7 @@ def test_what_a_run_folder_holds(tmp_path: Path) -> None:
         assert line.keys() >= {"round", "train_loss", "seconds", "bytes_up", "bytes_down", "clients"}
         assert len(line["clients"]) == 4
     took_part = sorted({k for line in lines for k in line["clients"]})
-    assert [c["client"] for c in summary["clients"]] == took_part == simulation.store.members
+    assert [c["client"] for c in summary["clients"]] == took_part == simulation.executor.store.members
     assert summary["pm_l"] == pytest.approx(np.mean([c["pm_l"] for c in summary["clients"]]))
     assert summary["pm_l_std"] == pytest.approx(np.std([c["pm_l"] for c in summary["clients"]]))
     assert len(summary["per_class"]) == 10
@@ -138,7 +137,7 @@ def test_what_a_run_folder_holds(tmp_path: Path) -> None:
     identical(model, simulation.server)
     assert len(list((tmp_path / "r/models/personal").iterdir())) == len(took_part)
     counts = json.loads((tmp_path / "r/partition.json").read_text())["counts"]
-    assert sum(map(sum, counts)) == len(simulation.fed.train)
+    assert sum(map(sum, counts)) == len(simulation.executor.fed.train)
 
 
 def test_bytes_are_what_travels(tmp_path: Path) -> None:
@@ -154,7 +153,7 @@ def test_bytes_are_what_travels(tmp_path: Path) -> None:
 
 def test_samples_are_counted(tmp_path: Path) -> None:
     simulation, summary, told = play(tmp_path / "r", rounds=2, train__epochs=3)
-    parts = simulation.fed.parts
+    parts = simulation.executor.fed.parts
     expected = 3 * sum(len(parts[k]) for r in told.records for k in r["clients"])
     assert summary["samples"] == expected
     assert summary["samples_per_second"] == pytest.approx(expected / summary["client_seconds"], rel=0.01)
@@ -171,9 +170,9 @@ def test_dropout(tmp_path: Path) -> None:
     assert clients
     assert not dropped & clients
     assert summary["dropped"] == len(dropped)
-    assert simulation.store.members == sorted(clients)
+    assert simulation.executor.store.members == sorted(clients)
     assert record["bytes_down"] * len(clients) == record["bytes_up"] * 4, "all are sent the model, some send one back"
-    kept = [simulation.store.get(k)["head.weight"] for k in clients]
+    kept = [simulation.executor.store.get(k)["head.weight"] for k in clients]
     torch.testing.assert_close(simulation.server["head.weight"], torch.stack(kept).mean(0))
 
 
@@ -189,8 +188,7 @@ def test_so_many_drop_out(rate: float) -> None:
 
 def test_when_all_drop_the_server_stays(tmp_path: Path) -> None:
     simulation, summary, told = play(tmp_path / "r", participation__dropout=1.0)
-    fresh = Simulation(simulation.config, simulation.fed, RunFolder(tmp_path / "x"), told)
-    identical(simulation.server, fresh.server)
+    identical(simulation.server, initial_state(simulation.method, simulation.net, simulation.config.seed))
     assert told.notes[0] == "round 1: no client of 4 reported; the server stays as it was"
     assert (summary["pm_v"], summary["clients"]) == (None, [])
     assert summary["gm"] is not None
@@ -234,7 +232,7 @@ def test_a_non_finite_upload_is_refused(tmp_path: Path) -> None:
     assert 2 in rounds
     assert summary["refused"] == len(rounds)
     assert f"round 2: the upload of client {victim} is not finite and was refused" in told.notes
-    assert victim not in simulation.store.members
+    assert victim not in simulation.executor.store.members
     assert all(torch.isfinite(v).all() for v in simulation.server.values())
 
 
@@ -259,7 +257,7 @@ def test_a_non_finite_personal_state_is_refused_as_an_upload_is(engine: str, tmp
     assert [r["round"] for r in told.records if r["refused"] == [victim]] == picked
     assert summary["refused"] == len(picked) > 0
     assert f"round 2: the personal state of client {victim} is not finite and was refused" in told.notes
-    assert victim not in simulation.store.members
+    assert victim not in simulation.executor.store.members
     assert not any(victim in r["clients"] for r in told.records)
 
 
@@ -313,7 +311,7 @@ def test_prototypes_off_the_sphere_are_an_error(tmp_path: Path) -> None:
 
 
 def test_picking_a_client_twice_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "picked_clients", lambda config, round_, clients: [1, 2, 2])
+    monkeypatch.setattr(rounds, "picked_clients", lambda config, round_, clients, least: [1, 2, 2])
     with pytest.raises(RunError, match="picked twice"):
         play(tmp_path / "r")
 
@@ -346,16 +344,16 @@ def test_whose_models_are_evaluated(
     whom: str | int, count: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    original = Simulation._personal
+    original = pool.PoolAnswers.people
 
-    def spy(self: Simulation, chosen: list[int], round_: int, save: bool = False) -> Any:
-        seen.append(len(chosen))
-        return original(self, chosen, round_, save)
+    def spy(self: pool.PoolAnswers) -> Any:
+        seen.append(len(self.asked.evaluate))
+        return original(self)
 
-    monkeypatch.setattr(Simulation, "_personal", spy)
+    monkeypatch.setattr(pool.PoolAnswers, "people", spy)
     simulation, _, _ = play(tmp_path / "r", eval__clients=whom)
     so_far = {k for r in simulation.progress.records[:2] for k in r["clients"]}
-    assert seen == [count or len(so_far), len(simulation.store.members)]
+    assert seen == [count or len(so_far), len(simulation.executor.store.members)]
 
 
 def test_in_order_keeps_order_and_bounds_what_is_under_way() -> None:
@@ -383,15 +381,15 @@ def test_every_method_runs_with_every_aggregator(
 ) -> None:
     """What the clients of the last round uploaded, averaged by NumPy, is the server's model."""
     seen: list[tuple[Tree, list[Tree]]] = []
-    usual = Simulation._uploads
+    usual = Rounds._uploads
 
-    def remembering(self: Simulation, *args: Any) -> Iterator[Tree]:
+    def remembering(self: Rounds, *args: Any) -> Iterator[Tree]:
         seen.append((self.server, []))
         for upload in usual(self, *args):
             seen[-1][1].append({name: value.clone() for name, value in upload.items()})
             yield upload
 
-    monkeypatch.setattr(Simulation, "_uploads", remembering)
+    monkeypatch.setattr(Rounds, "_uploads", remembering)
     simulation, summary, _ = play(tmp_path / "r", method__name=method, aggregator=aggregator, rounds=2)
     assert summary["refused"] == 0
     before, uploads = seen[-1]

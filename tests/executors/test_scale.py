@@ -17,13 +17,13 @@ from test_rounds import Told, play
 from conftest import tiny_dataset
 from fednh.config import load
 from fednh.core.federation import build_federation
-from fednh.core.rounds import Simulation
 from fednh.core.seeding import numpy_rng
 from fednh.core.tree import Tree, Uploads
 from fednh.data.batches import samples_of
 from fednh.data.dataset import Dataset
 from fednh.data.partitions.dirichlet import Dirichlet
 from fednh.errors import UserError
+from fednh.executors import pool
 from fednh.methods.fedavg import FedAvg
 from fednh.storage.run_folder import RunFolder
 
@@ -92,10 +92,10 @@ def test_many_clients_run_and_finish(tmp_path: Path) -> None:
     config = load("digits", settings)
     federation = build_federation(config, noise(2 * MANY))
     with RunFolder(tmp_path / "r") as folder:
-        simulation = Simulation(config, federation, folder, Told())
+        simulation = pool.rounds(config, federation, folder, Told())
         folder.begin(config, federation.dataset.classes, federation.class_counts())
         summary = simulation.run()
-    members = simulation.store.members
+    members = simulation.executor.store.members
     assert 100 < len(members) <= 120
     assert len(summary["clients"]) == 7
     assert {p["client"] for p in summary["clients"]} <= set(members)
@@ -151,6 +151,6 @@ def test_aggregation_holds_no_more_uploads_than_it_must(tmp_path: Path) -> None:
     federation = replace(build_federation(config), method=Watching())
     with RunFolder(tmp_path / "r") as folder:
         folder.begin(config, federation.dataset.classes, federation.class_counts())
-        Simulation(config, federation, folder, Told()).run()
+        pool.rounds(config, federation, folder, Told()).run()
     assert len(ALIVE) == 16
     assert max(ALIVE) <= 3

@@ -225,7 +225,7 @@ def test_newcomers_and_old_hands_in_one_round(tmp_path: Path, monkeypatch: pytes
             rounds=2, engine=name, **{"participation.rate": 0.6, "train.epochs": 1, "eval.every": 0, "eval.final": 1}
         )
         simulation, _, told = run_config(tmp_path / name, config, replace(fed, method=Remembering()))
-        states.append([simulation.store.get(k) for k in simulation.store.members])
+        states.append([simulation.executor.store.get(k) for k in simulation.executor.store.members])
         assert bool(alone) == (name == "loop"), "a block was given up"
     first, second = (set(record["clients"]) for record in told.records)
     assert first & second
@@ -243,7 +243,7 @@ def test_vmap_runs_are_reproducible_and_near_the_loop(method: str, tmp_path: Pat
         config, fed = federation(rounds=2, **{"method.name": method, "train.epochs": 1, "eval.every": 0, **settings})
         simulation, summary, _ = run_config(tmp_path / name, config, fed)
         runs[name] = simulation, timeless(summary)
-    assert runs["one"][0].engine == "vmap"
+    assert runs["one"][0].executor.engine == "vmap"
     identical(runs["one"][0].server, runs["two"][0].server)
     assert runs["one"][1] == runs["two"][1]
     for key, value in runs["loop"][0].server.items():
@@ -255,7 +255,7 @@ def test_one_failing_client_does_not_cost_its_block(tmp_path: Path) -> None:
     sizes = [len(part) for part in fed.parts]
     bad = max(sizes)
     simulation, summary, told = run_config(tmp_path / "run", config, replace(fed, method=Failing(size=bad)))
-    assert simulation.engine == "vmap"
+    assert simulation.executor.engine == "vmap"
     assert summary["failed"] == sizes.count(bad)
     assert told.records[0]["failed"] == [k for k, size in enumerate(sizes) if size == bad]
     assert len(told.records[0]["clients"]) == 40 - sizes.count(bad)

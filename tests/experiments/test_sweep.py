@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 from fednh.cli import app
 from fednh.cli.sweep import share_cores
 from fednh.config import load
-from fednh.core.federation import build_federation
-from fednh.core.rounds import Simulation
+from fednh.core.federation import build_federation, initial_state
 from fednh.core.tree import select
 from fednh.errors import UserError
+from fednh.executors import pool
 from fednh.experiments.sweep import combine, values
 from fednh.methods import METHODS
 from fednh.report.load import load_runs
@@ -210,8 +210,9 @@ def test_all_methods_see_the_same_clients_picks_and_weights(tmp_path: Path) -> N
     for run in combine("digits", axes, [], tmp_path):
         federation = build_federation(run.config)
         with run.folder:
-            simulation = Simulation(run.config, federation, run.folder, Nobody())
-            initial = {**simulation.server, **simulation.method.enroll(simulation.server)}
+            simulation = pool.rounds(run.config, federation, run.folder, Nobody())
+            server = initial_state(federation.method, federation.net, run.config.seed)
+            initial = {**server, **federation.method.enroll(server)}
             seen["body"].append({name: value.clone() for name, value in select(initial, "body").items()})
             run.folder.begin(run.config, federation.dataset.classes, federation.class_counts())
             simulation.run()
@@ -273,7 +274,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
         federation = build_federation(run.config)
         with run.folder:
             run.folder.begin(run.config, federation.dataset.classes, federation.class_counts())
-            Simulation(run.config, federation, run.folder, Nobody()).run()
+            pool.rounds(run.config, federation, run.folder, Nobody()).run()
     return out
 
 

@@ -15,7 +15,7 @@ import torch
 
 from fednh.config import Config
 from fednh.core.federation import build_federation
-from fednh.core.rounds import Simulation
+from fednh.executors import pool
 from fednh.flower.deploy import local, scaffold
 from fednh.flower.notes import sentence
 from fednh.storage.files import read_tree
@@ -111,7 +111,7 @@ def simulate(config: Config, path: Path) -> Path:
     federation = build_federation(config)
     with RunFolder(path) as folder:
         folder.begin(config, federation.dataset.classes, federation.class_counts())
-        Simulation(config, federation, folder, Quiet()).run()
+        pool.rounds(config, federation, folder, Quiet()).run()
     return path
 
 

@@ -13,9 +13,8 @@ from wire import Wire, deployed, federate, serve, server_identity
 
 from fednh.config import load
 from fednh.core.client import declared_upload
-from fednh.core.federation import build_federation
+from fednh.core.federation import build_federation, initial_state
 from fednh.flower.messages import FORMAT, to_arrays, to_tree
-from fednh.flower.site import initial_state
 from fednh.methods import METHODS
 
 FACTS = {"client", "round", "samples", "loss_sum"}
@@ -28,7 +27,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "what-leaves-a-site.md"
 def test_exactly_the_declared_upload_leaves_a_site(method: str, tmp_path: Path) -> None:
     config = small(method, rounds=2, **{"eval.every": 1, "participation.rate": 1.0, "partition.clients": 3})
     fed = build_federation(config)
-    declared = declared_upload(fed.method, fed.net, initial_state(config, fed.method, fed.net))
+    declared = declared_upload(fed.method, fed.net, initial_state(fed.method, fed.net, config.seed))
     wire, _ = federate(config, tmp_path)
     kinds = [request.metadata.message_type for request, _ in wire.seen]
     assert kinds == ["query"] * 3 + ["train"] * 6 + ["evaluate"] * 3  # one message a site and round, and one at the end
@@ -88,7 +87,7 @@ def test_the_page_names_every_upload(method: str) -> None:
     """docs/what-leaves-a-site.md against what methods declare; class counts only where it says so."""
     config = small(method)
     fed = build_federation(config)
-    declared = declared_upload(fed.method, fed.net, initial_state(config, fed.method, fed.net))
+    declared = declared_upload(fed.method, fed.net, initial_state(fed.method, fed.net, config.seed))
     row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{method}`"))
     named = re.findall(r"`([a-z]+)`", row.split("|")[2])
     assert sorted(named) == sorted({name.partition(".")[0] for name in declared})
@@ -105,7 +104,7 @@ def test_uniform_prototypes_carry_no_counts() -> None:
     for aggregation in ("uniform", "count"):
         config = small("fednh", **{"method.aggregation": aggregation, "partition.clients": 3})
         fed = build_federation(config)
-        state = initial_state(config, fed.method, fed.net)
+        state = initial_state(fed.method, fed.net, config.seed)
         once, twice = (
             update(
                 fed.method, fed.net, {}, state, ClientData(fed.train, np.tile(fed.parts[0], n)), Sgd(lr=1e-12)

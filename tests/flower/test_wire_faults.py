@@ -66,7 +66,7 @@ def crashed(reply: Message) -> None:
 
 
 WRONG: dict[Callable[[Message], None], tuple[str, str]] = {
-    nan: ("refused", "the upload is not finite"),
+    nan: ("refused", "the upload of site client-000001 (client 1) is not finite and was refused"),
     wrong_shape: ("refused", "is (1, 16) torch.float32, not (16,) torch.float32"),
     missing_name: ("refused", "is missing"),
     personal_beside: ("refused", "personal, which nobody asked for"),
@@ -109,7 +109,10 @@ def test_a_state_that_is_not_finite_is_not_kept_and_the_server_refuses_the_uploa
     rounds = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(r["clients"], r["refused"]) for r in rounds] == [([], [0, 1, 2])] * 2
     notes = (tmp_path / "federation.log").read_text().splitlines()
-    assert any("client 2" in note and "the personal state that it would keep is not finite" in note for note in notes)
+    assert any(
+        "client 2" in note and "the upload of site client-000002 (client 2) is not finite and was refused" in note
+        for note in notes
+    )
     assert list(tmp_path.rglob("state.round-*")) == []
 
 

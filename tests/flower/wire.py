@@ -17,13 +17,13 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from fednh.config import Config
-from fednh.core.rounds import Simulation
+from fednh.executors import pool
 from fednh.flower import signing
 from fednh.flower.client_app import client_app
 from fednh.flower.deploy import certificates as certs
+from fednh.flower.executor import Manner, rounds
 from fednh.flower.identity import Identity
 from fednh.flower.layout import FederationFolder
-from fednh.flower.server import Manner, Server
 from fednh.storage.run_folder import RunFolder
 
 RUN = 1  # Flower's number of the run
@@ -119,7 +119,7 @@ def serve(
     with RunFolder(out) as folder:
         least = 1 if simulated else min(config.federation.min_clients, enough or len(wire.nodes))
         manner = Manner(0.2, enough or len(wire.nodes), simulated, 0.001, least)
-        Server(config, wire, folder, watcher, manner, identity=identity).run()
+        rounds(config, wire, folder, watcher, manner, identity=identity).run()
     return watcher
 
 
@@ -156,5 +156,5 @@ def simulate(config: Config, out: Path) -> Quiet:
     federation, watcher = build_federation(config), Quiet()
     with RunFolder(out) as folder:
         folder.begin(config, federation.dataset.classes, federation.class_counts(), federation.sites)
-        Simulation(config, federation, folder, watcher).run()
+        pool.rounds(config, federation, folder, watcher).run()
     return watcher

@@ -20,10 +20,10 @@ from fednh.core import client
 from fednh.core.federation import build_federation
 from fednh.core.fit import Sgd
 from fednh.core.local_norm import NORM
-from fednh.core.rounds import Simulation
 from fednh.core.tree import Uploads, below
 from fednh.data.batches import ClientData, Samples
 from fednh.errors import Notice, UserError
+from fednh.executors import pool
 from fednh.methods import METHODS
 from fednh.models import Net, build_net
 from fednh.storage.run_folder import RunFolder
@@ -262,7 +262,7 @@ def run(path: Path, method: str, workers: int, rounds: int = 3) -> dict[str, Any
     with RunFolder(path) as folder:
         if not folder.started:
             folder.begin(config, federation.dataset.classes, federation.class_counts())
-        return Simulation(config, federation, folder, _Quiet()).run()
+        return pool.rounds(config, federation, folder, _Quiet()).run()
 
 
 class Digits(nn.Module):

@@ -200,8 +200,8 @@ def test_asked_to_stop_during_an_evaluation(tmp_path: Path) -> None:
 
     from fednh.config import load
     from fednh.core.federation import build_federation
-    from fednh.core.rounds import Simulation
     from fednh.errors import Interrupted
+    from fednh.executors import pool
     from fednh.storage.run_folder import RunFolder
 
     config = load("digits", {"rounds": 4, "train.epochs": 1, "partition.clients": 8, "eval.every": 2})
@@ -215,7 +215,7 @@ def test_asked_to_stop_during_an_evaluation(tmp_path: Path) -> None:
         with RunFolder(path) as folder:
             if not folder.started:
                 folder.begin(config, federation.dataset.classes, federation.class_counts())
-            Simulation(config, federation, folder, watcher, stop).run()
+            pool.rounds(config, federation, folder, watcher, stop).run()
 
     stop = threading.Event()
     go(tmp_path / "whole", Told(), threading.Event())
@@ -233,8 +233,8 @@ def test_asked_to_stop_between_two_batches_of_the_final_evaluation(at: int, tmp_
 
     from fednh.config import load
     from fednh.core.federation import build_federation
-    from fednh.core.rounds import Simulation
     from fednh.errors import Interrupted
+    from fednh.executors import pool
     from fednh.storage.run_folder import RunFolder
 
     config = load("digits", {"rounds": 2, "train.epochs": 1, "partition.clients": 8, "eval.every": 0, "workers": 1})
@@ -249,7 +249,7 @@ def test_asked_to_stop_between_two_batches_of_the_final_evaluation(at: int, tmp_
 
     def go(path: Path, watcher: Told, stop: threading.Event) -> None:
         with RunFolder(path) as folder:
-            Simulation(config, federation, folder, watcher, stop).run()
+            pool.rounds(config, federation, folder, watcher, stop).run()
 
     go(tmp_path / "whole", Told(), threading.Event())
     with pytest.raises(Interrupted):

@@ -133,9 +133,9 @@ def _engine(backend: str) -> Engine:
 def _simulate(
     config: Config, federation: Federation, folder: RunFolder, watcher: Watcher, stop: threading.Event
 ) -> None:
-    from fednh.core.rounds import Simulation
+    from fednh.executors import pool
 
-    Simulation(config, federation, folder, watcher, stop).run()
+    pool.rounds(config, federation, folder, watcher, stop).run()
 
 
 def _tell_losses(console: Console, summary: dict[str, Any]) -> None:

@@ -13,10 +13,10 @@ from fednh.methods.base import Method
 from fednh.words import one_line
 
 
-def check_picks(picked: Sequence[int], clients: int, round_: int) -> None:
+def check_picks(picked: Sequence[int], here: Sequence[int], round_: int) -> None:
     if len(set(picked)) != len(picked):
         raise RunError(f"invariant broken in round {round_}: a client was picked twice: {sorted(picked)}")
-    if not all(0 <= k < clients for k in picked):
+    if not all(k in here for k in picked):
         raise RunError(f"invariant broken in round {round_}: a picked client does not exist: {sorted(picked)}")
 
 
@@ -38,13 +38,16 @@ def form_problem(form: Form, declared: Form) -> str | None:
     return None
 
 
-def upload_problem(upload: Tree, declared: Form) -> str | None:
-    """How an upload differs from what the method declared, or None."""
-    return form_problem(form_of(upload), declared)
+def check_upload(method: Method, upload: Tree, declared: Form, client: int, round_: int) -> None:
+    """A client uploads what the method declared, and nothing else."""
+    if problem := form_problem(form_of(upload), declared):
+        raise RunError(
+            f"invariant broken by {type(method).__name__}: the upload of client {client} in round {round_}: {problem}"
+        )
 
 
 def check_server(method: Method, server: Tree, declared: Form, round_: int) -> None:
     """The server keeps its form, and the method finds nothing wrong with it."""
-    problem = upload_problem(server, declared) or method.problem(server)
+    problem = form_problem(form_of(server), declared) or method.problem(server)
     if problem:
         raise RunError(f"invariant broken by {type(method).__name__} in round {round_}: {problem}")

@@ -7,20 +7,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
+from fednh.core import evaluate
 from fednh.core.diagnostics import GradientNorm
+from fednh.core.evaluate import Personal
 from fednh.core.fit import LocalFit, Sgd
 from fednh.core.local_norm import LocalNorm, without_norm
 from fednh.core.losses import Loss
 from fednh.core.meter import unhurried
-from fednh.core.tree import Tree, finite
-from fednh.data.batches import ClientData, blank_samples
+from fednh.core.tree import Tree, arranged, finite
+from fednh.data.batches import ClientData, Samples, blank_samples
 from fednh.methods.base import Method
 from fednh.models.net import Net
+
+
+@dataclass(frozen=True)
+class Report:
+    """What comes back from a client that trained."""
+
+    upload: Tree
+    samples: int | None  # training samples processed; None: the client does not say
+    loss_sum: float | None  # their summed loss; None: the client does not say
+    gradient_norm: float | None = None  # squared, of the body at the received model, where it was asked for
+    kept_finite: bool = True  # whether what the client keeps is finite
+
+    @property
+    def not_finite(self) -> str | None:
+        """What of it is not finite, in words, or None: such a report is refused as a whole.
+
+        A state that is not finite would spoil all of the client's later rounds.
+        """
+        if not (math.isfinite(self.loss_sum or 0.0) and finite(self.upload)):
+            return "the upload"
+        return None if self.kept_finite else "the personal state"
 
 
 @dataclass(frozen=True)
@@ -34,14 +58,9 @@ class Update:
     gradient_norm: float | None = None  # squared, of the body at the received model, where it was asked for
 
     @property
-    def not_finite(self) -> str | None:
-        """What of it is not finite, in words, or None. Every executor refuses such an update as a whole.
-
-        A state that is not finite would spoil all of the client's later rounds.
-        """
-        if not (math.isfinite(self.loss_sum) and finite(self.upload)):
-            return "the upload"
-        return None if finite(self.keep) else "the personal state"
+    def report(self) -> Report:
+        """What of it reaches the server."""
+        return Report(self.upload, self.samples, self.loss_sum, self.gradient_norm, finite(self.keep))
 
 
 def update(
@@ -97,3 +116,40 @@ def personal_model(
         fit = norm.fit(LocalFit(data, sgd, tick=tick))
         model = method.personal_model(net, without_norm(kept), received, data, fit)
     return {**model, **norm.state}
+
+
+def correct_per_class(
+    method: Method, net: Net, model: Tree, test: Samples, tick: Callable[[int], None] = unhurried
+) -> torch.Tensor:  # (C,)
+    """How many test samples of each class a model gets right; `tick` is called before every batch."""
+    model = arranged(model)
+
+    def predict(x: torch.Tensor) -> torch.Tensor:
+        tick(len(x))
+        return method.logits(net, model, x)
+
+    return evaluate.correct_per_class(predict, test)
+
+
+def measured(
+    method: Method,
+    net: Net,
+    client: int,
+    data: ClientData,
+    model: Tree,
+    shared: Tree | None,
+    test: Samples,
+    held: Samples,
+    tick: Callable[[int], None] = unhurried,
+) -> Personal:
+    """What a client's own `model` achieves on the balanced test set and, like the `shared` one, on held-out samples."""
+    total = evaluate.total_per_class(test)
+    correct = correct_per_class(method, net, model, test, tick) if len(test) else torch.zeros_like(total)
+    found: dict[str, Any] = {}
+    for prefix, tree in (("held", model), ("held_gm", shared)):
+        if tree is not None and len(held):
+            right = correct_per_class(method, net, tree, held, tick)
+            macro, share = evaluate.held_accuracy(right, evaluate.total_per_class(held))
+            found |= {f"{prefix}_macro": macro, f"{prefix}_share": share}
+    person = evaluate.personal(client, correct, total, data.counts)
+    return replace(person, samples=len(data), **found)

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from fednh.data.batches import EVAL_BATCH, Samples
 
+HELD = ("held_macro", "held_share", "held_gm_macro", "held_gm_share")
+
 
 @dataclass(frozen=True)
 class Personal:
@@ -37,6 +39,11 @@ class Personal:
     held_share: float | None = None
     held_gm_macro: float | None = None  # the global model on the same samples
     held_gm_share: float | None = None
+    samples: int = 0  # training samples of the client
+
+    @property
+    def measures_held_out(self) -> bool:
+        return any(getattr(self, key) is not None for key in HELD)
 
     def record(self) -> dict[str, Any]:
         """For the summary: held-out figures only where there are some."""
@@ -87,6 +94,23 @@ def personal(client: int, correct: Tensor, total: Tensor, counts: Tensor) -> Per
     owned = (counts > 0).to(torch.float64)
     by_share = accuracy(correct, total, counts / counts.sum())
     return Personal(client, accuracy(correct, total, owned), by_share, per_class(correct, total))
+
+
+def metrics(correct: Tensor | None, total: Tensor | None, people: Sequence[Personal]) -> dict[str, float | None]:
+    """A round's metrics: GM of the global model's `correct`, and the means over these personal models."""
+    gm = None if correct is None or total is None else accuracy(correct, total, torch.ones_like(total))
+    keys = ("pm_v", "pm_l", *(HELD if any(person.measures_held_out for person in people) else ()))
+    return {"gm": gm, **{key: mean_and_spread(getattr(p, key) for p in people)[0] for key in keys}}
+
+
+def final_metrics(correct: Tensor | None, total: Tensor | None, people: Sequence[Personal]) -> dict[str, Any]:
+    """The same with spreads, by class and by client: for a run's summary."""
+    found: dict[str, Any] = metrics(correct, total, people)
+    found["pm_l_std"] = mean_and_spread(p.pm_l for p in people)[1]
+    if "held_share" in found:
+        found["held_share_std"] = mean_and_spread(p.held_share for p in people)[1]
+    found["per_class"] = None if correct is None or total is None else per_class(correct, total)
+    return {**found, "clients": [person.record() for person in people]}
 
 
 def mean_and_spread(values: Iterable[float | None]) -> tuple[float, float] | tuple[None, None]:

@@ -11,12 +11,14 @@ import numpy as np
 
 from fednh.config import Config
 from fednh.core.machine import check_machine
-from fednh.core.seeding import numpy_rng
+from fednh.core.seeding import numpy_rng, torch_rng
+from fednh.core.tree import Tree, arranged
 from fednh.data import scaling
 from fednh.data.agreement import not_agreed
 from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
 from fednh.data.hold_out import DEFAULT_SHARE, hold_out
+from fednh.data.inspection import about_test_set
 from fednh.data.partitions import Indices, class_table
 from fednh.data.sources import file_of, load
 from fednh.data.sources.options import Options
@@ -69,6 +71,47 @@ class Federation:
         whose = {} if client is None else {"client": client, **({"site": self.sites[client]} if self.sites else {})}
         preprocessing = {**data.preprocessing, **scale}
         return {**card_of(config, self.net, data.shape, data.classes, data.name, preprocessing), **whose}
+
+    def server_side(self, config: Config) -> ServerSide:
+        """What the server knows where all samples are in one place."""
+        return ServerSide(
+            name=self.dataset.name,
+            classes=self.dataset.classes,
+            net=self.net,
+            method=self.method,
+            test=self.test if len(self.test) else None,
+            card=self.card(config),
+            counts=self.class_counts(),
+            sites=self.sites,
+            as_read=self.as_read,
+            notes=tuple(f"{self.dataset.name}: {words}" for words in about_test_set(self.dataset)),
+            train=self.train,
+            trained_on=np.concatenate(self.parts),
+        )
+
+
+@dataclass(frozen=True)
+class ServerSide:
+    """What the server of a run knows, wherever the samples are: all that the round loop works on."""
+
+    name: str  # of the data
+    classes: tuple[str, ...]
+    net: Net
+    method: Method
+    test: Samples | None  # the balanced test set, if the server has one
+    card: dict[str, Any]  # what the global model's file says about itself
+    counts: list[list[int]] = field(default_factory=list)  # clients by classes; empty: only the sites know
+    sites: tuple[str, ...] = ()
+    as_read: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()  # about the data, for the user
+    train: Samples | None = None  # the training samples, where all are in one place
+    trained_on: Indices | None = None  # those of them that clients train on
+
+
+def initial_state(method: Method, net: Net, seed: int, device: str = "cpu") -> Tree:
+    """The server's state before the first round; everybody who has the config can make it."""
+    initial = method.init(net, torch_rng(seed, "init"))
+    return {name: value.to(device) for name, value in arranged(initial).items()}
 
 
 def class_counts(data: Dataset, parts: list[Indices]) -> list[list[int]]:

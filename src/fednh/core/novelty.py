@@ -7,7 +7,7 @@ ninety-five of a hundred samples that the model was trained on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from fednh.methods.base import Method
 from fednh.models.net import Net
 
 QUANTILES = (0.01, 0.05)
+FEWEST = 20  # samples from which on a client tells its quantiles: of fewer they would be about single samples
 MOST = 2000  # training samples looked at: a quantile needs no more, and a large set should not cost a pass
 
 
@@ -67,3 +68,14 @@ def look(
         "samples": len(index),
         "quantiles": {f"{q:g}": round(level, 6) for q, level in zip(QUANTILES, levels, strict=True)},
     }
+
+
+def merged(rows: Iterable[tuple[Sequence[float], int] | None]) -> dict[str, Any] | None:
+    """The same where only clients have samples: the mean of their quantiles, each by the samples that it looked at."""
+    told = [(levels, min(samples, MOST)) for levels, samples in filter(None, rows)]
+    total = sum(samples for _, samples in told)
+    if not total:
+        return None
+    means = [sum(levels[k] * samples for levels, samples in told) / total for k in range(len(QUANTILES))]
+    quantiles = {f"{q:g}": round(level, 6) for q, level in zip(QUANTILES, means, strict=True)}
+    return {"score": "cosine to the nearest prototype", "samples": total, "quantiles": quantiles, "sites": len(told)}

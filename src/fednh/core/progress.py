@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Protocol
 
 from fednh.core import outliers
+from fednh.errors import RunError
 
 
 class Watcher(Protocol):
@@ -23,16 +25,23 @@ class Round:
 
     round: int
     bytes_down: int
-    dropped: list[int]
+    dropped: list[int]  # who never reported
+    picked: list[int] = field(default_factory=list)
     clients: list[int] = field(default_factory=list)  # whose uploads were used
-    refused: list[int] = field(default_factory=list)  # whose uploads or personal states were not finite
+    refused: list[int] = field(default_factory=list)  # whose uploads could not be used
     failed: list[int] = field(default_factory=list)  # whose training raised an error, with on_error = "skip"
     bytes_up: int = 0
     processed: int = 0  # training samples of all that reported
     samples: int = 0  # those behind the used uploads
     loss_sum: float = 0.0
     gradient_norms: dict[int, float] = field(default_factory=dict)  # by client, with diagnostics.gradient_norm
-    lost: str = ""  # why the round changed nothing, in a federation
+    lengths: dict[int, outliers.Lengths] = field(default_factory=dict)  # of the uploads, where they are bounded
+    lost: str = ""  # why the round changed nothing, in a deployment
+
+    def lose(self, why: str) -> None:
+        """Nothing of the round counts."""
+        self.lost, self.clients, self.gradient_norms = why, [], {}
+        self.bytes_up, self.samples, self.loss_sum = 0, 0, 0.0
 
     def record(self, seconds: float) -> dict[str, Any]:
         """The round's line of metrics.jsonl."""
@@ -45,7 +54,7 @@ class Round:
             "bytes_up": self.bytes_up,
             "bytes_down": self.bytes_down,
             "clients": sorted(self.clients),
-            "dropped": self.dropped,
+            "dropped": sorted(self.dropped),
             "refused": sorted(self.refused),
             "failed": sorted(self.failed),
             **looked,
@@ -65,6 +74,14 @@ class Progress:
     client_seconds: float = 0.0  # of client work
     eval_seconds: float = 0.0
     usual: outliers.Lengths = field(default_factory=dict)  # how long uploads are, where they are bounded
+    lengths: dict[str, list[outliers.Lengths]] = field(default_factory=dict)  # each client's last ones (JSON: by text)
+
+    def remember(self, happened: Round) -> None:
+        """How long the uploads were that were taken: later ones are compared with them."""
+        for client in happened.clients:
+            if client in happened.lengths:
+                before = self.lengths.get(str(client), [])
+                self.lengths[str(client)] = [*before, happened.lengths[client]][-outliers.MEMORY :]
 
     def totals(self) -> dict[str, Any]:
         """The run's costs and losses, for its summary."""
@@ -86,5 +103,19 @@ class Progress:
         return asdict(replace(self, records=self.records[self.closed :])), self.records[: self.closed]
 
     @classmethod
-    def joined(cls, values: dict[str, Any], closed: list[dict[str, Any]]) -> Progress:
-        return cls(**{**values, "records": [*closed, *values["records"]]})
+    def joined(cls, values: dict[str, Any], closed: list[dict[str, Any]]) -> tuple[Progress, dict[str, Any]]:
+        """From a checkpoint: what a run has counted, and what else is in it."""
+        known = {each.name for each in fields(cls)}
+        own = {key: value for key, value in values.items() if key in known}
+        rest = {key: value for key, value in values.items() if key not in known}
+        return cls(**{**own, "records": [*closed, *own["records"]]}), rest
+
+
+def check_lost(summary: Mapping[str, Any]) -> None:
+    """Raise if some of a deployment's rounds changed nothing: the run is not what was asked for."""
+    if lost := summary.get("lost"):
+        named = ", ".join(map(str, lost[:20])) + (", ..." if len(lost) > 20 else "")
+        raise RunError(
+            f"{len(lost)} of {summary['rounds']} rounds changed nothing (round {named}); federation.log in the run "
+            f"folder says why"
+        )

@@ -1,330 +1,102 @@
-"""The round loop, in one process: pick clients, send, train, receive, aggregate, evaluate, record."""
+"""The round loop, the only one: pick clients, send, train, check, aggregate, evaluate, record, save.
+
+Who computes the clients is an executor's business (executor.py), so what holds in a simulation holds in a deployment:
+it is the same code. A run of R rounds is R + 1 exchanges. In each, clients evaluate what the last round left, if that
+is due, and train the next; the line of an evaluated round is written when its metrics are there.
+"""
 
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from fednh.config import Config, parse_bytes
-from fednh.core import aggregate, checks, evaluate, failures, memory, novelty, outliers
+from fednh.config import Config
+from fednh.core import aggregate, checks, evaluate, failures, novelty, outliers
 from fednh.core import client as clients
+from fednh.core.client import Report
 from fednh.core.evaluate import Personal
-from fednh.core.federation import Federation
+from fednh.core.executor import Answers, Exchange, Executor, Missing, Outcome
+from fednh.core.federation import ServerSide, initial_state
 from fednh.core.machine import one_thread
 from fednh.core.meter import Meter
 from fednh.core.picks import dropped_clients, picked_clients, sampled_clients
-from fednh.core.progress import Progress, Round, Watcher
-from fednh.core.seeding import torch_rng
-from fednh.core.tree import Tree, Uploads, arranged, size
-from fednh.data.batches import ClientData, Samples, subset
-from fednh.data.inspection import about_test_set
+from fednh.core.progress import Progress, Round, Watcher, check_lost
+from fednh.core.tree import Tree, Uploads, size
 from fednh.errors import Interrupted, RunError, UserError
-from fednh.executors import pool
 from fednh.storage.checkpoint import Checkpoints
-from fednh.storage.client_states import Store
-from fednh.storage.run_folder import RunFolder, worker_count
+from fednh.storage.run_folder import RunFolder
 
 
-class Simulation:
-    """One run of one method on one federation, in one run folder."""
+class Rounds:
+    """One run of one method, in one run folder, on one executor."""
 
     def __init__(
         self,
         config: Config,
-        federation: Federation,
-        run: RunFolder,
+        folder: RunFolder,
+        executor: Executor,
         watcher: Watcher,
         stop: threading.Event | None = None,
     ):
-        self.config, self.fed, self.folder, self.watcher = config, federation, run, watcher
-        self.method, self.net = federation.method, federation.net
+        self.config, self.folder, self.executor, self.watcher = config, folder, executor, watcher
         self.stop = stop or threading.Event()
         self.meter = Meter(self.stop, watcher.evaluating)
-        self.workers = worker_count(config)
-        memory.keep_freed()
-        budget = parse_bytes(config.store.memory, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        with one_thread(), failures.named(self.method, "the first try on blank samples failed, before any round"):
-            initial = self.method.init(self.net, torch_rng(config.seed, "init"))
-            self.server = {name: value.to(config.device) for name, value in arranged(initial).items()}
-            self.store = Store(run.clients, budget, self.method.enroll(self.server), config.device)
-            self.upload_form = clients.declared_upload(self.method, self.net, self.server)
-            self.engine = pool.choose(config, federation, self.server)
-        self.checkpoints = Checkpoints(run.checkpoints, self.store)
-        self.form = clients.form_of(self.server)
+        self.checkpoints = Checkpoints(folder.checkpoints, executor.store)
         self.progress = Progress()
+        self.members: set[int] = set()  # the clients that took part so far
+        self.summary: dict[str, Any] = {}
+
+    side: ServerSide
+    server: Tree
 
     def run(self) -> dict[str, Any]:
         """All rounds, from where the folder stands to the end; returns the summary."""
-        self._begin()
-        self._resume()
-        workers = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,))
-        with one_thread(), self.checkpoints, workers as self.pool:
-            if self.progress.closed < self.progress.round < self.config.rounds:  # stopped while it was evaluated
-                self._close_round(self.progress.round)
-            while self.progress.round < self.config.rounds:
-                self._one_round(self.progress.round + 1)
-            with failures.named(self.method, f"the end failed after round {self.progress.round}"):
-                summary = self._finish()
+        with one_thread(), self.checkpoints, self.executor:
+            self._prepare()
+            while self.progress.closed < self.config.rounds:
+                self._exchange()
             self.checkpoints.wait()
-            self.folder.write_summary(summary)
-            return summary
+            self.summary |= self.executor.finished(self.progress.round)
+            self.folder.write_summary(self.summary)
+        check_lost(self.summary)
+        return self.summary
 
-    # --- one round ---------------------------------------------------------------------------------------------
+    # --- before the first round --------------------------------------------------------------------------------
 
-    def _one_round(self, round_: int) -> None:
-        started = time.perf_counter()
-        try:
-            with failures.named(self.method, f"the server failed in round {round_}"):
-                happened = self._train(round_)
-        except (Interrupted, RunError):
-            self.store.rollback()
-            self._checkpoint()
-            raise
-        self.store.commit()
-        self.progress.round = round_
-        self.progress.samples += happened.processed
-        self.progress.records.append(happened.record(time.perf_counter() - started))
-        self.progress.seconds += time.perf_counter() - started
-        if round_ < self.config.rounds:  # the last round is closed by `_finish`
-            self._close_round(round_)
-        if self.config.checkpoint.every and round_ % self.config.checkpoint.every == 0:
-            self.checkpoints.begin(round_, self.server, *self.progress.split())
-
-    def _close_round(self, round_: int) -> None:
-        """Evaluate the round if that is due, and write its line."""
-        started, record = time.perf_counter(), self.progress.records[-1]
-        if self.config.eval.every and round_ % self.config.eval.every == 0:
-            try:
-                people = self._personal(self._whom(round_, record["clients"]), round_)
-                correct = self._global()
-            except (Interrupted, RunError):
-                self._checkpoint()
-                raise
-            record |= self._figures(correct, people)
-            record["eval_seconds"] = round(time.perf_counter() - started, 4)
-            self.progress.eval_seconds += record["eval_seconds"]
-        self.folder.append_metrics(record)
-        self.progress.closed = round_
-        self.progress.seconds += time.perf_counter() - started
-        self.watcher.round_done(record)
-
-    def _train(self, round_: int) -> Round:
-        """Downlink, client work, uplink, aggregation."""
-        if self.stop.is_set():
-            raise Interrupted
-        picked = picked_clients(self.config, round_, len(self.fed.parts))
-        checks.check_picks(picked, len(self.fed.parts), round_)
-        dropped = dropped_clients(self.config, round_, picked)
-        down = self.method.broadcast(self.server)
-        happened = Round(round_, bytes_down=size(down) * len(picked), dropped=dropped)
-        # The largest first: nobody waits for a latecomer. The order is fixed, so sums have the same bits every time.
-        order = sorted(set(picked) - set(dropped), key=lambda k: (-len(self.fed.parts[k]), k))
-        uploads = self._uploads(order, down, happened)
-        first = next(uploads, None)
-        if first is None:
-            self.watcher.note(f"round {round_}: no client of {len(picked)} reported; the server stays as it was")
-            next_server = self.server
-        else:
-            rule = aggregate.rule(self.config.aggregator, self.server, self.config.trim, self.method)
-            next_server = self.method.aggregate(self.server, Uploads(chain([first], uploads), rule))
-            for _ in uploads:  # an aggregate that did not read them all still lets every client do its part
-                pass
-        self._stop_if_mostly_refused(happened)
-        checks.check_server(self.method, next_server, self.form, round_)
-        self.server = next_server
-        return happened
-
-    def _uploads(self, order: list[int], down: Tree, happened: Round) -> Iterator[Tree]:
-        """The round's uploads, one by one as they are ready; what a client keeps goes to the store."""
-        started, round_, config = time.perf_counter(), happened.round, self.config
-        look, sgd = config.diagnostics.gradient_norm, config.train.sgd(round_)
-        work = pool.Work(self.fed, down, sgd, config.seed, round_, self.store.get, self.stop.is_set, look)
-        updates = pool.updates(self.engine, self.pool, work, order, ahead=2 * self.workers)
-        if bound := config.upload_bound(deployed=False):
-            updates = self._bounded(list(updates), bound, happened)
-        for client, update in updates:
-            if update is None:
-                raise Interrupted
-            if isinstance(update, Exception):
-                self._failed(client, update, happened)
-                continue
-            happened.processed += update.samples
-            if what := update.not_finite:
-                happened.refused.append(client)
-                self.watcher.note(f"round {round_}: {what} of client {client} is not finite and was refused")
-                continue
-            if problem := checks.upload_problem(update.upload, self.upload_form):
-                name = type(self.method).__name__
-                raise RunError(
-                    f"invariant broken by {name}: the upload of client {client} in round {round_}: {problem}"
-                )
-            self.store.put(client, update.keep, round_)
-            happened.clients.append(client)
-            happened.bytes_up += size(update.upload)
-            happened.samples += update.samples
-            happened.loss_sum += update.loss_sum
-            if update.gradient_norm is not None and math.isfinite(update.gradient_norm):
-                happened.gradient_norms[client] = update.gradient_norm
-            yield update.upload
-        self.progress.client_seconds += time.perf_counter() - started
-
-    def _bounded(self, updates: list[tuple[int, Any]], bound: float, happened: Round) -> Iterator[tuple[int, Any]]:
-        """The updates without those whose uploads are far larger than the others'; it needs to see all of them."""
-        whole = {k: u.upload for k, u in updates if isinstance(u, clients.Update) and not u.not_finite}
-        lengths = {k: outliers.lengths(upload, self.server) for k, upload in whole.items()}
-        self.progress.usual = outliers.usual(lengths, self.progress.usual)
-        found = outliers.problems(lengths, {}, self.progress.usual, bound)
-        for client, update in updates:
-            problem = self.method.upload_problem(whole[client]) or found.get(client) if client in whole else None
-            if problem:
-                happened.refused.append(client)
-                self.watcher.note(f"round {happened.round}: the upload of client {client} was refused: {problem}")
-            else:
-                yield client, update
-
-    def _failed(self, client: int, error: Exception, happened: Round) -> None:
-        """A client's training raised an error: stop, or go on without it, as `on_error` says."""
-        told = failures.sentence(self.method, error, f"client {client} failed in round {happened.round}")
-        if self.config.on_error == "stop":
-            raise RunError(told) from error
-        happened.failed.append(client)
-        self.watcher.note(f"{told}; going on without it")
-
-    def _stop_if_mostly_refused(self, happened: Round) -> None:
-        reported = len(happened.clients) + len(happened.refused)
-        if 2 * len(happened.refused) > reported:
-            raise RunError(
-                f"round {happened.round}: {len(happened.refused)} of {reported} uploads were not finite, so training "
-                f"diverges; lower train.lr (now {self.config.train.lr:g}) or look for extreme values in the data"
-            )
-
-    def _data(self, client: int, round_: int, purpose: str) -> ClientData:
-        return ClientData(self.fed.train, self.fed.parts[client], self.config.seed, round_, client, purpose)
-
-    # --- evaluation --------------------------------------------------------------------------------------------
-
-    def _whom(self, round_: int, active: list[int]) -> list[int]:
-        """Whose personal models to look at: `eval.clients`."""
-        whom = self.config.eval.clients
-        if whom == "active":
-            return active
-        return self._sample(whom, round_)
-
-    def _sample(self, number: str | int, round_: int) -> list[int]:
-        """Of the clients that took part so far `number`, or all."""
-        return sampled_clients(self.config, number, self.store.members, round_)
-
-    def _global(self) -> torch.Tensor | None:  # (C,) correct per class
-        with failures.named(self.method, f"the global model failed after round {self.progress.round}"):
-            model = self.method.global_model(self.server)
-            if model is None or not len(self.fed.test):
-                return None
-            self.meter.begin(len(self.fed.test))
-            return self.pool.submit(self._correct, model, self.fed.test).result()
-
-    def _correct(self, model: Tree, test: Samples) -> torch.Tensor:  # (C,)
-        model = arranged(model)
-
-        def predict(x: torch.Tensor) -> torch.Tensor:
-            self.meter(len(x))
-            return self.method.logits(self.net, model, x)
-
-        return evaluate.correct_per_class(predict, test)
-
-    def _held_out(self, client: int, personal: Tree, shared: Tree | None) -> dict[str, Any]:
-        """What the client's own model and the global one achieve on the client's held-out samples."""
-        test, found = subset(self.fed.train, self.fed.held_out[client]), dict[str, float | None]()
-        total = evaluate.total_per_class(test)
-        for prefix, model in (("held", personal), ("held_gm", shared)):
-            if model is not None and len(test):
-                macro, share = evaluate.held_accuracy(self._correct(model, test), total)
-                found |= {f"{prefix}_macro": macro, f"{prefix}_share": share}
-        return found
-
-    def _personal(self, whom: list[int], round_: int, save: bool = False) -> list[Personal]:
-        """The personal models' figures; on request, the models are saved too."""
-        sgd, total = self.config.train.sgd(round_), evaluate.total_per_class(self.fed.test)
-        with failures.named(self.method, f"the server failed after round {round_}"):
-            down = self.method.broadcast(self.server)
-            shared = self.method.global_model(self.server) if self.fed.measures_held_out else None
-        nothing = torch.zeros_like(total)
-
-        def work(client: int) -> Personal:
-            with failures.named(self.method, f"the personal model of client {client} failed after round {round_}"):
-                return measured(client)
-
-        def measured(client: int) -> Personal:
-            data = self._data(client, round_, "personal")
-            model = clients.personal_model(self.method, self.net, self.store.get(client), down, data, sgd, self.meter)
-            if save:
-                about = self._novelty(model, self.fed.parts[client])
-                card = {**self.fed.card(self.config, client), "novelty": about}
-                self.folder.write_model(self.folder.personal_model(client), model, card)
-            correct = self._correct(model, self.fed.test) if len(self.fed.test) else nothing
-            person = evaluate.personal(client, correct, total, data.counts)
-            return replace(person, **self._held_out(client, model, shared))
-
-        self.meter.begin(sum(self._to_look_at(client, shared, save) for client in whom))
-        return list(pool.in_order(self.pool, work, whom, ahead=2 * self.workers))  # stopped, it starts again on resume
-
-    def _to_look_at(self, client: int, shared: Tree | None, save: bool) -> int:
-        """How many samples go through models for a client's figures."""
-        held = len(self.fed.held_out[client]) * (1 if shared is None else 2)
-        return len(self.fed.test) + held + (novelty.number(self.method, len(self.fed.parts[client])) if save else 0)
-
-    def _novelty(self, model: Tree, *parts: NDArray[np.int64]) -> dict[str, Any] | None:
-        """How similar training samples are to their prototypes, where the method has them: for the model's card."""
-        if not self.method.cosine:
-            return None
-        index = np.concatenate(parts)
-        return novelty.look(self.method, self.net, model, self.fed.train, index, self.config.seed, self.meter)
-
-    def _figures(self, correct: torch.Tensor | None, people: list[Personal]) -> dict[str, float | None]:
-        total = evaluate.total_per_class(self.fed.test)
-        return {
-            "gm": None if correct is None else evaluate.accuracy(correct, total, torch.ones_like(total)),
-            "pm_v": evaluate.mean_and_spread(p.pm_v for p in people)[0],
-            "pm_l": evaluate.mean_and_spread(p.pm_l for p in people)[0],
-            **self._held_out_figures(people),
-        }
-
-    def _held_out_figures(self, people: list[Personal]) -> dict[str, float | None]:
-        if not self.fed.measures_held_out:
-            return {}
-        keys = ("held_macro", "held_share", "held_gm_macro", "held_gm_share")
-        return {key: evaluate.mean_and_spread(getattr(p, key) for p in people)[0] for key in keys}
-
-    # --- start and end -----------------------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        """Write down what the run is, or refuse to go on with other data than it began with."""
-        fed, note = self.fed, self.watcher.note
-        counts = fed.class_counts()
-        self.folder.begin(self.config, fed.dataset.classes, counts, fed.sites, data=fed.as_read, tell=note)
-        for words in about_test_set(fed.dataset):
-            note(f"{fed.dataset.name}: {words}")
-
-    def _checkpoint(self) -> None:
-        if self.config.checkpoint.every:
-            self.checkpoints.save(self.progress.round, self.server, *self.progress.split())
-
-    def _resume(self) -> None:
-        """Go on from the newest whole checkpoint; metrics written after it are dropped, they will come again."""
-        saved = self.checkpoints.latest(self.watcher.note, self.config.device)
+    def _prepare(self) -> None:
+        """Go on from the newest whole checkpoint, or begin; what cannot run is refused before anything is written."""
+        saved = self.checkpoints.latest(self.executor.note, self.config.device)
+        books: dict[str, Any] = {}
         if saved is not None:
-            self.server, self.progress = saved.server, Progress.joined(saved.progress, saved.log)
-            self.watcher.note(f"going on after round {saved.round}")
+            self.progress, books = Progress.joined(saved.progress, saved.log)
+        self.side = self.executor.open(books, self.progress.records)
+        self.method, self.net, self.test = self.side.method, self.side.net, self.side.test
+        self.total = None if self.test is None else evaluate.total_per_class(self.test)  # (C,)
+        with failures.named(self.method, "the first try on blank samples failed, before any round"):
+            initial = initial_state(self.method, self.net, self.config.seed, self.config.device)
+            self.upload_form = clients.declared_upload(self.method, self.net, initial)
+            self.executor.begin(initial)
+        self.form = clients.form_of(initial)
+        self.server = initial if saved is None else saved.server
+        self.members = {client for record in self.progress.records for client in record["clients"]}
+        self._begin_folder(resumed=saved is not None)
+
+    def _begin_folder(self, resumed: bool) -> None:
+        """Write down what the run is; refuse to go on with other data than it began with, or without its state."""
+        side, note = self.side, self.executor.note
+        self.folder.begin(
+            self.config, side.classes, side.counts, side.sites, self.executor.backend, data=side.as_read, tell=note
+        )
+        for words in side.notes:
+            note(words)
+        if resumed:
+            note(f"going on after round {self.progress.round}")
         elif recorded := self.folder.rounds_written():
             # The writer finishes one checkpoint before it starts the next: a kill can cost the first, not the second.
             if self.config.checkpoint.every and recorded > 2 * self.config.checkpoint.every:
@@ -332,44 +104,266 @@ class Simulation:
                     f"{self.folder.path}: {recorded} rounds are recorded but there is no checkpoint; restore "
                     f"checkpoints/ and clients/ from a copy, or delete the folder to start from the beginning"
                 )
-            self.watcher.note("there is no checkpoint yet; starting again from the beginning")
-        self.folder.write_metrics(self.progress.records[: self.progress.closed])
+            note("there is no checkpoint yet; starting again from the beginning")
+        self.folder.write_metrics(self.progress.records[: self.progress.closed])  # later ones will come again
 
-    def _finish(self) -> dict[str, Any]:
-        """Evaluate the global model and the clients that `eval.final` says; write the models; returns the summary."""
+    # --- one exchange ------------------------------------------------------------------------------------------
+
+    def _exchange(self) -> None:
+        """Evaluate the last round, if that is due, and train the next, if there is one."""
+        try:
+            with failures.named(self.method, f"the server failed in round {self._at()}"):
+                self._evaluate_and_train()
+        except (Interrupted, RunError):
+            self.executor.rollback()
+            if self.config.checkpoint.every:
+                self.checkpoints.save(self.progress.round, self.server, *self._books())
+            raise
+
+    def _at(self) -> int:
+        return min(self.progress.round + 1, self.config.rounds)
+
+    def _evaluate_and_train(self) -> None:
+        if self.stop.is_set():
+            raise Interrupted
+        progress = self.progress
+        closing, training = progress.closed < progress.round, progress.round < self.config.rounds
+        here = self.executor.present()
+        happened = self._plan(here)
+        down = self.method.broadcast(self.server)
+        happened.bytes_down = size(down) * len(happened.picked)
         started = time.perf_counter()
-        round_, record = self.progress.round, self.progress.records[-1]
-        if self.config.checkpoint.every and round_ % self.config.checkpoint.every:
-            self._checkpoint()
-        card, correct = self.fed.card(self.config), self._global()
-        if (model := self.method.global_model(self.server)) is not None:
-            self.meter.begin(novelty.number(self.method, sum(map(len, self.fed.parts))))
-            about = {**card, "novelty": self._novelty(model, *self.fed.parts)}
-            self.folder.write_model(self.folder.global_model, {**self.net.norm, **model}, about)
-        self.folder.write_model(self.folder.broadcast_model, self.method.broadcast(self.server), card)
-        final, chosen = set(self._sample(self.config.eval.final, round_)), set(self._whom(round_, record["clients"]))
-        people = self._personal(sorted(final | chosen), round_, save=True)
-        record |= self._figures(correct, [p for p in people if p.client in chosen])
+        answers = self.executor.exchange(
+            Exchange(
+                self.server,
+                down,
+                progress.round,
+                evaluate=self._to_evaluate(here) if closing else [],
+                train=sorted(set(happened.picked) - set(happened.dropped)),
+                final=closing and not training,
+            )
+        )
+        waited = time.perf_counter() - started
+        progress.client_seconds += waited
+        if closing:
+            self._close(answers)
+        if training:
+            started = time.perf_counter()
+            if not happened.lost:
+                self._train(happened, answers.reports())
+            self._record(happened, waited + time.perf_counter() - started)
+
+    def _plan(self, here: Sequence[int]) -> Round:
+        """Who is picked for the next round of those who are here, and who of them drops out."""
+        round_, least = self.progress.round + 1, self.executor.least
+        happened = Round(round_, bytes_down=0, dropped=[])
+        if self.progress.round == self.config.rounds:
+            return happened
+        if len(here) < least:
+            self._give_up(happened, f"{len(here)} sites are there")
+            return happened
+        happened.picked = [here[k] for k in picked_clients(self.config, round_, len(here), least)]
+        checks.check_picks(happened.picked, here, round_)
+        happened.dropped = dropped_clients(self.config, round_, happened.picked)
+        return happened
+
+    def _train(self, happened: Round, outcomes: Iterator[Outcome]) -> None:
+        """Take what the clients report, and make the server's next state of it."""
+        uploads = self._uploads(outcomes, happened)
+        first = list(islice(uploads, self.executor.least))
+        try:
+            if len(first) < self.executor.least:
+                self._stop_if_mostly_refused(happened)
+                self._give_up(happened, f"{len(first)} uploads can be used")
+            else:
+                self._aggregate(happened, chain(first, uploads))
+        except RunError as error:
+            if not self.executor.deployed:
+                raise
+            happened.lose(str(error))
+            self.executor.note(f"{error}; the server stays as it was")
+
+    def _aggregate(self, happened: Round, uploads: Iterator[Tree]) -> None:
+        """The server's next state; one that breaks an invariant is not taken."""
+        rule = aggregate.rule(self.config.aggregator, self.server, self.config.trim, self.method)
+        with failures.named(self.method, f"the server failed in round {happened.round}"):
+            server = self.method.aggregate(self.server, Uploads(uploads, rule))
+        for _ in uploads:  # an aggregate that did not read them all still lets every client do its part
+            pass
+        self._stop_if_mostly_refused(happened)
+        checks.check_server(self.method, server, self.form, happened.round)
+        same = all(torch.equal(value, self.server[name]) for name, value in server.items())
+        if self.executor.deployed and self.upload_form and same:
+            happened.lost = "the uploads change nothing"
+            self.executor.note(f"round {happened.round}: {happened.lost}")
+        self.server = server
+
+    def _uploads(self, outcomes: Iterator[Outcome], happened: Round) -> Iterator[Tree]:
+        """The uploads that can be used, one by one as they come; all others are told and counted."""
+        started, bound = time.perf_counter(), self.config.upload_bound(deployed=self.executor.deployed)
+        if bound:
+            outcomes = self._bounded(list(outcomes), bound, happened)
+        for client, report in outcomes:
+            if isinstance(report, Missing):
+                self._missing(client, report, happened)
+                continue
+            happened.processed += report.samples or 0
+            if what := report.not_finite:
+                self._refuse(client, happened, f"{what} of {self.executor.name(client)} is not finite and was refused")
+                continue
+            checks.check_upload(self.method, report.upload, self.upload_form, client, happened.round)
+            happened.clients.append(client)
+            happened.bytes_up += size(report.upload)
+            if report.samples is not None and report.loss_sum is not None:
+                happened.samples += report.samples
+                happened.loss_sum += report.loss_sum
+            if report.gradient_norm is not None and math.isfinite(report.gradient_norm):
+                happened.gradient_norms[client] = report.gradient_norm
+            yield report.upload
+        self.progress.client_seconds += time.perf_counter() - started
+
+    def _bounded(self, outcomes: list[Outcome], bound: float, happened: Round) -> Iterator[Outcome]:
+        """Leave out uploads far longer than others, or than the client's own before; it needs to see them all."""
+        whole = {k: r.upload for k, r in outcomes if isinstance(r, Report) and not r.not_finite}
+        lengths = {client: outliers.lengths(upload, self.server) for client, upload in whole.items()}
+        self.progress.usual = outliers.usual(lengths, self.progress.usual)
+        past = {client: self.progress.lengths.get(str(client), []) for client in whole}
+        found = outliers.problems(lengths, past, self.progress.usual, bound)
+        for client, report in outcomes:
+            problem = self.method.upload_problem(whole[client]) or found.get(client) if client in whole else None
+            if problem:
+                self._refuse(client, happened, f"the upload of {self.executor.name(client)} was refused: {problem}")
+            else:
+                happened.lengths |= {client: lengths[client]} if client in lengths else {}
+                yield client, report
+
+    def _refuse(self, client: int, happened: Round, words: str) -> None:
+        happened.refused.append(client)
+        self.executor.note(f"round {happened.round}: {words}", client, happened.round)
+
+    def _missing(self, client: int, report: Missing, happened: Round) -> None:
+        """A client has no report: go on without it, or stop, as `on_error` says."""
+        if report.why == "failed" and not self.executor.deployed and self.config.on_error == "stop":
+            raise RunError(report.words) from report.error
+        rows = {"silent": happened.dropped, "failed": happened.failed, "refused": happened.refused}[report.why]
+        rows.append(client)
+        more = "" if report.why == "refused" else "; going on without it"
+        self.executor.note(report.words + more, client, happened.round)
+
+    def _stop_if_mostly_refused(self, happened: Round) -> None:
+        reported = len(happened.clients) + len(happened.refused)
+        if 2 * len(happened.refused) > reported:
+            raise RunError(
+                f"round {happened.round}: {len(happened.refused)} of {reported} uploads were not finite or refused, so "
+                f"training diverges; lower train.lr (now {self.config.train.lr:g}) or look for extreme values in the "
+                f"data"
+            )
+
+    def _give_up(self, happened: Round, what: str) -> None:
+        """Too few uploads: nothing of the round counts. Clients that never report are part of a simulation."""
+        if not self.executor.deployed:
+            told = f"no client of {len(happened.picked)} reported"
+            self.executor.note(f"round {happened.round}: {told}; the server stays as it was")
+            return
+        happened.lose(f"{what}, and federation.min_clients = {self.executor.least}")
+        self.executor.note(f"round {happened.round} is given up: {happened.lost}; the server stays as it was")
+
+    def _record(self, happened: Round, seconds: float) -> None:
+        """Count the round; close it, unless it is to be evaluated; save."""
+        progress, every, round_ = self.progress, self.config.eval.every, happened.round
+        self.executor.commit(round_, happened.clients)
+        self.members |= set(happened.clients)
+        progress.round = round_
+        progress.samples += happened.processed
+        progress.remember(happened)
+        progress.records.append(happened.record(seconds))
+        progress.seconds += seconds
+        if round_ < self.config.rounds and not (every and round_ % every == 0):
+            self._write_line(progress.records[-1])
+        save = self.config.checkpoint.every
+        if save and (round_ % save == 0 or round_ == self.config.rounds):
+            self.checkpoints.begin(round_, self.server, *self._books())
+
+    def _books(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """What a checkpoint holds beside the states: what changes from round to round, and what only grows."""
+        values, log = self.progress.split()
+        return {**values, **self.executor.books()}, log
+
+    # --- evaluation --------------------------------------------------------------------------------------------
+
+    def _to_evaluate(self, here: Sequence[int]) -> list[int]:
+        """Whose personal models are measured now: after the last round also those of the summary."""
+        wanted = set(self._of_the_round())
+        if self.progress.round == self.config.rounds:
+            wanted |= set(here) if self.executor.deployed else set(self._of_the_summary())
+        present = set(here) if self.executor.deployed else wanted
+        return sorted(wanted & present)
+
+    def _of_the_round(self) -> list[int]:
+        """Whose personal models make the round's metrics: `eval.clients`."""
+        if self.config.eval.clients == "active":
+            active: list[int] = self.progress.records[-1]["clients"]
+            return active
+        return sampled_clients(self.config, self.config.eval.clients, sorted(self.members), self.progress.round)
+
+    def _of_the_summary(self) -> list[int]:
+        """Whose metrics the summary holds: all of a deployment's sites that took part, or those of `eval.final`."""
+        members = sorted(self.members)
+        if self.executor.deployed:
+            return members
+        return sampled_clients(self.config, self.config.eval.final, members, self.progress.round)
+
+    def _close(self, answers: Answers) -> None:
+        """Measure the round and write its line; after the last round also the models and the summary."""
+        started, progress = time.perf_counter(), self.progress
+        correct, people = self._global(), answers.people()
+        chosen, record = set(self._of_the_round()), progress.records[-1]
+        record |= evaluate.metrics(correct, self.total, [p for p in people if p.client in chosen])
+        last = progress.round == self.config.rounds
+        if last:
+            self._write_models(answers)
         record["eval_seconds"] = round(time.perf_counter() - started, 4)
-        self.folder.append_metrics(record)
-        self.watcher.round_done(record)
-        self.progress.closed = round_
-        self.progress.eval_seconds += record["eval_seconds"]
-        self.progress.seconds += time.perf_counter() - started
-        return self._summary(correct, [p for p in people if p.client in final])
+        progress.eval_seconds += record["eval_seconds"]
+        progress.seconds += time.perf_counter() - started
+        if last:
+            final = set(self._of_the_summary())
+            self.summary = self._summary(correct, [p for p in people if p.client in final])
+        self._write_line(record)
+
+    def _global(self) -> torch.Tensor | None:  # (C,) correct per class
+        with failures.named(self.method, f"the global model failed after round {self.progress.round}"):
+            model = self.method.global_model(self.server)
+            if model is None or self.test is None:
+                return None
+            self.meter.begin(len(self.test))
+            return clients.correct_per_class(self.method, self.net, model, self.test, self.meter)
+
+    def _write_models(self, answers: Answers) -> None:
+        """The global model, and what a newcomer would be sent."""
+        side = self.side
+        if (model := self.method.global_model(self.server)) is not None:
+            about = answers.novelty()
+            if side.train is not None and side.trained_on is not None:
+                self.meter.begin(novelty.number(self.method, len(side.trained_on)))
+                seed = self.config.seed
+                about = novelty.look(self.method, self.net, model, side.train, side.trained_on, seed, self.meter)
+            card = {**side.card, "novelty": about}
+            self.folder.write_model(self.folder.global_model, {**self.net.norm, **model}, card)
+        self.folder.write_model(self.folder.broadcast_model, self.method.broadcast(self.server), side.card)
 
     def _summary(self, correct: torch.Tensor | None, people: list[Personal]) -> dict[str, Any]:
-        progress, total = self.progress, evaluate.total_per_class(self.fed.test)
-        held = self.fed.measures_held_out
+        lost = [record["round"] for record in self.progress.records if record.get("lost")]
         return {
             "method": self.config.method["name"],
-            "data": self.fed.dataset.name,
+            "data": self.side.name,
             "seed": self.config.seed,
-            "rounds": progress.round,
-            **self._figures(correct, people),
-            "pm_l_std": evaluate.mean_and_spread(p.pm_l for p in people)[1],
-            **({"held_share_std": evaluate.mean_and_spread(p.held_share for p in people)[1]} if held else {}),
-            "per_class": None if correct is None else evaluate.per_class(correct, total),
-            "clients": [{**p.record(), "samples": len(self.fed.parts[p.client])} for p in people],
-            **progress.totals(),
+            "rounds": self.progress.round,
+            **evaluate.final_metrics(correct, self.total, people),
+            **self.progress.totals(),
+            **({"lost": lost} if lost else {}),
         }
+
+    def _write_line(self, record: dict[str, Any]) -> None:
+        self.folder.append_metrics(record)
+        self.progress.closed = record["round"]
+        self.watcher.round_done(record)

@@ -1,40 +1,188 @@
-"""How a round's clients are worked through: one after the other on every worker, or small ones a block at a time.
+"""The executor of one machine: a pool of threads, each with one client at a time, or with a block of small ones.
 
-Both engines call the same methods on the same random draws and give the same numbers, up to rounding. Within one
-engine the bits do not depend on the number of workers: blocks are made from the clients, not from the workers.
+Both engines, "loop" and "vmap", call the same methods on the same random draws and give the same numbers, up to
+rounding. Within one engine the bits do not depend on the number of workers: blocks are made from the clients, not from
+the workers. What clients keep lies in a store in the run folder.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import TypeVar
+from types import TracebackType
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
-from fednh.config import Config
-from fednh.core import checks
+from fednh.config import Config, parse_bytes
+from fednh.core import checks, failures, memory, novelty
 from fednh.core import client as clients
 from fednh.core.client import Update
-from fednh.core.federation import Federation
+from fednh.core.evaluate import Personal
+from fednh.core.executor import Exchange, Missing, Outcome
+from fednh.core.federation import Federation, ServerSide
 from fednh.core.fit import Sgd
+from fednh.core.meter import Meter
+from fednh.core.progress import Watcher
+from fednh.core.rounds import Rounds
 from fednh.core.tree import Tree
-from fednh.data.batches import ClientData, blank_samples
-from fednh.errors import UserError
+from fednh.data.batches import ClientData, blank_samples, subset
+from fednh.errors import Interrupted, UserError
 from fednh.executors.vmap import Block, update_block
+from fednh.storage.client_states import Store
+from fednh.storage.run_folder import RunFolder, worker_count
 
 A = TypeVar("A")
 B = TypeVar("B")
-Outcome = tuple[int, Update | Exception | None]  # a client and what came of it; None: the run was asked to stop
+Trained = tuple[int, Update | Exception | None]  # a client and what came of it; None: the run was asked to stop
 
 FEWEST = 32  # clients a round from which on a block is worth its while
 LARGEST = 64  # clients in a block: beyond it nothing is gained
 STATE_BYTES = 16 << 20  # of one copy of a block's parameters
 DATA_BYTES = 32 << 20  # of a block's padded samples
+
+
+def rounds(
+    config: Config, federation: Federation, folder: RunFolder, watcher: Watcher, stop: threading.Event | None = None
+) -> Rounds:
+    """A run on this machine, ready to `run`."""
+    stop = stop or threading.Event()
+    return Rounds(config, folder, Pool(config, federation, folder, watcher, stop), watcher, stop)
+
+
+class Pool:
+    """Clients as jobs of a thread pool."""
+
+    backend, deployed, least = "simulator", False, 1
+
+    def __init__(
+        self, config: Config, federation: Federation, folder: RunFolder, watcher: Watcher, stop: threading.Event
+    ):
+        self.config, self.fed, self.folder, self.watcher, self.stop = config, federation, folder, watcher, stop
+        self.meter = Meter(stop, watcher.evaluating)
+        self.workers = worker_count(config)
+        memory.keep_freed()
+        budget = parse_bytes(config.store.memory, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        self.store = Store(folder.clients, budget, {}, config.device)
+
+    def __enter__(self) -> Pool:
+        self.threads = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.threads.shutdown()
+
+    def open(self, books: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> ServerSide:
+        return self.fed.server_side(self.config)
+
+    def begin(self, initial: Tree) -> None:
+        self.store.newcomer = self.fed.method.enroll(initial)
+        self.engine = choose(self.config, self.fed, initial)
+
+    def present(self) -> Sequence[int]:
+        return range(len(self.fed.parts))
+
+    def exchange(self, asked: Exchange) -> PoolAnswers:
+        return PoolAnswers(self, asked)
+
+    def commit(self, round_: int, clients: Sequence[int]) -> None:
+        self.store.commit(clients)
+
+    def rollback(self) -> None:
+        self.store.rollback()
+
+    def books(self) -> dict[str, Any]:
+        return {}
+
+    def finished(self, rounds: int) -> dict[str, Any]:
+        return {}
+
+    def name(self, client: int) -> str:
+        return f"client {client}"
+
+    def note(self, text: str, client: int | None = None, round_: int = 0) -> None:
+        self.watcher.note(text)
+
+    def map(self, work: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
+        """The results in the order of `items`; at most two for every worker are under way or waiting."""
+        return in_order(self.threads, work, items, ahead=2 * self.workers)
+
+
+class PoolAnswers:
+    """One exchange on the pool: clients start to work when their answers are asked for."""
+
+    def __init__(self, pool: Pool, asked: Exchange):
+        self.pool, self.asked = pool, asked
+        self.config, self.fed, self.method, self.net = pool.config, pool.fed, pool.fed.method, pool.fed.net
+
+    # --- training ----------------------------------------------------------------------------------------------
+
+    def reports(self) -> Iterator[Outcome]:
+        """Every client's report; what it keeps goes to the store, and counts if its upload is taken."""
+        config, pool, round_ = self.config, self.pool, self.asked.done + 1
+        # The largest first: nobody waits for a latecomer. The order is fixed, so sums have the same bits every time.
+        order = sorted(self.asked.train, key=lambda k: (-len(self.fed.parts[k]), k))
+        look, sgd, kept = config.diagnostics.gradient_norm, config.train.sgd(round_), pool.store.get
+        work = Work(self.fed, self.asked.down, sgd, config.seed, round_, kept, pool.stop.is_set, look)
+        for client, update in self._updates(work, order):
+            if update is None:
+                raise Interrupted
+            if isinstance(update, Exception):
+                told = failures.sentence(self.method, update, f"client {client} failed in round {round_}")
+                yield client, Missing("failed", told, update)
+                continue
+            pool.store.put(client, update.keep, round_)
+            yield client, update.report
+
+    def _updates(self, work: Work, order: Sequence[int]) -> Iterator[Trained]:
+        if self.pool.engine == "loop":
+            yield from self.pool.map(partial(one_client, work), order)
+        else:
+            for block in self.pool.map(partial(one_block, work), blocks(work.fed, order)):
+                yield from block
+
+    # --- evaluation --------------------------------------------------------------------------------------------
+
+    def people(self) -> list[Personal]:
+        """What the personal models achieve; those of the last round are saved."""
+        with failures.named(self.method, f"the server failed after round {self.asked.done}"):
+            shared = self.method.global_model(self.asked.server) if self.fed.measures_held_out else None
+        self.pool.meter.begin(sum(self._samples(client, shared) for client in self.asked.evaluate))
+        return list(self.pool.map(partial(self._person, shared), self.asked.evaluate))  # stopped, it starts again
+
+    def _person(self, shared: Tree | None, client: int) -> Personal:
+        round_, fed, meter = self.asked.done, self.fed, self.pool.meter
+        with failures.named(self.method, f"the personal model of client {client} failed after round {round_}"):
+            data = ClientData(fed.train, fed.parts[client], self.config.seed, round_, client, "personal")
+            kept, sgd = self.pool.store.get(client), self.config.train.sgd(round_)
+            model = clients.personal_model(self.method, self.net, kept, self.asked.down, data, sgd, meter)
+            if self.asked.final:
+                self._save(client, model)
+            held = subset(fed.train, fed.held_out[client])
+            return clients.measured(self.method, self.net, client, data, model, shared, fed.test, held, meter)
+
+    def _save(self, client: int, model: Tree) -> None:
+        seed, meter, part = self.config.seed, self.pool.meter, self.fed.parts[client]
+        about = novelty.look(self.method, self.net, model, self.fed.train, part, seed, meter)
+        card = {**self.fed.card(self.config, client), "novelty": about}
+        folder = self.pool.folder
+        folder.write_model(folder.personal_model(client), model, card)
+
+    def _samples(self, client: int, shared: Tree | None) -> int:
+        """How many samples go through models to measure a client's."""
+        held = len(self.fed.held_out[client]) * (1 if shared is None else 2)
+        saved = novelty.number(self.method, len(self.fed.parts[client])) if self.asked.final else 0
+        return len(self.fed.test) + held + saved
+
+    def novelty(self) -> None:
+        """The loop has all samples."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +214,7 @@ def in_order(pool: ThreadPoolExecutor, work: Callable[[A], B], items: Iterable[A
             future.cancel()
 
 
-def updates(engine: str, pool: ThreadPoolExecutor, work: Work, order: Sequence[int], ahead: int) -> Iterator[Outcome]:
-    """The clients' updates in the given order, as they are ready."""
-    if engine == "loop":
-        yield from in_order(pool, partial(one_client, work), order, ahead)
-    else:
-        for block in in_order(pool, partial(one_block, work), blocks(work.fed, order), ahead):
-            yield from block
-
-
-def one_client(work: Work, client: int) -> Outcome:
+def one_client(work: Work, client: int) -> Trained:
     if work.stopped():
         return client, None
     try:
@@ -88,7 +227,7 @@ def one_client(work: Work, client: int) -> Outcome:
         return client, error
 
 
-def one_block(work: Work, members: Sequence[int]) -> list[Outcome]:
+def one_block(work: Work, members: Sequence[int]) -> list[Trained]:
     if work.stopped():
         return [(client, None) for client in members]
     try:

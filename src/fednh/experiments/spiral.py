@@ -25,9 +25,9 @@ from rich.console import Console
 
 from fednh.config import Config, load
 from fednh.core.federation import build_federation
-from fednh.core.rounds import Simulation
 from fednh.data.batches import samples_of
 from fednh.data.sources.builtin import spiral
+from fednh.executors import pool
 from fednh.report.load import load_run
 from fednh.screen import Silent
 from fednh.storage.model_file import architecture, read_model
@@ -96,7 +96,7 @@ def train(folder: Path, seed: int = 0, rounds: int = 100, tell: Callable[[str], 
         with run.opened(config) as unfinished:
             if unfinished:
                 tell(name)
-                Simulation(config, build_federation(config, run=run.path), run, Silent(Console(stderr=True))).run()
+                pool.rounds(config, build_federation(config, run=run.path), run, Silent(Console(stderr=True))).run()
 
 
 def look(folder: Path) -> Example:

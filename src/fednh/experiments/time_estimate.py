@@ -20,9 +20,8 @@ import torch
 
 from fednh.config import Config
 from fednh.core import client, evaluate
-from fednh.core.federation import Federation, build_federation, load_data
+from fednh.core.federation import Federation, build_federation, initial_state, load_data
 from fednh.core.picks import picked_clients
-from fednh.core.seeding import torch_rng
 from fednh.core.tree import Uploads, arranged
 from fednh.data.batches import EVAL_BATCH, ClientData, subset
 from fednh.data.dataset import Dataset
@@ -63,8 +62,7 @@ def at_most(number: str | int, seen: float) -> float:
 def measure(config: Config, fed: Federation) -> Pace:
     """A few seconds of the work of real clients of this federation, one for each worker at the same time."""
     method, net, lanes = fed.method, fed.net, worker_count(config)
-    server = arranged(method.init(net, torch_rng(config.seed, "init")))
-    server = {name: value.to(config.device) for name, value in server.items()}
+    server = initial_state(method, net, config.seed, config.device)
     down, kept = method.broadcast(server), method.enroll(server)
     part = sorted(fed.parts, key=len)[len(fed.parts) // 2]
     sgd = config.train.sgd(1)
@@ -103,7 +101,7 @@ def measure(config: Config, fed: Federation) -> Pace:
 def start_seconds() -> float:
     """What a new process takes before its first round."""
     began = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import fednh.core.rounds"], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", "import fednh.executors.pool"], check=True, capture_output=True)
     return time.perf_counter() - began
 
 

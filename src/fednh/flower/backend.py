@@ -43,14 +43,14 @@ def simulate(
     from flwr.simulation import run_simulation
 
     from fednh.flower.client_app import client_app
-    from fednh.flower.server import Manner, Server
+    from fednh.flower.executor import Manner, rounds
 
     manner = Manner(PATIENCE, len(federation.parts), simulated=True, pause=0.02)
     server_app = ServerApp()
 
     @server_app.main()
     def main(grid: Grid, context: Context) -> None:
-        Server(config, grid, folder, watcher, manner, stop, federation).run()
+        rounds(config, grid, folder, watcher, manner, stop, federation).run()
 
     sites = client_app(home=folder.clients.absolute(), models=folder.personal_models.absolute())
     resources = {"num_cpus": 1, "num_gpus": 0.0 if config.device == "cpu" else 1.0}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from fednh.core.outliers import MEMORY, Lengths
 from fednh.flower.messages import Hello, Task
 
 
@@ -20,16 +19,10 @@ class Member:
     site: str
     rounds: list[int] = field(default_factory=list)  # in which its upload was taken
     key: str = ""  # the public key that speaks for it; empty where nothing is signed
-    lengths: list[Lengths] = field(default_factory=list)  # of the last uploads that were taken, where they are bounded
 
     @property
     def last(self) -> int:
         return self.rounds[-1] if self.rounds else 0
-
-    def took(self, round_: int, lengths: Lengths | None) -> None:
-        """Its upload of a round was taken."""
-        self.rounds.append(round_)
-        self.lengths = [*self.lengths, *([lengths] if lengths else [])][-MEMORY:]
 
     def since(self, horizon: int) -> int:
         """The oldest of its states that a server which goes back to round `horizon` may ask for."""
@@ -39,13 +32,22 @@ class Member:
 class Roster:
     """Members by number. Which node speaks for whom is known while the server runs, and asked again when it starts."""
 
-    def __init__(self, rows: Iterable[dict[str, Any]] = ()):
-        self.members = {row["number"]: Member(**row) for row in rows}
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = (), records: Iterable[Mapping[str, Any]] = ()):
+        """From a checkpoint's rows; the records of its rounds say who took part in which."""
+        self.members = {row["number"]: Member(row["number"], row["site"], key=row.get("key", "")) for row in rows}
+        for record in records:
+            for client in record["clients"]:
+                self.members[client].rounds.append(record["round"])
         self._node: dict[int, int] = {}  # client -> node
         self._client: dict[int, int] = {}  # node -> client
 
+    def __iter__(self) -> Iterator[Member]:
+        """Members in the order of their numbers."""
+        return iter([member for _, member in sorted(self.members.items())])
+
     def rows(self) -> list[dict[str, Any]]:
-        return [asdict(member) for _, member in sorted(self.members.items())]
+        """What a checkpoint holds of the members."""
+        return [{"number": member.number, "site": member.site, "key": member.key} for member in self]
 
     def knows(self, node: int) -> bool:
         return node in self._client
@@ -63,9 +65,6 @@ class Roster:
     def present(self, online: set[int]) -> list[int]:
         """The clients whose nodes are there."""
         return sorted(client for client, node in self._node.items() if node in online)
-
-    def took_part(self) -> list[int]:
-        return sorted(client for client, member in self.members.items() if member.rounds)
 
     def admit(self, arrivals: Sequence[tuple[int, Hello]]) -> list[str]:
         """Nodes that said who they are. New sites are numbered in the order of their names; returns what to tell."""

@@ -102,6 +102,11 @@ class Task:
     def text(self) -> str:
         return json.dumps(asdict(self))
 
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """How a raw input becomes what the model takes: for the card of a model file."""
+        return {**json.loads(self.preprocessing), "scale": self.scale, "mean": self.mean, "std": self.std}
+
 
 @dataclass(frozen=True)
 class Hello:

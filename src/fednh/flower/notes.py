@@ -9,7 +9,7 @@ import json
 from datetime import UTC, datetime
 from pathlib import Path
 
-from fednh.errors import RunError
+from fednh.core.progress import check_lost
 from fednh.storage.layout import RunLayout
 from fednh.words import one_line
 
@@ -29,15 +29,6 @@ def sentence(line: bytes) -> str:
         return one_line(line.decode(errors="replace")[20:])
 
 
-def lost_words(lost: list[int], rounds: int) -> str:
-    """What to say of a run some of whose rounds changed nothing."""
-    named = ", ".join(map(str, lost[:20])) + (", ..." if len(lost) > 20 else "")
-    where = f"{RunLayout.log_file} in the run folder"
-    return f"{len(lost)} of {rounds} rounds changed nothing (round {named}); {where} says why"
-
-
 def check_end(run: Path) -> None:
     """Raise if a finished run has rounds that changed nothing: it is not what was asked for."""
-    summary = json.loads(RunLayout(run).summary_file.read_text(encoding="utf-8"))
-    if lost := summary.get("lost"):
-        raise RunError(lost_words(lost, summary["rounds"]))
+    check_lost(json.loads(RunLayout(run).summary_file.read_text(encoding="utf-8")))

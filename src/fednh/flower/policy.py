@@ -35,6 +35,7 @@ METRICS = (
     "held_share",
     "held_gm_macro",
     "held_gm_share",
+    "novelty",
 )
 # site.toml: what may be read ...
 DATA_KEYS = {"federation", "label", "site-column", "columns", "weights", "set"}

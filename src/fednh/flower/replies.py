@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from flwr.app import RecordDict
 
 from fednh.core.client import Form
-from fednh.core.tree import finite
 from fednh.flower import messages
 from fednh.flower.identity import Identity
 from fednh.flower.mailbox import Letter, Reply
@@ -45,15 +42,6 @@ def read_answer(
     answer = Answer.read(content, form if order.round else None, device)
     if (answer.client, answer.round) != (order.client, order.round):
         raise ValueError(f"it is for client {answer.client} and round {answer.round}")
-    if order.round:
-        _check_upload(answer)
-    return answer, content
-
-
-def _check_upload(answer: Answer) -> None:
-    if answer.upload is None:
+    if order.round and answer.upload is None:
         raise ValueError("it has no upload")
-    if not finite(answer.upload):
-        raise ValueError("the upload is not finite")
-    if not math.isfinite(answer.loss_sum or 0.0):
-        raise ValueError("its loss or the personal state that it would keep is not finite")
+    return answer, content

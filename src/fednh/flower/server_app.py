@@ -14,9 +14,9 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fednh.errors import UserError
+from fednh.flower.executor import Manner, rounds
 from fednh.flower.identity import of_server
 from fednh.flower.runconfig import read_config
-from fednh.flower.server import Manner, Server
 from fednh.screen import metric_words
 from fednh.storage.files import keep_private
 from fednh.storage.run_folder import RunFolder
@@ -38,7 +38,7 @@ def main(grid: Grid, context: Context) -> None:
         if not unfinished:
             raise UserError(f"{folder.path} holds a finished run; move it away, or choose another federation.folder")
         keep_private(folder.path)
-        Server(config, grid, folder, LogWatcher(config.rounds), manner, identity=identity).run()
+        rounds(config, grid, folder, LogWatcher(config.rounds), manner, identity=identity).run()
     log.info("run folder: %s", folder.path)
 
 

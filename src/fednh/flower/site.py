@@ -22,11 +22,11 @@ from flwr.app import RecordDict
 from safetensors import SafetensorError
 
 from fednh.config import Config, validate
-from fednh.core import checks, evaluate, novelty
+from fednh.core import checks, novelty
 from fednh.core import client as clients
-from fednh.core.federation import Federation, build_federation, load_data
-from fednh.core.seeding import torch_rng
-from fednh.core.tree import Tree, arranged
+from fednh.core.evaluate import HELD
+from fednh.core.federation import Federation, build_federation, initial_state, load_data
+from fednh.core.tree import Tree
 from fednh.data.agreement import not_agreed
 from fednh.data.batches import ClientData, Samples, samples_of, subset
 from fednh.data.dataset import Dataset, one_site
@@ -36,8 +36,6 @@ from fednh.flower import messages
 from fednh.flower.layout import SiteFolder, StateFolder
 from fednh.flower.messages import Answer, Hello, Number, Order, Task
 from fednh.flower.policy import KEYS, Policy, read_policy
-from fednh.methods import Method
-from fednh.models import Net
 from fednh.storage import fingerprint
 from fednh.storage.files import expanded, read_tree, write_tree
 from fednh.storage.layout import personal_model
@@ -168,13 +166,13 @@ class Site:
         if order.evaluate:
             if order.final and order.last == 0:  # it came too late for any round
                 late = self._update(order.client, order.evaluate, kept, down)
-                kept = kept if late.not_finite else late.keep
+                kept = kept if late.report.not_finite else late.keep
             figures = self._figures(order, kept, down, more)
         if not order.round:
             return Answer(order.client, 0, figures=figures)
         update = self._update(order.client, order.round, kept, down)
         loss = update.loss_sum
-        if what := update.not_finite:
+        if what := update.report.not_finite:
             log.warning("round %d: %s is not finite: nothing is kept, and the server refuses it", order.round, what)
             loss = math.nan  # the server sees the upload alone; by the loss it knows that all of it is void
         else:
@@ -196,31 +194,19 @@ class Site:
     def _figures(self, order: Order, kept: Tree, down: Tree, more: Tree) -> dict[str, Number]:
         """What the personal and the global model achieve here: aggregate numbers."""
         fed, round_ = self.fed, order.evaluate
-        data = self._data(order.client, round_, "personal")
+        data, test, held = self._data(order.client, round_, "personal"), self._test(), self._held_out()
         model = clients.personal_model(fed.method, fed.net, kept, down, data, self.config.train.sgd(round_))
         self._save(model, order)
-        found: dict[str, Number] = {"samples": len(data)}
-        if len(test := self._test()):
-            total = evaluate.total_per_class(test)
-            person = evaluate.personal(order.client, self._correct(model, test), total, data.counts)
-            found |= {key: value for key in ("pm_v", "pm_l") if (value := getattr(person, key)) is not None}
-            if self.place.divided and person.per_class is not None:
-                found["per_class"] = [right or 0.0 for right in person.per_class]
-        if len(held := self._held_out()):
-            total = evaluate.total_per_class(held)
-            shared = fed.method.global_model({**initial_state(self.config, fed.method, fed.net), **down})
-            models = {"held": model} if shared is None else {"held": model, "held_gm": {**shared, **more}}
-            for name, tree in models.items():
-                for kind, value in zip(
-                    ("macro", "share"), evaluate.held_accuracy(self._correct(tree, held), total), strict=True
-                ):
-                    if value is not None:
-                        found[f"{name}_{kind}"] = value
-        return found
-
-    def _correct(self, model: Tree, test: Samples) -> Any:  # (C,)
-        model = arranged(model)
-        return evaluate.correct_per_class(lambda x: self.fed.method.logits(self.fed.net, model, x), test)
+        shared = fed.method.global_model({**self._initial(), **down})
+        shared = None if shared is None else {**shared, **more}
+        person = clients.measured(fed.method, fed.net, order.client, data, model, shared, test, held)
+        numbers: dict[str, Number | None] = {key: getattr(person, key) for key in ("pm_v", "pm_l", *HELD)}
+        if self.place.divided and person.per_class is not None:  # -1: the test set lacks the class
+            numbers["per_class"] = [-1.0 if right is None else right for right in person.per_class]
+        if order.final and shared is not None and len(data) >= novelty.FEWEST:
+            about = novelty.look(fed.method, fed.net, shared, fed.train, self.index, self.config.seed)
+            numbers["novelty"] = None if about is None else list(about["quantiles"].values())
+        return {"samples": len(data), **{key: value for key, value in numbers.items() if value is not None}}
 
     def _test(self) -> Samples:
         """The balanced test set; empty if this site has none."""
@@ -244,6 +230,9 @@ class Site:
         elif order.final:
             write_model(personal_model(self.place.models, order.client), model, card, sync=False)
 
+    def _initial(self) -> Tree:
+        return initial_state(self.fed.method, self.fed.net, self.config.seed, self.config.device)
+
     # --- personal state ----------------------------------------------------------------------------------------
 
     def _kept(self, last: int) -> Tree:
@@ -263,7 +252,7 @@ class Site:
                     )
                 return tree
             log.warning("no state is left in %s: this site starts anew", self.kept.path)
-        return self.fed.method.enroll(initial_state(self.config, self.fed.method, self.fed.net))
+        return self.fed.method.enroll(self._initial())
 
     def _tell_changed_data(self, order: Order) -> None:
         """Warn in the site's log when its data are not those of the rounds before: what is held out is drawn anew."""
@@ -281,12 +270,6 @@ class Site:
         for round_, path in self.kept.states().items():
             if round_ < since:
                 path.unlink(missing_ok=True)
-
-
-def initial_state(config: Config, method: Method, net: Net) -> Tree:
-    """The server's state before the first round; every site can make it."""
-    initial = method.init(net, torch_rng(config.seed, "init"))
-    return {name: value.to(config.device) for name, value in arranged(initial).items()}
 
 
 def _config(toml: str, place: Place) -> Config:
@@ -343,7 +326,8 @@ def _discreet(place: Place) -> Iterator[None]:
 def _forms(toml: str, place: Place, task: Task | None) -> tuple[clients.Form, clients.Form]:
     """Of what the server sends, and of the global model. Found once in a process."""
     method, net = (fed := _federation(toml, place, task)).method, fed.net
-    initial = initial_state(_config(toml, place), method, net)
+    config = _config(toml, place)
+    initial = initial_state(method, net, config.seed, config.device)
     return clients.form_of(method.broadcast(initial)), clients.form_of(method.global_model(initial) or {})
 
 

@@ -58,9 +58,11 @@ def of(folder: Path) -> tuple[list[Standing], list[str]]:
     """The sites of a federation's folder or a run folder, and what else there is to say."""
     run, files = _places(folder)
     rows = {site: Standing(site, fingerprint(_read(path))) for site, path in files.items()}
+    took_part = _took_part(run)
     for member in _membership(run):
         row = rows.setdefault(str(member["site"]), Standing(str(member["site"])))
-        row.rounds, row.key = list(member.get("rounds", [])), row.key or fingerprint(str(member.get("key", "")))
+        row.rounds = took_part.get(member["number"], [])
+        row.key = row.key or fingerprint(str(member.get("key", "")))
     _add_times(rows, run)
     if not rows:
         raise UserError(f"{folder} knows of no site: give a federation's folder, or the run folder of a federation")
@@ -101,6 +103,17 @@ def _membership(run: Path) -> list[dict[str, Any]]:
             found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["body"]["progress"]["sites"]
             return found
     return []
+
+
+def _took_part(run: Path) -> dict[int, list[int]]:
+    """The rounds in which each client's upload was taken."""
+    found: dict[int, list[int]] = {}
+    with suppress(OSError, ValueError, KeyError, TypeError):  # the last line may be half written
+        for line in RunLayout(run).metrics_file.read_bytes().splitlines():
+            record = json.loads(line)
+            for client in record["clients"]:
+                found.setdefault(client, []).append(record["round"])
+    return found
 
 
 def _add_times(rows: dict[str, Standing], run: Path) -> None:

@@ -79,9 +79,12 @@ class Store:
             self._in_memory += slot.bytes
             self._shrink()
 
-    def commit(self) -> None:
-        """The round is over: what was put is now what `get` gives."""
+    def commit(self, clients: Iterable[int] | None = None) -> None:
+        """The round is over: what was put is now what `get` gives; where `clients` are named, only theirs."""
         with self._lock:
+            if clients is not None:
+                for client in self._pending.keys() - set(clients):
+                    self._forget(client, self._pending.pop(client))
             for client, slot in self._pending.items():
                 if (old := self._slots.get(client)) is not None:
                     slot.replaces = old.round if old.shared else old.replaces

@@ -16,6 +16,7 @@ import torch
 
 from fednh.config import Config
 from fednh.core import client, evaluate, failures, novelty
+from fednh.core.federation import initial_state
 from fednh.core.fit import Sgd
 from fednh.core.seeding import numpy_rng, torch_rng
 from fednh.core.tree import Tree, arranged
@@ -67,7 +68,7 @@ def personalize(
     train, held = samples_of(data, "train", config.data.augment), _held_out(data, parts[1])
     sgd = _sgd(config, epochs)
     with failures.named(method, "personalising failed"):
-        initial = arranged(method.init(net, torch_rng(config.seed, "init")))
+        initial = initial_state(method, net, config.seed)
         params = _trained(method, net, method.enroll(initial), received, train, parts[0], sgd, config.seed)
     alone = METHODS["local"]()
     fresh = arranged(net.init(torch_rng(config.seed, "init")))

@@ -10,13 +10,12 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from wire import Wire, deployed, server_identity, travelled
 
 from fednh.config import Config, dump, load
-from fednh.core.federation import network
+from fednh.core.federation import initial_state, network
 from fednh.flower import messages, signing
 from fednh.flower.arrays import to_arrays
 from fednh.flower.bounds import GREETING
 from fednh.flower.identity import Identity
 from fednh.flower.mailbox import Letter
-from fednh.flower.site import initial_state
 
 QUERY = "query"
 SMALL = {"partition.clients": 2, "rounds": 2, "train.epochs": 1, "model.args": {"hidden": [8]}, "method.name": "fedavg"}
@@ -56,7 +55,7 @@ class Scene:
         hello = self.deliver(self.signed(question(dump(config))))
         agreed = messages.Hello.read(signing.unsealed(hello.content)).task
         net, method = network(config, agreed.shape, len(agreed.classes)), config.build_method()
-        down = to_arrays(method.broadcast(initial_state(config, method, net)))
+        down = to_arrays(method.broadcast(initial_state(method, net, config.seed)))
         content = order.write(dump(config), agreed, down, to_arrays({}))
         kind = "train" if order.round else "evaluate"
         return self.deliver(self.signed(content, kind=kind, round_=order.round or order.evaluate, site="a"))

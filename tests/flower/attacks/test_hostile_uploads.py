@@ -18,10 +18,10 @@ from fednh.config import Config
 from fednh.core import outliers
 from fednh.core.federation import build_federation
 from fednh.core.fit import Fit
-from fednh.core.rounds import Simulation
 from fednh.core.tree import Tree
 from fednh.data.batches import ClientData
 from fednh.errors import RunError
+from fednh.executors import pool
 from fednh.flower.arrays import to_arrays, to_tree
 from fednh.flower.client_app import client_app
 from fednh.flower.membership import agree
@@ -228,7 +228,7 @@ def simulated(config: Config, path: Path, method: Method | None = None) -> tuple
         federation = replace(federation, method=method)
     with RunFolder(path) as folder:
         folder.begin(config, federation.dataset.classes, federation.class_counts(), federation.sites)
-        Simulation(config, federation, folder, watcher).run()
+        pool.rounds(config, federation, folder, watcher).run()
     return watcher, read_tree(path / "models" / "global.safetensors")
 
 

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fednh.core.federation import divide, load_data
+from fednh.core.federation import divide, initial_state, load_data
 from fednh.core.losses import unit
-from fednh.core.seeding import torch_rng
 from fednh.core.tree import Tree
 from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
@@ -77,7 +76,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
             net, method = _rebuilt(card)
             clouds.append(representations(net, params, samples, rows))
         if "before training" not in columns:
-            start = method.init(net, torch_rng(run.config.seed, "init"))
+            start = initial_state(method, net, run.config.seed)
             columns["before training"] = principal(representations(net, start, samples, rows))
         columns[label] = principal(*clouds)
     if len(columns) < 2:

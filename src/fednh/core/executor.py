@@ -1,0 +1,95 @@
+"""What the round loop asks of an executor, and what comes back: the only thing that the two know of each other.
+
+A round is one exchange: "these clients evaluate what the last round left, these train the next, this travels down".
+Answers come back in an order that does not depend on who was fast. Where clients live, and where what they keep lies
+between their rounds, is the executor's business: executors/pool.py has threads, flower/executor.py has real sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from fednh.core.client import Report
+from fednh.core.evaluate import Personal
+from fednh.core.federation import ServerSide
+from fednh.core.tree import Tree
+from fednh.storage.client_states import Store
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What the loop asks for. A run of R rounds has R + 1 of these: the last one only evaluates."""
+
+    server: Tree  # the server's state after `done` rounds
+    down: Tree  # what of it travels to every client
+    done: int  # rounds that are behind
+    evaluate: Sequence[int] = ()  # clients whose personal models are measured, as round `done` left them
+    train: Sequence[int] = ()  # clients that train round `done` + 1
+    final: bool = False  # the run ends: personal models are saved
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Why a client that was to train has no report, as a sentence."""
+
+    why: Literal["silent", "failed", "refused"]
+    words: str
+    error: Exception | None = None
+
+
+Outcome = tuple[int, Report | Missing]  # a client and what came of it
+
+
+class Answers(Protocol):
+    """What comes of one exchange. The loop asks for `people` first; a client may train only when `reports` is read."""
+
+    def people(self) -> list[Personal]:
+        """The measured personal models, by client."""
+
+    def reports(self) -> Iterator[Outcome]:
+        """Of the clients that trained, the largest first; a sum's last bits depend on the order."""
+
+    def novelty(self) -> dict[str, Any] | None:
+        """How similar samples are to the global model's prototypes (novelty.py), if only clients can tell."""
+
+
+class Executor(AbstractContextManager[Any], Protocol):
+    """Who computes the clients of a run. Entered before the first exchange, left after the last."""
+
+    backend: str  # its name in the run folder
+    deployed: bool  # real sites: a round that cannot be used is given up and told; otherwise it stops the run
+    least: int  # uploads that a round needs
+    store: Store  # what clients keep, if that is kept here: part of every checkpoint
+
+    def open(self, books: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> ServerSide:
+        """Find out what the run works on; of a checkpoint, if there is one, its books and records."""
+
+    def begin(self, initial: Tree) -> None:
+        """Get ready; `initial` is the server's state before the first round. Nothing was written so far."""
+
+    def present(self) -> Sequence[int]:
+        """The clients that can be asked now."""
+
+    def exchange(self, asked: Exchange) -> Answers:
+        """Ask the clients."""
+
+    def commit(self, round_: int, clients: Sequence[int]) -> None:
+        """The round is over, and these clients' uploads were taken: what they kept counts, no one else's does."""
+
+    def rollback(self) -> None:
+        """The round was broken off: forget what clients kept in it."""
+
+    def books(self) -> dict[str, Any]:
+        """What a checkpoint must hold beside the states in `store`: plain JSON values."""
+
+    def finished(self, rounds: int) -> dict[str, Any]:
+        """All rounds are done; returns what the summary says about the clients beyond their metrics."""
+
+    def name(self, client: int) -> str:
+        """How a client is called in messages."""
+
+    def note(self, text: str, client: int | None = None, round_: int = 0) -> None:
+        """Tell the user something, about this client if one is named."""

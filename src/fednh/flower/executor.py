@@ -1,0 +1,365 @@
+"""Sites on Flower as the executor of a run: orders go out as messages, answers come back, late, wrong or never.
+
+An order asks a site to evaluate what the last round left, to train the next, or both in one message. What a site should
+not have sent is refused and told in words; the rounds go on without it (core/rounds.py).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from flwr.app import MessageType
+from flwr.serverapp import Grid
+
+from fednh.config import Config, dump
+from fednh.core import client as clients
+from fednh.core import novelty
+from fednh.core.client import Report
+from fednh.core.evaluate import HELD, Personal
+from fednh.core.executor import Exchange, Missing, Outcome
+from fednh.core.federation import Federation, ServerSide, build_federation, network
+from fednh.core.machine import check_machine
+from fednh.core.progress import Watcher
+from fednh.core.rounds import Rounds
+from fednh.core.tree import Tree
+from fednh.errors import RunError, UserError
+from fednh.flower import audit, notes
+from fednh.flower.arrays import to_arrays
+from fednh.flower.audit_events import head_of
+from fednh.flower.bounds import Limit
+from fednh.flower.identity import Identity
+from fednh.flower.mailbox import Letter, Post, Reply
+from fednh.flower.membership import Roster
+from fednh.flower.messages import NOTICE, Answer, Number, Order, SiteProblem, Task
+from fednh.flower.parcels import Broken
+from fednh.flower.policy import for_sites
+from fednh.flower.reception import Reception
+from fednh.flower.replies import read_answer, why
+from fednh.flower.site import balanced
+from fednh.storage.client_states import Store
+from fednh.storage.model_file import card_of
+from fednh.storage.run_folder import RunFolder
+from fednh.words import one_line
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How the sites are reached: over a network, or as a simulation on this machine or cluster."""
+
+    timeout: float  # seconds for an answer
+    enough: int  # sites that must be there before the first round
+    simulated: bool = False  # an error at a client stops the run, if on_error says so; latecomers are not looked after
+    pause: float = 0.5  # seconds between two looks for answers
+    least: int = 1  # uploads that a round needs: with fewer it is given up
+
+
+def rounds(
+    config: Config,
+    grid: Grid,
+    folder: RunFolder,
+    watcher: Watcher,
+    manner: Manner,
+    stop: threading.Event | None = None,
+    federation: Federation | None = None,
+    identity: Identity | None = None,
+) -> Rounds:
+    """A run on the sites behind `grid`, ready to `run`."""
+    stop = stop or threading.Event()
+    sites = Sites(config, grid, folder, watcher, manner, stop, federation, identity)
+    return Rounds(config, folder, sites, watcher, stop)
+
+
+class Sites:
+    """The sites of one federation."""
+
+    backend = "flower"
+
+    def __init__(
+        self,
+        config: Config,
+        grid: Grid,
+        folder: RunFolder,
+        watcher: Watcher,
+        manner: Manner,
+        stop: threading.Event,
+        federation: Federation | None = None,
+        identity: Identity | None = None,
+    ):
+        """`federation` is what a simulation has built already; without an `identity` nothing is signed nor checked."""
+        self.config, self.grid, self.folder, self.watcher, self.manner = config, grid, folder, watcher, manner
+        self.fed, self.identity = federation, identity
+        self.deployed, self.least = not manner.simulated, manner.least
+        self.toml = dump(config if manner.simulated else for_sites(config))
+        self.method = config.build_method()
+        sign = identity.sign if identity is not None else None
+        self.post = Post(grid, stop, self._stray, manner.pause, sign)
+        # Personal states are the sites': what a checkpoint has of them is the round of each.
+        self.store = Store(folder.checkpoints / folder.clients.name, 0, {})
+        path = None if manner.simulated else folder.audit_file
+        self.events = audit.Writer(path, 0 if identity is None else identity.run)
+        tell, timeout = self._tell, manner.timeout
+        self.reception = Reception(config, grid, self.post, tell, self.events, self.toml, timeout, identity)
+
+    task: Task
+    initial: Tree
+
+    @property
+    def roster(self) -> Roster:
+        return self.reception.roster
+
+    def __enter__(self) -> Sites:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    # --- before the first round --------------------------------------------------------------------------------
+
+    def open(self, books: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> ServerSide:
+        """Wait for the sites, and find out what they agree on."""
+        if books:
+            self.reception.roster = Roster(books["sites"], records)
+            self.reception.task = Task.read(books["task"])
+            if self.identity is not None:
+                self.identity.keys |= {member.site: member.key for member in self.roster if member.key}
+        self.task = self.reception.gather(self.manner.enough, aloud=self.deployed)
+        check_machine(self.config.device, self.config.precision)
+        return self._server_side(self.task)
+
+    def _server_side(self, task: Task) -> ServerSide:
+        """What the server knows of the sites' data."""
+        config = self.config
+        self.fed = self.fed or self._divided_federation(task)
+        if self.fed is not None:
+            side = self.fed.server_side(config)
+        else:  # how the samples of sites with data of their own are spread is not known here
+            net = network(config, task.shape, len(task.classes))
+            card = card_of(config, net, task.shape, task.classes, task.data, task.recipe)
+            side = ServerSide(task.data, task.classes, net, self.method, None, card)
+        if config.federation.test is not None:
+            side = replace(side, test=balanced(config, config.federation.test, task), notes=())
+        return side
+
+    def _divided_federation(self, task: Task) -> Federation | None:
+        """Where each site has a part of a set that everybody has: that set."""
+        if not task.divided:
+            return None
+        try:
+            return build_federation(self.config)
+        except UserError as error:
+            self.note(f"{task.data} cannot be read at the server, so it has no test set: {error}")
+            return None
+
+    def begin(self, initial: Tree) -> None:
+        self.initial = initial
+        net = network(self.config, self.task.shape, len(self.task.classes))
+        self.upload_form = clients.declared_upload(self.method, net, initial)
+
+    # --- one exchange ------------------------------------------------------------------------------------------
+
+    def present(self) -> list[int]:
+        """The clients whose nodes are there; if they are too few, some time is given for more to come."""
+        deadline = time.monotonic() + self.manner.timeout
+        while True:
+            online = set(self.grid.get_node_ids())
+            here = self.roster.present(online)
+            if len(here) >= self.least or time.monotonic() > deadline:
+                break
+            words = f"{len(here) or 'no'} site is there; waiting for {self.least}"
+            self.reception.once(f"after round {self.done} {words}")
+            self.reception.greet(online)
+            self.post.rest()
+            self.reception.welcome()
+        self.reception.greet(online)  # who is new says so while the others work, and takes part from the next one on
+        return here
+
+    done = 0  # rounds that are behind
+
+    def exchange(self, asked: Exchange) -> SiteAnswers:
+        """Send the orders, and wait for the answers."""
+        train, look = set(asked.train), set(asked.evaluate)
+        orders = [self._order(k, asked, k in train, k in look) for k in sorted(train | look)]
+        answers = self._ask(orders, asked)
+        self.reception.welcome()
+        return answers
+
+    def _order(self, client: int, asked: Exchange, trains: bool, evaluates: bool) -> Order:
+        member = self.roster.members[client]
+        # The newest whole checkpoint may be the last but one, and one may be damaged.
+        since = member.since(asked.done - 3 * self.config.checkpoint.every)
+        return Order(
+            client,
+            asked.done + 1 if trains else 0,
+            asked.done if evaluates else 0,
+            member.last,
+            since,
+            final=evaluates and asked.final,
+            sites=max(1, len(asked.train)),
+        )
+
+    def _ask(self, orders: list[Order], asked: Exchange) -> SiteAnswers:
+        arrays, more = to_arrays(asked.down), to_arrays(self._beyond(asked))
+        letters = [(self._letter(order), order.write(self.toml, self.task, arrays, more)) for order in orders]
+        if letters:
+            sites = {letter.site: letter.kind for letter, _ in letters}
+            round_ = asked.done + 1 if asked.train else 0
+            self.events("asked", kind="train", round=round_, sites=sites, sent=letters[0][1])
+        sent = self.post.send(letters, keep=2 * self.manner.timeout)
+        waiting = {order.client: order for order in orders}
+        answers, missing = list[Answer](), dict[int, Missing]()
+        for letter, reply in self.post.replies(sent, self.manner.timeout):
+            order = waiting.pop(letter.client)
+            found = self._read(letter, order, reply)
+            if isinstance(found, Answer):
+                answers.append(found)
+            else:
+                self._lacks(order, found, missing)
+        for client, order in sorted(waiting.items()):
+            words = f"round {_when(order)}: {self.name(client)} did not answer in {self.manner.timeout:g} s"
+            self._lacks(order, Missing("silent", words), missing)
+        return SiteAnswers(self, answers, missing)
+
+    def _letter(self, order: Order) -> Letter:
+        trains, roster = bool(order.round), self.roster
+        return Letter(
+            roster.node(order.client),
+            MessageType.TRAIN if trains else MessageType.EVALUATE,
+            Limit.of(self.upload_form if trains else None),
+            order.client,
+            _when(order),
+            roster.site(order.client),
+        )
+
+    def _beyond(self, asked: Exchange) -> Tree:
+        """What the global model has that a site cannot make from the broadcast and the config."""
+        model = self.method.global_model(asked.server) or {}
+        theirs = self.method.global_model({**self.initial, **asked.down}) or {}
+        return {n: v for n, v in model.items() if n not in theirs or not torch.equal(v, theirs[n])}
+
+    def _read(self, letter: Letter, order: Order, reply: Reply) -> Answer | Missing:
+        """The answer, if it is one, or what is wrong with it."""
+        who, when = self.name(order.client), f"round {_when(order)}"
+        try:
+            answer, content = read_answer(letter, order, reply, self.upload_form, self.config.device, self.identity)
+        except SiteProblem as error:
+            method = "" if self.deployed else f"{type(self.method).__name__}: "
+            return Missing("failed", f"{method}{when}: {who} failed: {error}")
+        except Exception as error:  # whatever reading it raises is this site's problem, not the server's
+            return Missing("refused", f"{when}: the answer of {who} was refused: {why(error)}")
+        facts = {"site": letter.site, "kind": letter.kind, "round": letter.round, "head": head_of(content)}
+        self.events("took", **facts, sent=content)
+        return answer
+
+    def _lacks(self, order: Order, what: Missing, missing: dict[int, Missing]) -> None:
+        """A site that was to train is the loop's to count; what is wrong with one that only evaluates is told here."""
+        if order.round:
+            missing[order.client] = what
+        elif what.why == "failed" and not self.deployed and self.config.on_error == "stop":
+            raise RunError(what.words)
+        else:
+            self.note(what.words, order.client, order.evaluate)
+
+    def commit(self, round_: int, clients: Sequence[int]) -> None:
+        self.done = round_
+        for client in clients:
+            self.roster.members[client].rounds.append(round_)
+
+    def rollback(self) -> None:
+        """Nothing to do: the next order says from which round's state a site starts."""
+
+    # --- books and words ---------------------------------------------------------------------------------------
+
+    def books(self) -> dict[str, Any]:
+        return {"sites": self.roster.rows(), "task": self.task.text()}
+
+    def finished(self, rounds: int) -> dict[str, Any]:
+        self.events("finished", rounds=rounds)
+        return {"sites": [{"client": m.number, "site": m.site, "rounds": len(m.rounds)} for m in self.roster]}
+
+    def name(self, client: int) -> str:
+        return f"site {self.roster.site(client)} (client {client})" if self.deployed else f"client {client}"
+
+    def note(self, text: str, client: int | None = None, round_: int = 0) -> None:
+        """To the log, and to a file of the run folder; who was refused something is in the audit log too."""
+        self._tell(text, **({} if client is None else {"site": self.roster.site(client), "round": round_}))
+
+    def _tell(self, text: str, **who: Any) -> None:
+        self.watcher.note(one_line(text))
+        notes.add(self.folder.path, text)
+        if who:
+            self.events("refused", **who, why=one_line(text))
+
+    def _stray(self, letter: Letter, reply: Reply) -> None:
+        """A reply that nobody waits for: of a newcomer, or of somebody late."""
+        if letter.kind == NOTICE:
+            return
+        if letter.kind != MessageType.QUERY:
+            if isinstance(reply, Broken) or not reply.has_error():  # an error is Flower's own: the letter has expired
+                told = f"round {letter.round}: {self.name(letter.client)} answered too late; refused"
+                self._tell(told, site=letter.site, node=letter.node, round=letter.round)
+            return
+        self.reception.heard(letter, reply)
+
+
+@dataclass(frozen=True)
+class SiteAnswers:
+    """What the sites answered."""
+
+    sites: Sites
+    answers: list[Answer]
+    missing: dict[int, Missing]  # of those that were to train
+
+    def reports(self) -> Iterator[Outcome]:
+        trained = [answer for answer in self.answers if answer.upload is not None]
+        # As on the pool: the largest first, by what each says that it processed.
+        for a in sorted(trained, key=lambda answer: (-(answer.samples or 0), answer.client)):
+            assert a.upload is not None
+            yield a.client, Report(a.upload, a.samples, a.loss_sum, a.gradient_norm)
+        yield from sorted(self.missing.items())
+
+    def people(self) -> list[Personal]:
+        classes = len(self.sites.task.classes)
+        return [_person(answer, classes) for answer in self._by_client() if answer.figures]
+
+    def novelty(self) -> dict[str, Any] | None:
+        return novelty.merged([_levels(answer.figures) for answer in self._by_client()])
+
+    def _by_client(self) -> list[Answer]:
+        return sorted(self.answers, key=lambda answer: answer.client)
+
+
+def _when(order: Order) -> int:
+    return order.round or order.evaluate
+
+
+def _person(answer: Answer, classes: int) -> Personal:
+    """Of a site's metrics those that can be true: accuracies in percent, and a number of samples."""
+    found, samples = answer.figures, answer.figures.get("samples")
+    percent = {
+        key: float(value)
+        for key in ("pm_v", "pm_l", *HELD)
+        if isinstance(value := found.get(key), int | float) and 0 <= value <= 100
+    }
+    rows = found.get("per_class")
+    if not isinstance(rows, list) or len(rows) != classes or not all(v == -1 or 0 <= v <= 100 for v in rows):
+        rows = None
+    return Personal(
+        answer.client,
+        percent.pop("pm_v", None),
+        percent.pop("pm_l", None),
+        None if rows is None else [None if value == -1 else value for value in rows],
+        samples=samples if isinstance(samples, int) else 0,
+        **percent,
+    )
+
+
+def _levels(figures: Mapping[str, Number]) -> tuple[list[float], int] | None:
+    """A site's quantiles of cosines and how many samples are behind them, if they can be true."""
+    levels, samples = figures.get("novelty"), figures.get("samples")
+    if not isinstance(levels, list) or len(levels) != len(novelty.QUANTILES) or not isinstance(samples, int):
+        return None
+    return (levels, samples) if samples > 0 and all(abs(level) <= 1.001 for level in levels) else None
