@@ -16,6 +16,7 @@ from fednh.core.client import declared_upload
 from fednh.core.federation import build_federation, initial_state
 from fednh.flower.messages import FORMAT, to_arrays, to_tree
 from fednh.methods import METHODS
+from fednh.storage.model_file import read_model
 
 FACTS = {"client", "round", "samples", "loss_sum"}
 FIGURES = {"samples", "pm_v", "pm_l", "per_class"}
@@ -60,7 +61,21 @@ def test_a_site_with_data_of_its_own_says_less(tmp_path: Path) -> None:
             if isinstance(record, ConfigRecord):
                 assert str(tmp_path) not in str(dict(record))
             if isinstance(record, MetricRecord):
-                assert set(record) <= FACTS | {"samples"} | HELD
+                assert set(record) <= FACTS | {"samples", "novelty"} | HELD
+
+
+def test_the_global_model_of_sites_with_data_of_their_own_knows_what_is_unlike_all(tmp_path: Path) -> None:
+    """Its card has the mean of the quantiles that travelled, each by the site's samples."""
+    wire = own_sites(tmp_path, {"method.name": "fednh"})
+    told = [r.content["figures"] for _, r in wire.seen if r is not None and "novelty" in r.content.get("figures", {})]
+    assert len(told) == 3, "once, at the end, by each"
+    total = sum(row["samples"] for row in told)
+    low, high = (sum(row["novelty"][k] * row["samples"] for row in told) / total for k in (0, 1))
+    about = read_model(tmp_path / "run" / "models" / "global.safetensors")[1].novelty
+    assert about is not None
+    assert about["quantiles"] == {"0.01": pytest.approx(low, abs=1e-6), "0.05": pytest.approx(high, abs=1e-6)}
+    assert (about["samples"], about["sites"]) == (total, 3)
+    assert -1 <= low <= high <= 1
 
 
 def own_sites(folder: Path, settings: dict[str, object], names: tuple[str, ...] = ("b", "a", "c")) -> Wire:

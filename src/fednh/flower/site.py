@@ -203,7 +203,7 @@ class Site:
         numbers: dict[str, Number | None] = {key: getattr(person, key) for key in ("pm_v", "pm_l", *HELD)}
         if self.place.divided and person.per_class is not None:  # -1: the test set lacks the class
             numbers["per_class"] = [-1.0 if right is None else right for right in person.per_class]
-        if order.final and shared is not None and len(data) >= novelty.FEWEST:
+        if order.final and shared is not None and not self.place.divided and len(data) >= novelty.FEWEST:
             about = novelty.look(fed.method, fed.net, shared, fed.train, self.index, self.config.seed)
             numbers["novelty"] = None if about is None else list(about["quantiles"].values())
         return {"samples": len(data), **{key: value for key, value in numbers.items() if value is not None}}
