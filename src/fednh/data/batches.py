@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fednh.core.seeding import torch_rng
+from fednh.data import scaling
 from fednh.data.augment import crop_flip
 from fednh.data.dataset import Dataset
 from fednh.errors import UserError
@@ -30,10 +31,8 @@ class Samples:
     augment: bool
 
     def floats(self, stored: Tensor) -> Tensor:
-        """What the model sees: normalised; images as (B, C, H, W) in channels_last order, which costs no copy."""
-        out = stored.to(torch.float32).mul_(self.gain) if stored.dtype == torch.uint8 else stored * self.gain
-        out = out.add_(self.shift)
-        return out.permute(0, 3, 1, 2) if out.ndim == 4 else out
+        """What the model sees."""
+        return scaling.floats(stored, self.gain, self.shift)
 
     def __len__(self) -> int:
         return len(self.y)
@@ -45,13 +44,15 @@ def samples_of(data: Dataset, split: str, augment: str = "auto", device: str = "
     chosen = data.augment if augment == "auto" else augment
     if chosen == "crop_flip" and not data.is_image and split == "train":
         raise UserError(f"data.augment = 'crop_flip' needs images, but {data.name} holds vectors")
-    mean, std = torch.tensor(data.mean), torch.tensor(data.std).clamp(min=1e-8)
+    gain, shift, centre = scaling.constants(data.scale, data.mean, data.std)
+    stored = torch.from_numpy(np.ascontiguousarray(x))
+    gaps = stored.is_floating_point() and bool(stored.isnan().any())  # what has none is not copied
     return Samples(
-        x=_without_gaps(torch.from_numpy(np.ascontiguousarray(x)), mean * data.scale).to(device),
+        x=(scaling.filled(stored, centre) if gaps else stored).to(device),
         y=torch.from_numpy(np.ascontiguousarray(y)).to(device),
         num_classes=data.num_classes,
-        gain=(1 / (data.scale * std)).to(device),
-        shift=(-mean / std).to(device),
+        gain=gain.to(device),
+        shift=shift.to(device),
         augment=chosen == "crop_flip" and split == "train",
     )
 
@@ -68,11 +69,6 @@ def subset(samples: Samples, index: NDArray[np.int64]) -> Samples:
     """Some of the samples, as they are."""
     rows = torch.from_numpy(np.asarray(index, np.int64)).to(samples.x.device)
     return replace(samples, x=samples.x[rows], y=samples.y[rows], augment=False)
-
-
-def _without_gaps(x: Tensor, mean: Tensor) -> Tensor:
-    """A missing value takes the mean; what has none is not copied."""
-    return torch.where(x.isnan(), mean, x) if x.is_floating_point() and x.isnan().any() else x
 
 
 class ClientData:

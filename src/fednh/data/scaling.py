@@ -1,7 +1,10 @@
-"""Mean and deviation of features, measured on training samples and on nothing else.
+"""From stored values to what a network sees: (v / scale - mean) / std, and a missing value takes the mean.
 
-With natural sites each site measures its own, so no number of one site depends on another's; the global model is said
-to take their mean. Otherwise all training samples are measured together. Held-out and test samples never are.
+Decided here for training, evaluation, prediction, exported models and sites, so that all compute the same, to the bit.
+
+Mean and deviation of features are measured on training samples and on nothing else. With natural sites each site
+measures its own, so no number of one site depends on another's; the global model is said to take their mean. Otherwise
+all training samples are measured together. Held-out and test samples never are.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fednh.data.dataset import Dataset, Inputs
 from fednh.data.partitions.base import Indices
@@ -22,6 +27,32 @@ class Scaling(NamedTuple):
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
+
+
+class Constants(NamedTuple):
+    """A normalisation as tensors, one value a channel or feature."""
+
+    gain: Tensor
+    shift: Tensor
+    centre: Tensor  # the stored value that stands for a missing one
+
+
+def constants(scale: float, mean: Sequence[float], std: Sequence[float]) -> Constants:
+    """(v / scale - mean) / std as v * gain + shift."""
+    centre, width = torch.tensor(mean), torch.tensor(std).clamp(min=1e-8)
+    return Constants(1 / (scale * width), -centre / width, centre * scale)
+
+
+def filled(stored: Tensor, centre: Tensor) -> Tensor:
+    """Missing values (NaN) take the mean; images have none."""
+    return torch.where(stored.isnan(), centre, stored) if stored.is_floating_point() else stored
+
+
+def floats(stored: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
+    """What a network sees of samples without gaps; images as (B, C, H, W) in channels_last order, without a copy."""
+    out = stored.to(torch.float32).mul_(gain) if stored.dtype == torch.uint8 else stored * gain
+    out = out.add_(shift)
+    return out.permute(0, 3, 1, 2) if out.ndim == 4 else out
 
 
 def measure(x: Inputs, scale: float, preprocessing: dict[str, Any] | None = None) -> Scaling:
@@ -64,10 +95,23 @@ def average(scalings: Sequence[Scaling]) -> Scaling:
     return Scaling(tuple(mean), tuple(std))
 
 
-def apply(x: Inputs, scale: float, scaling: Scaling) -> NDArray[np.float32]:
-    """Standardised values; what is missing takes the mean, which is then 0."""
-    scaled: NDArray[np.float64] = (x / scale - np.array(scaling.mean)) / np.array(scaling.std)
-    return np.nan_to_num(scaled, nan=0.0).astype(np.float32)
+def apply(x: Inputs, scale: float, scaling: Scaling) -> NDArray[np.float32]:  # (N, F)
+    """Vectors as a network sees them that scales by these statistics."""
+    gain, shift, centre = constants(scale, *scaling)
+    stored = torch.from_numpy(np.ascontiguousarray(x))
+    found: NDArray[np.float32] = floats(filled(stored, centre), gain, shift).numpy()
+    return found
+
+
+def restore(seen: NDArray[Any], scale: float, scaling: Scaling) -> NDArray[np.float64]:
+    """The stored values, channels last, of which a network that scales by these statistics sees `seen`."""
+    stored: NDArray[np.float64] = (seen * np.array(scaling.std) + np.array(scaling.mean)) * scale
+    return stored
+
+
+def measured_by_sites(data: Dataset, natural: bool) -> bool:
+    """Whether every site scales inputs by statistics of its own: features do; channels are scaled alike everywhere."""
+    return natural and data.fitted and not data.is_image
 
 
 def fit(
@@ -77,10 +121,8 @@ def fit(
 
     A test sample is scaled as the site that it comes from does it, and by the sites' mean if that is not known.
     """
-    if not data.fitted:
-        return data, ()
-    if not by_site or data.is_image:
-        if any(map(len, held_out)):
+    if not measured_by_sites(data, by_site):
+        if data.fitted and any(map(len, held_out)):
             mean, std = measure(data.x_train[np.concatenate(parts)], data.scale, data.preprocessing)
             data = replace(data, mean=mean, std=std)
         return data, ()

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from fednh.core import novelty
 from fednh.core.tree import Tree
+from fednh.data import scaling
 from fednh.data.dataset import Inputs
 from fednh.data.sources import load, tables
 from fednh.data.sources.options import Options
@@ -48,13 +49,13 @@ class Whole(nn.Module):
         self.model, self.names = model, list(model.params)
         for i, name in enumerate(self.names):
             self.register_buffer(f"parameter{i}", model.params[name].contiguous())
-        for name, value in zip(("gain", "shift"), model.normalisation, strict=True):
+        for name, value in model.normalisation._asdict().items():
             self.register_buffer(name, value)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         params: Tree = {name: self.get_buffer(f"parameter{i}") for i, name in enumerate(self.names)}
-        gain, shift = self.get_buffer("gain"), self.get_buffer("shift")
-        logits = self.model.logits(x, params, (gain, shift))
+        how = scaling.Constants(*(self.get_buffer(name) for name in scaling.Constants._fields))
+        logits = self.model.logits(x, params, how)
         near = novelty.similarity(self.model.method, params, logits)
         return (logits.softmax(1), logits) if near is None else (logits.softmax(1), logits, near)
 
@@ -93,7 +94,7 @@ def real_samples(model: Model) -> tuple[Inputs, str]:
     how, shape = model.card.preprocessing, model.card.shape
     rng = np.random.default_rng(0)
     sizes = (64, *shape[1:], shape[0]) if inputs.is_image(model.card) else (64, *shape)
-    drawn = (rng.normal(size=sizes) * how.std + how.mean) * how.scale
+    drawn = scaling.restore(rng.normal(size=sizes), how.scale, scaling.Scaling(tuple(how.mean), tuple(how.std)))
     if inputs.is_image(model.card):
         return np.clip(drawn, 0, 255).astype(np.uint8), f"random images ({why})"
     return drawn.astype(np.float32), f"random vectors ({why})"

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from safetensors import safe_open
 
 from fednh.config import Config, load
@@ -84,15 +83,15 @@ class Training:
         `x` are raw values in the order of `held_out`; returned are values that the card's scaling turns into those.
         """
         data, how = self.data, card.preprocessing
-        if card.client is not None or not self.config.partition.kind.natural or not data.fitted or data.is_image:
+        if card.client is not None or not scaling.measured_by_sites(data, self.config.partition.kind.natural):
             return x
         rows, at = [], 0
         for part, held in zip(*self.parts, strict=True):
             own = scaling.measure(data.x_train[part], data.scale, data.preprocessing)
             rows.append(scaling.apply(x[at : at + len(held)], data.scale, own))
             at += len(held)
-        raw: NDArray[np.float64] = (np.concatenate(rows) * np.array(how.std) + np.array(how.mean)) * how.scale
-        return raw.astype(np.float32)
+        stored = scaling.restore(np.concatenate(rows), how.scale, scaling.Scaling(tuple(how.mean), tuple(how.std)))
+        return stored.astype(np.float32)
 
     def _check_counts(self, data: Dataset) -> None:
         """A folder of an older version has the numbers of samples and the names to compare, and nothing else."""

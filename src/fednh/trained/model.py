@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fednh.core import novelty
 from fednh.core.tree import Tree
+from fednh.data import scaling
 from fednh.data.dataset import Inputs
 from fednh.errors import UserError
 from fednh.methods import Method
@@ -108,22 +109,16 @@ class Model:
         near = novelty.similarity(self.method, self.params, logits)
         return Scores(logits.numpy(), logits.softmax(1).numpy(), None if near is None else near.numpy())
 
-    def logits(
-        self, stored: Tensor, params: Tree, normalisation: tuple[Tensor, Tensor]
-    ) -> Tensor:  # (B, ...) -> (B, C)
+    def logits(self, stored: Tensor, params: Tree, how: scaling.Constants) -> Tensor:  # (B, ...) -> (B, C)
         """From samples as they are stored to class scores: preprocessing, network, method."""
-        gain, shift = normalisation
-        x = stored.to(torch.float32) * gain + shift
-        if stored.is_floating_point():
-            x = torch.where(x.isnan(), 0.0, x)  # a missing value takes the mean
-        return self.method.logits(self.net, params, x.permute(0, 3, 1, 2) if x.ndim == 4 else x)
+        x = scaling.floats(scaling.filled(stored, how.centre), how.gain, how.shift)
+        return self.method.logits(self.net, params, x)
 
     @cached_property
-    def normalisation(self) -> tuple[Tensor, Tensor]:
-        """A float input is v * gain + shift, as in training."""
+    def normalisation(self) -> scaling.Constants:
+        """How stored values reach the network, as in training."""
         how = self.card.preprocessing
-        mean, std = torch.tensor(how.mean), torch.tensor(how.std).clamp(min=1e-8)
-        return 1 / (how.scale * std), -mean / std
+        return scaling.constants(how.scale, how.mean, how.std)
 
     def batches(
         self, paths: list[Path], failed: Any, encoding: str | None = None

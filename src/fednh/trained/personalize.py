@@ -62,7 +62,7 @@ def personalize(
     net, method = architecture(card, fingerprint.weights_of(run, config))
     data, parts = _divided(config, card, _of_site(load_for(card, source, settings), site, source), holdout)
     known = _trained_on(run, card, data, parts[1])
-    if config.partition.name == "site" and data.fitted and not data.is_image:  # every site measures its own
+    if scaling.measured_by_sites(data, config.partition.kind.natural):
         card = _with_scaling(card, scaling.measure(data.x_train[parts[0]], data.scale, data.preprocessing))
         data = replace(data, mean=tuple(card.preprocessing.mean), std=tuple(card.preprocessing.std))
     train, held = samples_of(data, "train", config.data.augment), _held_out(data, parts[1])

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fednh.data.dataset import Arrays
+from fednh.data.images import fitted
 from fednh.errors import UserError
 from fednh.storage import cache
 
@@ -197,7 +198,7 @@ def _decode_one(files: Files, name: str) -> NDArray[np.uint8]:
         with Image.open(io.BytesIO(files.read(name)), formats=["JPEG"]) as image:
             size = image.size  # known before the pixels are decoded
             if size == (SIDE, SIDE):
-                return np.asarray(image.convert("RGB"))
+                return fitted(image, (SIDE, SIDE), 3)
     except Exception as error:
         # A damaged JPEG or zip member reports itself through almost any exception type.
         raise UserError(
