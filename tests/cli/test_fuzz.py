@@ -16,7 +16,7 @@ from test_config import keys, leaf
 from conftest import count
 from fednh.config import dump, load, parse_value, validate
 from fednh.data import sources
-from fednh.data.sources.npz import dataset
+from fednh.data.npz import dataset
 from fednh.errors import UserError
 
 pytestmark = pytest.mark.soak

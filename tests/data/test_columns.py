@@ -16,7 +16,6 @@ import pytest
 import fednh
 from fednh.config import dump, load
 from fednh.data.sources import load as load_source
-from fednh.data.sources.options import Options
 from fednh.data.sources.tables import read
 from fednh.errors import Notice, UserError
 from fednh.trained.own import load_for
@@ -26,7 +25,7 @@ flower = pytest.importorskip("fednh.flower.site")
 
 
 def own(source: str, **options: Any) -> Any:
-    return load_source(source, Path("unused"), Options(**options))
+    return load_source(source, Path("unused"), options)
 
 
 def written(folder: Path, text: str, name: str = "t.csv", encoding: str = "utf-8") -> str:

@@ -14,7 +14,7 @@ import pytest
 
 from fednh.data import sources
 from fednh.data.published import download
-from fednh.data.published.download import RemoteFile
+from fednh.data.published.base import RemoteFile
 from fednh.errors import UserError
 
 CONTENT = np.random.default_rng(0).bytes(700_000)
@@ -200,24 +200,25 @@ def test_a_folder_that_cannot_be_written(server: Server, tmp_path: Path) -> None
 def test_names_without_a_download(tmp_path: Path) -> None:
     for name in sources.BUILTIN:
         assert "built in" in download.get(name, tmp_path)
-    with pytest.raises(UserError, match="a file of your own"):
-        download.get("npz:a.npz", tmp_path)
+    for kind in sources.SOURCES.values():
+        with pytest.raises(UserError, match="is data of your own"):
+            download.get(f"{kind.prefix}:{kind.example}", tmp_path)
     with pytest.raises(UserError, match="did you mean 'cifar100'"):
         download.get("cifar-100", tmp_path)
 
 
 def test_every_published_set_can_be_downloaded_over_https() -> None:
-    assert set(download.FILES) == set(sources.PUBLISHED)
-    for files in download.FILES.values():
-        for file in files:
+    for published in sources.PUBLISHED.values():
+        assert published.files
+        for file in published.files:
             assert len(bytes.fromhex(file.sha256)) == 32
             assert file.addresses
             assert all(a.startswith("https://") and a.endswith(Path(file.name).name) for a in file.addresses)
 
 
 def test_downloaded_files_lie_where_they_are_looked_for(tmp_path: Path) -> None:
-    for name, files in download.FILES.items():
-        for file in files:
+    for name, published in sources.PUBLISHED.items():
+        for file in published.files:
             (tmp_path / file.name).parent.mkdir(exist_ok=True)
             (tmp_path / file.name).write_bytes(b"")
         assert next(line for line in sources.available(tmp_path) if line.name == name).present

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fednh.data import sources
+from fednh.data.published import fashion_mnist
 from fednh.errors import UserError
 
 IMAGES = {"cifar10": (32, 32, 3), "cifar100": (32, 32, 3), "fashion_mnist": (28, 28), "mnist": (28, 28)}
@@ -20,7 +21,7 @@ CLASSES = {"cifar10": 10, "cifar100": 100, "fashion_mnist": 10, "mnist": 10}
 
 @pytest.fixture(autouse=True)
 def _no_debian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "DEBIAN_ROOT", tmp_path / "debian")
+    monkeypatch.setattr(fashion_mnist, "DEBIAN_ROOT", tmp_path / "debian")
 
 
 @pytest.fixture
@@ -171,8 +172,8 @@ def test_missing_data_says_where_what_and_how(folder: Path, name: str) -> None:
 
 
 def test_the_message_names_every_place_that_is_looked_at(folder: Path) -> None:
-    for name, published in sources.PUBLISHED.items():
-        inside = [place.path for place in sources._places(name, folder) if folder in place.path.parents]
+    for published in sources.PUBLISHED.values():
+        inside = [place.path for place in published.all_places(folder) if folder in place.path.parents]
         assert len(inside) >= 3
         for path in inside:
             assert path.relative_to(folder).as_posix() in published.accepts

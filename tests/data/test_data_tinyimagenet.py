@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fednh.data import sources
+from fednh.data import npz, sources
 from fednh.data.published import tinyimagenet
-from fednh.data.sources import npz
 from fednh.errors import UserError
 
 WNIDS = ("n02", "n01", "n03")

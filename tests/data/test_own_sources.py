@@ -15,7 +15,6 @@ from fednh.config import load as load_config
 from fednh.data import sources
 from fednh.data.images import decode
 from fednh.data.sources import load
-from fednh.data.sources.options import Options
 from fednh.data.sources.tables import read, vectors
 from fednh.errors import UserError
 
@@ -30,7 +29,7 @@ def paint(path: Path, value: int = 100, size: tuple[int, int] = (6, 5), mode: st
 
 
 def own(source: str, **options: Any) -> Any:
-    return load(source, NOWHERE, Options(**options))
+    return load(source, NOWHERE, options)
 
 
 # --- folders -------------------------------------------------------------------------------------------------------
@@ -345,4 +344,4 @@ def test_settings_reach_the_reader_and_paths_become_absolute(tmp_path: Path, mon
     assert load_config(None, {"data.size": 28}).data.size == [28, 28]
     with pytest.raises(UserError, match=r"data.size = 0 should be a number of pixels"):
         load_config(None, {"data.size": 0})
-    assert set(sources.OWN) == {"npz", "folder", "csv", "parquet", "hf", "py"}
+    assert set(sources.SOURCES) == {"npz", "folder", "csv", "parquet", "hf", "py"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fednh.data.sources import _class_names
+from fednh.data.published import PUBLISHED
 from fednh.errors import UserError
 from fednh.report.figures.base import Choice, NotAllowed
 from fednh.report.figures.convergence import norms
@@ -130,11 +130,11 @@ def test_shares_and_clients(tmp_path: Path) -> None:
 
 
 def test_cifar100_ships_with_its_twenty_groups_of_five() -> None:
-    groups = load_groups("cifar100", _class_names("cifar100"))
+    groups = load_groups("cifar100", PUBLISHED["cifar100"].classes)
     assert groups is not None
     assert [len(members) for members in groups.values()] == [5] * 20
     assert sorted(c for members in groups.values() for c in members) == list(range(100))
-    names = _class_names("cifar100")
+    names = PUBLISHED["cifar100"].classes
     assert [names[c] for c in groups["aquatic_mammals"]] == ["beaver", "dolphin", "otter", "seal", "whale"]
     assert load_groups("digits", ["0", "1"]) is None
 

@@ -13,7 +13,6 @@ from PIL import Image, ImageOps
 
 import fednh
 from fednh.data.sources import load
-from fednh.data.sources.options import Options
 from fednh.trained import inputs
 from fednh.trained.export import real_samples
 from forked import fednh as command
@@ -75,7 +74,7 @@ def test_every_way_gives_the_same_input(photos: tuple[Path, list[Path], Path]) -
         "rule": "stretch",
         "draft": False,
     }
-    trained = load(f"folder:{root}", Path("unused"), Options(size=(24, 32)))
+    trained = load(f"folder:{root}", Path("unused"), {"size": (24, 32)})
     recipe = documented()
     for file, stored in zip(files, trained.x_train, strict=True):
         by_path = inputs.samples(file, model.card)[0]
@@ -108,7 +107,7 @@ def test_links_to_folders_are_followed_and_loops_refused(photos: tuple[Path, lis
     (tmp_path / "sites" / "north" / "a").symlink_to(album / "a")  # a class
     (tmp_path / "sites" / "north" / "b").symlink_to(Path("..") / "south" / "b")
     source = f"folder:{tmp_path / 'sites'}"
-    data = load(source, Path("unused"), Options(size=(8, 8)))
+    data = load(source, Path("unused"), {"size": (8, 8)})
     assert (data.sites, data.classes) == (("north", "south"), ("a", "b"))
     assert np.bincount(data.site_train).tolist() == [len(files), len(files)]
     said = command(["predict", str(run), str(tmp_path / "sites"), "--format", "csv"], tmp_path / "io")

@@ -59,15 +59,15 @@ def datasets(data_dir: DataDir = None) -> None:
     """List the data sets, and whether they are here."""
     from rich.table import Table
 
-    from fednh.data.sources import OWN, available
+    from fednh.data.sources import available, listing
     from fednh.storage.cache import data_folder
 
     folder = data_folder(data_dir)
     rows = Table("name", "what", "here", "where", pad_edge=False, title=f"Data folder: {folder}", title_justify="left")
     for name, description, present, where in available(folder):
         rows.add_row(name, description, "[green]yes[/green]" if present else "no", where)
-    for written, what, example in OWN.values():
-        rows.add_row(written, what, "", f"your own, for example {example}")
+    for form, description, _, where in listing():
+        rows.add_row(form, description, "", where)
     console_for_people().print(rows)
 
 
@@ -75,9 +75,7 @@ def datasets(data_dir: DataDir = None) -> None:
 def data_get(
     name: Annotated[
         str,
-        typer.Argument(
-            help="cifar10, cifar100, tinyimagenet, fashion_mnist or mnist.", autocompletion=completion.published
-        ),
+        typer.Argument(help="A published set; `fednh datasets` lists them.", autocompletion=completion.published),
     ],
     data_dir: Annotated[Path | None, typer.Option(help="Where to put it.")] = None,
 ) -> None:

@@ -37,9 +37,9 @@ def _partitions() -> Iterable[str]:
 
 
 def _data() -> list[str]:
-    from fednh.data.sources import BUILTIN, OWN, PUBLISHED
+    from fednh.data.sources import BUILTIN, PUBLISHED, SOURCES
 
-    return [*BUILTIN, *PUBLISHED, *(f"{kind}:" for kind in OWN)]
+    return [*BUILTIN, *PUBLISHED, *(f"{kind}:" for kind in SOURCES)]
 
 
 def _published() -> Iterable[str]:

@@ -218,7 +218,8 @@ def _encoding(settings: dict[str, Any]) -> str | None:
 
     if others := [key for key in settings if key != "data.encoding"]:
         raise UserError(f"--set {others[0]}: inputs are read as the model's card says; only data.encoding can be set")
-    return load(None, settings).data.encoding
+    encoding: str | None = load(None, settings).data.encoding
+    return encoding
 
 
 @contextmanager

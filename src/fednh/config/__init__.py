@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fednh.config.loading import PATH_KINDS, PRESETS, dump, load, validate
+    from fednh.config.loading import PRESETS, dump, load, validate
     from fednh.config.schema import Config, PartitionConfig, Section, build_method, explain
     from fednh.config.values import flat, parse_bytes, parse_value
 else:
@@ -22,7 +22,6 @@ else:
 
 
 __all__ = [
-    "PATH_KINDS",
     "PRESETS",
     "Config",
     "PartitionConfig",

@@ -13,10 +13,10 @@ import tomli_w
 from pydantic import ValidationError
 
 from fednh.config.schema import WRITTEN, Config, explain
+from fednh.data.sources import absolute
 from fednh.errors import Ignored, UserError, did_you_mean
 from fednh.storage.files import expanded
 
-PATH_KINDS = ("npz", "folder", "csv", "parquet")  # of data sources: what follows is a path
 PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet")
 FRESH = ("method.name", "model.name")  # another one has other settings, so those given before are dropped
 
@@ -50,9 +50,8 @@ def _make_paths_absolute(tree: dict[str, Any]) -> None:
         return
     if isinstance(data.get("dir"), str):
         data["dir"] = str(expanded(data["dir"]).absolute())
-    kind, _, path = str(data.get("name")).partition(":")
-    if path and (kind in PATH_KINDS or (kind == "hf" and expanded(path).exists())):
-        data["name"] = f"{kind}:{expanded(path).absolute()}"
+    if isinstance(data.get("name"), str):
+        data["name"] = absolute(data["name"])
 
 
 def _natural_sites(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:

@@ -8,12 +8,10 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     TypeAdapter,
@@ -28,7 +26,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 from fednh.config import values
 from fednh.core import outliers
 from fednh.core.fit import Sgd
-from fednh.data import partitions
+from fednh.data import partitions, sources
 from fednh.data.partitions import PARTITIONS, Partition
 from fednh.errors import Ignored, UserError, did_you_mean
 from fednh.methods import METHODS, Method
@@ -44,22 +42,23 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
-class DataConfig(Section):
-    name: str = "digits"  # a data set by name, or one of your own: npz:, folder:, csv:, parquet:, hf: or py:
-    dir: str | None = None  # where named data sets lie; None: $FEDNH_DATA or ~/.cache/fednh
+class DataSection(Section):
+    """What all data have; the other settings are declared by the kinds in data/sources."""
+
+    name: str = "digits"  # a data set by name, or a source of your own; `fednh datasets` lists both
+    dir: str | None = None  # where named data sets lie; None: as storage/cache.py says
     augment: Literal["auto", "none", "crop_flip"] = "auto"  # auto: as the data set's literature does
-    size: Annotated[list[int], BeforeValidator(values.sizes)] | None = None  # of images of any size: [height, width]
-    label: str | None = None  # the column that holds the class; None: "label"
-    site: str | None = None  # the column that holds the site; None: "site", if there is one
-    classes: Annotated[list[str], BeforeValidator(values.words)] | None = (
-        None  # agreed beforehand: a site may lack some
-    )
-    columns: dict[str, Annotated[str | list[str], BeforeValidator(values.column)]] | None = (
-        None  # of a table, agreed beforehand: name = "number" or the list of its values
-    )
-    encoding: Annotated[str, AfterValidator(values.encoding)] | None = None  # of CSV files; None: UTF-8
-    test_share: float = Field(0.0, ge=0, lt=1)  # of every class, cut off as a test set where the source has none
     holdout: float | None = Field(None, ge=0, lt=1)  # of every client's classes; None: 0.2 without a test set, else 0
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, setting: str) -> Any: ...
+
+
+if TYPE_CHECKING:
+    DataConfig = DataSection
+else:
+    DataConfig = create_model("DataConfig", __base__=DataSection, **sources.settings())
 
 
 class PartitionSection(Section):

@@ -32,7 +32,7 @@ SHORT_OPTIONS = {
     option.name: option
     for option in (
         ShortOption("method", "method.name", str, "See `fednh methods`."),
-        ShortOption("data", "data.name", str, "A set by name, or folder:, csv:, npz:...; see `fednh datasets`."),
+        ShortOption("data", "data.name", str, "A set by name, or a source of your own; see `fednh datasets`."),
         ShortOption("data_dir", "data.dir", Path, "Where data sets lie."),
         ShortOption("partition", "partition.name", str, "How samples are divided; see `fednh partitions`."),
         ShortOption("beta", "partition.beta", float, "Of the Dirichlet distribution; smaller is more uneven."),

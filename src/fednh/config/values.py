@@ -6,36 +6,6 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from fednh.data.encoding import known as known_encoding
-
-
-def words(value: Any) -> Any:
-    """A list; as flat settings have it, also text with commas."""
-    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
-
-
-def column(value: Any) -> Any:
-    """The word "number", or the list of the values that a column of text has."""
-    return value if value == "number" else words(value)
-
-
-def encoding(value: str) -> str:
-    """The name of an encoding that Python knows."""
-    if not known_encoding(value):
-        raise ValueError("is not an encoding that Python knows, such as utf-8, cp1252 or latin-1")
-    return value
-
-
-def sizes(value: Any) -> Any:
-    """[height, width] from that, from one number, or from text such as 32 or 24,32."""
-    found = value
-    if isinstance(value, str):
-        found = [int(word) if word.strip().isdecimal() else word for word in value.replace("x", ",").split(",")]
-    found = [found] if isinstance(found, int) else found
-    if not isinstance(found, list) or not all(type(n) is int and 1 <= n <= 4096 for n in found) or len(found) > 2:
-        raise ValueError("should be a number of pixels or [height, width], from 1 to 4096")
-    return [*found, *found][:2]
-
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings by dotted name, as --set takes them."""

@@ -21,7 +21,6 @@ from fednh.data.hold_out import DEFAULT_SHARE, hold_out
 from fednh.data.inspection import about_test_set
 from fednh.data.partitions import Indices, class_table
 from fednh.data.sources import file_of, load
-from fednh.data.sources.options import Options
 from fednh.errors import Notice
 from fednh.methods import Method
 from fednh.models import Net, build_net
@@ -131,17 +130,7 @@ def network(config: Config, shape: tuple[int, ...], num_classes: int) -> Net:
 
 def load_data(config: Config) -> Dataset:
     """The samples that a config names."""
-    data = config.data
-    options = Options(
-        size=(data.size[0], data.size[1]) if data.size else None,
-        label=data.label,
-        site=data.site,
-        classes=tuple(data.classes or ()),
-        columns=data.columns or {},
-        test_share=data.test_share,
-        encoding=data.encoding,
-    )
-    return load(data.name, data_folder(config), options)
+    return load(config.data.name, data_folder(config), config.data.model_dump())
 
 
 def data_folder(config: Config) -> Path:

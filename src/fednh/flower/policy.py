@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from fednh.config import Config, validate
-from fednh.data.sources import BUILTIN, PUBLISHED
+from fednh.data.published import PUBLISHED
+from fednh.data.sources import BUILTIN, agreed
 from fednh.errors import Refused, UserError
 from fednh.methods import METHODS
 from fednh.models import MODELS
@@ -43,7 +44,7 @@ DATA_KEYS = {"federation", "label", "site-column", "columns", "weights", "set"}
 ALLOW_KEYS = {"methods", "models", "rounds", "epochs", "metrics", "sites", "privacy"}
 SERVERS_EPOCHS = {"retrain_epochs"}  # of CReFF: the server trains them, not the sites
 KEYS = DATA_KEYS | {f"allow.{key}" for key in ALLOW_KEYS}
-SAFE_DATA = ("augment", "size", "classes", "encoding", "test_share", "holdout")  # of the server's data.*: how, not what
+SAFE_DATA = ("augment", "holdout", *agreed())  # of the server's data.*: how samples are made, not what is read
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from fednh.data.agreement import not_agreed
 from fednh.data.batches import ClientData, Samples, samples_of, subset
 from fednh.data.dataset import Dataset, one_site
 from fednh.data.encoding import known as known_encoding
+from fednh.data.sources import with_prefix
 from fednh.errors import Refused, UserError
 from fednh.flower import messages
 from fednh.flower.layout import SiteFolder, StateFolder
@@ -43,7 +44,6 @@ from fednh.storage.model_file import write_model
 from fednh.words import name_problem
 
 log = logging.getLogger("flwr")
-PATHS = {".npz": "npz", ".csv": "csv", ".parquet": "parquet"}  # sources that a bare path stands for
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,10 @@ def read_place(node: Mapping[str, Any], home: Path | None = None, models: Path |
     return Place(
         site=text.get("site", f"client-{part:06d}"),
         home=home,
-        data=_source(text["data"]) if "data" in text else None,
+        data=with_prefix(text["data"]) if "data" in text else None,
         part=-1 if "data" in text else part,
         parts=0 if "data" in text else parts,
-        test=_source(text["test"]) if "test" in text else None,
+        test=with_prefix(text["test"]) if "test" in text else None,
         device=text.get("device"),
         encoding=text.get("encoding"),
         models=models,
@@ -116,14 +116,6 @@ def read_place(node: Mapping[str, Any], home: Path | None = None, models: Path |
         orders=expanded(text.get("orders", SiteFolder.orders)).absolute(),
         key=expanded(text.get("key", SiteFolder.key)).absolute(),
     )
-
-
-def _source(text: str) -> str:
-    """A data source; a bare path stands for the kind of its file."""
-    path = expanded(text)
-    if path.suffix in PATHS and ":" not in text:
-        return f"{PATHS[path.suffix]}:{path.absolute()}"
-    return f"folder:{path.absolute()}" if ":" not in text and path.is_dir() else text
 
 
 class Site:

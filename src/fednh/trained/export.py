@@ -28,8 +28,7 @@ from fednh.core import novelty
 from fednh.core.tree import Tree
 from fednh.data import scaling
 from fednh.data.dataset import Inputs
-from fednh.data.sources import load, tables
-from fednh.data.sources.options import Options
+from fednh.data.sources import build, find, load
 from fednh.errors import UserError
 from fednh.storage.cache import data_folder
 from fednh.storage.files import keep, make_folder
@@ -102,15 +101,16 @@ def real_samples(model: Model) -> tuple[Inputs, str]:
 
 def _raw(card: Card, name: str) -> Any:
     """Samples of the training data; of a table its columns are enough, whichever one the label was."""
-    how, (kind, _, path) = card.preprocessing.model_extra or {}, name.partition(":")
-    if inputs.is_table(card) and kind in ("csv", "parquet"):
-        return tables.vectors(tables.read(Path(path), card.trained_on.get("encoding")), how)
-    if kind == "py":
+    how, found = card.preprocessing.model_extra or {}, find(name)
+    if found is None:
+        data = load(name, data_folder())
+        return data.x_test if len(data.x_test) else data.x_train
+    kind, address = found
+    if kind.runs_code:
         raise UserError("a model file may come from anybody, and names no code to run")
-    size = how.get("size")
-    options = Options(size=tuple(size) if size else None, classes=card.classes if kind == "folder" else ())
-    data = load(name, data_folder(), options)
-    return data.x_test if len(data.x_test) else data.x_train
+    settings = {"size": how.get("size"), "encoding": card.trained_on.get("encoding")}
+    source = build(kind, {**settings, "classes": card.classes if kind.named else None})
+    return source.inputs(name, address, how)
 
 
 Runner = Callable[[Inputs], list[Any]]

@@ -6,11 +6,9 @@ data had another range (the digits: 0 to 16), full brightness stays full brightn
 
 from __future__ import annotations
 
-import csv
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,16 +17,16 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fednh.data.dataset import Inputs
-from fednh.data.encoding import checked
 from fednh.data.images import decode, fitted
-from fednh.data.sources.tables import as_table, encode, read
+from fednh.data.sources import build, of_file
+from fednh.data.sources.base import Source
+from fednh.data.sources.tables import as_table, encode, read, told
 from fednh.data.walk import walk
-from fednh.errors import Notice, UserError
+from fednh.errors import UserError
 from fednh.storage.model_file import Card
 
 BATCH = 256
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
-NPZ_KEYS = ("x", "x_test", "test_images", "images")
 T = TypeVar("T")
 
 
@@ -75,10 +73,8 @@ def stream(
     for path in paths:
         if path.is_dir():
             yield from _image_files(_walk(path, failed), card, failed)
-        elif path.suffix.lower() == ".npz":
-            yield from _rows(path, samples(_npz(path), card))
-        elif path.suffix.lower() in (".csv", ".parquet"):
-            yield from _table(path, card, encoding)
+        elif kind := of_file(path):
+            yield from _source_file(build(kind, {"encoding": encoding}), path, card)
         else:
             yield from _image_files([path], card, failed)
 
@@ -165,66 +161,24 @@ def _image_files(files: Iterable[Path], card: Card, failed: Callable[[str], None
                 yield Batch(names, np.stack(pixels))
 
 
+def _source_file(source: Source, path: Path, card: Card) -> Iterator[Batch]:
+    """The samples in a file of one of the kinds of sources."""
+    first = 0
+    for block in source.unlabelled(path, card.shape, card.preprocessing.model_extra or {}):
+        x = samples(block, card)
+        yield from _rows(path, x, first)
+        first += len(x)
+
+
 def _rows(path: Path, x: Inputs, first: int = 0) -> Iterator[Batch]:
     for start in range(0, len(x), BATCH):
         part = x[start : start + BATCH]
         yield Batch([f"{path}[{first + start + i}]" for i in range(len(part))], part)
 
 
-def _npz(path: Path) -> NDArray[Any]:
-    try:
-        with np.load(path, allow_pickle=False) as stored:
-            keys = [key for key in NPZ_KEYS if key in stored.files] or stored.files[:1] * (len(stored.files) == 1)
-            if not keys:
-                raise UserError(f"{path} holds {', '.join(stored.files)}; the inputs should be called x")
-            array: NDArray[Any] = stored[keys[0]]
-            return array
-    except UserError:
-        raise
-    except Exception as error:  # a damaged zip or header fails in many ways
-        raise UserError(f"{path} cannot be read as an .npz file: {str(error) or type(error).__name__}") from error
-
-
-def _table(path: Path, card: Card, encoding: str | None) -> Iterator[Batch]:
-    """Rows with the columns that the model was trained on, or, where it was trained on arrays, rows of numbers."""
-    if is_image(card):
-        raise UserError(f"{path}: this model takes images, not tables")
-    if is_table(card):
-        return _rows(path, _encoded(read(path, encoding), card, str(path)))
-    return _csv(path, card, encoding)
-
-
 def _encoded(table: Any, card: Card, where: str) -> NDArray[np.float32]:
     """Raw rows as the card says; what is missing or was never seen is told."""
-    x, notes = encode(table, card.preprocessing.model_extra or {}, where)
-    for note in notes:
-        warnings.warn(note, Notice, stacklevel=4)
-    return _vectors(x, card)
-
-
-def _csv(path: Path, card: Card, encoding: str | None) -> Iterator[Batch]:
-    """Rows of numbers; a first line without numbers is a heading."""
-    try:
-        name = checked(path, encoding)
-        with path.open(newline="", encoding="utf-8-sig" if name == "utf-8" else name) as file:
-            lines = csv.reader(file)
-            head = next(lines, [])
-            done = 0
-            for chunk in _chunks(lines if head and not _numbers(head) else chain([head], lines)):
-                bad = next((i for i, row in enumerate(chunk) if not _numbers(row)), None)
-                if bad is not None:
-                    raise UserError(f"{path}: row {done + bad} is not {card.shape[0]} numbers: {','.join(chunk[bad])}")
-                yield from _rows(path, samples([[float(v) for v in row] for row in chunk], card), done)
-                done += len(chunk)
-    except (OSError, UnicodeDecodeError, csv.Error, ValueError) as error:
-        raise UserError(f"{path} cannot be read as CSV: {error}") from error
-
-
-def _numbers(row: list[str]) -> bool:
-    try:
-        return bool([float(value) for value in row])
-    except ValueError:
-        return False
+    return _vectors(told(*encode(table, card.preprocessing.model_extra or {}, where)), card)
 
 
 def _chunks(items: Iterable[T]) -> Iterator[list[T]]:

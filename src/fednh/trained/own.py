@@ -12,6 +12,7 @@ import numpy as np
 from fednh.config import Config, load
 from fednh.core.federation import load_data
 from fednh.data.dataset import Dataset, Labels
+from fednh.data.sources import find, uses
 from fednh.errors import Notice, UserError
 from fednh.storage.model_file import Card
 from fednh.trained import inputs
@@ -56,16 +57,16 @@ def _none(data: Dataset, card: Card) -> Any:
 
 def _as_in(card: Card, source: str) -> dict[str, Any]:
     """Settings under which a source is read as the model's own data were."""
-    how, kind = card.preprocessing.model_extra or {}, source.partition(":")[0]
-    if kind not in ("folder", "hf", "csv", "parquet"):
+    how, found = card.preprocessing.model_extra or {}, find(source)
+    if found is None or not found[0].named:
         return {}
-    settings: dict[str, Any] = {"data.classes": list(card.classes)}  # a site may lack some
+    settings: dict[str, Any] = {"classes": list(card.classes)}  # a site may lack some
     if "size" in how:
-        settings["data.size"] = list(how["size"])
+        settings["size"] = list(how["size"])
     if "columns" in how:
         agreed = {c["name"]: list(c["values"]) if c["kind"] == "category" else "number" for c in how["columns"]}
-        settings["data.columns"] = agreed
-    return settings
+        settings["columns"] = agreed
+    return {f"data.{key}": value for key, value in settings.items() if uses(found[0], key)}
 
 
 def _renamed(labels: Labels, theirs: Sequence[str], ours: Sequence[str], source: str) -> Labels:

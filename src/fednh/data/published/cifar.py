@@ -9,8 +9,9 @@ from __future__ import annotations
 import gzip
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays
 from fednh.data.published import pickles
+from fednh.data.published.base import Place, RemoteFile
 from fednh.errors import UserError
 
 PIXELS = 3 * 32 * 32  # an image is a row: all red, then all green, then all blue values
@@ -56,7 +58,29 @@ LAYOUTS = (
     Layout("cifar-100-python.tar.gz", "cifar-100-python", ("train",), "test", 100),
 )
 
+HOSTS = ("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/")
+
 Part = tuple[NDArray[np.uint8], NDArray[np.int64]]  # images (N, 32, 32, 3) and labels (N,)
+
+
+def places(classes: int) -> Callable[[Path], list[Place]]:
+    """Where the set with so many classes may lie."""
+
+    def in_folder(folder: Path) -> list[Place]:
+        found = []
+        for layout in LAYOUTS:
+            if layout.classes == classes:
+                archive, unpacked = folder / layout.archive, folder / layout.folder
+                found.append(Place(archive, partial(read, archive, layout), archive.is_file))
+                found.append(Place(unpacked, partial(read, unpacked, layout), unpacked.is_dir))
+        return found
+
+    return in_folder
+
+
+def remote(archive: str, sha256: str) -> tuple[RemoteFile, ...]:
+    """The archive to download."""
+    return (RemoteFile(archive, sha256, tuple(host + archive for host in HOSTS)),)
 
 
 def read(path: Path, layout: Layout) -> Arrays:

@@ -7,12 +7,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import BinaryIO
 
-from fednh.data.sources import BUILTIN, NPZ_PREFIX
+from fednh.data.published import PUBLISHED
+from fednh.data.published.base import RemoteFile
+from fednh.data.sources import BUILTIN, find
 from fednh.errors import UserError, did_you_mean
 from fednh.storage.files import keep
 
@@ -20,64 +21,8 @@ CHUNK = 1 << 18
 Progress = Callable[[int, int | None], None]  # bytes done, bytes in all (None: the server does not say)
 
 
-@dataclass(frozen=True)
-class RemoteFile:
-    """One published file; `name` is its place below the data folder."""
-
-    name: str
-    sha256: str
-    addresses: tuple[str, ...]  # tried in this order
-
-
 class _Broken(Exception):
     """An address gave no complete file; the text says why."""
-
-
-def _cifar(archive: str, sha256: str) -> tuple[RemoteFile, ...]:
-    hosts = ("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/")
-    return (RemoteFile(archive, sha256, tuple(host + archive for host in hosts)),)
-
-
-def _idx(folder: str, hosts: tuple[str, ...], sums: tuple[str, str, str, str]) -> tuple[RemoteFile, ...]:
-    stems = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-    names = [f"{stem}-ubyte.gz" for stem in stems]
-    return tuple(
-        RemoteFile(f"{folder}/{name}", sha256, tuple(host + name for host in hosts))
-        for name, sha256 in zip(names, sums, strict=True)
-    )
-
-
-FILES: dict[str, tuple[RemoteFile, ...]] = {
-    "cifar10": _cifar("cifar-10-python.tar.gz", "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"),
-    "cifar100": _cifar("cifar-100-python.tar.gz", "85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7"),
-    "tinyimagenet": (
-        RemoteFile(
-            "tiny-imagenet-200.zip",
-            "6198c8ae015e2b3e007c7841da39ec069199b9aa3bfa943a462022fe5e43c821",
-            ("https://cs231n.stanford.edu/tiny-imagenet-200.zip",),
-        ),
-    ),
-    "fashion_mnist": _idx(
-        "fashion_mnist",
-        ("https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",),
-        (
-            "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
-            "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
-            "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
-            "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
-        ),
-    ),
-    "mnist": _idx(
-        "mnist",
-        ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
-        (
-            "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
-            "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-            "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-            "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-        ),
-    ),
-}
 
 
 def get(
@@ -95,11 +40,11 @@ def get(
     if name in BUILTIN:
         return f"{name} is built in: there is nothing to download"
     if files is None:
-        if name.startswith(NPZ_PREFIX):
-            raise UserError(f"{name} is a file of your own: there is nothing to download")
-        if name not in FILES:
-            raise UserError(f"there is no data set {name!r} to download{did_you_mean(name, FILES)}")
-        files = FILES[name]
+        if find(name):
+            raise UserError(f"{name} is data of your own: there is nothing to download")
+        if name not in PUBLISHED:
+            raise UserError(f"there is no data set {name!r} to download{did_you_mean(name, PUBLISHED)}")
+        files = PUBLISHED[name].files
     parents = {(folder / file.name).parent for file in files} | {folder}
     made = sorted((parent for parent in parents if not parent.exists()), reverse=True)
     try:

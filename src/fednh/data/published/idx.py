@@ -10,6 +10,8 @@ import gzip
 import math
 import struct
 import zlib
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays
+from fednh.data.published.base import Place, RemoteFile
 from fednh.errors import UserError
 
 UNSIGNED_BYTE = 8
@@ -28,6 +31,20 @@ FILES = (
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",
 )
+
+
+def places(folders: Sequence[Path], classes: int = 10) -> list[Place]:
+    """The four files in one of these folders."""
+    return [Place(path, partial(read, path, classes), partial(present, path)) for path in folders]
+
+
+def remote(folder: str, hosts: tuple[str, ...], sums: tuple[str, str, str, str]) -> tuple[RemoteFile, ...]:
+    """The four files to download, gzipped, into a folder."""
+    names = [f"{name}.gz" for name in FILES]
+    return tuple(
+        RemoteFile(f"{folder}/{name}", sha256, tuple(host + name for host in hosts))
+        for name, sha256 in zip(names, sums, strict=True)
+    )
 
 
 def present(folder: Path) -> bool:

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from PIL import Image
 
 from fednh.data.dataset import Arrays
 from fednh.data.images import fitted
+from fednh.data.published.base import Place, Published, RemoteFile
 from fednh.errors import UserError
 from fednh.storage import cache
 
@@ -205,3 +207,38 @@ def _decode_one(files: Files, name: str) -> NDArray[np.uint8]:
             f"{files.where}: {name} cannot be decoded ({type(error).__name__}); download the data again"
         ) from error
     raise UserError(f"{files.where}: {name} has {size[0]}x{size[1]} pixels instead of {SIDE}x{SIDE}")
+
+
+def _kept(path: Path, single: Path) -> Arrays:
+    """The set at `path`, decoded and kept in `single` for the next time."""
+    arrays = read(path)
+    save(arrays, single)
+    return arrays
+
+
+def _places(folder: Path) -> list[Place]:
+    single, unpacked, archive = (folder / name for name in ("tinyimagenet.npz", FOLDER, f"{FOLDER}.zip"))
+    return [
+        Place(unpacked, partial(_kept, unpacked, single), unpacked.is_dir),
+        Place(archive, partial(_kept, archive, single), archive.is_file),
+    ]
+
+
+TINYIMAGENET = Published(
+    name="tinyimagenet",
+    description="photos, 64x64 colour, 200 classes, 100,000 + 10,000 images",
+    shape=(SIDE, SIDE, 3),
+    mean=(0.485, 0.456, 0.406),
+    std=(0.229, 0.224, 0.225),
+    classes=None,
+    accepts="tinyimagenet.npz, tiny-imagenet-200.zip or tiny-imagenet-200/",
+    places=_places,
+    files=(
+        RemoteFile(
+            "tiny-imagenet-200.zip",
+            "6198c8ae015e2b3e007c7841da39ec069199b9aa3bfa943a462022fe5e43c821",
+            ("https://cs231n.stanford.edu/tiny-imagenet-200.zip",),
+        ),
+    ),
+    augment="crop_flip",
+)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +17,13 @@ from fednh.data.scaling import measure
 SPIRAL_CLASSES = 6
 SPIRAL_BALANCED = (3000,) * SPIRAL_CLASSES
 SPIRAL_IMBALANCED = (3000, 1500, 750, 375, 187, 93)
+
+
+class BuiltIn(NamedTuple):
+    """A data set by name that is always here."""
+
+    description: str
+    make: Callable[[], Dataset]
 
 
 def digits() -> Dataset:
@@ -76,3 +86,10 @@ def _arms(
         points.append(np.stack([radius * np.sin(angle), radius * np.cos(angle)], axis=1))
     labels = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
     return np.concatenate(points).astype(np.float32), labels
+
+
+BUILTIN = {
+    "digits": BuiltIn("handwritten digits, 8x8 grey, 10 classes, 1,797 images", digits),
+    "spiral": BuiltIn("six interleaved arms in the plane, balanced", spiral),
+    "spiral_imbalanced": BuiltIn("the same with 3000 to 93 samples a class", partial(spiral, imbalanced=True)),
+}

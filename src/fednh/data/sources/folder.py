@@ -18,10 +18,13 @@ from numpy.typing import NDArray
 
 from fednh.data.dataset import Dataset
 from fednh.data.images import MEAN, STD, SUFFIXES, decode_all
-from fednh.data.sources.options import Options, in_order, numbered
+from fednh.data.labels import in_order, numbered
+from fednh.data.sources.base import Source
+from fednh.data.sources.settings import Size
 from fednh.data.walk import walk
 from fednh.errors import UserError
 from fednh.storage import cache
+from fednh.storage.files import expanded
 
 ASIDE = ("val", "valid", "validation")  # beside train and test: left out
 FORMS = "CLASS/image, train/CLASS/image with test/CLASS/image, or SITE/CLASS/image"
@@ -38,11 +41,26 @@ class Listed:
     test: bool
 
 
-def dataset(name: str, root: Path, options: Options) -> Dataset:
+@dataclass(frozen=True)
+class Folder(Source):
+    prefix = "folder"
+    address = "DIR"
+    example = "photos"
+    help = "images as CLASS/, train|test/CLASS/ or SITE/CLASS/"
+    named = True
+
+    size: Size = None
+
+    def read(self, name: str, address: str) -> Dataset:
+        size = None if self.size is None else (self.size[0], self.size[1])
+        return dataset(name, expanded(address), size, self.classes or ())
+
+
+def dataset(name: str, root: Path, size: tuple[int, int] | None, agreed: Sequence[str]) -> Dataset:
     """The folder at `root` as a data set."""
-    listed, notes = listing(root, options)
-    x, told = _images(root, listed, options.size)
-    y, classes = numbered([image.label for image in listed], options.classes, str(root))
+    listed, notes = listing(root, agreed)
+    x, told = _images(root, listed, size)
+    y, classes = numbered([image.label for image in listed], agreed, str(root))
     test = np.array([image.test for image in listed])
     sites = tuple(in_order({image.site for image in listed if image.site is not None}))
     site = np.array([sites.index(image.site) for image in listed if image.site is not None], np.int64)
@@ -62,7 +80,7 @@ def dataset(name: str, root: Path, options: Options) -> Dataset:
     )
 
 
-def listing(root: Path, options: Options) -> tuple[list[Listed], list[str]]:
+def listing(root: Path, agreed: Sequence[str]) -> tuple[list[Listed], list[str]]:
     """Every image with its class, site and part, and what was left out, in words."""
     if not root.is_dir():
         raise UserError(f"{root} is {'not a folder' if root.exists() else 'not there'}; give a folder of images")
@@ -88,7 +106,7 @@ def listing(root: Path, options: Options) -> tuple[list[Listed], list[str]]:
     if depth != 2:
         raise UserError(f"{root}: {names[0]} lies {depth} folders deep; it should hold {FORMS}")
     found = [Listed(root / n, n, n.split("/")[1], n.split("/")[0], False) for n in names]
-    _really_sites(root, found, options)
+    _really_sites(root, found, agreed)
     return found, notes
 
 
@@ -112,9 +130,9 @@ def _same_depth(root: Path, names: Sequence[str], depth: int) -> None:
             raise UserError(f"{root} is a mixture: {name} beside {other}; it should hold {FORMS}")
 
 
-def _really_sites(root: Path, found: Sequence[Listed], options: Options) -> None:
+def _really_sites(root: Path, found: Sequence[Listed], agreed: Sequence[str]) -> None:
     """SITE/CLASS and CLASS/PERSON look alike; sites usually share classes, and who says the classes is believed."""
-    if options.classes:
+    if agreed:
         return  # `numbered` refuses what is not among them
     by_site: dict[str | None, set[str]] = {}
     for image in found:

@@ -6,6 +6,7 @@ With a local path nothing is asked of the network.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,14 +16,39 @@ import numpy as np
 from fednh.data import columns
 from fednh.data.dataset import Dataset
 from fednh.data.images import MEAN, STD, decode_all
-from fednh.data.sources.options import Options, in_order, numbered
-from fednh.data.sources.tables import find_column, from_table, joined
+from fednh.data.labels import in_order, numbered
+from fednh.data.sources.base import missing_extra
+from fednh.data.sources.settings import Size
+from fednh.data.sources.tables import Tabular, find_column, from_table, joined
 from fednh.data.walk import walk
 from fednh.errors import UserError
 from fednh.storage.files import expanded
 
 
-def dataset(name: str, source: str, options: Options) -> Dataset:
+@dataclass(frozen=True)
+class HuggingFace(Tabular):
+    prefix = "hf"
+    address = "NAME"
+    example = "saved/folder"
+    help = "Hugging Face, by name or a local path"
+    extra = "hf"
+
+    size: Size = None
+
+    def read(self, name: str, address: str) -> Dataset:
+        return dataset(name, address, self)
+
+    @classmethod
+    def file(cls, address: str) -> Path | None:
+        return None
+
+    @classmethod
+    def absolute(cls, address: str) -> str:
+        path = expanded(address)
+        return str(path.absolute()) if path.exists() else address
+
+
+def dataset(name: str, source: str, options: HuggingFace) -> Dataset:
     """A data set with an image column, or with columns of numbers and text; its splits train and test are used."""
     path = expanded(source)
     local = path.exists()
@@ -34,7 +60,7 @@ def dataset(name: str, source: str, options: Options) -> Dataset:
     try:
         import datasets
     except ImportError as error:
-        raise UserError("hf: needs the extra `hf`: pip install 'fednh[hf]'") from error
+        raise missing_extra("hf: needs", "hf") from error
     datasets.disable_progress_bars()
     with TemporaryDirectory() as scratch:
         try:
@@ -62,7 +88,7 @@ def _local(datasets: Any, path: Path, scratch: str) -> dict[str, Any]:
     return {s: datasets.Dataset.from_parquet(names, cache_dir=scratch) for s, names in groups.items()}
 
 
-def _assembled(datasets: Any, name: str, splits: Any, where: str, options: Options) -> Dataset:
+def _assembled(datasets: Any, name: str, splits: Any, where: str, options: HuggingFace) -> Dataset:
     if not isinstance(splits, dict):
         splits = {"train": splits}
     if "train" not in splits:
@@ -85,7 +111,8 @@ def _assembled(datasets: Any, name: str, splits: Any, where: str, options: Optio
             words.append(names[row[label]] if names else columns.word(row[label]))
             site_words.append(columns.word(row[site]) if site else "")
             test.append(split == "test")
-    x, notes = decode_all(sources, [f"image {k}" for k in range(len(sources))], options.size, where)
+    size = None if options.size is None else (options.size[0], options.size[1])
+    x, notes = decode_all(sources, [f"image {k}" for k in range(len(sources))], size, where)
     y, classes = numbered(words, options.classes or tuple(names or ()), where)
     is_test = np.array(test)
     sites = tuple(in_order({w for w, t in zip(site_words, test, strict=True) if not t})) if site else ()
@@ -107,7 +134,7 @@ def _assembled(datasets: Any, name: str, splits: Any, where: str, options: Optio
 
 
 def _tabular(
-    name: str, used: dict[str, Any], label: str, names: list[str] | None, where: str, options: Options
+    name: str, used: dict[str, Any], label: str, names: list[str] | None, where: str, options: HuggingFace
 ) -> Dataset:
     import pyarrow as pa
 

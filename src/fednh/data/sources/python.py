@@ -6,14 +6,34 @@ The function takes nothing and returns a Dataset, a dict of arrays with the name
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
 from fednh.core.imports import imported_function
 from fednh.data.dataset import Dataset
-from fednh.data.sources.npz import KEYS, from_arrays
-from fednh.data.sources.options import Options
+from fednh.data.npz import KEYS, from_arrays
+from fednh.data.sources.base import Source
 from fednh.errors import UserError
 
 
-def dataset(name: str, address: str, options: Options) -> Dataset:
+@dataclass(frozen=True)
+class Python(Source):
+    prefix = "py"
+    address = "MODULE:FUNCTION"
+    example = "mydata:load"
+    help = "what a Python function returns"
+    runs_code = True
+
+    def read(self, name: str, address: str) -> Dataset:
+        return dataset(name, address, self.classes or ())
+
+    @classmethod
+    def file(cls, address: str) -> Path | None:
+        return None
+
+
+def dataset(name: str, address: str, agreed: Sequence[str]) -> Dataset:
     """What the function at `address` returns, checked."""
     module, _, function = address.partition(":")
     if not module or not function:
@@ -34,4 +54,4 @@ def dataset(name: str, address: str, options: Options) -> Dataset:
             f"{name} returned {type(found).__name__}; it should return a Dataset, a dict of arrays, or "
             "(x_train, y_train) with or without (x_test, y_test)"
         )
-    return from_arrays(name, name, found, options)
+    return from_arrays(name, name, found, agreed)

@@ -7,7 +7,11 @@ values included. `encode` does the same to raw rows later, from a model card's p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv as plain_csv
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,23 +20,81 @@ from numpy.typing import NDArray
 
 from fednh.data import columns
 from fednh.data.columns import MISSING
-from fednh.data.dataset import Dataset
+from fednh.data.dataset import Dataset, Inputs
 from fednh.data.encoding import checked
+from fednh.data.labels import in_order, numbered
 from fednh.data.scaling import measure
-from fednh.data.sources.options import Options, in_order, numbered, test_rows
-from fednh.errors import UserError, did_you_mean
+from fednh.data.sources.base import Source, missing_extra
+from fednh.data.sources.settings import Column, Columns, Encoding
+from fednh.data.test_set import test_rows
+from fednh.errors import Notice, UserError, did_you_mean
+from fednh.storage.files import expanded
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+EXTRA = "tables"  # of this package: pyarrow
 SPLITS = {"train": "train", "test": "test", "val": "", "valid": "", "validation": ""}
 MANY_VALUES = 100  # a text column with more, in more than half of its rows, is a name or a note
+BLOCK = 256  # rows of numbers that are read at a time
 WRITTEN = {"fednh": "written"}  # metadata of a table from a CSV file: its columns are text, whatever they hold
 
 
-def dataset(name: str, path: Path, options: Options) -> Dataset:
-    """The table at `path` as a data set."""
-    return from_table(name, read(path, options.encoding), str(path), options)
+@dataclass(frozen=True)
+class Tabular(Source):
+    """What has rows and columns."""
+
+    named = True
+
+    label: Column = None
+    site: Column = None
+    columns: Columns = None
+
+
+@dataclass(frozen=True)
+class Table(Tabular):
+    """A file of either kind, whatever the prefix says, or a folder with files for training and test rows."""
+
+    address = "FILE"
+    extra = EXTRA
+
+    encoding: Encoding = None
+
+    def read(self, name: str, address: str) -> Dataset:
+        path = expanded(address)
+        return from_table(name, read(path, self.encoding), str(path), self)
+
+    def inputs(self, name: str, address: str, preprocessing: Mapping[str, Any]) -> Inputs:
+        """The rows; which column the label was is not needed."""
+        if preprocessing.get("kind") != "table":
+            return super().inputs(name, address, preprocessing)
+        return vectors(read(expanded(address), self.encoding), preprocessing)
+
+    def unlabelled(
+        self, path: Path, shape: tuple[int, ...], preprocessing: Mapping[str, Any]
+    ) -> Iterator[NDArray[Any]]:
+        """Rows with the columns that the model was trained on, or, where it was trained on arrays, rows of numbers."""
+        if len(shape) == 3:
+            raise UserError(f"{path}: this model takes images, not tables")
+        if preprocessing.get("kind") == "table":
+            return iter([told(*encode(read(path, self.encoding), preprocessing, str(path)))])
+        return rows_of_numbers(path, shape[0], self.encoding)
+
+
+@dataclass(frozen=True)
+class Csv(Table):
+    prefix = "csv"
+    example = "patients.csv"
+    help = "a table with a label column"
+    suffixes = (".csv",)
+
+
+@dataclass(frozen=True)
+class Parquet(Table):
+    prefix = "parquet"
+    example = "patients.parquet"
+    help = "the same as Parquet"
+    suffixes = (".parquet",)
 
 
 def read(path: Path, encoding: str | None = None) -> pa.Table:
@@ -41,7 +103,7 @@ def read(path: Path, encoding: str | None = None) -> pa.Table:
         import pyarrow as pa
         from pyarrow import csv, parquet
     except ImportError as error:
-        raise UserError("tables need the extra `tables`: pip install 'fednh[tables]'") from error
+        raise missing_extra("tables need", EXTRA) from error
     if path.is_dir():
         return _parts(path, encoding)
     if not path.is_file():
@@ -109,7 +171,7 @@ def _written(table: pa.Table) -> bool:
     return (table.schema.metadata or {}).get(b"fednh") == b"written"
 
 
-def from_table(name: str, table: pa.Table, where: str, options: Options) -> Dataset:
+def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Dataset:
     """The rows with what they hold: label, site, split, features."""
     header = _header(table, where)
     label = find_column(where, header, options.label, "label", needed=True)
@@ -118,8 +180,9 @@ def from_table(name: str, table: pa.Table, where: str, options: Options) -> Data
     if len(table) == 0:
         raise UserError(f"{where} holds no row")
     written = _written(table)
-    said = columns.names(table.column(label), label, where, written, options.classes)
-    y, classes = numbered(said, options.classes, where)
+    agreed = options.classes or ()
+    said = columns.names(table.column(label), label, where, written, agreed)
+    y, classes = numbered(said, agreed, where)
     if options.test_share and not has_split:
         test = test_rows(y, options.test_share)
     if test.all():
@@ -151,13 +214,15 @@ def from_table(name: str, table: pa.Table, where: str, options: Options) -> Data
     )
 
 
-def vectors(table: pa.Table, preprocessing: dict[str, Any], where: str = "the table") -> NDArray[np.float32]:  # (N, F)
+def vectors(
+    table: pa.Table, preprocessing: Mapping[str, Any], where: str = "the table"
+) -> NDArray[np.float32]:  # (N, F)
     """Raw rows as samples, before `(v / scale - mean) / std`; a missing number is NaN and takes the mean."""
     return encode(table, preprocessing, where)[0]
 
 
 def encode(
-    table: pa.Table, preprocessing: dict[str, Any], where: str
+    table: pa.Table, preprocessing: Mapping[str, Any], where: str
 ) -> tuple[NDArray[np.float32], tuple[str, ...]]:  # (N, F)
     """Raw rows as samples, and in words what is missing or was never seen, and what becomes of it."""
     features: list[NDArray[Any]] = []
@@ -179,6 +244,39 @@ def encode(
             notes += _unknown(where, name, len(table), words.missing(known), slots.unseen)
             features.append(np.eye(len(known) + 1, dtype=np.float32)[slots.place])
     return np.concatenate(features, axis=1).astype(np.float32), tuple(notes)
+
+
+def told(x: NDArray[np.float32], notes: Sequence[str]) -> NDArray[np.float32]:  # (N, F)
+    """The samples; what is missing or was never seen is told."""
+    for note in notes:
+        warnings.warn(note, Notice, stacklevel=4)
+    return x
+
+
+def rows_of_numbers(path: Path, width: int, encoding: str | None) -> Iterator[NDArray[np.float64]]:
+    """A CSV file of numbers; a first line without numbers is a heading."""
+    try:
+        name = checked(path, encoding)
+        with path.open(newline="", encoding="utf-8-sig" if name == "utf-8" else name) as file:
+            lines = plain_csv.reader(file)
+            head = next(lines, [])
+            rest = lines if head and not _all_numbers(head) else chain([head], lines)
+            done = 0
+            while block := list(islice(rest, BLOCK)):
+                bad = next((i for i, row in enumerate(block) if not _all_numbers(row) or len(row) != width), None)
+                if bad is not None:
+                    raise UserError(f"{path}: row {done + bad} is not {width} numbers: {','.join(block[bad])}")
+                yield np.array([[float(value) for value in row] for row in block])
+                done += len(block)
+    except (OSError, UnicodeDecodeError, plain_csv.Error, ValueError) as error:
+        raise UserError(f"{path} cannot be read as CSV: {error}") from error
+
+
+def _all_numbers(row: Sequence[str]) -> bool:
+    try:
+        return bool([float(value) for value in row])
+    except ValueError:
+        return False
 
 
 def _unknown(where: str, name: str, rows: int, missing: int, unseen: dict[str, int]) -> list[str]:
@@ -222,7 +320,7 @@ def _split(table: pa.Table, used: set[str], where: str) -> tuple[pa.Table, NDArr
 
 
 def _described(
-    where: str, table: pa.Table, aside: set[str], train: NDArray[np.bool_], options: Options
+    where: str, table: pa.Table, aside: set[str], train: NDArray[np.bool_], options: Tabular
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The features: as agreed in data.columns, else all columns that are left, as their training rows have them."""
     if options.columns:

@@ -16,12 +16,13 @@ import tomli_w
 
 from fednh import config as settings
 from fednh.config import Config
+from fednh.data.sources import absolute
 from fednh.errors import UserError
 from fednh.flower.deploy import proxy, templates
 from fednh.flower.layout import FederationFolder, SiteFolder
 from fednh.flower.policy import site_toml
 from fednh.flower.runconfig import read_config, run_config
-from fednh.storage.files import expanded, private_folder, write_bytes
+from fednh.storage.files import private_folder, write_bytes
 from fednh.words import name_problem
 
 PORT = 8000  # of the SuperLink on the server's loopback, Flower's own choice
@@ -82,7 +83,7 @@ def _what_sites_are_told(sites: int | None, sources: Sequence[str]) -> tuple[int
     if _own(sources):
         if sites not in (None, len(sources)):
             raise UserError(f"--sites {sites} does not fit {len(sources)} sources of --data; give one source a site")
-        return len(sources), [{"data": _absolute(source)} for source in sources]
+        return len(sources), [{"data": absolute(source)} for source in sources]
     count = sites or 3
     return count, [{"partition-id": k, "num-partitions": count} for k in range(count)]
 
@@ -95,11 +96,6 @@ def _own(sources: Sequence[str]) -> bool:
 def _data(sources: Sequence[str], count: int) -> dict[str, Any]:
     """The server's part: the set that is divided, or a word that says that every site has its own."""
     return {"data.name": "own" if _own(sources) else (sources or ["digits"])[0], "partition.clients": count}
-
-
-def _absolute(source: str) -> str:
-    kind, colon, path = source.partition(":")
-    return f"{kind}:{expanded(path).absolute()}" if colon and kind not in ("hf", "py") else source
 
 
 def app(name: str, config: Config) -> str:

@@ -1,0 +1,86 @@
+"""What a published data set is: facts, places where its files may lie, addresses to download from. One file a set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from fednh.data import npz
+from fednh.data.dataset import Arrays, Dataset
+from fednh.errors import UserError
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """One published file; `name` is its place below the data folder."""
+
+    name: str
+    sha256: str
+    addresses: tuple[str, ...]  # tried in this order
+
+
+@dataclass(frozen=True)
+class Place:
+    """One path at which a set may lie, and how to read it there."""
+
+    path: Path
+    read: Callable[[], Arrays]
+    present: Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Published:
+    """All that is known about a set before its files are opened."""
+
+    name: str
+    description: str
+    shape: tuple[int, int, int]  # of an image, (H, W, C)
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    classes: tuple[str, ...] | None  # None: the files name them
+    accepts: str  # the accepted files, for people
+    places: Callable[[Path], list[Place]]  # in a data folder, in the order in which they are looked at after NAME.npz
+    files: tuple[RemoteFile, ...]  # what a download brings
+    augment: str = "none"  # what the literature does to training images
+
+    def find(self, folder: Path) -> Place | None:
+        """Where the set lies, in the data folder or in a place that all users share."""
+        try:
+            if folder.exists() and not folder.is_dir():
+                raise UserError(f"{folder} is a file, but the data folder must be a folder; set FEDNH_DATA to one")
+            return next((place for place in self.all_places(folder) if place.present()), None)
+        except OSError as error:
+            words = f"the data folder {folder} cannot be read ({error.strerror}); check its permissions"
+            raise UserError(words) from error
+
+    def all_places(self, folder: Path) -> list[Place]:
+        single = folder / f"{self.name}.npz"
+        return [Place(single, partial(npz.read, single), single.is_file), *self.places(folder)]
+
+    def load(self, folder: Path) -> Dataset:
+        """The set, from wherever it lies."""
+        place = self.find(folder)
+        if place is None:
+            raise UserError(self._not_found(folder))
+        found = place.read()
+        if found.x_train.shape[1:] != self.shape:
+            raise UserError(
+                f"{place.path} holds samples of shape {found.x_train.shape[1:]}, but {self.name} has {self.shape}; "
+                f"use npz:PATH for data of your own"
+            )
+        classes = self.classes or found.classes
+        if classes is None:
+            raise UserError(
+                f"{place.path} lacks the array 'classes' with the class names; remove it to have it made anew"
+            )
+        x_train, y_train, x_test, y_test, _ = found
+        return Dataset(self.name, x_train, y_train, x_test, y_test, classes, self.mean, self.std, augment=self.augment)
+
+    def _not_found(self, folder: Path) -> str:
+        state = "" if folder.exists() else ", which does not exist yet"
+        return (
+            f"{self.name} is not in the data folder {folder}{state}: run `fednh data get {self.name}`, or put there "
+            f"{self.accepts}"
+        )

@@ -1,0 +1,67 @@
+"""What a source of data is: a prefix, settings, and a way to read samples. One file a kind beside this one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from numpy.typing import NDArray
+
+from fednh.data.dataset import Dataset, Inputs
+from fednh.data.sources.settings import Classes, TestShare
+from fednh.errors import UserError
+from fednh.storage.files import expanded
+
+
+@dataclass(frozen=True)
+class Source(ABC):
+    """Data of one's own, `prefix:address`. Its fields are the settings below [data] that it uses, with their ranges."""
+
+    prefix: ClassVar[str]
+    address: ClassVar[str]  # what stands behind the colon, in a word for people
+    example: ClassVar[str]  # such an address
+    help: ClassVar[str]  # one line for people
+    extra: ClassVar[str | None] = None  # of this package, that it needs
+    suffixes: ClassVar[tuple[str, ...]] = ()  # of files that are of this kind where no prefix is given
+    named: ClassVar[bool] = False  # its labels are names, so that a model's classes can be asked for
+    runs_code: ClassVar[bool] = False  # whoever writes the address decides what is run here
+
+    classes: Classes = None
+    test_share: TestShare = 0.0
+
+    @abstractmethod
+    def read(self, name: str, address: str) -> Dataset:
+        """The samples at an address; `name` is all of it, with the prefix, and the name of the data set."""
+
+    def inputs(self, name: str, address: str, preprocessing: Mapping[str, Any]) -> Inputs:
+        """Some samples, however labelled, as a model takes them that has this preprocessing."""
+        data = self.read(name, address)
+        return data.x_test if len(data.x_test) else data.x_train
+
+    def unlabelled(
+        self, path: Path, shape: tuple[int, ...], preprocessing: Mapping[str, Any]
+    ) -> Iterator[NDArray[Any]]:
+        """Inputs in a file, in their order, for a model that takes samples of this shape and preprocessing."""
+        raise UserError(f"{path}: inputs for predictions are not read from {self.prefix}:")
+
+    @classmethod
+    def file(cls, address: str) -> Path | None:
+        """The file or folder that is read; None where the address is no path."""
+        return expanded(address)
+
+    @classmethod
+    def absolute(cls, address: str) -> str:
+        """The address as it holds from any folder."""
+        file = cls.file(address)
+        return address if file is None else str(file.absolute())
+
+    @classmethod
+    def form(cls) -> str:
+        return f"{cls.prefix}:{cls.address}"
+
+
+def missing_extra(what: str, extra: str) -> UserError:
+    return UserError(f"{what} the extra `{extra}`: pip install 'fednh[{extra}]'")

@@ -1,0 +1,53 @@
+"""The settings below [data] that kinds of sources share: their types, ranges and spellings, each declared once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from fednh.data.encoding import known
+
+AGREED = "agreed"  # marks settings that a federation's config decides for all sites; the others are each site's own
+
+
+def _words(value: Any) -> Any:
+    """A list; as flat settings have it, also text with commas."""
+    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+
+
+def _column(value: Any) -> Any:
+    """The word "number", or the list of the values that a column of text has."""
+    return value if value == "number" else _words(value)
+
+
+def _encoding(value: str) -> str:
+    """The name of an encoding that Python knows."""
+    if not known(value):
+        raise ValueError("is not an encoding that Python knows, such as utf-8, cp1252 or latin-1")
+    return value
+
+
+def _sizes(value: Any) -> Any:
+    """[height, width] from that, from one number, or from text such as 32 or 24,32."""
+    found = value
+    if isinstance(value, str):
+        found = [int(word) if word.strip().isdecimal() else word for word in value.replace("x", ",").split(",")]
+    found = [found] if isinstance(found, int) else found
+    if not isinstance(found, list) or not all(type(n) is int and 1 <= n <= 4096 for n in found) or len(found) > 2:
+        raise ValueError("should be a number of pixels or [height, width], from 1 to 4096")
+    return [*found, *found][:2]
+
+
+# Of images of any size: [height, width].
+Size = Annotated[Annotated[list[int], BeforeValidator(_sizes)] | None, AGREED]
+# The class names, agreed beforehand: a site may lack some.
+Classes = Annotated[Annotated[list[str], BeforeValidator(_words)] | None, AGREED]
+# Of every class, cut off as a test set where the source has none.
+TestShare = Annotated[float, Field(ge=0, lt=1), AGREED]
+# Of text files; None: UTF-8.
+Encoding = Annotated[Annotated[str, AfterValidator(_encoding)] | None, AGREED]
+# The columns of a table that are features, agreed beforehand: name = "number" or the list of its values.
+Columns = dict[str, Annotated[str | list[str], BeforeValidator(_column)]] | None
+# The column that holds the class (None: "label"), and the one that holds the site (None: "site", if there is one).
+Column = str | None
