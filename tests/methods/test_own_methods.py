@@ -43,6 +43,11 @@ BROKEN = {
         r"client_update takes \(net, own, data, fit\), but a run calls it with \(net, kept, received, data, fit\);",
     ),
     "called_name": ("@dataclass(frozen=True)\nclass Mine(FedAvg):\n    name: str = ''", "broken:Mine", "called 'name'"),
+    "called_as_a_part_of_every_method": (
+        "@dataclass(frozen=True)\nclass Mine(FedAvg):\n    model: str = 'small'",
+        "broken:Mine",
+        "called 'model', a part of every method; rename it",
+    ),
     "no_default": ("@dataclass(frozen=True)\nclass Mine(FedAvg):\n    mu: float", "broken:Mine", "mu has no default"),
     "odd_type": (
         "@dataclass(frozen=True)\nclass Mine(FedAvg):\n    mu: Odd = None\nclass Odd: pass",

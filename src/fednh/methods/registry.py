@@ -75,6 +75,8 @@ def _checked(found: object, where: str) -> type[Method]:
     if any(field.name == "name" for field in fields):
         raise UserError(f"{where} has a hyper-parameter called 'name', which means the method itself; rename it")
     for field in fields:
+        if hasattr(Method, field.name) and type(field.default) is not type(getattr(Method, field.name)):
+            raise UserError(f"{where} has a hyper-parameter called {field.name!r}, a part of every method; rename it")
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise UserError(f"{where}: the hyper-parameter {field.name} has no default; give it one")
     return found
