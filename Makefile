@@ -21,7 +21,7 @@ help:
 	@echo "Setting up .venv (once; a few minutes on a new machine)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -qq --constraint constraints.txt torch
-	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable ".[dev,tensorboard,mlflow,flower,tables,hf,onnx,docs]"
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable ".[dev,tensorboard,mlflow,wandb,flower,tables,hf,onnx,docs]"
 	@touch $@
 
 setup: .venv/ready

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from fednh import extras
 from fednh.cli import app
 from fednh.config import Config, load
 from fednh.errors import UserError
@@ -19,6 +21,7 @@ from fednh.storage.run_folder import RunFolder
 
 pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
 pytest.importorskip("mlflow", reason="the extra `mlflow` is not installed")
+pytest.importorskip("wandb", reason="the extra `wandb` is not installed")
 
 
 class Screen:
@@ -45,7 +48,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for name in ("MLFLOW_TRACKING_URI", "WANDB_MODE", "WANDB_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def scalars(run: Path) -> dict[str, dict[int, float]]:
@@ -71,6 +75,39 @@ def mlflow_runs(run: Path) -> Iterator[tuple[Any, dict[str, dict[int, float]]]]:
         yield found, {key: {m.step: m.value for m in line} for key, line in history.items()}
 
 
+@dataclass
+class Logged:
+    """What W&B keeps of a run that it was to send later."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, dict[int, float]] = field(default_factory=dict)
+    kinds: set[str] = field(default_factory=set)
+    exit_code: int | None = None
+
+
+def wandb_log(run: Path) -> Logged:
+    """The one log file that W&B has for a folder, read record by record."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    (file,) = run.glob("wandb/offline-run-*/*.wandb")
+    store, found = DataStore(), Logged()
+    store.open_for_scan(str(file))
+    while (data := store.scan_data()) is not None:
+        entry = Record.FromString(data)
+        found.kinds.add(entry.WhichOneof("record_type"))
+        if entry.HasField("run"):
+            found.config |= {item.key: json.loads(item.value_json) for item in entry.run.config.update}
+        if entry.HasField("exit"):
+            found.exit_code = entry.exit.exit_code
+        line = {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in entry.history.item}
+        for key in line.keys() - {"_step", "_timestamp", "_runtime"}:
+            steps = found.metrics.setdefault(key, {})
+            assert line["_step"] not in steps, "no round is there twice"
+            steps[line["_step"]] = line[key]
+    return found
+
+
 def written(run: Path) -> dict[str, dict[int, float]]:
     """The figures of metrics.jsonl: key -> round -> value."""
     found: dict[str, dict[int, float]] = {}
@@ -94,7 +131,7 @@ def test_figures_are_the_numbers_of_a_record() -> None:
 def test_a_real_run_is_tracked_as_its_metrics_say(place: Path) -> None:
     run = place / "real"
     words = ["--rounds", "2", "--epochs", "1", "--set", "eval.every=1", "--quiet", "--out", str(run)]
-    words += ["--track", "tensorboard", "--track", "mlflow"]
+    words += ["--track", "tensorboard", "--track", "mlflow", "--track", "wandb"]
     result = CliRunner().invoke(app, ["run", "digits", *words], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     expected = written(run)
@@ -107,27 +144,33 @@ def test_a_real_run_is_tracked_as_its_metrics_say(place: Path) -> None:
     assert metrics == expected
     assert (found.info.status, found.info.run_name) == ("FINISHED", "real")
     assert (found.data.params["method.name"], found.data.params["rounds"]) == ("fednh", "2")
+    kept = wandb_log(run)
+    assert kept.metrics == expected
+    assert (kept.config["method.name"], kept.config["rounds"], kept.exit_code) == ("fednh", 2, 0)
+    assert kept.kinds.isdisjoint({"stats", "output", "output_raw", "files", "artifact"}), "figures and nothing else"
 
 
 @pytest.mark.usefixtures("_no_server")
 def test_a_resumed_run_is_tracked_as_one(place: Path) -> None:
     folder, config = RunFolder(place / "resumed"), load("digits", {})
     folder.path.mkdir()
-    first = Tracking(Screen(), ["tensorboard", "mlflow"], folder, config)
+    first = Tracking(Screen(), ["tensorboard", "mlflow", "wandb"], folder, config)
     for round_ in (1, 2):
         folder.append_metrics(record(round_, loss=9.0))
         first.round_done(record(round_, loss=9.0))
     first.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     ((found, _),) = mlflow_runs(folder.path)
     assert found.info.status == "KILLED"
+    assert wandb_log(folder.path).exit_code == 1
     folder.write_metrics([record(1)])  # the checkpoint was after round 1
-    with Tracking(Screen(), ["tensorboard", "mlflow"], folder, config) as second:
+    with Tracking(Screen(), ["tensorboard", "mlflow", "wandb"], folder, config) as second:
         for round_ in (2, 3):
             folder.append_metrics(record(round_))
             second.round_done(record(round_))
     assert scalars(folder.path)["train_loss"] == {1: 0.5, 2: 0.5, 3: 0.5}
     ((found, metrics),) = mlflow_runs(folder.path)
     assert metrics == written(folder.path)
+    assert (wandb_log(folder.path).metrics, wandb_log(folder.path).exit_code) == (metrics, 0)
 
 
 def test_a_tracker_that_cannot_start_warns_once_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -172,7 +215,7 @@ def test_a_tracker_that_breaks_warns_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(trackers._NEEDS, "mlflow", ("a_module_that_nobody_has",))
+    monkeypatch.setitem(extras.MODULES, "mlflow", ("a_module_that_nobody_has",))
     with pytest.raises(UserError, match=r"pip install 'fednh\[mlflow\]'"):
         trackers.check(["mlflow"])
     with pytest.raises(UserError, match="did you mean 'tensorboard'"):

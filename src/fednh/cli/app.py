@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import fednh
-from fednh.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,12 +34,3 @@ def console_for_people(stderr: bool = False) -> Console:
     if not console.is_terminal:
         console.width = 120
     return console
-
-
-def need_report_extra() -> None:
-    """Figures and reports need packages that a training machine can do without."""
-    from importlib.util import find_spec
-
-    missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
-    if missing:
-        raise UserError(f"figures and reports need {missing[0]}: pip install 'fednh[report]'")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fednh import extras
 from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
 from fednh.cli.options import Given, Quiet, Setting, Short, set_values, short, with_short_options
@@ -48,7 +49,7 @@ def init(
 
     given = method | rounds | set_values(settings)
     made = scaffold.write(folder, sites, data or [], given)
-    if not _lacking():
+    if extras.installed("flower"):
         from fednh.flower.deploy import certificates as keys
 
         keys.make_orders(folder.absolute(), [site.name for site in made])
@@ -212,11 +213,4 @@ def only_one(folder: Path) -> AbstractContextManager[None]:
 
 def need_extra() -> None:
     """Federations need packages that a simulation can do without."""
-    if missing := _lacking():
-        raise UserError(f"federations need {missing[0]}: pip install 'fednh[flower]'")
-
-
-def _lacking() -> list[str]:
-    from importlib.util import find_spec
-
-    return [name for name in ("flwr", "cryptography") if find_spec(name) is None]
+    extras.need("flower", "a federation")

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from fednh import extras
 from fednh.cli import completion
-from fednh.cli.app import app, console_for_people, need_report_extra
+from fednh.cli.app import app, console_for_people
 from fednh.errors import UserError, did_you_mean
 
 Folders = Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders of them.")]
@@ -41,7 +42,7 @@ def figure(
     shots: Annotated[str, typer.Option(help="Few-shot is below the first, many-shot above the second.")] = "20,100",
 ) -> None:
     """Draw a figure from finished runs, or list those that the runs allow."""
-    need_report_extra()
+    extras.need("report", "a figure or report")
     from fednh.report.figures import FIGURES, Choice, NotAllowed, style
     from fednh.report.figures.write import write_figure, write_possible
     from fednh.report.load import load_runs
@@ -85,7 +86,7 @@ def report(
     groups: Annotated[Path | None, typer.Option(help="Super-classes for the similarity figure, as JSON.")] = None,
 ) -> None:
     """Write one HTML file about finished runs: settings, tables, figures, clients. It needs no network."""
-    need_report_extra()
+    extras.need("report", "a figure or report")
     from fednh.report.html import write_report
     from fednh.report.load import load_runs
     from fednh.words import size

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fednh.cli.app import app, need_report_extra
+from fednh import extras
+from fednh.cli.app import app
 
 
 @app.command()
@@ -19,7 +20,7 @@ def spiral(
     """Train the paper's motivating example and draw its Figures 1 and 2; says whether its claims are seen."""
     import json
 
-    need_report_extra()
+    extras.need("report", "the spiral's figures")
     from fednh.experiments import spiral as example
     from fednh.experiments.spiral_figures import figure1, figure2
     from fednh.report.figures import style

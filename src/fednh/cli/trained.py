@@ -11,8 +11,9 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fednh import extras
 from fednh.cli import completion
-from fednh.cli.app import app, console_for_people, need_report_extra
+from fednh.cli.app import app, console_for_people
 from fednh.cli.options import set_option, set_values
 from fednh.errors import UserError
 
@@ -133,7 +134,7 @@ def evaluate(
     from fednh.trained.model import load_model
 
     if out is not None:
-        need_report_extra()
+        extras.need("report", "a drawn evaluation")
     used = load_model(model, client)
     chosen = choose(used.card, model, data, None if split is None else split.value, set_values(settings))
     if chosen.warning:

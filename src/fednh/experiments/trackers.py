@@ -1,4 +1,4 @@
-"""Experiment trackers beside a run: TensorBoard and MLflow are told what metrics.jsonl says, no more and no less.
+"""Experiment trackers beside a run: TensorBoard, MLflow and W&B are told what metrics.jsonl says, no more and no less.
 
 A tracker is opened with the first round that this process finishes and is then given all rounds of metrics.jsonl, so a
 resumed run is tracked as if it had never stopped. What goes wrong in a tracker is told once, and the run goes on.
@@ -6,20 +6,22 @@ resumed run is tracked as if it had never stopped. What goes wrong in a tracker 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
+import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from filelock import FileLock
 
+from fednh import extras
 from fednh.config import Config, flat
 from fednh.core.progress import Watcher
 from fednh.errors import UserError, did_you_mean
@@ -98,8 +100,51 @@ class MLflow:
         self.client.set_terminated(self.run, status="FINISHED" if finished else "KILLED")
 
 
-TRACKERS: dict[str, Callable[[RunFolder, Config], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
-_NEEDS = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
+class WandB:
+    """A run in the project `fednh` of Weights & Biases, kept in the run folder; sent only where $WANDB_MODE says so.
+
+    The same folder is the same run there: an interrupted one is written again, with all its rounds.
+    """
+
+    def __init__(self, folder: RunFolder, config: Config):
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # a run talks to nobody that it was not told to
+        import wandb
+
+        here = folder.path.absolute()
+        shutil.rmtree(folder.wandb, ignore_errors=True)
+        only_metrics = wandb.Settings(
+            silent=True,
+            console="off",
+            disable_git=True,
+            disable_code=True,
+            x_disable_stats=True,
+            x_disable_meta=True,
+            x_save_requirements=False,
+        )
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or "fednh",
+            mode=os.environ.get("WANDB_MODE") or "offline",
+            id=hashlib.sha256(f"{platform.node()}:{here}".encode()).hexdigest()[:16],
+            name=here.name,
+            dir=here,
+            config=flat(config.model_dump()),
+            settings=only_metrics,
+            reinit="create_new",
+        )
+
+    def log(self, records: Sequence[dict[str, Any]]) -> None:
+        for record in records:
+            self.run.log(figures(record), step=record["round"])
+
+    def close(self, finished: bool) -> None:
+        self.run.finish(exit_code=0 if finished else 1)
+
+
+TRACKERS: dict[str, Callable[[RunFolder, Config], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "mlflow": MLflow,
+    "wandb": WandB,
+}
 
 
 def check(names: Sequence[str]) -> None:
@@ -107,8 +152,7 @@ def check(names: Sequence[str]) -> None:
     for name in names:
         if name not in TRACKERS:
             raise UserError(f"--track {name!r} is not known{did_you_mean(name, TRACKERS)}")
-        if any(find_spec(module) is None for module in _NEEDS[name]):
-            raise UserError(f"--track {name} needs an extra that is not installed: pip install 'fednh[{name}]'")
+        extras.need(name, f"--track {name}")
 
 
 class Tracking:

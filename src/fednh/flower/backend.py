@@ -13,10 +13,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fednh import extras
 from fednh.core.progress import Watcher
 from fednh.errors import UserError
 from fednh.storage.run_folder import RunFolder, worker_count
@@ -30,8 +30,7 @@ PATIENCE = 7 * 24 * 3600.0  # seconds: simulated clients are waited for
 
 def check() -> None:
     """Refuse at once where Flower or Ray is not installed."""
-    if find_spec("flwr") is None or find_spec("ray") is None:
-        raise UserError("--backend flower needs the extra `flower`: pip install 'fednh[flower]'")
+    extras.need("flower", "--backend flower", "ray")
 
 
 def simulate(

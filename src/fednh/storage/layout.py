@@ -55,6 +55,7 @@ class RunLayout:
     checkpoints = Inside("checkpoints")
     clients = Inside("clients")
     tensorboard = Inside("tensorboard")
+    wandb = Inside("wandb")
 
     @property
     def started(self) -> bool:

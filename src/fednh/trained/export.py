@@ -16,7 +16,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fednh import extras
 from fednh.core import novelty
 from fednh.core.tree import Tree
 from fednh.data import scaling
@@ -62,9 +62,7 @@ class Whole(nn.Module):
 def export(model: Model, form: str, path: Path) -> dict[str, Any]:
     """Write the model to `path`; returns what it was checked on and the largest difference found."""
     if form == "onnx":
-        missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if find_spec(name) is None]
-        if missing:
-            raise UserError(f"exporting to ONNX needs {missing[0]}, of the extra `onnx`: pip install 'fednh[onnx]'")
+        extras.need("onnx", "an export to ONNX")
     samples, origin = real_samples(model)
     whole = Whole(model).eval()
     with torch.no_grad(), _quiet():

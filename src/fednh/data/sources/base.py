@@ -61,7 +61,3 @@ class Source(ABC):
     @classmethod
     def form(cls) -> str:
         return f"{cls.prefix}:{cls.address}"
-
-
-def missing_extra(what: str, extra: str) -> UserError:
-    return UserError(f"{what} the extra `{extra}`: pip install 'fednh[{extra}]'")

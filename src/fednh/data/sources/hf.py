@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from fednh import extras
 from fednh.data import columns
 from fednh.data.dataset import Dataset
 from fednh.data.images import MEAN, STD, decode_all
 from fednh.data.labels import in_order, numbered
-from fednh.data.sources.base import missing_extra
 from fednh.data.sources.settings import Size
 from fednh.data.sources.tables import Tabular, find_column, from_table, joined
 from fednh.data.walk import walk
@@ -57,10 +57,9 @@ def dataset(name: str, source: str, options: HuggingFace) -> Dataset:
     if local:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the library is imported
         os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-    try:
-        import datasets
-    except ImportError as error:
-        raise missing_extra("hf: needs", "hf") from error
+    extras.need("hf", "hf:")
+    import datasets
+
     datasets.disable_progress_bars()
     with TemporaryDirectory() as scratch:
         try:

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fednh import extras
 from fednh.data import columns
 from fednh.data.columns import MISSING
 from fednh.data.dataset import Dataset, Inputs
 from fednh.data.encoding import checked
 from fednh.data.labels import in_order, numbered
 from fednh.data.scaling import measure
-from fednh.data.sources.base import Source, missing_extra
+from fednh.data.sources.base import Source
 from fednh.data.sources.settings import Column, Columns, Encoding
 from fednh.data.test_set import test_rows
 from fednh.errors import Notice, UserError, did_you_mean
@@ -99,11 +100,10 @@ class Parquet(Table):
 
 def read(path: Path, encoding: str | None = None) -> pa.Table:
     """A CSV or Parquet file; a folder's train.* and test.* become one table with a split column."""
-    try:
-        import pyarrow as pa
-        from pyarrow import csv, parquet
-    except ImportError as error:
-        raise missing_extra("tables need", EXTRA) from error
+    extras.need(EXTRA, "a table")
+    import pyarrow as pa
+    from pyarrow import csv, parquet
+
     if path.is_dir():
         return _parts(path, encoding)
     if not path.is_file():

@@ -1,0 +1,38 @@
+"""The extras of this package: what an installation may lack, and the sentence that says so where it is needed.
+
+pyproject.toml says which packages an extra installs; here is which modules show that it is there.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from fednh.errors import UserError
+
+MODULES = {
+    "report": ("matplotlib", "jinja2"),
+    "flower": ("flwr", "cryptography"),
+    "tables": ("pyarrow",),
+    "hf": ("datasets",),
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "tensorboard": ("tensorboard",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+    "wandb": ("wandb",),
+}
+
+
+def installed(extra: str, *more: str) -> bool:
+    """Whether the extra is there, and `more` modules of it that not everything needs."""
+    return all(_found(module) for module in (*MODULES[extra], *more))
+
+
+def need(extra: str, what: str, *more: str) -> None:
+    """Refuse `what` ("a figure", "--track mlflow") where the extra is not installed."""
+    if not installed(extra, *more):
+        raise UserError(f"{what} needs the extra `{extra}`: pip install 'fednh[{extra}]'")
+
+
+def _found(module: str) -> bool:
+    """Whether there is such a module; a plain folder of that name in the current one does not count."""
+    spec = find_spec(module)
+    return spec is not None and spec.origin is not None
