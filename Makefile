@@ -6,13 +6,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test lint types unit soak bench docs clean
+.PHONY: help setup demo test lint types unit soak bench docs dist clean
 help:
 	@echo "make demo    four methods on handwritten digits, with a report, in under two minutes"
 	@echo "make test    lint, types and tests, in under six minutes"
 	@echo "make soak    the long versions of the tests, and mutations that the tests must see"
 	@echo "make bench   speed and memory as ratios, in under ten minutes on an idle machine"
 	@echo "make docs    the documents as a site, in site/"
+	@echo "make dist    sdist and wheel in dist/, installed elsewhere and tried there, alone and with each extra"
 	@echo "make clean   remove .venv, caches and the demo's run folders"
 
 # The environment is as new as what defines it. pip is called as a module, so that a path with a space does no harm.
@@ -57,5 +58,8 @@ docs: setup
 	@FEDNH_EXECUTE=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -W ignore -m mkdocs build --strict --quiet
 	@echo "Open site/index.html in a browser."
 
+dist: setup
+	@$(BIN)/python tools/dist.py
+
 clean:
-	rm -rf .venv demo runs site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv demo dist runs site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -53,6 +53,7 @@ MAKE = {
     "docs": "test_the_site",
     "soak": "the long tests",
     "bench": "a measurement",
+    "dist": "tools/dist.py",
 }
 
 

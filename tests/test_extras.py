@@ -19,6 +19,11 @@ def test_every_extra_of_the_package_is_known_by_its_modules() -> None:
     assert set(extras.MODULES) == set(declared) - FOR_DEVELOPERS
 
 
+def test_the_documents_say_what_every_extra_is_for() -> None:
+    table = (ROOT / "docs/stability.md").read_text(encoding="utf-8").partition("## Extras")[2]
+    assert [extra for extra in extras.MODULES if f"`{extra}`" not in table] == []
+
+
 def test_a_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(extras.MODULES, "hf", ("fednh", "a_module_that_nobody_has"))
     with pytest.raises(UserError) as caught:

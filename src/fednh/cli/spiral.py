@@ -20,7 +20,7 @@ def spiral(
     """Train the paper's motivating example and draw its Figures 1 and 2; says whether its claims are seen."""
     import json
 
-    extras.need("report", "the spiral's figures")
+    extras.need("report", "the spiral")
     from fednh.experiments import spiral as example
     from fednh.experiments.spiral_figures import figure1, figure2
     from fednh.report.figures import style

@@ -111,6 +111,7 @@ class WandB:
         import wandb
 
         here = folder.path.absolute()
+        mode: Any = os.environ.get("WANDB_MODE") or "offline"
         shutil.rmtree(folder.wandb, ignore_errors=True)
         only_metrics = wandb.Settings(
             silent=True,
@@ -123,7 +124,7 @@ class WandB:
         )
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or "fednh",
-            mode=os.environ.get("WANDB_MODE") or "offline",
+            mode=mode,
             id=hashlib.sha256(f"{platform.node()}:{here}".encode()).hexdigest()[:16],
             name=here.name,
             dir=here,

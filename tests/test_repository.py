@@ -1,0 +1,63 @@
+"""The files around the package: workflows, citation and issue forms are valid and say what is so."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from check_jsonschema.cli import main as check_jsonschema
+from click.testing import CliRunner
+
+import fednh
+
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"))
+SCHEMAS = [
+    *((file, schema) for file in WORKFLOWS for schema in ("github-workflows", "github-workflows-require-timeout")),
+    *((file, "github-issue-forms") for file in FORMS),
+    (ROOT / ".github/ISSUE_TEMPLATE/config.yml", "github-issue-config"),
+    (ROOT / "CITATION.cff", "citation-file-format"),
+]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+@pytest.mark.parametrize(("file", "schema"), SCHEMAS, ids=lambda value: getattr(value, "name", value))
+def test_files_are_valid(file: Path, schema: str) -> None:
+    kind = "custom" if schema.endswith("require-timeout") else "vendor"
+    ended = CliRunner().invoke(check_jsonschema, ["--builtin-schema", f"{kind}.{schema}", str(file)])
+    assert ended.exit_code == 0, ended.output
+
+
+def test_there_are_workflows_and_forms() -> None:
+    assert [file.name for file in WORKFLOWS] == ["release.yml", "test.yml"]
+    assert [file.name for file in FORMS] == ["bug.yml", "idea.yml"]
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)
+def test_workflows_call_make_targets_that_exist(file: Path) -> None:
+    jobs = yaml.safe_load(file.read_text(encoding="utf-8"))["jobs"]
+    called = [step["run"] for job in jobs.values() for step in job["steps"] if step.get("run", "").startswith("make ")]
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert called
+    assert {command.removeprefix("make ") for command in called} <= targets
+
+
+def test_tests_run_on_every_python_that_is_promised() -> None:
+    matrix = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text(encoding="utf-8"))["jobs"]["unit"][
+        "strategy"
+    ]
+    promised = [line.rpartition(" ")[2] for line in PYPROJECT["classifiers"] if "Python :: 3." in line]
+    assert matrix["matrix"]["python"] == promised
+    assert PYPROJECT["requires-python"] == f">={promised[0]}"
+
+
+def test_the_citation_is_of_this_version_and_of_the_paper() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["version"] == fednh.__version__
+    (paper,) = cited["references"]
+    assert [person["family-names"] for person in paper["authors"]] == ["Dai", "Chen", "Li", "Heinecke", "Sun", "Xu"]
+    assert (paper["year"], paper["volume"], paper["issue"], paper["start"], paper["end"]) == (2023, 37, 6, 7314, 7322)
