@@ -1,7 +1,7 @@
 """`make dist`: build the package, look into it, and use it as a stranger would, far from this repository.
 
 The wheel is installed into a new environment outside the repository, with base dependencies alone. There the README's
-commands are run, and whatever needs an extra must say so in one sentence. Each extra then comes alone, in an environment
+commands are run, and what needs an extra must say so in one sentence. Each extra then comes alone, in an environment
 laid over the first one, so that torch is installed once: what needs it works, what needs another one says so.
 """
 
