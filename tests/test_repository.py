@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from check_jsonschema.cli import main as check_jsonschema
 from click.testing import CliRunner
 
@@ -53,6 +56,21 @@ def test_tests_run_on_every_python_that_is_promised() -> None:
     promised = [line.rpartition(" ")[2] for line in PYPROJECT["classifiers"] if "Python :: 3." in line]
     assert matrix["matrix"]["python"] == promised
     assert PYPROJECT["requires-python"] == f">={promised[0]}"
+
+
+def test_what_is_pinned_can_be_installed_on_the_oldest_python() -> None:
+    """Debian 12 has 3.11.2, and a package may want 3.11.5."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    oldest = {"python_version": "3.11", "python_full_version": "3.11.0"}
+    there = {pin.name: str(pin.specifier) for pin in pins if pin.marker is None or pin.marker.evaluate(oldest)}
+    refused = [
+        f"{found.name} {found.version} wants Python {found.metadata['Requires-Python']}"
+        for found in distributions()
+        if there.get(found.name) == f"=={found.version}"
+        and "3.11.0" not in SpecifierSet(found.metadata["Requires-Python"] or "")
+    ]
+    assert refused == []
 
 
 def test_the_citation_is_of_this_version_and_of_the_paper() -> None:

@@ -94,6 +94,12 @@ PREPARE = {  # what the commands are about, made in the folder where they run
 }
 
 
+USED = """
+    import fednh, numpy
+    (label,) = fednh.load_model("runs/first").predict(numpy.zeros((1, 8, 8, 1), numpy.uint8))
+"""
+
+
 @dataclass
 class Report:
     """What was checked; a failure does not stop the rest."""
@@ -251,7 +257,7 @@ def base(report: Report, place: Place, wheel: Path, version: str) -> None:
             refused(report, place, command, extra)
         else:
             works(report, place, command)
-    used = place.execute('import fednh; fednh.load_model("runs/first").predict(__import__("numpy").zeros((1, 8, 8)))')
+    used = place.execute(USED)
     report.check(used.returncode == 0, "base: a model in Python", used.stderr[-500:])
     works(report, place, "federation init fed --sites 2")
     there = lacking(place)

@@ -107,3 +107,18 @@ def test_nobody_else_decides_where_things_lie() -> None:
     code = {file: re.sub(r"#.*", "", file.read_text(encoding="utf-8")) for file in root.rglob("*.py")}
     found = {str(file.relative_to(root)) for file, text in code.items() if spelled.search(text)}
     assert found == {"storage/cache.py", "storage/files.py", "data/published/base.py"}  # the last in a message
+
+
+def test_a_user_without_a_home_has_no_cache_and_runs_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A container may run as a number that no user has; then `~` means nothing."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("HOME", "FEDNH_DATA", "FEDNH_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+    assert cache.data_folder() == Path("/nonexistent/fednh")
+    assert cache.folder("images") == Path("/nonexistent/fednh/images")
+    ended = command(["datasets"], tmp_path / "log")
+    assert (ended.code, "digits" in ended.stdout) == (0, True), ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["log"], "no folder that is called ~"

@@ -19,16 +19,28 @@ from numpy.typing import NDArray
 
 from fednh.storage.files import draft, expanded
 
+NOWHERE = Path("/nonexistent/fednh")  # of a user without a home, as containers may have: empty, and nothing is kept
+
 
 def data_folder(chosen: str | Path | None = None) -> Path:
     """Where data sets by name lie and are put; `chosen` is what the user said, if anything."""
     named = chosen or os.environ.get("FEDNH_DATA")
-    return expanded(named) if named else Path.home() / ".cache" / "fednh"
+    return expanded(named) if named else _of_the_user(lambda: Path.home() / ".cache" / "fednh")
 
 
 def folder(kind: str) -> Path:
     """Where results of this kind are kept that can be made again."""
-    return expanded(os.environ.get("FEDNH_CACHE") or platformdirs.user_cache_dir("fednh")) / kind
+    named = os.environ.get("FEDNH_CACHE")
+    place = expanded(named) if named else _of_the_user(lambda: Path(platformdirs.user_cache_dir("fednh")))
+    return place / kind
+
+
+def _of_the_user(place: Callable[[], Path]) -> Path:
+    try:
+        found = place()
+    except RuntimeError:  # a user without a home
+        return NOWHERE
+    return found if found.is_absolute() else NOWHERE  # older platformdirs leave the ~ as it is
 
 
 def keep(file: Path, write: Callable[[Path], object]) -> bool:
