@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from check_jsonschema.cli import main as check_jsonschema
 from click.testing import CliRunner
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import fednh
 
