@@ -29,8 +29,9 @@ def on_files(files: Files, config: Any) -> Files:
 def execute(notebook: nbformat.NotebookNode) -> None:
     from nbclient import NotebookClient
 
+    how = {"kernel_name": "python3", "timeout": 600, "startup_timeout": 300, "extra_arguments": ["--log-level=40"]}
     with tempfile.TemporaryDirectory() as folder:
-        NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": folder}}).execute()
+        NotebookClient(notebook, resources={"metadata": {"path": folder}}, **how).execute()
 
 
 def page(notebook: nbformat.NotebookNode, name: str) -> str:

@@ -23,6 +23,7 @@ from PIL import Image
 from fednh.cli import app
 from fednh.data.sources.builtin import digits
 from forked import fednh
+from report.browser import Browser, find
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -219,3 +220,27 @@ def test_the_site(tmp_path: Path) -> None:
     assert [url for url in loaded if "canonical" not in url] == [], "nothing is loaded from anywhere"
     reference = (tmp_path / "site/reference.html").read_text()
     assert "predict_proba" in reference
+    assert 'class="fednh-map"' in (tmp_path / "site/what-is-this.html").read_text(), "the figure is part of the page"
+    assert "import fednh" in (tmp_path / "site/notebooks/ten-minutes.html").read_text()
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(find() is None, reason="no Chromium here (Debian: apt-get install chromium)")
+def test_every_page_of_the_site_in_a_browser(tmp_path: Path) -> None:
+    """As `make docs` builds it, with executed notebooks: no page has an error or is wider than its window."""
+    site, environment = tmp_path / "site", {**os.environ, "NO_MKDOCS_2_WARNING": "1", "FEDNH_EXECUTE": "1"}
+    args = [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(site)]
+    ended = subprocess.run(args, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    assert ended.returncode == 0, ended.stderr
+    pages = [page for page in sorted(site.rglob("*.html")) if page.name != "404.html"]
+    assert len(pages) >= 20
+    with Browser(tmp_path / "profile") as browser:
+        for page in pages:
+            for width in (1280, 400):
+                browser.open(page, width=width)
+                shown = browser.run("[document.documentElement.scrollWidth, document.querySelectorAll('h1').length]")
+                assert shown[0] <= width, f"{page.name} is {shown[0]} wide in a window of {width}"
+                assert shown[1] == 1, page.name
+        assert browser.errors == []
+        browser.open(site / "notebooks/ten-minutes.html")
+        assert browser.run("document.querySelectorAll('article img').length") == 5

@@ -77,9 +77,8 @@ def test_they_run_in_a_kernel_and_draw(name: str, tmp_path: Path) -> None:
     from nbclient import NotebookClient
 
     notebook = read(name)
-    NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
+    place = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, kernel_name="python3", timeout=300, startup_timeout=300, resources=place).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     drawn = [output for output in outputs if "image/png" in output.get("data", {})]
     shows = sum("plt.show()" in source for source in code(notebook))
