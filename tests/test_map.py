@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/fednh"
 LAYERS = [
-    [name.strip() for name in re.split("[|:]", line)]
+    [name.strip(" \n()") for name in re.split("[|:]", line)]
     for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
 ]
 
