@@ -29,7 +29,7 @@ class Result:
 
     path: Path
     config: Config
-    summary: dict[str, Any]  # the final figures: gm, pm_v, pm_l, per_class, clients, ...
+    summary: dict[str, Any]  # the final metrics: gm, pm_v, pm_l, per_class, clients, ...
     metrics: list[dict[str, Any]] = field(repr=False)  # a dict for every round
 
     @cached_property

@@ -48,7 +48,7 @@ class Trial:
         timer.start()
         try:
             config, sites = scaffold.read(self.folder)
-            local.Local(self.folder, config, sites, Quiet(), stop, secure=True, warm=True).run()
+            local.LocalFederation(self.folder, config, sites, Quiet(), stop, secure=True, warm=True).run()
         finally:
             timer.cancel()
 

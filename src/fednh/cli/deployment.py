@@ -11,7 +11,9 @@ from fednh.cli.federation import Folder, federation_app, need_extra, only_one
 from fednh.cli.run import stop_on_signal
 from fednh.errors import UserError
 
-SiteFolder = Annotated[Path, typer.Argument(metavar="SITE", help="The site's folder, with site.toml, key and ca.crt.")]
+SiteArgument = Annotated[
+    Path, typer.Argument(metavar="SITE", help="The site's folder, with site.toml, key and ca.crt.")
+]
 
 
 @federation_app.command()
@@ -34,7 +36,7 @@ def serve(
 
 @federation_app.command()
 def join(
-    folder: SiteFolder,
+    folder: SiteArgument,
     server: Annotated[str, typer.Option(metavar="NAME:PORT", help="Where the server's proxy listens.")],
 ) -> None:
     """Be a site, until stopped: Flower's SuperNode, and what runs the apps that this site has approved."""

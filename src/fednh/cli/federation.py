@@ -113,7 +113,7 @@ def up(
     need_extra()
     from fednh.flower.deploy import certificates as keys
     from fednh.flower.deploy import scaffold
-    from fednh.flower.deploy.local import Local, Stopped
+    from fednh.flower.deploy.local import LocalFederation, Stopped
     from fednh.screen import watcher
     from fednh.storage.layout import RunLayout
 
@@ -131,7 +131,7 @@ def up(
             with watcher(console, config.rounds, name, quiet) as screen:
                 screen.note(f"starting the server and {len(sites)} sites; logs: {FederationFolder(folder).logs}")
                 try:
-                    Local(folder, config, sites, screen, stop, not insecure, not plain, proxy).run()
+                    LocalFederation(folder, config, sites, screen, stop, not insecure, not plain, proxy).run()
                 except Stopped:
                     typer.echo(f"fednh: interrupted; go on with: fednh federation up {folder} --local", err=True)
                     raise typer.Exit(130) from None

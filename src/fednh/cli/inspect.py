@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ROWS, COLUMNS = 20, 12  # of a client table; more are summed up
 
 
-class Form(StrEnum):
+class InspectFormat(StrEnum):
     TEXT = "text"
     JSON = "json"
 
@@ -37,7 +37,9 @@ def inspect(
         ),
     ],
     settings: Annotated[list[str] | None, set_option("Any setting, e.g. data.label=diagnosis.")] = None,
-    form: Annotated[Form, typer.Option("--format", help="For people, or everything as JSON.")] = Form.TEXT,
+    form: Annotated[
+        InspectFormat, typer.Option("--format", help="For people, or everything as JSON.")
+    ] = InspectFormat.TEXT,
 ) -> None:
     """Show what data hold and how they would be divided, and warn of what will hurt. Nothing is written."""
     import json
@@ -60,7 +62,7 @@ def inspect(
         names = found.sites if natural else tuple(str(k) for k in range(len(parts)))
         division = Division(config.partition.name, names, parts, held_out)
     facts = look(found, division)
-    if form is Form.JSON:
+    if form is InspectFormat.JSON:
         typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
         return
     _show(facts)
@@ -86,12 +88,12 @@ def _classes(facts: dict[str, Any]) -> Sheet:
 
     shape = "x".join(map(str, facts["shape"]))
     kind = f"images of {shape}" if facts["kind"] == "images" else f"vectors of {shape} features"
-    samples, figures = facts["samples"], facts["imbalance"]
+    samples, imbalance = facts["samples"], facts["imbalance"]
     shown = facts["classes"] if len(facts["classes"]) <= 2 * ROWS else _ends(facts["classes"])
     rows = [[word(row["class"]), word(row["train"]), word(row["test"])] for row in shown]
     note = (
-        f"Gini {figures['gini']:.2f} (0: classes alike); effective number of classes "
-        f"{figures['effective_classes']:.1f} of {len(facts['classes'])}."
+        f"Gini {imbalance['gini']:.2f} (0: classes alike); effective number of classes "
+        f"{imbalance['effective_classes']:.1f} of {len(facts['classes'])}."
     )
     if len(shown) < len(facts["classes"]):
         note = f"The {ROWS} largest and {ROWS} smallest of {len(facts['classes'])} classes. {note}"

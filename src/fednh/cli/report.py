@@ -11,7 +11,7 @@ import typer
 from fednh.cli.app import app, console_for_people
 
 
-class Format(StrEnum):
+class TableFormat(StrEnum):
     RICH = "rich"
     MARKDOWN = "markdown"
     LATEX = "latex"
@@ -21,8 +21,8 @@ class Format(StrEnum):
 @app.command()
 def table(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders of them.")],
-    form: Annotated[Format, typer.Option("--format", help="latex wants booktabs; csv has a line a figure.")] = (
-        Format.RICH
+    form: Annotated[TableFormat, typer.Option("--format", help="latex wants booktabs; csv has a line a figure.")] = (
+        TableFormat.RICH
     ),
     paper: Annotated[bool, typer.Option("--paper", help="Set the paper's numbers beside those that match.")] = False,
     short: Annotated[bool, typer.Option("--short", help="One row a run, nothing averaged.")] = False,
@@ -39,7 +39,7 @@ def table(
     from fednh.report.records import records, to_csv
 
     runs = load_runs(folders)
-    if form is Format.CSV:
+    if form is TableFormat.CSV:
         typer.echo(to_csv(records(runs, reference, paper), paper), nl=False)
         return
     if short:
@@ -47,10 +47,10 @@ def table(
     else:
         sheets = [*tables.result_sheets(runs, paper), tables.cost_sheet(runs)]
         sheets += [sheet for sheet in [tables.paired_sheet(runs, reference)] if sheet.rows]
-    if form is Format.RICH:
+    if form is TableFormat.RICH:
         console = console_for_people()
         for sheet in sheets:
             console.print(render.to_rich(sheet, console.width), "")
         return
-    write = render.to_markdown if form is Format.MARKDOWN else render.to_latex
+    write = render.to_markdown if form is TableFormat.MARKDOWN else render.to_latex
     typer.echo("\n".join(write(sheet) for sheet in sheets), nl=False)

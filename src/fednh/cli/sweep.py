@@ -17,7 +17,7 @@ from fednh.config.short_options import SHORT_OPTIONS
 from fednh.errors import UserError
 
 if TYPE_CHECKING:
-    from fednh.experiments.sweep import Outcome, Planned
+    from fednh.experiments.sweep import Planned, SweepOutcome
     from fednh.report.sheet import Sheet
 
 
@@ -125,7 +125,7 @@ def _plan_sheet(plan: Sequence[Planned], jobs: int, workers: int) -> Sheet:
     return Sheet("plan", f"{len(plan)} runs, {len(seconds)} of them to do", ["run", "state", "time"], rows, note)
 
 
-def _tell(outcome: Outcome, plan: Sequence[Planned], out: Path, quiet: bool) -> None:
+def _tell(outcome: SweepOutcome, plan: Sequence[Planned], out: Path, quiet: bool) -> None:
     """The end of a sweep: what came out, what failed and why, and the exit code."""
     from fednh.report.load import load_runs
     from fednh.report.render import to_rich

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from fednh.trained.assess import Assessment
 
 ModelPath = Annotated[Path, typer.Argument(metavar="MODEL", help="A model file, or a run folder: its global model.")]
-Client = Annotated[int | None, typer.Option(help="Of a run folder: this client's personal model.")]
-Source = Annotated[
+ClientOption = Annotated[int | None, typer.Option(help="Of a run folder: this client's personal model.")]
+DataOption = Annotated[
     str,
     typer.Option(
         help="A data set by name, or a source of your own, as in `fednh run`.", autocompletion=completion.data
@@ -31,18 +31,18 @@ Source = Annotated[
 Settings = Annotated[list[str] | None, set_option("How to read the data, e.g. data.label=kind.")]
 
 
-class Format(StrEnum):
+class PredictionFormat(StrEnum):
     TABLE = "table"
     CSV = "csv"
     JSON = "json"
 
 
-class Shown(StrEnum):
+class AssessmentFormat(StrEnum):
     TABLE = "table"
     JSON = "json"
 
 
-class Split(StrEnum):
+class SampleChoice(StrEnum):
     HELD = "held"
     TEST = "test"
     TRAIN = "train"
@@ -57,7 +57,7 @@ SAMPLES = {
 }
 
 
-class Exported(StrEnum):
+class ExportFormat(StrEnum):
     ONNX = "onnx"
     TORCH = "torch"
 
@@ -67,11 +67,13 @@ def predict(
     model: ModelPath,
     paths: Annotated[list[Path], typer.Argument(metavar="INPUT...", help="Images, folders of them, .npz or .csv.")],
     top: Annotated[int, typer.Option(min=1, help="How many classes to name.")] = 1,
-    form: Annotated[Format, typer.Option("--format", help="csv and json are for machines.")] = Format.TABLE,
+    form: Annotated[
+        PredictionFormat, typer.Option("--format", help="csv and json are for machines.")
+    ] = PredictionFormat.TABLE,
     reject: Annotated[
         str | None, typer.Option(metavar="COS", help="Mark inputs less similar than this to any class: 0.6, auto, 1%.")
     ] = None,
-    client: Client = None,
+    client: ClientOption = None,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write to this file.")] = None,
 ) -> None:
@@ -91,9 +93,9 @@ def predict(
 
     done = used.batches(paths, tell, encoding)
     found = (output.records(batch, scores, used.classes, top, threshold) for batch, scores in done)
-    if form is Format.JSON:
+    if form is PredictionFormat.JSON:
         lines = output.to_json(found)
-    elif form is Format.CSV:
+    elif form is PredictionFormat.CSV:
         lines = output.to_csv(found, top, used.method.cosine, threshold is not None)
     else:
         lines = output.to_lines(found)
@@ -114,11 +116,11 @@ def evaluate(
         ),
     ] = None,
     split: Annotated[
-        Split | None,
+        SampleChoice | None,
         typer.Option(help="Which of its samples; default: those that the run held out, if it did, else the test set."),
     ] = None,
-    form: Annotated[Shown, typer.Option("--format", help="json is for machines.")] = Shown.TABLE,
-    client: Client = None,
+    form: Annotated[AssessmentFormat, typer.Option("--format", help="json is for machines.")] = AssessmentFormat.TABLE,
+    client: ClientOption = None,
     settings: Settings = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Also write evaluation.json, .svg and .png to this folder.")
@@ -151,7 +153,7 @@ def evaluate(
             figure = draw(result)
             for ending in ("svg", "png"):
                 style.save(figure, out / f"evaluation.{ending}")
-    if form is Shown.JSON:
+    if form is AssessmentFormat.JSON:
         typer.echo(json.dumps(record, indent=2))
         return
     typer.echo(f"{chosen.data}, {SAMPLES[chosen.split]}:")
@@ -163,7 +165,7 @@ def evaluate(
 @app.command()
 def personalize(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
-    data: Source,
+    data: DataOption,
     epochs: Annotated[int | None, typer.Option(min=1, help="Local epochs; default: the run's.")] = None,
     holdout: Annotated[
         float | None, typer.Option(min=0.01, max=0.9, help="Share held out; default: the test set, else 0.2.")
@@ -173,7 +175,7 @@ def personalize(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The folder to write to; default: RUN-personal.")
     ] = None,
-    form: Annotated[Shown, typer.Option("--format", help="json is for machines.")] = Shown.TABLE,
+    form: Annotated[AssessmentFormat, typer.Option("--format", help="json is for machines.")] = AssessmentFormat.TABLE,
 ) -> None:
     """Make a personal model for a site that never took part, and compare it with the global and a local one."""
     import json
@@ -192,7 +194,7 @@ def personalize(
         typer.echo(f"fednh: warning: {words}, so the global and the personalised model look too good", err=True)
     write_json(folder / "comparison.json", made.comparison)
     write_model(folder / MODEL, made.params, made.card)
-    if form is Shown.JSON:
+    if form is AssessmentFormat.JSON:
         typer.echo(json.dumps(made.comparison, indent=2))
     else:
         _print_comparison(made.comparison, folder)
@@ -202,8 +204,10 @@ def personalize(
 def export(
     model: ModelPath,
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")],
-    form: Annotated[Exported, typer.Option("--format", help="onnx, or torch: a .pt2 of torch.export.")] = Exported.ONNX,
-    client: Client = None,
+    form: Annotated[
+        ExportFormat, typer.Option("--format", help="onnx, or torch: a .pt2 of torch.export.")
+    ] = ExportFormat.ONNX,
+    client: ClientOption = None,
 ) -> None:
     """Write a model for use without fednh, preprocessing included, checked against the original before it is kept."""
     from fednh.trained.export import export as write

@@ -46,7 +46,7 @@ class Personal:
         return any(getattr(self, key) is not None for key in HELD)
 
     def record(self) -> dict[str, Any]:
-        """For the summary: held-out figures only where there are some."""
+        """For the summary: held-out metrics only where there are some."""
         return {key: v for key, v in asdict(self).items() if v is not None or not key.startswith("held_")}
 
 

@@ -1,4 +1,4 @@
-"""What is in a data set and how it would be divided: counts, figures of imbalance, and warnings of what will hurt."""
+"""What is in a data set and how it would be divided: counts, measures of imbalance, and warnings of what will hurt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fednh.data.dataset import Dataset, Inputs
 from fednh.data.partitions.base import Indices
 
 FEW = 10  # samples of a class, below which its accuracy is luck
-FEW_HELD = 10  # held-out samples of a client, below which its figure is luck
+FEW_HELD = 10  # held-out samples of a client, below which its metrics are luck
 
 
 @dataclass(frozen=True)

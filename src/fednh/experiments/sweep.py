@@ -53,7 +53,7 @@ class Planned:
 
 
 @dataclass
-class Outcome:
+class SweepOutcome:
     """What became of the sweep."""
 
     finished: list[str] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Outcome:
     interrupted: bool = False
 
 
-class Screen(Protocol):
+class SweepWatcher(Protocol):
     """Who is told about the progress of a sweep."""
 
     def started(self, run: Planned) -> None: ...
@@ -185,13 +185,13 @@ class _Child:
 
 
 def execute(
-    plan: Sequence[Planned], jobs: int, workers: int, track: Sequence[str], screen: Screen, stop: threading.Event
-) -> Outcome:
+    plan: Sequence[Planned], jobs: int, workers: int, track: Sequence[str], screen: SweepWatcher, stop: threading.Event
+) -> SweepOutcome:
     """Run what is not finished, at most `jobs` at once, each with `workers`; a crash of one does not touch the others.
 
     When `stop` is set, the runs at work save what they have and end.
     """
-    outcome = Outcome(skipped=[run.name for run in plan if run.folder.finished])
+    outcome = SweepOutcome(skipped=[run.name for run in plan if run.folder.finished])
     waiting = [run for run in plan if not run.folder.finished]
     active: list[_Child] = []
     told = False

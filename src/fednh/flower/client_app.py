@@ -38,7 +38,7 @@ class Duty:
     book: signing.OrderBook | None  # None in a simulation
 
 
-Work = Callable[[Duty], RecordDict]
+Handler = Callable[[Duty], RecordDict]
 
 
 def client_app(home: Path | None = None, models: Path | None = None) -> ClientApp:
@@ -70,7 +70,7 @@ def _answer(duty: Duty) -> RecordDict:
     return site.answer(order, down, more).write()
 
 
-def _simulated(home: Path, models: Path | None, work: Work, message: Message, context: Context) -> Message:
+def _simulated(home: Path, models: Path | None, work: Handler, message: Message, context: Context) -> Message:
     """In a simulation the user is server and sites at once: nothing is signed, and errors are told in full."""
     try:
         with one_thread():
@@ -83,7 +83,7 @@ def _simulated(home: Path, models: Path | None, work: Work, message: Message, co
     return Message(content, reply_to=message)
 
 
-def _deployed(work: Work, message: Message, context: Context) -> Message:
+def _deployed(work: Handler, message: Message, context: Context) -> Message:
     """Check the order, do it, sign the reply."""
     seal: Callable[[RecordDict], RecordDict] | None = None  # what answers a forged order is not signed
     events: SiteEvents | None = None

@@ -32,7 +32,7 @@ PAPER_NAMES = {
     "feduh": "FedAvg+UH",
     "fednh": "FedNH",
 }
-# How a run was computed, kept and watched: these change neither what a figure means nor its value.
+# How a run was computed, kept and watched: these change neither what a metric means nor its value.
 _NO_MATTER = (
     *("seed", "workers", "data.dir", "checkpoint", "store", "eval.every", "diagnostics"),
     *("federation.name", "federation.folder", "federation.timeout"),
@@ -102,13 +102,13 @@ class Group:
         """Everything but the method: groups with the same are comparable, seed by seed."""
         return _key({"column": self.column, "rate": self.rate, "data": self.data, **self.shared})
 
-    def values(self, figure: str) -> list[float]:
-        """A figure of the summary, one for each seed that has it."""
-        return [float(run.summary[figure]) for run in self.runs if run.summary.get(figure) is not None]
+    def values(self, metric: str) -> list[float]:
+        """A metric of the summary, one for each seed that has it."""
+        return [float(run.summary[metric]) for run in self.runs if run.summary.get(metric) is not None]
 
-    def by_client(self, figure: str) -> list[list[float]]:
-        """A figure of each client that has it, one list for each seed that has any."""
-        return [values for run in self.runs if (values := [value for _, value in run.people(figure)])]
+    def by_client(self, metric: str) -> list[list[float]]:
+        """A metric of each client that has it, one list for each seed that has any."""
+        return [values for run in self.runs if (values := [value for _, value in run.people(metric)])]
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TableLayout:
     """Which group stands where."""
 
     rows: list[Row]
@@ -186,7 +186,7 @@ def seeds(runs: Iterable[Run]) -> list[int]:
     return sorted({run.config.seed for run in runs})
 
 
-def lay_out(runs: Sequence[Run]) -> Layout:
+def lay_out(runs: Sequence[Run]) -> TableLayout:
     """Rows and columns for the runs, every group in a place of its own."""
     groups = group_runs(runs)
     places: dict[tuple[Row, str], Group] = {}
@@ -199,11 +199,11 @@ def lay_out(runs: Sequence[Run]) -> Layout:
                 places[Row(group.data, group.rate, group.method, apart), group.column] = group
     rows = sorted({row for row, _ in places}, key=_row_order)
     columns = sorted({column for _, column in places}, key=lambda c: _column_order(c, groups))
-    return Layout(rows, columns, places)
+    return TableLayout(rows, columns, places)
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    """The settings that decide a run's figures, by dotted name: not the seed, nor what the run does not use."""
+    """The settings that decide a run's metrics, by dotted name: not the seed, nor what the run does not use."""
     config = run.config
     kind, settings = config.partition.name, config.partition.model_dump()
     unused = {f"partition.{setting}" for setting in settings if not uses(kind, setting)}

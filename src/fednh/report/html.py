@@ -225,8 +225,8 @@ def _explorer(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return found
 
 
-def _by_client(run: Run, figure: str) -> dict[int, float]:
-    return {client: round(value, 2) for client, value in run.people(figure)}
+def _by_client(run: Run, metric: str) -> dict[int, float]:
+    return {client: round(value, 2) for client, value in run.people(metric)}
 
 
 # --- small things --------------------------------------------------------------------------------------------------

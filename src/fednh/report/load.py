@@ -40,12 +40,12 @@ class Run:
         how = self.config.partition
         return len(self.partition["counts"]) if how.name == "site" else how.clients
 
-    def has(self, *figures: str) -> bool:
-        return any(self.summary.get(figure) is not None for figure in figures)
+    def has(self, *metrics: str) -> bool:
+        return any(self.summary.get(metric) is not None for metric in metrics)
 
-    def people(self, figure: str) -> list[tuple[int, float]]:
-        """The clients that have a figure of the summary, each with its value."""
-        return [(p["client"], p[figure]) for p in self.summary["clients"] if p.get(figure) is not None]
+    def people(self, metric: str) -> list[tuple[int, float]]:
+        """The clients that have a metric of the summary, each with its value."""
+        return [(p["client"], p[metric]) for p in self.summary["clients"] if p.get(metric) is not None]
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fednh.errors import UserError, did_you_mean
-from fednh.report.groups import Group, Layout, Row
+from fednh.report.groups import Group, Row, TableLayout
 from fednh.report.stats import WILCOXON_FROM, Paired, holm, paired
 
 METRICS = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)"}
@@ -43,13 +43,13 @@ class Comparison:
         return side if n >= WILCOXON_FROM else f"maybe {side} (n={n})"
 
 
-def default_reference(layout: Layout) -> str | None:
+def default_reference(layout: TableLayout) -> str | None:
     """FedNH if it is there, else FedAvg, else nobody."""
     there = {row.method for row in layout.rows}
     return next((name for name in ("fednh", "fedavg") if name in there), None)
 
 
-def compare(layout: Layout, reference: str | None) -> list[Comparison]:
+def compare(layout: TableLayout, reference: str | None) -> list[Comparison]:
     """All comparisons that two or more common seeds allow. `reference` is a method, or a row's full label."""
     chosen = reference or default_reference(layout)
     if chosen is None:

@@ -15,18 +15,18 @@ from fednh.config import PRESETS, flat, load
 from fednh.data.partitions.dirichlet import Dirichlet
 from fednh.report.groups import PAPER_NAMES, Group, show
 
-# Settings that keep groups apart and yet leave the final figures what they are: where and how the run was computed, and
+# Settings that keep groups apart and yet leave the final metrics what they are: where and how the run was computed, and
 # whose personal models were looked at before the end.
-_SAME_FIGURES = ("device", "engine", "on_error", "eval.clients")
+_SAME_METRICS = ("device", "engine", "on_error", "eval.clients")
 
 
 @dataclass(frozen=True)
-class Published:
+class PaperNumber:
     mean: float
     std: float
 
 
-def published(group: Group, metric: str) -> Published | None:
+def published(group: Group, metric: str) -> PaperNumber | None:
     """The paper's number for a group's data set, method, beta and participation, if it has one."""
     how = group.runs[0].config.partition.kind
     if not isinstance(how, Dirichlet):
@@ -36,7 +36,7 @@ def published(group: Group, metric: str) -> Published | None:
 
 
 def departures(group: Group) -> list[str]:
-    """In which settings the group is not as in the paper: `rounds=20 (paper: 200)`. All count that change a figure."""
+    """In which settings the group is not as in the paper: `rounds=20 (paper: 200)`. All count that change a metric."""
     config = group.runs[0].config
     if config.data.name not in PRESETS or group.method not in PAPER_NAMES:
         return []
@@ -49,15 +49,15 @@ def departures(group: Group) -> list[str]:
     return [
         f"{key}={show(value)} (paper: {show(paper.get(key))})"
         for key, value in group.settings.items()
-        if value != paper.get(key) and key not in _SAME_FIGURES
+        if value != paper.get(key) and key not in _SAME_METRICS
     ]
 
 
 @cache
-def _numbers() -> dict[tuple[str, str, float, float, str], Published]:
+def _numbers() -> dict[tuple[str, str, float, float, str], PaperNumber]:
     text = resources.files("fednh.report").joinpath("published.csv").read_text(encoding="utf-8")
     return {
-        (r["data"], r["method"], float(r["beta"]), float(r["participation"]), r["metric"]): Published(
+        (r["data"], r["method"], float(r["beta"]), float(r["participation"]), r["metric"]): PaperNumber(
             float(r["mean"]), float(r["std"])
         )
         for r in csv.DictReader(text.splitlines())

@@ -13,7 +13,7 @@ from fednh.report.pairs import HELD_OUT, METRICS, compare
 from fednh.report.published import published
 from fednh.report.stats import spread
 
-FIGURES = (*METRICS, "pm_l_std", *HELD_OUT, "held_share_std", "seconds", "client_seconds", "bytes_up", "bytes_down")
+REPORTED = (*METRICS, "pm_l_std", *HELD_OUT, "held_share_std", "seconds", "client_seconds", "bytes_up", "bytes_down")
 COLUMNS = ["data", "partition", "beta", "clients", "participation", "rounds", "method", "settings", "metric"]
 COLUMNS += ["n", "mean", "std", "seeds"]
 PAIRED = ["reference", "pairs", "difference", "low", "high", "effect", "test", "p", "p_holm"]
@@ -40,19 +40,19 @@ def records(runs: Sequence[Run], reference: str | None = None, paper: bool = Fal
         }
         if row.apart:
             setting["settings"] = "; ".join(dict.fromkeys([*row.apart.split(", "), *_words(setting["settings"])]))
-        for figure in FIGURES:
-            value = spread(group.values(figure))
+        for metric in REPORTED:
+            value = spread(group.values(metric))
             if value is None:
                 continue
-            record = {**setting, "metric": figure, "n": value.n, "mean": value.mean, "std": value.std}
+            record = {**setting, "metric": metric, "n": value.n, "mean": value.mean, "std": value.std}
             record["seeds"] = " ".join(str(run.config.seed) for run in group.runs)
-            pair = pairs.get((row, column, figure))
+            pair = pairs.get((row, column, metric))
             if pair is not None:
                 r = pair.result
                 values = (pair.reference.label, r.n, r.mean, r.low, r.high, r.effect, r.test, r.p, pair.corrected)
                 record |= dict(zip(PAIRED, values, strict=True))
-            theirs = published(group, _PRINTED[figure]) if paper and figure in _PRINTED else None
-            if theirs is not None and figure == "pm_l_std":  # the paper's spread over clients is its figure here
+            theirs = published(group, _PRINTED[metric]) if paper and metric in _PRINTED else None
+            if theirs is not None and metric == "pm_l_std":  # the paper's spread over clients is its metric here
                 record |= {"paper_mean": theirs.std, "paper_difference": value.mean - theirs.std}
             elif theirs is not None:
                 record |= dict(zip(PAPER, (theirs.mean, theirs.std, value.mean - theirs.mean), strict=True))

@@ -49,7 +49,7 @@ def lowest_tenth(values: Sequence[float]) -> NDArray[np.bool_]:
 
 
 def worst_tenth(values: Sequence[float]) -> float:
-    """The mean of the lowest 10% of one run's clients; over seeds it is averaged as every other figure."""
+    """The mean of the lowest 10% of one run's clients; over seeds it is averaged as every other metric."""
     return float(np.mean(np.asarray(values)[lowest_tenth(values)]))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from fednh.report.cells import DASH, measured, number, percent, probability, rank, size, word
-from fednh.report.groups import Group, Layout, Row, lay_out
+from fednh.report.groups import Group, Row, TableLayout, lay_out
 from fednh.report.load import Run
 from fednh.report.pairs import HELD_OUT, METRICS, Comparison, compare
 from fednh.report.published import departures, published
@@ -23,30 +23,30 @@ _ACCURACY_WORDS = (
 
 
 @dataclass(frozen=True)
-class Figure:
-    """One figure of a group: its heading, where its values come from, and what the paper has beside it."""
+class Metric:
+    """One metric of a group: its heading, where its values come from, and what the paper has beside it."""
 
     name: str
     values: Callable[[Group], list[float]]
     lowest_is_best: bool = False
     paper: str | None = None
-    paper_prints: str = "mean"  # or "std": the paper's figure is the spread that it prints
+    paper_prints: str = "mean"  # or "std": the paper's metric is the spread that it prints
 
 
 ACCURACY = (
-    Figure("GM", lambda g: g.values("gm"), paper="GM"),
-    Figure("PM(V)", lambda g: g.values("pm_v"), paper="PM(V)"),
-    Figure("PM(L)", lambda g: g.values("pm_l"), paper="PM(L)"),
+    Metric("GM", lambda g: g.values("gm"), paper="GM"),
+    Metric("PM(V)", lambda g: g.values("pm_v"), paper="PM(V)"),
+    Metric("PM(L)", lambda g: g.values("pm_l"), paper="PM(L)"),
 )
 FAIRNESS = (
-    Figure("PM(L)", lambda g: g.values("pm_l"), paper="fairness"),
-    Figure("spread", lambda g: g.values("pm_l_std"), lowest_is_best=True, paper="fairness", paper_prints="std"),
-    Figure("worst 10%", lambda g: [worst_tenth(values) for values in g.by_client("pm_l")]),
+    Metric("PM(L)", lambda g: g.values("pm_l"), paper="fairness"),
+    Metric("spread", lambda g: g.values("pm_l_std"), lowest_is_best=True, paper="fairness", paper_prints="std"),
+    Metric("worst 10%", lambda g: [worst_tenth(values) for values in g.by_client("pm_l")]),
 )
 HELD = (
-    *(Figure(name, partial(Group.values, figure=key)) for key, name in HELD_OUT.items()),
-    Figure("spread", lambda g: g.values("held_share_std"), lowest_is_best=True),
-    Figure("worst 10%", lambda g: [worst_tenth(values) for values in g.by_client("held_share")]),
+    *(Metric(name, partial(Group.values, metric=key)) for key, name in HELD_OUT.items()),
+    Metric("spread", lambda g: g.values("held_share_std"), lowest_is_best=True),
+    Metric("worst 10%", lambda g: [worst_tenth(values) for values in g.by_client("held_share")]),
 )
 _HELD_WORDS = (
     "On samples that every client holds out of its own data. Macro: its classes alike; share: plain accuracy, each "
@@ -56,7 +56,7 @@ _HELD_WORDS = (
 
 def accuracy_sheet(runs: Sequence[Run], paper: bool = False) -> Sheet:
     """Method by data set, participation and partition: GM, PM(V) and PM(L), as in the paper's Table 1."""
-    return _figures("accuracy", "Test accuracy in percent", f"{_ACCURACY_WORDS}.", ACCURACY, lay_out(runs), paper)
+    return _metrics("accuracy", "Test accuracy in percent", f"{_ACCURACY_WORDS}.", ACCURACY, lay_out(runs), paper)
 
 
 def fairness_sheet(runs: Sequence[Run], paper: bool = False) -> Sheet:
@@ -65,13 +65,13 @@ def fairness_sheet(runs: Sequence[Run], paper: bool = False) -> Sheet:
         "PM(L): mean over clients; spread: standard deviation of PM(L) over clients, lower is more even; "
         "worst 10%: mean PM(L) of the tenth of clients with the lowest."
     )
-    return _figures("fairness", "Fairness: PM(L) over clients, in percent", words, FAIRNESS, lay_out(runs), paper)
+    return _metrics("fairness", "Fairness: PM(L) over clients, in percent", words, FAIRNESS, lay_out(runs), paper)
 
 
 def held_out_sheet(runs: Sequence[Run]) -> Sheet:
-    """What models achieve on the clients' own held-out samples: not comparable with figures on a balanced test set."""
+    """What models achieve on the clients' own held-out samples: not comparable with metrics on a balanced test set."""
     words = f"{_HELD_WORDS}; spread and worst 10%: of the personal models' share over clients."
-    return _figures("held-out", "Accuracy on held-out samples in percent", words, HELD, lay_out(runs), False)
+    return _metrics("held-out", "Accuracy on held-out samples in percent", words, HELD, lay_out(runs), False)
 
 
 def result_sheets(runs: Sequence[Run], paper: bool = False) -> list[Sheet]:
@@ -145,36 +145,36 @@ def comparison_sheet(runs: Sequence[Run]) -> Sheet:
 # --- accuracy and fairness -----------------------------------------------------------------------------------------
 
 
-def _figures(name: str, title: str, words: str, figures: Sequence[Figure], layout: Layout, paper: bool) -> Sheet:
-    shown: list[tuple[str, Figure, bool]] = []  # partition, figure, whether it is the paper's number
+def _metrics(name: str, title: str, words: str, metrics: Sequence[Metric], layout: TableLayout, paper: bool) -> Sheet:
+    shown: list[tuple[str, Metric, bool]] = []  # partition, metric, whether it is the paper's number
     for column in layout.columns:
         here = [group for _, c, group in layout.by_row() if c == column]
-        for figure in figures:
-            shown.append((column, figure, False))
-            if paper and figure.paper and any(published(group, figure.paper) for group in here):
-                shown.append((column, figure, True))
+        for metric in metrics:
+            shown.append((column, metric, False))
+            if paper and metric.paper and any(published(group, metric.paper) for group in here):
+                shown.append((column, metric, True))
     uneven = len({group.n for group in layout.groups}) > 1
     rows = []
     for row in layout.rows:
         cells = _lead_cells(layout, row)
-        for column, figure, printed in shown:
+        for column, metric, printed in shown:
             group = layout.places.get((row, column))
             if group is None:
                 cells.append(Cell(DASH))
             elif printed:
-                cells.append(_printed(group, figure))
+                cells.append(_printed(group, metric))
             else:
-                cells.append(measured(spread(figure.values(group)), say_n=uneven))
+                cells.append(measured(spread(metric.values(group)), say_n=uneven))
         rows.append(cells)
     for block in dict.fromkeys((row.data, row.rate) for row in layout.rows):
         rivals = [cells for row, cells in zip(layout.rows, rows, strict=True) if (row.data, row.rate) == block]
-        for at, (_, figure, printed) in enumerate(shown, start=len(_lead(layout)) + 1):
+        for at, (_, metric, printed) in enumerate(shown, start=len(_lead(layout)) + 1):
             if not printed:
-                rank(rivals, at, figure.lowest_is_best)
+                rank(rivals, at, metric.lowest_is_best)
     several = len(layout.columns) > 1
     heads = [
-        (f"{column} " if several else "") + figure.name + (", paper (diff.)" if printed else "")
-        for column, figure, printed in shown
+        (f"{column} " if several else "") + metric.name + (", paper (diff.)" if printed else "")
+        for column, metric, printed in shown
     ]
     scope = " of each data set and participation" if _lead(layout) else ""
     note = f"{words} {_counts(layout)} Bold: best{scope}; underlined: second."
@@ -183,17 +183,17 @@ def _figures(name: str, title: str, words: str, figures: Sequence[Figure], layou
     return Sheet(name, title + _common(layout), [*_lead(layout), "method", *heads], rows, note)
 
 
-def _printed(group: Group, figure: Figure) -> Cell:
-    theirs, ours = published(group, figure.paper or ""), spread(figure.values(group))
+def _printed(group: Group, metric: Metric) -> Cell:
+    theirs, ours = published(group, metric.paper or ""), spread(metric.values(group))
     if theirs is None:
         return Cell(DASH)
-    value = theirs.std if figure.paper_prints == "std" else theirs.mean
-    text = f"{value:.2f}" if figure.paper == "fairness" else f"{value:.2f} ± {theirs.std:.2f}"
+    value = theirs.std if metric.paper_prints == "std" else theirs.mean
+    text = f"{value:.2f}" if metric.paper == "fairness" else f"{value:.2f} ± {theirs.std:.2f}"
     text += "" if ours is None else f" ({ours.mean - value:+.2f})"
     return Cell(text + ("*" if departures(group) else ""), value)
 
 
-def _paper_note(layout: Layout) -> str:
+def _paper_note(layout: TableLayout) -> str:
     said = "Paper: as published, mean ± standard deviation of three runs; in brackets ours minus theirs."
     apart = list(dict.fromkeys(d for g in layout.groups if published(g, "PM(L)") for d in departures(g)))
     return f"{said} *: with other settings than the paper's: {'; '.join(apart)}." if apart else said
@@ -259,10 +259,10 @@ def _paired_note(found: Sequence[Comparison]) -> str:
     )
 
 
-# --- what stands around the figures --------------------------------------------------------------------------------
+# --- what stands around the metrics --------------------------------------------------------------------------------
 
 
-def _lead(layout: Layout, partition: bool = False) -> list[str]:
+def _lead(layout: TableLayout, partition: bool = False) -> list[str]:
     """The columns before the method, where there is more than one value."""
     several = {
         "data": len({row.data for row in layout.rows}) > 1,
@@ -272,12 +272,12 @@ def _lead(layout: Layout, partition: bool = False) -> list[str]:
     return [name for name, there in several.items() if there]
 
 
-def _lead_cells(layout: Layout, row: Row, column: str = "") -> list[Cell]:
+def _lead_cells(layout: TableLayout, row: Row, column: str = "") -> list[Cell]:
     cells = {"data": word(row.data), "participation": Cell(percent(row.rate), row.rate), "partition": word(column)}
     return [cells[name] for name in _lead(layout, bool(column))] + [word(row.label)]
 
 
-def _common(layout: Layout, data: bool = True) -> str:
+def _common(layout: TableLayout, data: bool = True) -> str:
     """The setting that all share, for the title."""
     if not layout.groups:
         return ""
@@ -297,7 +297,7 @@ def _rounds(group: Group) -> str:
     return "1 round" if rounds == 1 else f"{rounds} rounds"
 
 
-def _counts(layout: Layout) -> str:
+def _counts(layout: TableLayout) -> str:
     sizes = sorted({group.n for group in layout.groups})
     repeated = sum(group.repeated for group in layout.groups)
     twice = f" {repeated} run(s) with settings and seed of another one are left out." if repeated else ""

@@ -1,7 +1,7 @@
 """The layout of a run folder: where everything in it lies. Nothing is read or written here.
 
 config.toml        complete and re-runnable            metrics.jsonl   a line per round
-environment.json   versions, commit, CPU, threads      summary.json    the final figures
+environment.json   versions, commit, CPU, threads      summary.json    the final metrics
 partition.json     how many samples of each class every client holds
 fingerprint.json   what the run depends on             weights.safetensors   those that it started from, if any
 models/            global and personal, safetensors    checkpoints/, clients/   to go on from

@@ -208,7 +208,7 @@ def read_backend(path: Path) -> str:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """The final figures of a finished run."""
+    """The final metrics of a finished run."""
     file = RunLayout(path).summary_file
     try:
         summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

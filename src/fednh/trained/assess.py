@@ -17,7 +17,7 @@ BINS = 15  # of confidence, as Guo et al. (2017) have them
 
 
 @dataclass(frozen=True)
-class ClassFigures:
+class ClassMetrics:
     """One class, in shares of 1; a class that was never predicted has precision 0."""
 
     name: str
@@ -48,7 +48,7 @@ class Assessment:
     macro_f1: float  # the mean F1 of the classes that are there
     log_loss: float | None  # None where a class was given probability 0
     ece: float
-    classes: list[ClassFigures]
+    classes: list[ClassMetrics]
     confusion: list[list[int]]  # rows are true classes, columns predicted ones
     reliability: list[Bin]
 
@@ -78,7 +78,7 @@ def assess(model: Model, x: Inputs, y: Labels, tell: Callable[[int, int], None] 
         macro_f1=float(f1[there].mean()),
         log_loss=float(-np.log(truth).mean()) if (truth > 0).all() else None,
         ece=sum(b.samples * abs(b.confidence - b.accuracy) for b in bins) / len(y),
-        classes=[ClassFigures(name, float(p), float(r), float(f), int(n)) for name, p, r, f, n in columns],
+        classes=[ClassMetrics(name, float(p), float(r), float(f), int(n)) for name, p, r, f, n in columns],
         confusion=metrics.confusion_matrix(y, guess, labels=labels).tolist(),
         reliability=bins,
     )

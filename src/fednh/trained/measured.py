@@ -38,7 +38,7 @@ class Measured:
     data: str
     split: str
     trained_on: int | None  # how many of them the model was trained on; None: not known
-    warning: str | None  # what must be said about figures on these samples
+    warning: str | None  # what must be said about metrics on these samples
 
 
 class Training:

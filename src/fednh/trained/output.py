@@ -11,16 +11,18 @@ from typing import Any
 from fednh.trained.inputs import Batch
 from fednh.trained.model import Scores
 
-Record = dict[str, Any]
+Prediction = dict[str, Any]
 
 
-def records(batch: Batch, scores: Scores, classes: tuple[str, ...], top: int, threshold: float | None) -> list[Record]:
+def records(
+    batch: Batch, scores: Scores, classes: tuple[str, ...], top: int, threshold: float | None
+) -> list[Prediction]:
     """One record an input: the `top` classes with their probabilities, and whether it looks like any class at all."""
     best = (-scores.probabilities).argsort(axis=1, kind="stable")[:, :top]
     found = []
     for i, name in enumerate(batch.names):
         chosen = [{"class": classes[c], "probability": round(float(scores.probabilities[i, c]), 6)} for c in best[i]]
-        record: Record = {"input": name, **chosen[0], "top": chosen}
+        record: Prediction = {"input": name, **chosen[0], "top": chosen}
         if scores.similarity is not None:
             record["similarity"] = round(float(scores.similarity[i]), 6)
             if threshold is not None:
@@ -29,7 +31,7 @@ def records(batch: Batch, scores: Scores, classes: tuple[str, ...], top: int, th
     return found
 
 
-def to_json(found: Iterable[list[Record]]) -> Iterator[str]:
+def to_json(found: Iterable[list[Prediction]]) -> Iterator[str]:
     """One array, a record a line."""
     opening = "[\n"
     for batch in found:
@@ -39,7 +41,7 @@ def to_json(found: Iterable[list[Record]]) -> Iterator[str]:
     yield "[]\n" if opening == "[\n" else "\n]\n"
 
 
-def to_csv(found: Iterable[list[Record]], top: int, cosine: bool, reject: bool) -> Iterator[str]:
+def to_csv(found: Iterable[list[Prediction]], top: int, cosine: bool, reject: bool) -> Iterator[str]:
     """input, class, probability, class2, probability2, ..., similarity, known."""
     numbers = ["" if i == 1 else str(i) for i in range(1, top + 1)]
     columns = ["input", *(f"{word}{i}" for i in numbers for word in ("class", "probability"))]
@@ -54,7 +56,7 @@ def to_csv(found: Iterable[list[Record]], top: int, cosine: bool, reject: bool) 
             yield _line(row)
 
 
-def to_lines(found: Iterable[list[Record]]) -> Iterator[str]:
+def to_lines(found: Iterable[list[Prediction]]) -> Iterator[str]:
     """What people read: the input, its class, and the next ones."""
     for batch in found:
         width = max(len(record["input"]) for record in batch)

@@ -87,9 +87,9 @@ def personalize(
         "held_out_trained_on": known,  # by the run: then its global model is better here than it would be elsewhere
         "classes": {name: int(n) for name, n in zip(card.classes, counts, strict=True) if n},
         "lacks": [name for name, n in zip(card.classes, counts, strict=True) if not n],
-        "global": None if shared is None else _figures(method, net, shared, held),
-        "personalised": _figures(method, net, params, held),
-        "local": _figures(alone, net, local, held),
+        "global": None if shared is None else _metrics(method, net, shared, held),
+        "personalised": _metrics(method, net, params, held),
+        "local": _metrics(alone, net, local, held),
     }
     about = card.model_dump(mode="json", exclude_none=True)
     about["trained_on"] = {**about["trained_on"], "personalised_on": source, "epochs": sgd.epochs}
@@ -186,7 +186,7 @@ def _trained(
         torch.set_num_threads(threads)
 
 
-def _figures(method: Method, net: Net, params: Tree, held: Samples) -> dict[str, float | None]:
+def _metrics(method: Method, net: Net, params: Tree, held: Samples) -> dict[str, float | None]:
     correct = evaluate.correct_per_class(lambda x: method.logits(net, params, x), held)
     macro, share = evaluate.held_accuracy(correct, evaluate.total_per_class(held))
     return {"held_macro": macro, "held_share": share}

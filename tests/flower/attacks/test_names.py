@@ -20,7 +20,7 @@ from fednh.errors import UserError
 from fednh.flower import notes
 from fednh.flower.client_app import client_app
 from fednh.flower.deploy import scaffold
-from fednh.flower.deploy.local import Local
+from fednh.flower.deploy.local import LocalFederation
 from fednh.flower.messages import FORMAT, Hello, Task
 from fednh.flower.site import read_place
 from fednh.storage.layout import RunLayout
@@ -138,7 +138,7 @@ def test_natural_sites_of_a_table(tmp_path: Path) -> None:
 def test_the_screen_shows_sentences(tmp_path: Path) -> None:
     """`up` reads the log as it grows; lines of an earlier version are shown too."""
     shown: list[str] = []
-    local = cast(Any, object.__new__(Local))
+    local = cast(Any, object.__new__(LocalFederation))
     local.run_folder, local.seen, local.hopeless = RunLayout(tmp_path), {}, None
     local.told = SimpleNamespace(note=shown.append)
     RunLayout(tmp_path).log_file.write_text("2026-11-16 10:00:00 going on after round 3\n")

@@ -14,9 +14,11 @@ from fednh.data.partitions.dirichlet import Dirichlet
 from fednh.data.partitions.iid import Iid
 from fednh.data.partitions.quantity import Quantity
 from fednh.data.partitions.shards import Shards
-from fednh.data.partitions.site import Site
+from fednh.data.partitions.site import BySite
 
-PARTITIONS: dict[str, type[Partition]] = {kind.name: kind for kind in (Dirichlet, Iid, Classes, Shards, Quantity, Site)}
+PARTITIONS: dict[str, type[Partition]] = {
+    kind.name: kind for kind in (Dirichlet, Iid, Classes, Shards, Quantity, BySite)
+}
 
 
 def settings() -> dict[str, tuple[Any, Any]]:

@@ -13,7 +13,7 @@ from fednh.words import name_problem
 
 
 @dataclass(frozen=True)
-class Site(Partition):
+class BySite(Partition):
     name = "site"
     help = "the sites that the data names: a column, or a folder a site"
     natural = True

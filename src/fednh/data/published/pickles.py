@@ -32,7 +32,7 @@ ADMITTED_OPCODES = frozenset(
 NUMERIC = re.compile(r"[|<>=]?[biuf][1248]")
 
 
-class Refused(Exception):
+class UnsafePickle(Exception):
     """Something that a data batch has no business to hold; the text names it."""
 
 
@@ -42,7 +42,7 @@ def load(data: bytes, where: str) -> dict[str, Any]:
         _scan(data)
         # latin1: the published files were written by Python 2, whose strings are bytes.
         content = _Unpickler(io.BytesIO(data), encoding="latin1").load()
-    except Refused as error:
+    except UnsafePickle as error:
         raise UserError(f"{where} is refused: it contains {error}, which a data batch never does") from error
     except Exception as error:
         # The pickle machine reports damage through almost any exception type.
@@ -67,10 +67,10 @@ def _scan(data: bytes) -> None:
     """Goes through the opcodes without running any."""
     for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
         if opcode.name not in ADMITTED_OPCODES:
-            raise Refused(f"the pickle instruction {opcode.name}")
+            raise UnsafePickle(f"the pickle instruction {opcode.name}")
         # The memo is a list that grows to the index asked for: a huge index would eat all memory.
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= int(argument or 0) <= count + 1:
-            raise Refused(f"a memo index of {argument}")
+            raise UnsafePickle(f"a memo index of {argument}")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -83,7 +83,7 @@ class _Unpickler(pickle.Unpickler):
             return _Name(_Dtype)
         if (module, name) == ("_codecs", "encode"):
             return _Name(_encode)
-        raise Refused(f"{module}.{name}")
+        raise UnsafePickle(f"{module}.{name}")
 
 
 class _Name:
@@ -98,11 +98,11 @@ class _Name:
         return self._target(*args)
 
     def __setstate__(self, state: Any) -> None:
-        raise Refused("an attempt to alter a function")
+        raise UnsafePickle("an attempt to alter a function")
 
 
 def _not_callable(*args: Any) -> Any:
-    raise Refused("a call of numpy.ndarray")
+    raise UnsafePickle("a call of numpy.ndarray")
 
 
 _NDARRAY = _Name(_not_callable)
@@ -115,15 +115,15 @@ class _Dtype:
 
     def __init__(self, code: Any, *_: Any) -> None:
         if not (isinstance(code, str) and NUMERIC.fullmatch(code)):
-            raise Refused(f"an array of type {str(code)[:40]!r}")
+            raise UnsafePickle(f"an array of type {str(code)[:40]!r}")
         self.code = code
 
     def __setstate__(self, state: Any) -> None:
         # (version, byte order, subarray, names, fields, ...): a plain number type has none of the last three.
         if not (isinstance(state, tuple) and len(state) >= 5 and state[1] in ("<", ">", "|", "=")):
-            raise Refused("a malformed array type")
+            raise UnsafePickle("a malformed array type")
         if any(part is not None for part in state[2:5]):
-            raise Refused("a structured array")
+            raise UnsafePickle("a structured array")
         self.code = state[1] + self.code.lstrip("|<>=")
 
 
@@ -137,27 +137,27 @@ class _Array:
 
     def __setstate__(self, state: Any) -> None:
         if not (isinstance(state, tuple) and len(state) == 5):
-            raise Refused("a malformed array")
+            raise UnsafePickle("a malformed array")
         _, shape, dtype, fortran, content = state
         if isinstance(content, str):  # a Python 2 string
             content = content.encode("latin1")
         if not (isinstance(dtype, _Dtype) and isinstance(content, bytes) and isinstance(shape, tuple)):
-            raise Refused("an array of Python objects")
+            raise UnsafePickle("an array of Python objects")
         if not all(type(n) is int and n >= 0 for n in shape):
-            raise Refused("an array of impossible shape")
+            raise UnsafePickle("an array of impossible shape")
         kind = np.dtype(dtype.code)
         if math.prod(shape) * kind.itemsize != len(content):
-            raise Refused(f"an array of shape {shape} with {len(content)} bytes")
+            raise UnsafePickle(f"an array of shape {shape} with {len(content)} bytes")
         self.array = np.frombuffer(content, kind).reshape(shape, order="F" if fortran else "C")
 
 
 def _reconstruct(subtype: Any, *_: Any) -> _Array:
     if subtype is not _NDARRAY:
-        raise Refused("an array of a foreign class")
+        raise UnsafePickle("an array of a foreign class")
     return _Array()
 
 
 def _encode(text: Any, encoding: Any = None) -> bytes:
     if not (isinstance(text, str) and encoding in ("latin1", "latin-1")):
-        raise Refused("a call of _codecs.encode with an unusual encoding")
+        raise UnsafePickle("a call of _codecs.encode with an unusual encoding")
     return text.encode("latin1")

@@ -28,7 +28,7 @@ from fednh.flower.layout import FederationFolder, SiteFolder
 from fednh.storage.files import private_folder, write_bytes
 from fednh.storage.layout import RunLayout
 
-__all__ = ["Local", "Stopped", "Told", "end_marked", "marked", "trial_state"]
+__all__ = ["LocalFederation", "Stopped", "Told", "end_marked", "marked", "trial_state"]
 
 RESTARTS = 3  # of a SuperNode or a ServerApp that ended by itself
 GIVE_UP = 30.0  # seconds after which a federation does not begin any more when a site cannot take part
@@ -52,7 +52,7 @@ def trial_state(folder: Path, site: SiteFolder, run: Path) -> Path:
     return old if old.exists() and not new.exists() and RunLayout(run).started else new
 
 
-class Local:
+class LocalFederation:
     """One federation that runs here: start, watch, mend, until its run folder has a summary."""
 
     def __init__(

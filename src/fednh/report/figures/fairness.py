@@ -16,19 +16,19 @@ RASTER = 800  # more dots than this are drawn as pixels, which keeps vector file
 
 
 def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
-    figure_key = "pm_l" if "pm_l" in metrics_of(runs) else "held_share"
-    name = {"pm_l": "PM(L)", "held_share": "held-out accuracy"}[figure_key]
-    able = [run for run in runs if run.people(figure_key)]
+    metric_key = "pm_l" if "pm_l" in metrics_of(runs) else "held_share"
+    name = {"pm_l": "PM(L)", "held_share": "held-out accuracy"}[metric_key]
+    able = [run for run in runs if run.people(metric_key)]
     variants = by_variant(able)
     if not variants:
         raise NotAllowed("no client took part in any run")
     paint = colours(list(variants), [group[0].method for group in variants.values()])
     figure, axes = panels(1, 1, 7.6, 0.9 + 0.46 * len(variants))
     ax, rows = axes[0, 0], []
-    total = sum(len(run.people(figure_key)) for group in variants.values() for run in group)
+    total = sum(len(run.people(metric_key)) for group in variants.values() for run in group)
     for place, (label, group) in enumerate(variants.items()):
-        people = [(run.config.seed, *person) for run in group for person in run.people(figure_key)]
-        by_seed = [[value for _, value in run.people(figure_key)] for run in group]
+        people = [(run.config.seed, *person) for run in group for person in run.people(metric_key)]
+        by_seed = [[value for _, value in run.people(metric_key)] for run in group]
         values, marked = np.concatenate(by_seed), np.concatenate([lowest_tenth(column) for column in by_seed])
         mean, worst = (float(np.mean([of(column) for column in by_seed])) for of in (np.mean, worst_tenth))
         height = place + np.random.default_rng(0).uniform(-0.27, 0.27, len(values))
@@ -36,7 +36,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         ax.scatter(values[~marked], height[~marked], color=paint[label], alpha=0.6, **dots)
         ax.scatter(values[marked], height[marked], color=ALARM, marker="D", **dots)
         ax.plot([mean] * 2, [place - 0.38, place + 0.38], color=ink(), linewidth=1.6)
-        spread = float(np.mean([run.summary[f"{figure_key}_std"] for run in group if run.has(figure_key)]))
+        spread = float(np.mean([run.summary[f"{metric_key}_std"] for run in group if run.has(metric_key)]))
         note = f"{mean:.1f} ± {spread:.1f}, worst 10% {worst:.1f}"
         ax.annotate(note, (1.01, place), xycoords=("axes fraction", "data"), va="center", fontsize=8, color=muted())
         rows += [[label, *person, bool(mark)] for person, mark in zip(people, marked, strict=True)]
@@ -52,7 +52,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         "the bar is the mean, ± the standard deviation over clients, beside it the mean of the worst 10% of clients, "
         "all three averaged over seeds; red diamonds are the worst 10% of each seed."
     )
-    return Drawing(figure, caption, ["method", "seed", "client", figure_key, "worst_tenth"], rows)
+    return Drawing(figure, caption, ["method", "seed", "client", metric_key, "worst_tenth"], rows)
 
 
 FAIRNESS = Kind(

@@ -25,19 +25,19 @@ from fednh.report.groups import by_variant
 from fednh.report.load import Run
 from fednh.storage.model_file import Card, architecture, read_model
 
-Points = NDArray[np.float64]
+Features = NDArray[np.float64]
 PER_CLASS = 80  # test samples drawn of each class
 ACROSS = 5  # methods side by side, before the next ones go below
 
 
 @torch.no_grad()
-def representations(net: Net, params: Tree, samples: Samples, rows: NDArray[np.int64]) -> Points:  # (n, D)
+def representations(net: Net, params: Tree, samples: Samples, rows: NDArray[np.int64]) -> Features:  # (n, D)
     """f(x) of test samples; unit vectors where the model has a `scale`, for it compares directions only."""
     h = net.features(params, samples.floats(samples.x[torch.from_numpy(rows)]))
     return np.asarray((unit(h) if "scale" in params else h).double().numpy())
 
 
-def principal(*parts: Points) -> tuple[list[Points], float]:
+def principal(*parts: Features) -> tuple[list[Features], float]:
     """Parts of one cloud on its first two principal components, and the share of variance that these hold."""
     cloud = np.concatenate(parts)
     centre = cloud.mean(0)
@@ -65,7 +65,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     rows = np.concatenate([np.flatnonzero(data.y_test == c)[:PER_CLASS] for c in chosen])
     labels = data.y_test[rows]
 
-    columns: dict[str, tuple[list[Points], float]] = {}
+    columns: dict[str, tuple[list[Features], float]] = {}
     for label, run in variants.items():
         files = run.layout.clients_with_models()
         if not all(client in files for client in pair):
