@@ -502,3 +502,43 @@ def test_fedbn(tiny: Samples) -> None:
     model = play.method.global_model(play.server)
     assert model is not None
     identical({n: model[n] for n in norm}, {n: first[n] for n in norm})  # as initialised
+
+
+@of("fedprior", tau=0.5, smoothing=2.0, rho=0.6, scale=3.0)
+def test_fedprior(play: Play) -> None:
+    """The balanced softmax by hand: e^z times how many samples the client has of the class, over their sum."""
+    head, bodies, scales = play.initial["head.weight"], [], []
+    counts = [torch.bincount(y, minlength=4).float() for _, y in play.xy]
+    means = []
+    for (x, y), n in zip(play.xy, counts, strict=True):
+        model, s = TwoPart.of(play.initial), torch.nn.Parameter(torch.tensor(3.0))
+
+        def scores(x: torch.Tensor, m: TwoPart = model, s: torch.Tensor = s) -> torch.Tensor:
+            h = m.features(x)
+            return s * (h / h.norm(dim=1, keepdim=True)) @ head.T
+
+        def loss(x=x, y=y, n=n, scores=scores) -> torch.Tensor:  # type: ignore[no-untyped-def]
+            weighed = scores(x).exp() * n
+            return -(weighed.gather(1, y[:, None]) / weighed.sum(1, keepdim=True)).log().mean()
+
+        train([*model.linear.parameters(), s], loss)
+        h = model.features(x).detach()
+        h = h / h.norm(dim=1, keepdim=True)
+        means.append(torch.stack([h[y == c].mean(0) if (y == c).any() else torch.zeros(h.shape[1]) for c in range(4)]))
+        bodies.append(model.body_tree())
+        scales.append({"scale": s.detach()})
+    for update, body, s, mu in zip(play.round(), bodies, scales, means, strict=True):
+        same(update.upload, {**body, **s, "prototypes": mu}, **CLOSE)
+    both = average([{**body, **s} for body, s in zip(bodies, scales, strict=True)])
+    same(select(play.server, "body", "scale"), both, **CLOSE)
+    moved = 0.6 * head + 0.4 * (means[0] + means[1]) / 2
+    same({"head.weight": play.server["head.weight"]}, {"head.weight": moved / moved.norm(dim=1, keepdim=True)}, **CLOSE)
+    assert "prior" not in (play.method.global_model(play.server) or {}), "shares stay at the client"
+    personal, n = play.personal(0), counts[0] + 2
+    prior = 0.5 * (n / n.sum()).log()
+    assert torch.isfinite(prior).all()
+    x = play.xy[0][0]
+    plain = {name: value for name, value in personal.items() if name != "prior"}
+    torch.testing.assert_close(
+        play.method.logits(play.net, personal, x), play.method.logits(play.net, plain, x) + prior, **CLOSE
+    )

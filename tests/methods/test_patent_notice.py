@@ -35,4 +35,4 @@ def test_methods_marks_what_the_patent_may_concern_and_nothing_else(monkeypatch:
     ended = CliRunner().invoke(app, ["methods"], catch_exceptions=False)
     blocks = re.split(r"^(?=\S)", ended.stdout, flags=re.MULTILINE)
     marked = {block.split()[0] for block in blocks if "patent notice: US 12,670,409 B2 may concern it" in block}
-    assert marked == {"fednh", "feduh", "derived"}
+    assert marked == {"fednh", "feduh", "fedprior", "derived"}

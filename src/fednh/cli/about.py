@@ -32,8 +32,8 @@ def methods() -> None:
             continue
         summary = (cls.__doc__ or "").strip().partition("\n\n")[0]
         console.print(f"[bold]{escape(name)}[/bold]  {escape(summary)}", highlight=False)
-        fields = [f"{f.name} = {f.default}" for f in dataclasses.fields(cls)]
-        console.print(f"    settings: {escape(', '.join(fields)) or 'none'}", highlight=False, style="cyan")
+        fields = ", ".join(f"{f.name} = {f.default}" for f in dataclasses.fields(cls)) or "none"
+        console.print(f"    settings: {escape(fields)}", highlight=False, style="cyan", soft_wrap=True)
         console.print(f"    {escape(getattr(cls, 'cite', ''))}", highlight=False, style="dim")
         for patent in cls.patents:
             notice = f"    patent notice: {escape(patent)} may concern it; see NOTICE"

@@ -29,7 +29,12 @@ MOST = 2000  # training samples looked at: a quantile needs no more, and a large
 
 def similarity(method: Method, params: Tree, logits: Tensor) -> Tensor | None:  # (B, C) -> (B,)
     """The cosine to the nearest prototype; None for a method whose logits are something else."""
-    return logits.max(1).values / params["scale"] if method.cosine else None
+    return _cosine(params, logits) if method.cosine else None
+
+
+def _cosine(params: Tree, logits: Tensor) -> Tensor:  # (B, C) -> (B,)
+    """The largest cosine; a personal model's prior is no similarity."""
+    return (logits - params["prior"] if "prior" in params else logits).max(1).values / params["scale"]
 
 
 def number(method: Method, samples: int) -> int:
@@ -60,7 +65,7 @@ def look(
     for rows in torch.split(torch.from_numpy(index).to(samples.x.device), EVAL_BATCH):
         tick(len(rows))
         logits = method.logits(net, params, samples.floats(samples.x[rows]))
-        found.append(logits.max(1).values / params["scale"])
+        found.append(_cosine(params, logits))
     values = torch.cat(found).cpu().to(torch.float64)
     levels = torch.quantile(values, torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
     return {

@@ -192,8 +192,7 @@ class Rounds:
             pass
         self._stop_if_mostly_refused(happened)
         checks.check_server(self.method, server, self.form, happened.round)
-        same = all(torch.equal(value, self.server[name]) for name, value in server.items())
-        if self.executor.deployed and self.upload_form and same:
+        if self.executor.deployed and self.upload_form and _equal(server, self.server):
             happened.lost = "the uploads change nothing"
             self.executor.note(f"round {happened.round}: {happened.lost}")
         self.server = server
@@ -367,3 +366,7 @@ class Rounds:
         self.folder.append_metrics(record)
         self.progress.closed = record["round"]
         self.watcher.round_done(record)
+
+
+def _equal(one: Tree, other: Tree) -> bool:
+    return all(torch.equal(value, other[name]) for name, value in one.items())

@@ -12,6 +12,7 @@ from fednh.methods.fedetf import FedETF
 from fednh.methods.fedlc import FedLC
 from fednh.methods.fednh import FedNH
 from fednh.methods.fedper import FedPer
+from fednh.methods.fedprior import FedPrior
 from fednh.methods.fedproto import FedProto
 from fednh.methods.fedprox import FedProx
 from fednh.methods.fedrep import FedRep
@@ -37,6 +38,7 @@ METHODS: dict[str, type[Method]] = {
     "fedbn": FedBN,
     "fedetf": FedETF,
     "fedlc": FedLC,
+    "fedprior": FedPrior,
 }
 
 __all__ = ["METHODS", "Method"]

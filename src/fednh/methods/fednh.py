@@ -21,6 +21,7 @@ from pydantic import Field
 from fednh.methods.base import (
     ClientData,
     Fit,
+    Loss,
     Method,
     Net,
     Tree,
@@ -60,8 +61,12 @@ class FedNH(Method):
         return {**body, "head.weight": head, "scale": torch.tensor(self.scale)}
 
     def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        return self.trained(net, received, data, fit, cross_entropy(scaled_cosine(net)))  # Eq. (2)
+
+    def trained(self, net: Net, received: Tree, data: ClientData, fit: Fit, loss: Loss) -> tuple[Tree, Tree]:
+        """A client's round with this loss: its model, and its body, scale and class means to upload."""
         moving = ("body", "scale") if self.train_scale else ("body",)
-        model = fit(received, cross_entropy(scaled_cosine(net)), only=moving)  # Eq. (2)
+        model = fit(received, loss, only=moving)
         mu = class_means(lambda x: unit(net.features(model, x)), data.batches(), data.counts)  # Eq. (3), (C, D)
         if self.aggregation == "count":  # only the direction of a mean counts, times how many samples stand behind it
             mu = unit(mu) * data.counts[:, None]

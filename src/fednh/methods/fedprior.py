@@ -1,0 +1,89 @@
+"""FedPrior: FedNH with the client's class prior taken out of the local loss and put back into its personal model.
+
+A client sees its classes in shares pi_k. Cross-entropy makes the body learn these shares along with the classes; then
+bodies of clients with other shares disagree, and their average suits nobody. Here a client trains with the balanced
+softmax (Ren et al., "Balanced Meta-Softmax for Long-Tailed Visual Recognition", NeurIPS 2020)
+
+    loss(x, y) = -log softmax(s * W f(x) + log pi_k)[y]                                       -> client_update
+
+so that s * W f(x) need not hold the shares, for the global model and for everybody alike. At the client they are known,
+and by Bayes' rule they are put back without training (logit adjustment: Menon et al., "Long-Tail Learning via Logit
+Adjustment", ICLR 2021):
+
+    personal logits = s * W f(x) + tau * log pi_k                                             -> personal_model, logits
+
+On the client's own class distribution tau = 1 is right; tau = 0 treats all classes alike. For classes that a client
+lacks, `smoothing` samples are added to every class before shares are taken, so that nothing is impossible. Shares never
+leave the client. Prototypes, scale and server are FedNH's (fednh.py). FedETF and FedROD train with the balanced softmax
+too, but learn the personal part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fednh.methods.base import (
+    ClientData,
+    Fit,
+    Method,
+    Net,
+    Tree,
+    Uploads,
+    balanced_softmax,
+    scaled_cosine,
+    select,
+)
+from fednh.methods.fednh import FedNH
+
+
+@dataclass(frozen=True)
+class FedPrior(Method):
+    """FedNH without the client's class shares in the body; its personal model adds them back as a prior."""
+
+    cite = "this library; stands on FedNH (AAAI 2023), Ren et al. (NeurIPS 2020) and Menon et al. (ICLR 2021)"
+    patents = FedNH.patents
+    model = FedNH.model
+    cosine = True
+    by_class = FedNH.by_class
+
+    tau: Annotated[float, Field(ge=0)] = 1.0  # how much of the prior a personal model adds: 1 by Bayes' rule, 0 nothing
+    smoothing: Annotated[float, Field(gt=0)] = 1.0  # samples added to every class for the personal prior
+    rho: Annotated[float, Field(gt=0, lt=1)] = 0.9  # FedNH's, Eq. (4)
+    aggregation: Literal["uniform", "count"] = "uniform"  # FedNH's alpha in Eq. (4)
+    scale: Annotated[float, Field(gt=0)] = 20.0  # s at the start
+    train_scale: bool = True  # s moves with the body; false keeps it constant
+    head_init: Literal["separated", "orthogonal"] = "separated"  # FedNH's, Eq. (1)
+
+    @property
+    def fednh(self) -> FedNH:
+        """What is as in FedNH: prototypes, scale and server."""
+        return FedNH(self.rho, self.aggregation, self.scale, self.train_scale, self.head_init)
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        return self.fednh.counted
+
+    def init(self, net: Net, rng: torch.Generator) -> Tree:
+        return self.fednh.init(net, rng)
+
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        return self.fednh.trained(net, received, data, fit, balanced_softmax(scaled_cosine(net), data.share))
+
+    def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
+        return self.fednh.aggregate(server, uploads)
+
+    def upload_problem(self, upload: Tree) -> str | None:
+        return self.fednh.upload_problem(upload)
+
+    def personal_model(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> Tree:
+        count = data.counts + self.smoothing
+        return {**select({**received, **kept}, *self.model), "prior": self.tau * (count / count.sum()).log()}  # (C,)
+
+    def logits(self, net: Net, params: Tree, x: Tensor) -> Tensor:
+        scores = scaled_cosine(net)(params, x)
+        return scores + params["prior"] if "prior" in params else scores
