@@ -6,6 +6,7 @@ A kind that is added here, as a person would add it, is one new file and one cha
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 import shutil
@@ -13,14 +14,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import fednh
+from fednh.cli import completion
 from fednh.config import Config
 from fednh.data import sources
+from fednh.data.published import PUBLISHED, Published, download
+from fednh.data.published.base import RemoteFile
 from fednh.data.sources import SOURCES
 from fednh.errors import UserError
-from fednh.flower.policy import SAFE_DATA
+from fednh.flower.policy import SAFE_DATA, Policy
 
 ROOT = Path(__file__).parents[2]
 KIND = '''
@@ -136,6 +141,37 @@ def test_a_new_kind_is_one_file_and_one_line(tmp_path: Path) -> None:
     assert said["download"] == "lines:p.lines is data of your own: there is nothing to download"
     assert said["bare"] == f"lines:{tmp_path}/p.lines"
     assert said["safe"] is True
+
+
+def test_a_new_published_set_is_one_description(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = np.arange(10 * 16, dtype=np.uint8).reshape(10, 4, 4, 1), np.arange(10) % 2
+    np.savez(tmp_path / "original.npz", x_train=x, y_train=y, x_test=x[:4], y_test=y[:4])
+    content = (tmp_path / "original.npz").read_bytes()
+    file = RemoteFile("stars.npz", hashlib.sha256(content).hexdigest(), ((tmp_path / "original.npz").as_uri(),))
+    stars = Published(
+        name="stars",
+        description="stars, 4x4 grey",
+        shape=(4, 4, 1),
+        mean=(0.5,),
+        std=(0.2,),
+        classes=("near", "far"),
+        accepts="stars.npz",
+        places=lambda folder: [],
+        files=(file,),
+    )
+    monkeypatch.setitem(PUBLISHED, "stars", stars)
+    data = tmp_path / "data"
+    with pytest.raises(UserError, match=r"stars is not in the data folder .*: run `fednh data get stars`"):
+        sources.load("stars", data)
+    assert ("stars", "stars, 4x4 grey", False, f"{data}: stars.npz") in sources.available(data)
+    assert download.get("stars", data) == f"stars: downloaded stars.npz to {data}"
+    found = sources.load("stars", data)
+    assert (found.classes, found.mean, len(found.y_train), len(found.y_test)) == (("near", "far"), (0.5,), 10, 4)
+    assert sources.file_of("stars", data) == data / "stars.npz"
+    assert Policy().applied({"data": {"name": "stars"}}, None)["data"] == {"name": "stars"}
+    assert "stars" in completion._data()
+    with pytest.raises(UserError, match="spiral_imbalanced, stars, tinyimagenet"):
+        sources.load("zzzz", data)
 
 
 @pytest.mark.parametrize("kind", SOURCES.values(), ids=SOURCES)
