@@ -221,7 +221,7 @@ def test_the_site(tmp_path: Path) -> None:
     reference = (tmp_path / "site/reference.html").read_text()
     assert "predict_proba" in reference
     assert 'class="fednh-map"' in (tmp_path / "site/what-is-this.html").read_text(), "the figure is part of the page"
-    assert "import fednh" in (tmp_path / "site/notebooks/ten-minutes.html").read_text()
+    assert "Who holds what" in (tmp_path / "site/notebooks/ten-minutes.html").read_text()
 
 
 @pytest.mark.soak
