@@ -111,8 +111,8 @@ def _plan_sheet(plan: Sequence[Planned], jobs: int, workers: int) -> Sheet:
     for run in plan:
         if run.folder.finished:
             state = "finished: skipped"
-        elif run.rounds_done:
-            state = f"goes on, {run.rounds_done} of {run.config.rounds} rounds there"
+        elif run.folder.rounds_written():
+            state = f"goes on, {run.folder.rounds_written()} of {run.config.rounds} rounds there"
         else:
             state = f"new, {run.config.rounds} rounds"
         time = seconds.get(run.name)

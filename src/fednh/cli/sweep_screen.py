@@ -19,7 +19,7 @@ class SilentSweep:
         self.console = console
         self.runs = len(plan)
         self.pending = [run for run in plan if not run.folder.finished]
-        self.before = {run.name: min(run.rounds_done, run.config.rounds) for run in self.pending}
+        self.before = {run.name: min(run.folder.rounds_written(), run.config.rounds) for run in self.pending}
         self.ended_runs: set[str] = set()
         self.done = self.runs - len(self.pending)
         self.began = time.perf_counter()
@@ -47,7 +47,7 @@ class SilentSweep:
         """Rounds done by this sweep, and rounds that it began with to do."""
         total = sum(run.config.rounds - self.before[run.name] for run in self.pending)
         ended = sum(r.config.rounds - self.before[r.name] for r in self.pending if r.name in self.ended_runs)
-        return ended + sum(max(r.rounds_done - self.before[r.name], 0) for r in active), total
+        return ended + sum(max(r.folder.rounds_written() - self.before[r.name], 0) for r in active), total
 
     def left(self, active: Sequence[Planned]) -> str:
         """Time left, if all rounds take as long as those so far."""
@@ -70,7 +70,7 @@ class SweepLines(SilentSweep):
         self._say(f"{run.name}: {what}; {self.done} of {self.runs} runs done, {self.left([])}")
 
     def interrupted(self, run: Planned) -> None:
-        self._say(f"{run.name}: interrupted, {run.rounds_done} of {run.config.rounds} rounds there")
+        self._say(f"{run.name}: interrupted, {run.folder.rounds_written()} of {run.config.rounds} rounds there")
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -114,7 +114,7 @@ class SweepBar(SilentSweep):
 
     def look(self, active: Sequence[Planned]) -> None:
         for run in active:
-            self.progress.update(self.tasks[run.name], completed=run.rounds_done)
+            self.progress.update(self.tasks[run.name], completed=run.folder.rounds_written())
         words = f"{self.done} of {self.runs} runs done, {self.left(active)}"
         self.progress.update(self.all, completed=self.rounds(active)[0], words=words)
 

@@ -1,11 +1,18 @@
-"""What the C library does with memory that is given back."""
+"""How much memory there is, and what the C library does with memory that is given back."""
 
 from __future__ import annotations
 
 import ctypes
 
+import psutil
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 LARGEST_ON_HEAP = 32 << 20  # the most that glibc accepts
+
+
+def total() -> int:
+    """Bytes of memory that this machine has."""
+    return int(psutil.virtual_memory().total)
 
 
 def keep_freed() -> None:

@@ -7,7 +7,6 @@ the workers. What clients keep lies in a store in the run folder.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -69,7 +68,7 @@ class Pool:
         self.meter = Meter(stop, watcher.evaluating)
         self.workers = worker_count(config)
         memory.keep_freed()
-        budget = parse_bytes(config.store.memory, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        budget = parse_bytes(config.store.memory, memory.total())
         self.store = Store(folder.clients, budget, {}, config.device)
 
     def __enter__(self) -> Pool:

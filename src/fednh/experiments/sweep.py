@@ -43,14 +43,6 @@ class Planned:
     config: Config
     folder: RunFolder
 
-    @property
-    def rounds_done(self) -> int:
-        """Rounds that the folder tells of; those after its last checkpoint will come again."""
-        try:
-            return self.folder.metrics_file.read_bytes().count(b"\n")
-        except OSError:
-            return 0
-
 
 @dataclass
 class SweepOutcome:

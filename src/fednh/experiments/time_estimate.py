@@ -119,5 +119,5 @@ def estimate(plan: Sequence[Planned], workers: int) -> dict[str, float]:
         kind = data + config.method["name"] + config.model.model_dump_json() + config.train.model_dump_json()
         if kind not in paces:
             paces[kind] = measure(config, fed)
-        seconds[run.name] = start + paces[kind].seconds(config, fed, run.rounds_done)
+        seconds[run.name] = start + paces[kind].seconds(config, fed, run.folder.rounds_written())
     return seconds

@@ -7,7 +7,6 @@ resumed run is tracked as if it had never stopped. What goes wrong in a tracker 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import platform
@@ -25,7 +24,7 @@ from fednh import extras
 from fednh.config import Config, flat
 from fednh.core.progress import Watcher
 from fednh.errors import UserError, did_you_mean
-from fednh.storage.run_folder import RunFolder
+from fednh.storage.run_folder import RunFolder, read_metrics
 
 
 class Tracker(Protocol):
@@ -181,16 +180,13 @@ class Tracking:
             name = self._waiting.pop()
             with self._forgiving(name):
                 self._open[name] = TRACKERS[name](self.folder, self.config)
-                self._open[name].log(self._recorded())  # up to and with this round
+                self._open[name].log(read_metrics(self.folder.path))  # up to and with this round
 
     def evaluating(self, done: int, total: int) -> None:
         self.screen.evaluating(done, total)
 
     def note(self, text: str) -> None:
         self.screen.note(text)
-
-    def _recorded(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.folder.metrics_file.read_text(encoding="utf-8").splitlines()]
 
     @contextmanager
     def _forgiving(self, name: str) -> Iterator[None]:

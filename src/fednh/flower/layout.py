@@ -26,14 +26,11 @@ import re
 from pathlib import Path
 from zlib import crc32
 
-from fednh.storage.layout import Inside, RunLayout
+from fednh.storage.layout import Folder, Inside, RunLayout
 
 
-class FlowerHome:
+class FlowerHome(Folder):
     """The folder that FLWR_HOME names: Flower's connections, and what one start of its programs shares."""
-
-    def __init__(self, path: Path):
-        self.path = path
 
     connections_file = Inside("config.toml")
     secret_file = Inside("runtime.secret")
@@ -43,11 +40,12 @@ class FlowerHome:
     proxy = Inside("proxy")
 
 
-class SiteFolder:
+class SiteFolder(Folder):
     """The places in one site's folder, which has the site's name."""
 
     def __init__(self, path: Path):
-        self.path, self.name = path, path.name
+        super().__init__(path)
+        self.name = path.name
         self.home = FlowerHome(path / ".flwr")
 
     node_config = Inside("site.toml")
@@ -60,11 +58,11 @@ class SiteFolder:
     unit = Inside("fednh-site.service")
 
 
-class FederationFolder:
+class FederationFolder(Folder):
     """The places in one federation's folder."""
 
     def __init__(self, path: Path):
-        self.path = path
+        super().__init__(path)
         self.home, self.local_home = FlowerHome(path / ".flwr"), FlowerHome(path / ".flwr/local")
 
     app_file = Inside("pyproject.toml")
@@ -116,11 +114,8 @@ class FederationFolder:
         return [SiteFolder(path.parent) for path in sorted(self.sites.glob(f"*/{SiteFolder.public_key}"))]
 
 
-class StateFolder:
+class StateFolder(Folder):
     """What a site keeps: the folder that its site.toml calls `state`."""
-
-    def __init__(self, path: Path):
-        self.path = path
 
     def audit_file(self, site: str) -> Path:
         return self.path / "audit" / f"{_safe(site)}.jsonl"
@@ -139,11 +134,8 @@ class StateFolder:
         return sorted((self.path / _safe(federation)).glob(f"*/{KeptState.personal_model}"))
 
 
-class KeptState:
+class KeptState(Folder):
     """What a site keeps of one federation."""
-
-    def __init__(self, path: Path):
-        self.path = path
 
     personal_model = Inside("personal.safetensors")
     fingerprint_file = Inside(RunLayout.fingerprint_file.name)

@@ -9,7 +9,6 @@ fetched here: of a bounded number and size, added up before they are joined, and
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,6 +22,7 @@ from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
 from flwr.superlink.grid import HttpGrid
 
+from fednh.core import memory
 from fednh.flower.bounds import Limit, quoted
 
 CHILDREN = {  # which objects may hold which
@@ -137,7 +137,7 @@ def take_order(
     names = list(dict.fromkeys(each.object_id for each in iterate_object_tree(tree)))
     there = pull_objects(names, pull, max_time=patience, backoff_cap=min(5.0, patience))
     confirm(tree.object_id)
-    size, most = joined_size(tree.object_id, there), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    size, most = joined_size(tree.object_id, there), memory.total() // 4
     if size > most:
         raise ValueError(f"the order has {size} bytes, and a quarter of this machine's memory is {most}")
     order = inflate_object_from_contents(tree.object_id, there)

@@ -11,7 +11,7 @@ from typing import Any
 from fednh.config import Config
 from fednh.errors import UserError
 from fednh.storage.layout import RunLayout
-from fednh.storage.run_folder import read_config, read_summary
+from fednh.storage.run_folder import read_config, read_metrics, read_summary
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def load_run(path: Path) -> Run:
     """Everything that a run folder says about itself."""
     run = RunLayout(path)
     try:
-        records = [json.loads(line) for line in run.metrics_file.read_text(encoding="utf-8").splitlines()]
+        records = read_metrics(path)
         partition = json.loads(run.partition_file.read_text(encoding="utf-8"))
         environment = json.loads(run.environment_file.read_text(encoding="utf-8"))
         if not {"classes", "counts"} <= set(partition):

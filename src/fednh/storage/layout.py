@@ -14,28 +14,31 @@ These names are spelled here and nowhere else. Other modules ask: `RunLayout(fol
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 MODEL = "model.safetensors"  # in a folder that holds one personal model: what `fednh personalize` writes
 _CLIENT = "client-{:06d}"
 _ROUND = "round-{:06d}"
 
 
+class Folder:
+    """A folder whose layout a class describes."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+
 class Inside:
-    """A place below the `path` of a folder; asked of the class, the place as seen from the folder."""
+    """A place below the `path` of a Folder; asked of the class, the place as seen from the folder."""
 
     def __init__(self, name: str):
         self.name = name
 
-    def __get__(self, folder: Any, kind: type) -> Path:
+    def __get__(self, folder: Folder | None, kind: type) -> Path:
         return Path(self.name) if folder is None else folder.path / self.name
 
 
-class RunLayout:
+class RunLayout(Folder):
     """The places in one run folder."""
-
-    def __init__(self, path: Path):
-        self.path = path
 
     config_file = Inside("config.toml")
     metrics_file = Inside("metrics.jsonl")
@@ -75,11 +78,8 @@ class RunLayout:
         return {int(path.stem.partition("-")[2]): path for path in found}
 
 
-class SweepLayout:
+class SweepLayout(Folder):
     """The places in a sweep's folder: its runs, and what it notes about them while they are made."""
-
-    def __init__(self, path: Path):
-        self.path = path
 
     notes = Inside(".sweep")
     lock_file = Inside(".sweep/lock")
@@ -95,11 +95,8 @@ class SweepLayout:
         return sorted(path.stem for path in self.notes.glob("*.toml"))
 
 
-class CheckpointLayout:
+class CheckpointLayout(Folder):
     """The places in a run's folder of checkpoints: see checkpoint.py."""
-
-    def __init__(self, path: Path):
-        self.path = path
 
     journal_file = Inside("journal.jsonl")
 

@@ -148,8 +148,8 @@ class RunFolder(RunLayout):
             file.write(_line(record))
 
     def rounds_written(self) -> int:
-        """How many rounds metrics.jsonl has."""
-        return len(self.metrics_file.read_bytes().splitlines()) if self.metrics_file.exists() else 0
+        """How many rounds metrics.jsonl has; those after the last checkpoint will come again."""
+        return self.metrics_file.read_bytes().count(b"\n") if self.metrics_file.exists() else 0
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """The last thing that a run writes, when all else is safely on disk: a folder with a summary is finished."""
@@ -196,6 +196,11 @@ def read_partition(path: Path) -> dict[str, Any] | None:
         return found
     except (OSError, ValueError):
         return None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rounds of a run, as far as they are written."""
+    return [json.loads(line) for line in RunLayout(path).metrics_file.read_text(encoding="utf-8").splitlines()]
 
 
 def read_backend(path: Path) -> str:

@@ -124,7 +124,7 @@ def _onnx(model: Model, program: torch.export.ExportedProgram, path: Path) -> Ru
     assert made is not None
     made.save(path, external_data=False)
     proto = onnx.load(path)
-    _name_batch(proto.graph, model)
+    _name_batch(proto.graph)
     onnx.helper.set_model_props(proto, {"fednh": json.dumps(model.info)})
     onnx.checker.check_model(proto)
     onnx.save(proto, path)
@@ -132,7 +132,7 @@ def _onnx(model: Model, program: torch.export.ExportedProgram, path: Path) -> Ru
     return lambda x: list(session.run(None, {"input": x}))
 
 
-def _name_batch(graph: Any, model: Model) -> None:
+def _name_batch(graph: Any) -> None:
     """The free dimension carries a name that a reader understands."""
     for value in (*graph.input, *graph.output):
         dimension = value.type.tensor_type.shape.dim[0]

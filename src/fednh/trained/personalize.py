@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from fednh.config import Config
 from fednh.core import client, evaluate, failures, novelty
 from fednh.core.federation import initial_state
 from fednh.core.fit import Sgd
+from fednh.core.machine import one_thread
 from fednh.core.seeding import numpy_rng, torch_rng
 from fednh.core.tree import Tree, arranged
 from fednh.data import scaling
@@ -60,7 +60,7 @@ def personalize(
     config, (received, card) = read_config(run), _received(run)
     fingerprint.check_settings(run, config)
     net, method = architecture(card, fingerprint.weights_of(run, config))
-    data, parts = _divided(config, card, _of_site(load_for(card, source, settings), site, source), holdout)
+    data, parts = _divided(config, _of_site(load_for(card, source, settings), site, source), holdout)
     known = _trained_on(run, card, data, parts[1])
     if scaling.measured_by_sites(data, config.partition.kind.natural):
         card = _with_scaling(card, scaling.measure(data.x_train[parts[0]], data.scale, data.preprocessing))
@@ -133,9 +133,7 @@ def _global(run: Path) -> Tree | None:
     return read_model(file)[0] if file.exists() else None
 
 
-def _divided(
-    config: Config, card: Card, data: Dataset, holdout: float | None
-) -> tuple[Dataset, tuple[Indices, Indices | None]]:
+def _divided(config: Config, data: Dataset, holdout: float | None) -> tuple[Dataset, tuple[Indices, Indices | None]]:
     """The data with the samples to train on, and those held out; None: the test set is."""
     everything = np.arange(len(data.y_train))
     if holdout is None and len(data.y_test):
@@ -176,14 +174,10 @@ def _trained(
     seed: int,
 ) -> Tree:
     """A newcomer's round and its personal model."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a sum's last bits depend on how many threads share it
-    try:
+    with one_thread():
         update = client.update(method, net, kept, received, ClientData(train, index, seed, purpose="personalize"), sgd)
         data = ClientData(train, index, seed, purpose="personalize personal")
         return arranged(client.personal_model(method, net, update.keep, received, data, sgd))
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _metrics(method: Method, net: Net, params: Tree, held: Samples) -> dict[str, float | None]:

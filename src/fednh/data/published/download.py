@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from fednh.data.published import PUBLISHED
 from fednh.data.published.base import RemoteFile
 from fednh.data.sources import BUILTIN, find
 from fednh.errors import UserError, did_you_mean
-from fednh.storage.files import keep
+from fednh.storage.files import keep, sha256
 
 CHUNK = 1 << 18
 Progress = Callable[[int, int | None], None]  # bytes done, bytes in all (None: the server does not say)
@@ -62,12 +61,12 @@ def get(
     return f"{name}: downloaded {', '.join(file.name for file in missing)} to {folder}"
 
 
-def _already_there(path: Path, sha256: str) -> bool:
+def _already_there(path: Path, expected: str) -> bool:
     if not path.exists():
         return False
     if not path.is_file():
         raise UserError(f"{path} is in the way: it is not a file; move it and try again")
-    if _sha256(path) != sha256:
+    if sha256(path) != expected:
         # It may be somebody's own, differently packed copy: not ours to overwrite.
         raise UserError(f"{path} is there, but is not the published file (its checksum differs); move it and try again")
     return True
@@ -86,7 +85,7 @@ def _fetch(
         except _Broken as failure:
             failures.append(f"{address}: {failure}")
             continue
-        if _sha256(part) != file.sha256:
+        if sha256(part) != file.sha256:
             part.unlink()
             raise UserError(
                 f"what came from {address} is not the published {target.name} (its checksum differs) and was deleted; "
@@ -145,8 +144,3 @@ def _by_hand(failures: list[str], part: Path, folder: Path, still_missing: Seque
     again = "run the command again to go on from there" if part.exists() else "try again later"
     todo = ", ".join(f"{file.addresses[0]} as {folder / file.name}" for file in still_missing)
     return f"the download failed ({'; '.join(failures)}): {again}, or put the files there by hand: {todo}"
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
