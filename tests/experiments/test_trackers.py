@@ -16,7 +16,7 @@ from fednh.cli import app
 from fednh.config import Config, load
 from fednh.errors import UserError
 from fednh.experiments import trackers
-from fednh.experiments.trackers import Tracking, metrics_of
+from fednh.experiments.trackers import Tracking, tracked_metrics
 from fednh.storage.run_folder import RunFolder
 
 pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
@@ -113,7 +113,7 @@ def written(run: Path) -> dict[str, dict[int, float]]:
     found: dict[str, dict[int, float]] = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
-        for key, value in metrics_of(record).items():
+        for key, value in tracked_metrics(record).items():
             found.setdefault(key, {})[record["round"]] = value
     return found
 
@@ -123,8 +123,8 @@ def record(round_: int, loss: float | None = 0.5) -> dict[str, Any]:
 
 
 def test_figures_are_the_numbers_of_a_record() -> None:
-    assert metrics_of(record(3)) == {"train_loss": 0.5, "bytes_up": 30.0, "clients": 2.0, "dropped": 0.0}
-    assert "train_loss" not in metrics_of(record(3, loss=None))
+    assert tracked_metrics(record(3)) == {"train_loss": 0.5, "bytes_up": 30.0, "clients": 2.0, "dropped": 0.0}
+    assert "train_loss" not in tracked_metrics(record(3, loss=None))
 
 
 @pytest.mark.usefixtures("_no_server")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fednh.cli.federation import Folder, federation_app, need_extra, only_one
+from fednh.cli.federation import FederationArgument, federation_app, need_extra, only_one
 from fednh.cli.run import stop_on_signal
 from fednh.errors import UserError
 
@@ -18,7 +18,7 @@ SiteArgument = Annotated[
 
 @federation_app.command()
 def serve(
-    folder: Folder,
+    folder: FederationArgument,
     port: Annotated[int, typer.Option(min=1, max=65535, help="On the loopback; the proxy calls it.")] = 8000,
 ) -> None:
     """Be the server, until stopped: Flower's SuperLink on the loopback, and what runs its ServerApps.
@@ -50,7 +50,7 @@ def join(
 
 
 @federation_app.command()
-def run(folder: Folder) -> None:
+def run(folder: FederationArgument) -> None:
     """Train: start the federation's app at the server on this machine, and wait for its end.
 
     After an interruption the same command goes on where it was.

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 federation_app = typer.Typer(help="Federations of sites that keep their data, on Flower.", no_args_is_help=True)
 app.add_typer(federation_app, name="federation")
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The federation's folder.")]
+FederationArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The federation's folder.")]
 
 
 @federation_app.command()
 @with_short_options
 def init(
     *,
-    folder: Folder,
+    folder: FederationArgument,
     method: Annotated[Given, Short("method")],
     sites: Annotated[int | None, typer.Option(min=1, help="How many sites there are; default: 3.")] = None,
     data: Annotated[
@@ -64,7 +64,7 @@ def init(
 
 @federation_app.command()
 def certs(
-    folder: Folder,
+    folder: FederationArgument,
     host: Annotated[
         list[str] | None, typer.Option(metavar="NAME|IP", help="What sites call the server by. Repeatable.")
     ] = None,
@@ -89,7 +89,7 @@ def certs(
 
 @federation_app.command()
 def up(
-    folder: Folder,
+    folder: FederationArgument,
     local: Annotated[bool, typer.Option("--local", help="All of it on this machine, over the loopback.")] = False,
     insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and without the sites' keys.")] = False,
     plain: Annotated[

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fednh.core.progress import Watcher
     from fednh.storage.run_folder import RunFolder
 
-    Engine = Callable[[Config, Federation, RunFolder, Watcher, threading.Event], None]
+    Backend = Callable[[Config, Federation, RunFolder, Watcher, threading.Event], None]
 
 
 @app.command()
@@ -73,12 +73,12 @@ def _execute(config: Config, out: Path, track: list[str], quiet: bool, backend: 
 
     console = console_for_people(stderr=quiet)  # with --quiet, standard output has the folder and nothing else
     check_trackers(track)
-    engine = _engine(backend)
+    train = _backend(backend)
     folder = RunFolder(out)
     try:
         with stop_on_signal() as stop, folder.opened(config, backend) as unfinished:
             if unfinished:
-                _train(config, folder, engine, track, console, quiet, stop)
+                _train(config, folder, train, track, console, quiet, stop)
             else:
                 console.print(f"{out} is finished already", highlight=False, soft_wrap=True)
     except Interrupted:
@@ -99,7 +99,7 @@ def _execute(config: Config, out: Path, track: list[str], quiet: bool, backend: 
 def _train(
     config: Config,
     folder: RunFolder,
-    engine: Engine,
+    train: Backend,
     track: list[str],
     console: Console,
     quiet: bool,
@@ -115,10 +115,10 @@ def _train(
     with watcher(console, config.rounds, name, quiet) as screen, Tracking(screen, track, folder, config) as watching:
         for note in federation.dataset.notes:
             watching.note(note)
-        engine(config, federation, folder, watching, stop)
+        train(config, federation, folder, watching, stop)
 
 
-def _engine(backend: str) -> Engine:
+def _backend(backend: str) -> Backend:
     """What trains: this process, or Flower's simulation engine."""
     if backend == "flower":
         from fednh.flower import backend as flower

@@ -1,6 +1,6 @@
 """One client's part of a run, as functions of what it was sent, what it kept, and its own data.
 
-Every engine calls these same functions, so it cannot matter to a method where a client lives.
+Every executor calls these same functions, so it cannot matter to a method where a client lives.
 """
 
 from __future__ import annotations

@@ -30,11 +30,11 @@ MEAN, STD = 0.5, 0.25
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
 _UPRIGHT, _LYING = 0x0112, (5, 6, 7, 8)  # the EXIF tag of the orientation, and its values that swap the sides
 
-Source = Path | bytes
+ImageFile = Path | bytes
 A = TypeVar("A")
 
 
-def decode(source: Source, size: tuple[int, int], channels: int) -> NDArray[np.uint8]:  # (H, W, C)
+def decode(source: ImageFile, size: tuple[int, int], channels: int) -> NDArray[np.uint8]:  # (H, W, C)
     """One image, upright, as a whole resized to (height, width); raises what PIL raises."""
     with Image.open(_opened(source)) as image:
         # Decoded in full: Image.draft would be faster for large JPEG, but gives other pixels than the decoded image.
@@ -62,7 +62,7 @@ def _mode(channels: int) -> str:
 
 
 def decode_all(
-    sources: Sequence[Source], names: Sequence[str], size: tuple[int, int] | None, where: str
+    sources: Sequence[ImageFile], names: Sequence[str], size: tuple[int, int] | None, where: str
 ) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
     """All images as (N, H, W, C), grey only if all are, and what was decided, in words; broken ones are named."""
     seen = _each(_look, sources, names, "looking at", where)
@@ -82,7 +82,7 @@ def decode_all(
     return out, notes
 
 
-def _look(source: Source) -> tuple[int, int, bool]:
+def _look(source: ImageFile) -> tuple[int, int, bool]:
     """Height and width as it will stand, and whether it is grey."""
     with Image.open(_opened(source)) as image:
         width, height = image.size
@@ -91,18 +91,18 @@ def _look(source: Source) -> tuple[int, int, bool]:
         return height, width, image.mode in GREY
 
 
-def _opened(source: Source) -> Path | io.BytesIO:
+def _opened(source: ImageFile) -> Path | io.BytesIO:
     return io.BytesIO(source) if isinstance(source, bytes) else source
 
 
 def _each(
-    work: Callable[[Source], A], sources: Sequence[Source], names: Sequence[str], verb: str, where: str
+    work: Callable[[ImageFile], A], sources: Sequence[ImageFile], names: Sequence[str], verb: str, where: str
 ) -> list[A]:
     """`work` on every image, in parallel (PIL lets other threads run), with a bar on a terminal."""
     found: list[A] = []
     broken: list[str] = []
 
-    def attempt(source: Source) -> A | Exception:
+    def attempt(source: ImageFile) -> A | Exception:
         try:
             return work(source)
         except _BROKEN as error:

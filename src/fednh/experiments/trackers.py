@@ -34,7 +34,7 @@ class Tracker(Protocol):
     def close(self, finished: bool) -> None: ...
 
 
-def metrics_of(record: dict[str, Any]) -> dict[str, float]:
+def tracked_metrics(record: dict[str, Any]) -> dict[str, float]:
     """A line of metrics.jsonl as numbers: what is not known is left out, and of a list of clients it is the count."""
     found = {}
     for key, value in record.items():
@@ -57,7 +57,7 @@ class TensorBoard:
 
     def log(self, records: Sequence[dict[str, Any]]) -> None:
         for record in records:
-            for key, value in metrics_of(record).items():
+            for key, value in tracked_metrics(record).items():
                 self.writer.add_scalar(key, value, record["round"])
         self.writer.flush()
 
@@ -92,7 +92,7 @@ class MLflow:
 
         now = int(time.time() * 1000)
         for record in records:
-            metrics = [Metric(key, value, now, record["round"]) for key, value in metrics_of(record).items()]
+            metrics = [Metric(key, value, now, record["round"]) for key, value in tracked_metrics(record).items()]
             self.client.log_batch(self.run, metrics=metrics)
 
     def close(self, finished: bool) -> None:
@@ -134,7 +134,7 @@ class WandB:
 
     def log(self, records: Sequence[dict[str, Any]]) -> None:
         for record in records:
-            self.run.log(metrics_of(record), step=record["round"])
+            self.run.log(tracked_metrics(record), step=record["round"])
 
     def close(self, finished: bool) -> None:
         self.run.finish(exit_code=0 if finished else 1)

@@ -33,8 +33,8 @@ from fednh.flower.arrays import to_arrays
 from fednh.flower.audit_events import head_of
 from fednh.flower.bounds import Limit
 from fednh.flower.identity import Identity
-from fednh.flower.mailbox import Letter, Post, Reply
-from fednh.flower.membership import Roster
+from fednh.flower.mailbox import Letter, Mailbox, Reply
+from fednh.flower.membership import Membership
 from fednh.flower.messages import NOTICE, Answer, Number, Order, SiteProblem, Task
 from fednh.flower.parcels import Broken
 from fednh.flower.policy import for_sites
@@ -97,20 +97,20 @@ class Sites:
         self.toml = dump(config if manner.simulated else for_sites(config))
         self.method = config.build_method()
         sign = identity.sign if identity is not None else None
-        self.post = Post(grid, stop, self._stray, manner.pause, sign)
+        self.mailbox = Mailbox(grid, stop, self._stray, manner.pause, sign)
         # Personal states are the sites': what a checkpoint has of them is the round of each.
         self.store = Store(folder.checkpoints / folder.clients.name, 0, {})
         path = None if manner.simulated else folder.audit_file
         self.events = audit.Writer(path, 0 if identity is None else identity.run)
         tell, timeout = self._tell, manner.timeout
-        self.reception = Reception(config, grid, self.post, tell, self.events, self.toml, timeout, identity)
+        self.reception = Reception(config, grid, self.mailbox, tell, self.events, self.toml, timeout, identity)
 
     task: Task
     initial: Tree
 
     @property
-    def roster(self) -> Roster:
-        return self.reception.roster
+    def membership(self) -> Membership:
+        return self.reception.membership
 
     def __enter__(self) -> Sites:
         return self
@@ -122,10 +122,10 @@ class Sites:
     def open(self, books: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> ServerSide:
         """Wait for the sites, and find out what they agree on."""
         if books:
-            self.reception.roster = Roster(books["sites"], records)
+            self.reception.membership = Membership(books["sites"], records)
             self.reception.task = Task.read(books["task"])
             if self.identity is not None:
-                self.identity.keys |= {member.site: member.key for member in self.roster if member.key}
+                self.identity.keys |= {member.site: member.key for member in self.membership if member.key}
         self.task = self.reception.gather(self.manner.enough, aloud=self.deployed)
         check_machine(self.config.device, self.config.precision)
         return self._server_side(self.task)
@@ -166,13 +166,13 @@ class Sites:
         deadline = time.monotonic() + self.manner.timeout
         while True:
             online = set(self.grid.get_node_ids())
-            here = self.roster.present(online)
+            here = self.membership.present(online)
             if len(here) >= self.least or time.monotonic() > deadline:
                 break
             words = f"{len(here) or 'no'} site is there; waiting for {self.least}"
             self.reception.once(f"after round {self.done} {words}")
             self.reception.greet(online)
-            self.post.rest()
+            self.mailbox.rest()
             self.reception.welcome()
         self.reception.greet(online)  # who is new says so while the others work, and takes part from the next one on
         return here
@@ -188,7 +188,7 @@ class Sites:
         return answers
 
     def _order(self, client: int, asked: Exchange, trains: bool, evaluates: bool) -> Order:
-        member = self.roster.members[client]
+        member = self.membership.members[client]
         # The newest whole checkpoint may be the last but one, and one may be damaged.
         since = member.since(asked.done - 3 * self.config.checkpoint.every)
         return Order(
@@ -208,10 +208,10 @@ class Sites:
             sites = {letter.site: letter.kind for letter, _ in letters}
             round_ = asked.done + 1 if asked.train else 0
             self.events("asked", kind="train", round=round_, sites=sites, sent=letters[0][1])
-        sent = self.post.send(letters, keep=2 * self.manner.timeout)
+        sent = self.mailbox.send(letters, keep=2 * self.manner.timeout)
         waiting = {order.client: order for order in orders}
         answers, missing = list[Answer](), dict[int, Missing]()
-        for letter, reply in self.post.replies(sent, self.manner.timeout):
+        for letter, reply in self.mailbox.replies(sent, self.manner.timeout):
             order = waiting.pop(letter.client)
             found = self._read(letter, order, reply)
             if isinstance(found, Answer):
@@ -224,14 +224,14 @@ class Sites:
         return SiteAnswers(self, answers, missing)
 
     def _letter(self, order: Order) -> Letter:
-        trains, roster = bool(order.round), self.roster
+        trains, membership = bool(order.round), self.membership
         return Letter(
-            roster.node(order.client),
+            membership.node(order.client),
             MessageType.TRAIN if trains else MessageType.EVALUATE,
             Limit.of(self.upload_form if trains else None),
             order.client,
             _when(order),
-            roster.site(order.client),
+            membership.site(order.client),
         )
 
     def _beyond(self, asked: Exchange) -> Tree:
@@ -266,7 +266,7 @@ class Sites:
     def commit(self, round_: int, clients: Sequence[int]) -> None:
         self.done = round_
         for client in clients:
-            self.roster.members[client].rounds.append(round_)
+            self.membership.members[client].rounds.append(round_)
 
     def rollback(self) -> None:
         """Nothing to do: the next order says from which round's state a site starts."""
@@ -274,18 +274,18 @@ class Sites:
     # --- books and words ---------------------------------------------------------------------------------------
 
     def books(self) -> dict[str, Any]:
-        return {"sites": self.roster.rows(), "task": self.task.text()}
+        return {"sites": self.membership.rows(), "task": self.task.text()}
 
     def finished(self, rounds: int) -> dict[str, Any]:
         self.events("finished", rounds=rounds)
-        return {"sites": [{"client": m.number, "site": m.site, "rounds": len(m.rounds)} for m in self.roster]}
+        return {"sites": [{"client": m.number, "site": m.site, "rounds": len(m.rounds)} for m in self.membership]}
 
     def name(self, client: int) -> str:
-        return f"site {self.roster.site(client)} (client {client})" if self.deployed else f"client {client}"
+        return f"site {self.membership.site(client)} (client {client})" if self.deployed else f"client {client}"
 
     def note(self, text: str, client: int | None = None, round_: int = 0) -> None:
         """To the log, and to a file of the run folder; who was refused something is in the audit log too."""
-        self._tell(text, **({} if client is None else {"site": self.roster.site(client), "round": round_}))
+        self._tell(text, **({} if client is None else {"site": self.membership.site(client), "round": round_}))
 
     def _tell(self, text: str, **who: Any) -> None:
         self.watcher.note(one_line(text))

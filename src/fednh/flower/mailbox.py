@@ -33,7 +33,7 @@ class Letter:
 Sign = Callable[[Letter, RecordDict], tuple[Letter, RecordDict]]
 
 
-class Post:
+class Mailbox:
     """Sends and polls. `stray` is told of every reply that nobody waits for: to queries, and to letters given up.
 
     With `sign` every letter is signed when it is sent.

@@ -29,7 +29,7 @@ class Member:
         return max((r for r in self.rounds if r <= horizon), default=0)
 
 
-class Roster:
+class Membership:
     """Members by number. Which node speaks for whom is known while the server runs, and asked again when it starts."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = (), records: Iterable[Mapping[str, Any]] = ()):

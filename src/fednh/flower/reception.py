@@ -16,8 +16,8 @@ from fednh.flower.audit_events import head_of
 from fednh.flower.bounds import GREETING
 from fednh.flower.identity import Identity
 from fednh.flower.keys import fingerprint, fingerprint_of_pem
-from fednh.flower.mailbox import Letter, Post, Reply
-from fednh.flower.membership import Roster, agree, disagreement, number_problem
+from fednh.flower.mailbox import Letter, Mailbox, Reply
+from fednh.flower.membership import Membership, agree, disagreement, number_problem
 from fednh.flower.messages import NOTICE, Hello, Task
 from fednh.flower.parcels import Broken
 from fednh.flower.replies import content_of, why
@@ -33,17 +33,17 @@ class Reception:
         self,
         config: Config,
         grid: Grid,
-        post: Post,
+        mailbox: Mailbox,
         tell: Callable[..., None],  # a sentence, and for the audit log whom it concerns
         events: audit.Writer,
         toml: str,
         timeout: float,
         identity: Identity | None,
     ):
-        self.config, self.grid, self.post, self.tell, self.identity = config, grid, post, tell, identity
+        self.config, self.grid, self.mailbox, self.tell, self.identity = config, grid, mailbox, tell, identity
         self.events = events
         self.question, self.timeout = messages.question(toml), timeout
-        self.roster = Roster()
+        self.membership = Membership()
         self.task: Task | None = None
         self._arrivals: list[tuple[int, Hello]] = []
         self._told: set[str] = set()
@@ -59,7 +59,7 @@ class Reception:
         told, last = 0.0, ""
         while True:
             self.greet(set(self.grid.get_node_ids()))
-            self.post.rest()
+            self.mailbox.rest()
             here = {hello.site for _, hello in self._arrivals}
             if len(here) >= enough and (task := self._agreed(enough)):
                 self.task = task
@@ -91,13 +91,13 @@ class Reception:
 
     def greet(self, online: set[int]) -> None:
         """Ask nodes that nobody knows who they are."""
-        met = self.post.asked() | {node for node, _ in self._arrivals}
+        met = self.mailbox.asked() | {node for node, _ in self._arrivals}
         met |= {node for node, then in self._again.items() if then > time.monotonic()}
-        strangers = [node for node in sorted(online - met) if not self.roster.knows(node)]
+        strangers = [node for node in sorted(online - met) if not self.membership.knows(node)]
         if strangers:
             self.events("asked", kind="query", nodes=strangers, sent=self.question)
         letters = [(Letter(node, MessageType.QUERY, GREETING), self.question) for node in strangers]
-        self.post.send(letters, self.timeout)
+        self.mailbox.send(letters, self.timeout)
 
     def welcome(self) -> None:
         """Admit those who said who they are, if their data fits."""
@@ -109,10 +109,10 @@ class Reception:
             else:
                 fitting.append((node, hello))
         self._arrivals = []
-        for words in self.roster.admit(fitting):
+        for words in self.membership.admit(fitting):
             self.tell(words)
         for node, hello in fitting:
-            if self.roster.knows(node):
+            if self.membership.knows(node):
                 facts = {"site": hello.site, "node": node, "key": fingerprint(hello.key)}
                 self.events("joined", **facts, head=hello.audit)
 
@@ -128,7 +128,7 @@ class Reception:
         if self.identity is not None and (problem := self.identity.claim(hello.site, hello.key)):
             if problem not in self._told:
                 spokesmen = [node for node, other in self._arrivals if other.site == hello.site]
-                self._notify({letter.node, *spokesmen, *self.roster.nodes(hello.site)}, problem)
+                self._notify({letter.node, *spokesmen, *self.membership.nodes(hello.site)}, problem)
             self.once(problem, site=hello.site, node=letter.node, key=fingerprint(hello.key))
             return
         self._arrivals.append((letter.node, hello))
@@ -161,4 +161,4 @@ class Reception:
     def _notify(self, nodes: set[int], words: str) -> None:
         """Tell sites something for their own logs."""
         text = messages.notice(words)
-        self.post.send([(Letter(node, NOTICE, GREETING), text) for node in sorted(nodes)], self.timeout)
+        self.mailbox.send([(Letter(node, NOTICE, GREETING), text) for node in sorted(nodes)], self.timeout)

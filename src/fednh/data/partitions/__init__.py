@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from typing import Any, get_type_hints
 
 from fednh.data.partitions.base import Drawn, Indices, Partition, class_table
-from fednh.data.partitions.classes import Classes
+from fednh.data.partitions.classes import ClassesPerClient
 from fednh.data.partitions.dirichlet import Dirichlet
 from fednh.data.partitions.iid import Iid
 from fednh.data.partitions.quantity import Quantity
@@ -17,7 +17,7 @@ from fednh.data.partitions.shards import Shards
 from fednh.data.partitions.site import BySite
 
 PARTITIONS: dict[str, type[Partition]] = {
-    kind.name: kind for kind in (Dirichlet, Iid, Classes, Shards, Quantity, BySite)
+    kind.name: kind for kind in (Dirichlet, Iid, ClassesPerClient, Shards, Quantity, BySite)
 }
 
 

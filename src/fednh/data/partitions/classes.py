@@ -11,7 +11,7 @@ from fednh.errors import UserError
 
 
 @dataclass(frozen=True)
-class Classes(Drawn):
+class ClassesPerClient(Drawn):
     name = "classes"
     help = "the same number of classes for every client (classes_per_client)"
     shown = ("classes_per_client",)

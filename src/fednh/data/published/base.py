@@ -22,7 +22,7 @@ class RemoteFile:
 
 
 @dataclass(frozen=True)
-class Place:
+class DataPath:
     """One path at which a set may lie, and how to read it there."""
 
     path: Path
@@ -41,11 +41,13 @@ class Published:
     std: tuple[float, ...]
     classes: tuple[str, ...] | None  # None: the files name them
     accepts: str  # the accepted files, for people
-    places: Callable[[Path], list[Place]]  # in a data folder, in the order in which they are looked at after NAME.npz
+    places: Callable[
+        [Path], list[DataPath]
+    ]  # in a data folder, in the order in which they are looked at after NAME.npz
     files: tuple[RemoteFile, ...]  # what a download brings
     augment: str = "none"  # what the literature does to training images
 
-    def find(self, folder: Path) -> Place | None:
+    def find(self, folder: Path) -> DataPath | None:
         """Where the set lies, in the data folder or in a place that all users share."""
         try:
             if folder.exists() and not folder.is_dir():
@@ -55,9 +57,9 @@ class Published:
             words = f"the data folder {folder} cannot be read ({error.strerror}); check its permissions"
             raise UserError(words) from error
 
-    def all_places(self, folder: Path) -> list[Place]:
+    def all_places(self, folder: Path) -> list[DataPath]:
         single = folder / f"{self.name}.npz"
-        return [Place(single, partial(npz.read, single), single.is_file), *self.places(folder)]
+        return [DataPath(single, partial(npz.read, single), single.is_file), *self.places(folder)]
 
     def load(self, folder: Path) -> Dataset:
         """The set, from wherever it lies."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays
 from fednh.data.published import pickles
-from fednh.data.published.base import Place, RemoteFile
+from fednh.data.published.base import DataPath, RemoteFile
 from fednh.errors import UserError
 
 PIXELS = 3 * 32 * 32  # an image is a row: all red, then all green, then all blue values
@@ -63,16 +63,16 @@ HOSTS = ("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/
 Part = tuple[NDArray[np.uint8], NDArray[np.int64]]  # images (N, 32, 32, 3) and labels (N,)
 
 
-def places(classes: int) -> Callable[[Path], list[Place]]:
+def places(classes: int) -> Callable[[Path], list[DataPath]]:
     """Where the set with so many classes may lie."""
 
-    def in_folder(folder: Path) -> list[Place]:
+    def in_folder(folder: Path) -> list[DataPath]:
         found = []
         for layout in LAYOUTS:
             if layout.classes == classes:
                 archive, unpacked = folder / layout.archive, folder / layout.folder
-                found.append(Place(archive, partial(read, archive, layout), archive.is_file))
-                found.append(Place(unpacked, partial(read, unpacked, layout), unpacked.is_dir))
+                found.append(DataPath(archive, partial(read, archive, layout), archive.is_file))
+                found.append(DataPath(unpacked, partial(read, unpacked, layout), unpacked.is_dir))
         return found
 
     return in_folder

@@ -17,7 +17,7 @@ from fednh.errors import UserError, did_you_mean
 from fednh.storage.files import keep, sha256
 
 CHUNK = 1 << 18
-Progress = Callable[[int, int | None], None]  # bytes done, bytes in all (None: the server does not say)
+DownloadProgress = Callable[[int, int | None], None]  # bytes done, bytes in all (None: the server does not say)
 
 
 class _Broken(Exception):
@@ -27,7 +27,7 @@ class _Broken(Exception):
 def get(
     name: str,
     folder: Path,
-    progress: Progress | None = None,
+    progress: DownloadProgress | None = None,
     *,
     files: Sequence[RemoteFile] | None = None,
     timeout: float = 30.0,
@@ -73,7 +73,11 @@ def _already_there(path: Path, expected: str) -> bool:
 
 
 def _fetch(
-    file: RemoteFile, folder: Path, progress: Progress | None, timeout: float, still_missing: Sequence[RemoteFile]
+    file: RemoteFile,
+    folder: Path,
+    progress: DownloadProgress | None,
+    timeout: float,
+    still_missing: Sequence[RemoteFile],
 ) -> None:
     target = folder / file.name
     part = target.with_name(f"{target.name}.part")
@@ -96,7 +100,7 @@ def _fetch(
     raise UserError(_by_hand(failures, part, folder, still_missing))
 
 
-def _transfer(address: str, part: Path, progress: Progress | None, timeout: float) -> None:
+def _transfer(address: str, part: Path, progress: DownloadProgress | None, timeout: float) -> None:
     """Brings `part` to its full length, from where it stands. Raises _Broken when the network is at fault."""
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(address, headers={"User-Agent": "fednh"})
@@ -126,7 +130,9 @@ def _transfer(address: str, part: Path, progress: Progress | None, timeout: floa
         raise _Broken(f"the connection ended after {done} of {total} bytes")
 
 
-def _copy(response: HTTPResponse, out: BinaryIO, done: int, total: int | None, progress: Progress | None) -> int:
+def _copy(
+    response: HTTPResponse, out: BinaryIO, done: int, total: int | None, progress: DownloadProgress | None
+) -> int:
     while True:
         if progress:
             progress(done, total)

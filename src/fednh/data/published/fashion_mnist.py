@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from fednh.data.published import idx
-from fednh.data.published.base import Place, Published
+from fednh.data.published.base import DataPath, Published
 
 DEBIAN_ROOT = Path("/usr/share/datasets")  # where Debian's dataset-* packages put their files
 
 
-def _places(folder: Path) -> list[Place]:
+def _places(folder: Path) -> list[DataPath]:
     inside = [folder / name for name in ("fashion_mnist", "fashion-mnist", "FashionMNIST/raw")]
     return idx.places([*inside, DEBIAN_ROOT / "fashion-mnist"])
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays
-from fednh.data.published.base import Place, RemoteFile
+from fednh.data.published.base import DataPath, RemoteFile
 from fednh.errors import UserError
 
 UNSIGNED_BYTE = 8
@@ -33,9 +33,9 @@ FILES = (
 )
 
 
-def places(folders: Sequence[Path], classes: int = 10) -> list[Place]:
+def places(folders: Sequence[Path], classes: int = 10) -> list[DataPath]:
     """The four files in one of these folders."""
-    return [Place(path, partial(read, path, classes), partial(present, path)) for path in folders]
+    return [DataPath(path, partial(read, path, classes), partial(present, path)) for path in folders]
 
 
 def remote(folder: str, hosts: tuple[str, ...], sums: tuple[str, str, str, str]) -> tuple[RemoteFile, ...]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from fednh.data.published import idx
-from fednh.data.published.base import Place, Published
+from fednh.data.published.base import DataPath, Published
 
 
-def _places(folder: Path) -> list[Place]:
+def _places(folder: Path) -> list[DataPath]:
     return idx.places([folder / "mnist", folder / "MNIST" / "raw", folder])
 
 

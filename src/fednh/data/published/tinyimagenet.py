@@ -24,7 +24,7 @@ from PIL import Image
 
 from fednh.data.dataset import Arrays
 from fednh.data.images import fitted
-from fednh.data.published.base import Place, Published, RemoteFile
+from fednh.data.published.base import DataPath, Published, RemoteFile
 from fednh.errors import UserError
 from fednh.storage import cache
 
@@ -216,11 +216,11 @@ def _kept(path: Path, single: Path) -> Arrays:
     return arrays
 
 
-def _places(folder: Path) -> list[Place]:
+def _places(folder: Path) -> list[DataPath]:
     single, unpacked, archive = (folder / name for name in ("tinyimagenet.npz", FOLDER, f"{FOLDER}.zip"))
     return [
-        Place(unpacked, partial(_kept, unpacked, single), unpacked.is_dir),
-        Place(archive, partial(_kept, archive, single), archive.is_file),
+        DataPath(unpacked, partial(_kept, unpacked, single), unpacked.is_dir),
+        DataPath(archive, partial(_kept, archive, single), archive.is_file),
     ]
 
 
