@@ -61,13 +61,12 @@ NEEDS = {
 REFUSED_ONLY = {  # they need a federation that runs, or a run to go on with: tried where the extra is absent
     "flower": [
         "federation up fed --local",
-        "federation audit fed",
         "federation serve fed",
         "federation run fed",
         "federation join fed/sites/site-0 --server 127.0.0.1:1",
         "federation approve fed/sites/site-0 0",
     ],
-    "tables": ["inspect --data parquet:table.parquet", "predict runs/first table.csv"],
+    "tables": ["inspect --data parquet:table.parquet"],
     "tensorboard": ["resume runs/first --track tensorboard"],
     "mlflow": ["resume runs/first --track mlflow"],
     "wandb": ["resume runs/first --track wandb"],
