@@ -105,7 +105,7 @@ def test_a_missing_extra_and_an_unknown_backend_are_told(tmp_path: Path, monkeyp
     ended = fednh(["run", "--backend", "flour", "--out", str(tmp_path / "x")], tmp_path / "a")
     assert ended.code == 2
     assert ended.stderr == "fednh: --backend 'flour' is not known; did you mean 'flower'?\n"
-    monkeypatch.setattr("fednh.flower.backend.find_spec", lambda name: None)
+    monkeypatch.setattr("fednh.extras.find_spec", lambda name: None)
     ended = fednh(["run", "--backend", "flower", "--out", str(tmp_path / "x")], tmp_path / "b")
     assert ended.code == 2
     assert ended.stderr == "fednh: --backend flower needs the extra `flower`: pip install 'fednh[flower]'\n"
