@@ -93,10 +93,18 @@ PREPARE = {  # what the commands are about, made in the folder where they run
 }
 
 
-USED = """
-    import fednh, numpy
-    (label,) = fednh.load_model("runs/first").predict(numpy.zeros((1, 8, 8, 1), numpy.uint8))
-"""
+PROGRAMS = {  # what a stranger does in Python, after the commands
+    "base": """
+        import fednh, numpy
+        (label,) = fednh.load_model("runs/first").predict(numpy.zeros((1, 8, 8, 1), numpy.uint8))
+    """,
+    "report": """
+        import json, matplotlib
+        matplotlib.use("agg")
+        cells = json.load(open("notebooks/ten-minutes.ipynb"))["cells"]
+        exec("\\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"))
+    """,
+}
 
 
 @dataclass
@@ -235,6 +243,12 @@ def works(report: Report, place: Place, command: str) -> None:
     report.check(ended.returncode == 0, f"{place.name}: fednh {command} ({took})", ended.stderr[-800:])
 
 
+def program_works(report: Report, place: Place) -> None:
+    if place.name in PROGRAMS:
+        ended = place.execute(PROGRAMS[place.name])
+        report.check(ended.returncode == 0, f"{place.name}: its program in Python", ended.stderr[-800:])
+
+
 def lacking(place: Place) -> list[str]:
     """The extras that are not there: one may bring the packages of another."""
     told = place.run(str(place.python), "-c", "from fednh import extras as e; print(*filter(e.installed, e.MODULES))")
@@ -256,9 +270,9 @@ def base(report: Report, place: Place, wheel: Path, version: str) -> None:
             refused(report, place, command, extra)
         else:
             works(report, place, command)
-    used = place.execute(USED)
-    report.check(used.returncode == 0, "base: a model in Python", used.stderr[-500:])
+    program_works(report, place)
     works(report, place, "federation init fed --sites 2")
+    works(report, place, "notebooks notebooks")
     there = lacking(place)
     report.check(there == EXTRAS, "base: no extra is there", f"lacking: {there}")
     for extra in EXTRAS:
@@ -279,6 +293,7 @@ def with_extra(report: Report, place: Place, wheel: Path, below: Place, extra: s
     report.check(extra not in there, f"{extra}: it is there")
     for command in NEEDS[extra]:
         works(report, place, command)
+    program_works(report, place)
     for other in there:
         refused(report, place, NEEDS[other][0], other)
 
