@@ -12,7 +12,7 @@ import torch
 
 from conftest import CLIENTS, DISTINCT, identical, tiny_dataset
 from fednh.config import build_method
-from fednh.core import client, evaluate
+from fednh.core import checks, client, evaluate
 from fednh.core.fit import Sgd
 from fednh.core.seeding import torch_rng
 from fednh.core.tree import Tree, Uploads, arranged
@@ -59,7 +59,7 @@ def one_round(name: str, net: Net, device: str, folder: Path) -> tuple[Tree, lis
     train, test = samples_of(data, "train", device=device), samples_of(data, "test", device=device)
     sgd = Sgd(lr=0.1, epochs=2, batch_size=4)
     server = {n: v.to(device) for n, v in arranged(method.init(net, torch_rng(0, "init"))).items()}
-    client.declared_upload(method, net, server)
+    checks.declared_upload(method, net, server)
     down, kept = method.broadcast(server), method.enroll(server)
     everyone = [ClientData(train, part, 0, 1, k) for k, part in enumerate(CLIENTS)]
     updates = [client.update(method, net, kept, down, d, sgd, gradient_norm=True) for d in everyone]

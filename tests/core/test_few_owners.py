@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fednh.core import client
+from fednh.core import checks
 from fednh.core.aggregate import rule
 from fednh.core.tree import Tree, Uploads
 from fednh.methods import METHODS, Method
@@ -35,7 +35,7 @@ def test_these_are_the_methods_that_upload_by_class() -> None:
 
 
 def uploads(method: Method, server: Tree, net: Net, owners: int) -> list[Tree]:
-    form = client.declared_upload(method, net, server)
+    form = checks.declared_upload(method, net, server)
     made = []
     for k in range(CLIENTS):
         tree = {name: server.get(name, torch.zeros(shape)).clone() for name, (shape, _) in form.items()}
@@ -162,7 +162,7 @@ def test_scaffold_counts_every_newcomer(name: str, net: Net) -> None:
     """Seven of ten are new. Marks are 0 or 1: trimmed, all or none would be."""
     method = METHODS["scaffold"]()
     server = method.init(net, torch.Generator().manual_seed(0))
-    form = client.declared_upload(method, net, server)
+    form = checks.declared_upload(method, net, server)
     made = [{n: server.get(n, torch.zeros(shape)).clone() for n, (shape, _) in form.items()} for _ in range(CLIENTS)]
     for k, tree in enumerate(made):
         tree["newcomers"] = torch.tensor(float(k < 7))

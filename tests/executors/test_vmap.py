@@ -13,7 +13,7 @@ from test_rounds import run_config, timeless
 
 from conftest import identical
 from fednh.config import load
-from fednh.core import client
+from fednh.core import checks, client
 from fednh.core.federation import Federation, build_federation
 from fednh.core.fit import Fit, Sgd
 from fednh.core.seeding import torch_rng
@@ -77,8 +77,8 @@ def largest_difference(one_by_one: list[client.Update], together: list[client.Up
 def test_a_block_gives_what_the_loop_gives(name: str, samples: Samples) -> None:
     one_by_one, together = both(name, samples)
     for a, b in zip(one_by_one, together, strict=True):
-        assert client.form_of(a.keep) == client.form_of(b.keep)
-        assert client.form_of(a.upload) == client.form_of(b.upload)
+        assert checks.form_of(a.keep) == checks.form_of(b.keep)
+        assert checks.form_of(a.upload) == checks.form_of(b.upload)
         assert a.samples == b.samples
         assert a.loss_sum == pytest.approx(b.loss_sum, rel=1e-4)
     assert largest_difference(one_by_one, together) < 2e-5

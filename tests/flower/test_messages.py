@@ -12,7 +12,7 @@ from test_parity import small
 from wire import Wire, deployed, federate, serve, server_identity
 
 from fednh.config import load
-from fednh.core.client import declared_upload
+from fednh.core.checks import declared_upload
 from fednh.core.federation import build_federation, initial_state
 from fednh.flower.messages import FORMAT, to_arrays, to_tree
 from fednh.methods import METHODS
@@ -146,3 +146,16 @@ def test_trees_travel_as_they_are() -> None:
     identical(dict(sorted(tree.items())), back)
     assert back["conv"].is_contiguous(memory_format=torch.channels_last)
     assert to_tree(ArrayRecord()) == {}
+
+
+def test_nothing_else_leaves(tmp_path: Path) -> None:
+    """The last thing before a reply is sent: a record that no page names stays here."""
+    from flwr.app import RecordDict
+
+    from fednh.errors import Refused
+    from fednh.flower.leaving import leave
+
+    harmless = RecordDict({"said": ConfigRecord({"format": FORMAT})})
+    assert set(leave(harmless, None, None)) == {"said"}
+    with pytest.raises(Refused, match="a reply would hold 'samples', which is not among what leaves a site"):
+        leave(RecordDict({**harmless, "samples": MetricRecord({"x": 1.0})}), None, None)

@@ -209,7 +209,7 @@ class Config(Section):
 
     def upload_bound(self, deployed: bool) -> float:
         """How much longer than usual an upload may be; 0: as long as it likes, which is the rule in a simulation."""
-        usual = outliers.USUAL if deployed else 0.0
+        usual = outliers.DEFAULT_BOUND if deployed else 0.0
         return usual if self.bound is None else self.bound
 
     def build_method(self) -> Method:

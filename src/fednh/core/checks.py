@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from fednh.core.client import Form, form_of
-from fednh.core.tree import Tree
+from fednh.core.client import Report
+from fednh.core.losses import Loss
+from fednh.core.tree import Tree, finite
+from fednh.data.batches import ClientData, blank_samples
 from fednh.errors import RunError
 from fednh.methods.base import Method
+from fednh.models.net import Net
 from fednh.words import one_line
+
+Form = dict[str, tuple[tuple[int, ...], torch.dtype]]  # what a Tree looks like: name -> shape and type
+
+
+def form_of(tree: Tree) -> Form:
+    return {name: (tuple(value.shape), value.dtype) for name, value in tree.items()}
+
+
+def declared_upload(method: Method, net: Net, initial: Tree) -> Form:
+    """What an upload of this method looks like, found by a round without training on one blank sample a class."""
+    samples = blank_samples(net.shape, net.num_classes, next(iter(initial.values())).device)
+    data = ClientData(samples, np.arange(len(samples)))
+    kept, received = method.enroll(initial), method.broadcast(initial)
+    return form_of(method.client_update(net, kept, received, data, _Still())[1])
+
+
+class _Still:
+    """`fit` that trains nothing."""
+
+    def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
+        return params
+
+    def reach(self, epochs: int | None = None) -> float:
+        return 1.0
 
 
 def check_picks(picked: Sequence[int], here: Sequence[int], round_: int) -> None:
@@ -36,6 +65,16 @@ def form_problem(form: Form, declared: Form) -> str | None:
         if form[name] != declared[name]:
             return f"{name} is {form[name][0]} {form[name][1]}, not {declared[name][0]} {declared[name][1]}"
     return None
+
+
+def not_finite(report: Report) -> str | None:
+    """What of a client's report is not finite, in words, or None: such a report is refused as a whole.
+
+    A state that is not finite would spoil all of the client's later rounds.
+    """
+    if not (math.isfinite(report.loss_sum or 0.0) and finite(report.upload)):
+        return "the upload"
+    return None if report.kept_finite else "the personal state"
 
 
 def check_upload(method: Method, upload: Tree, declared: Form, client: int, round_: int) -> None:

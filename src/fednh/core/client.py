@@ -1,16 +1,15 @@
 """One client's part of a run, as functions of what it was sent, what it kept, and its own data.
 
-Every executor calls these same functions, so it cannot matter to a method where a client lives.
+The pool's loop and real sites call these functions, and executors/vmap.py maps the same hooks over a block of clients:
+it cannot matter to a method where a client lives.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from fednh.core import evaluate
@@ -18,10 +17,9 @@ from fednh.core.diagnostics import GradientNorm
 from fednh.core.evaluate import Personal
 from fednh.core.fit import LocalFit, Sgd
 from fednh.core.local_norm import LocalNorm, without_norm
-from fednh.core.losses import Loss
 from fednh.core.meter import unhurried
 from fednh.core.tree import Tree, arranged, finite
-from fednh.data.batches import ClientData, Samples, blank_samples
+from fednh.data.batches import ClientData, Samples
 from fednh.methods.base import Method
 from fednh.models.net import Net
 
@@ -35,16 +33,6 @@ class Report:
     loss_sum: float | None  # their summed loss; None: the client does not say
     gradient_norm: float | None = None  # squared, of the body at the received model, where it was asked for
     kept_finite: bool = True  # whether what the client keeps is finite
-
-    @property
-    def not_finite(self) -> str | None:
-        """What of it is not finite, in words, or None: such a report is refused as a whole.
-
-        A state that is not finite would spoil all of the client's later rounds.
-        """
-        if not (math.isfinite(self.loss_sum or 0.0) and finite(self.upload)):
-            return "the upload"
-        return None if self.kept_finite else "the personal state"
 
 
 @dataclass(frozen=True)
@@ -72,31 +60,6 @@ def update(
         fit = LocalFit(data, sgd, norm.undisturbed(probe))
         keep, upload = method.client_update(net, without_norm(kept), received, data, norm.fit(fit))
     return Update({**keep, **norm.kept()}, upload, fit.samples, fit.loss_sum, probe.value if probe else None)
-
-
-Form = dict[str, tuple[tuple[int, ...], torch.dtype]]  # what a Tree looks like: name -> shape and type
-
-
-def form_of(tree: Tree) -> Form:
-    return {name: (tuple(value.shape), value.dtype) for name, value in tree.items()}
-
-
-def declared_upload(method: Method, net: Net, initial: Tree) -> Form:
-    """What an upload of this method looks like, found by a round without training on one blank sample a class."""
-    samples = blank_samples(net.shape, net.num_classes, next(iter(initial.values())).device)
-    data = ClientData(samples, np.arange(len(samples)))
-    kept, received = method.enroll(initial), method.broadcast(initial)
-    return form_of(method.client_update(net, kept, received, data, _Still())[1])
-
-
-class _Still:
-    """`fit` that trains nothing."""
-
-    def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
-        return params
-
-    def reach(self, epochs: int | None = None) -> float:
-        return 1.0
 
 
 def personal_model(

@@ -1,6 +1,6 @@
 """What the round loop asks of an executor, and what comes back: the only thing that the two know of each other.
 
-A round is one exchange: "these clients evaluate what the last round left, these train the next, this travels down".
+One exchange says: "these clients evaluate what the last round left, these train the next, this travels down".
 Answers come back in an order that does not depend on who was fast. Where clients live, and where what they keep lies
 between their rounds, is the executor's business: executors/pool.py has threads, flower/executor.py has real sites.
 """

@@ -22,7 +22,7 @@ from fednh.core.tree import Tree
 
 # The bound in a deployment, unless the config says otherwise. Honest sites with 13 and 433 samples were seen to differ
 # from what is usual by up to 13 times.
-USUAL = 100.0
+DEFAULT_BOUND = 100.0
 MEMORY = 5  # rounds of a client's past that count
 
 Lengths = dict[str, float]  # by part of an upload; "step" is the part that the server holds

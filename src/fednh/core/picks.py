@@ -25,7 +25,7 @@ def dropped_clients(config: Config, round_: int, picked: list[int]) -> list[int]
 
 
 def sampled_clients(config: Config, number: str | int, members: list[int], round_: int) -> list[int]:
-    """Sample `number` of the members, or return "all": whose personal models are evaluated."""
+    """Whose personal models are evaluated: a sample of `number` members, or all of them for "all"."""
     if number == "all" or int(number) >= len(members):
         return members
     return sorted(numpy_rng(config.seed, "eval", round_).choice(members, int(number), replace=False).tolist())

@@ -80,9 +80,9 @@ class Rounds:
         self.total = None if self.test is None else evaluate.total_per_class(self.test)  # (C,)
         with failures.named(self.method, "the first try on blank samples failed, before any round"):
             initial = initial_state(self.method, self.net, self.config.seed, self.config.device)
-            self.upload_form = clients.declared_upload(self.method, self.net, initial)
+            self.upload_form = checks.declared_upload(self.method, self.net, initial)
             self.executor.begin(initial)
-        self.form = clients.form_of(initial)
+        self.form = checks.form_of(initial)
         self.server = initial if saved is None else saved.server
         self.members = {client for record in self.progress.records for client in record["clients"]}
         self._begin_folder(resumed=saved is not None)
@@ -117,7 +117,7 @@ class Rounds:
         except (Interrupted, RunError):
             self.executor.rollback()
             if self.config.checkpoint.every:
-                self.checkpoints.save(self.progress.round, self.server, *self._books())
+                self.checkpoints.save(self.progress.round, self.server, *self._to_save())
             raise
 
     def _at(self) -> int:
@@ -173,7 +173,7 @@ class Rounds:
         first = list(islice(uploads, self.executor.least))
         try:
             if len(first) < self.executor.least:
-                self._stop_if_mostly_refused(happened)
+                self._check_refusals(happened)
                 self._give_up(happened, f"{len(first)} uploads can be used")
             else:
                 self._aggregate(happened, chain(first, uploads))
@@ -190,7 +190,7 @@ class Rounds:
             server = self.method.aggregate(self.server, Uploads(uploads, rule))
         for _ in uploads:  # an aggregate that did not read them all still lets every client do its part
             pass
-        self._stop_if_mostly_refused(happened)
+        self._check_refusals(happened)
         checks.check_server(self.method, server, self.form, happened.round)
         if self.executor.deployed and self.upload_form and _equal(server, self.server):
             happened.lost = "the uploads change nothing"
@@ -198,19 +198,10 @@ class Rounds:
         self.server = server
 
     def _uploads(self, outcomes: Iterator[Outcome], happened: Round) -> Iterator[Tree]:
-        """The uploads that can be used, one by one as they come; all others are told and counted."""
+        """The uploads that can be used, one by one as they come."""
         started, bound = time.perf_counter(), self.config.upload_bound(deployed=self.executor.deployed)
-        if bound:
-            outcomes = self._bounded(list(outcomes), bound, happened)
-        for client, report in outcomes:
-            if isinstance(report, Missing):
-                self._missing(client, report, happened)
-                continue
-            happened.processed += report.samples or 0
-            if what := report.not_finite:
-                self._refuse(client, happened, f"{what} of {self.executor.name(client)} is not finite and was refused")
-                continue
-            checks.check_upload(self.method, report.upload, self.upload_form, client, happened.round)
+        reports = self._checked(outcomes, happened)
+        for client, report in self._bounded(list(reports), bound, happened) if bound else reports:
             happened.clients.append(client)
             happened.bytes_up += size(report.upload)
             if report.samples is not None and report.loss_sum is not None:
@@ -221,20 +212,33 @@ class Rounds:
             yield report.upload
         self.progress.client_seconds += time.perf_counter() - started
 
-    def _bounded(self, outcomes: list[Outcome], bound: float, happened: Round) -> Iterator[Outcome]:
-        """Leave out uploads far longer than others, or than the client's own before; it needs to see them all."""
-        whole = {k: r.upload for k, r in outcomes if isinstance(r, Report) and not r.not_finite}
-        lengths = {client: outliers.lengths(upload, self.server) for client, upload in whole.items()}
-        self.progress.usual = outliers.usual(lengths, self.progress.usual)
-        past = {client: self.progress.lengths.get(str(client), []) for client in whole}
-        found = outliers.problems(lengths, past, self.progress.usual, bound)
+    def _checked(self, outcomes: Iterator[Outcome], happened: Round) -> Iterator[tuple[int, Report]]:
+        """The reports that are finite and have the declared form; the others are reported and counted."""
         for client, report in outcomes:
-            problem = self.method.upload_problem(whole[client]) or found.get(client) if client in whole else None
-            if problem:
+            if isinstance(report, Missing):
+                self._missing(client, report, happened)
+                continue
+            happened.processed += report.samples or 0
+            if what := checks.not_finite(report):
+                self._refuse(client, happened, f"{what} of {self.executor.name(client)} is not finite and was refused")
+                continue
+            checks.check_upload(self.method, report.upload, self.upload_form, client, happened.round)
+            yield client, report
+
+    def _bounded(
+        self, reports: list[tuple[int, Report]], bound: float, happened: Round
+    ) -> Iterator[tuple[int, Report]]:
+        """Leave out uploads far longer than others, or than the client's own before; it needs to see them all."""
+        lengths = {client: outliers.lengths(report.upload, self.server) for client, report in reports}
+        self.progress.usual = outliers.usual(lengths, self.progress.usual)
+        past = {client: self.progress.lengths.get(str(client), []) for client in lengths}
+        found = outliers.problems(lengths, past, self.progress.usual, bound)
+        for client, report in reports:
+            if problem := self.method.upload_problem(report.upload) or found.get(client):
                 self._refuse(client, happened, f"the upload of {self.executor.name(client)} was refused: {problem}")
-            else:
-                happened.lengths |= {client: lengths[client]} if client in lengths else {}
-                yield client, report
+                continue
+            happened.lengths[client] = lengths[client]
+            yield client, report
 
     def _refuse(self, client: int, happened: Round, words: str) -> None:
         happened.refused.append(client)
@@ -249,12 +253,13 @@ class Rounds:
         more = "" if report.why == "refused" else "; going on without it"
         self.executor.note(report.words + more, client, happened.round)
 
-    def _stop_if_mostly_refused(self, happened: Round) -> None:
+    def _check_refusals(self, happened: Round) -> None:
+        """A round most of whose uploads are refused is not to be trusted: raise, which ends a simulation."""
         reported = len(happened.clients) + len(happened.refused)
         if 2 * len(happened.refused) > reported:
             raise RunError(
-                f"round {happened.round}: {len(happened.refused)} of {reported} uploads were not finite or refused, so "
-                f"training diverges; lower train.lr (now {self.config.train.lr:g}) or look for extreme values in the "
+                f"round {happened.round}: {len(happened.refused)} of {reported} uploads were not finite or refused; "
+                f"if training diverges, lower train.lr (now {self.config.train.lr:g}) or look for extreme values in the "
                 f"data"
             )
 
@@ -281,9 +286,9 @@ class Rounds:
             self._write_line(progress.records[-1])
         save = self.config.checkpoint.every
         if save and (round_ % save == 0 or round_ == self.config.rounds):
-            self.checkpoints.begin(round_, self.server, *self._books())
+            self.checkpoints.begin(round_, self.server, *self._to_save())
 
-    def _books(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def _to_save(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """What a checkpoint holds beside the states: what changes from round to round, and what only grows."""
         values, log = self.progress.split()
         return {**values, **self.executor.books()}, log

@@ -15,7 +15,7 @@ from flwr.app import Array, ArrayRecord
 from numpy.lib import format as npy
 
 from fednh.core import checks
-from fednh.core.client import Form
+from fednh.core.checks import Form
 from fednh.core.tree import Tree, arranged
 from fednh.flower.bounds import quoted
 from fednh.words import one_line

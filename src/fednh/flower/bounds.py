@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any, NamedTuple, NoReturn
 
-from fednh.core.client import Form
+from fednh.core.checks import Form
 from fednh.words import one_line
 
 WORDS = 1 << 20  # bytes of all that a message holds beside its arrays

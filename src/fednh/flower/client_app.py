@@ -22,6 +22,7 @@ from fednh.errors import Refused, RunError, UserError
 from fednh.flower import messages, signing
 from fednh.flower.audit_events import SiteEvents
 from fednh.flower.keys import fingerprint
+from fednh.flower.leaving import Seal, leave
 from fednh.flower.site import Place, Site, read_place
 from fednh.storage.files import keep_private
 from fednh.words import one_line
@@ -85,7 +86,7 @@ def _simulated(home: Path, models: Path | None, work: Handler, message: Message,
 
 def _deployed(work: Handler, message: Message, context: Context) -> Message:
     """Check the order, do it, sign the reply."""
-    seal: Callable[[RecordDict], RecordDict] | None = None  # what answers a forged order is not signed
+    seal: Seal | None = None  # what answers a forged order is not signed
     events: SiteEvents | None = None
     name = str(context.node_config.get("site", ""))
     try:
@@ -99,17 +100,16 @@ def _deployed(work: Handler, message: Message, context: Context) -> Message:
         events.asked(f"the server, key {fingerprint(place.orders.read_text())}", envelope.federation, order)
         with one_thread():
             content = work(Duty(place, order, book))
-        content = events.left(content)
+        reply = leave(content, events, seal)
     except Refused as error:
         data = message.metadata
         log.error("refused: %s (message %r of node %d)", one_line(str(error)), data.message_type[:50], data.src_node_id)
-        content = messages.sorry(f"refused: {error}", name)
-        content = events.refused(str(error), content) if events else content
+        reply = leave(messages.sorry(f"refused: {error}", name), events, seal, refused=str(error))
     except Exception as error:
         log.error("this site could not do what it was asked", exc_info=error)
-        content = messages.sorry(f"{type(error).__name__}; the site's own log says more", name)
-        content = events.refused(f"{type(error).__name__}: {error}", content) if events else content
-    return Message(seal(content) if seal else content, reply_to=message)
+        sorry = messages.sorry(f"{type(error).__name__}; the site's own log says more", name)
+        reply = leave(sorry, events, seal, refused=f"{type(error).__name__}: {error}")
+    return Message(reply, reply_to=message)
 
 
 def _accepted(place: Place, message: Message, context: Context) -> tuple[signing.Envelope, signing.OrderBook]:

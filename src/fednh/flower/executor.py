@@ -17,8 +17,7 @@ from flwr.app import MessageType
 from flwr.serverapp import Grid
 
 from fednh.config import Config, dump
-from fednh.core import client as clients
-from fednh.core import novelty
+from fednh.core import checks, novelty
 from fednh.core.client import Report
 from fednh.core.evaluate import HELD, Personal
 from fednh.core.executor import Exchange, Missing, Outcome
@@ -157,7 +156,7 @@ class Sites:
     def begin(self, initial: Tree) -> None:
         self.initial = initial
         net = network(self.config, self.task.shape, len(self.task.classes))
-        self.upload_form = clients.declared_upload(self.method, net, initial)
+        self.upload_form = checks.declared_upload(self.method, net, initial)
 
     # --- one exchange ------------------------------------------------------------------------------------------
 

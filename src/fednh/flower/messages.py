@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from fednh.core.client import Form
+from fednh.core.checks import Form
 from fednh.core.federation import Federation
 from fednh.core.tree import Tree
 from fednh.flower import bounds

@@ -23,7 +23,7 @@ from fednh.models import MODELS
 from fednh.storage.files import expanded
 
 if TYPE_CHECKING:
-    from fednh.flower.messages import Answer, Order
+    from fednh.flower.messages import Order
 
 METRICS = (
     "samples",
@@ -101,10 +101,6 @@ class Policy:
             raise Refused(f"the round has {order.sites} sites, and this site trains among {self.sites} or more only")
         if self.rounds is not None and max(order.round, order.evaluate) > self.rounds:
             raise Refused(f"round {max(order.round, order.evaluate)} is beyond the {self.rounds} of this site's policy")
-
-    def leaving(self, answer: Answer) -> Answer:
-        """The answer without the metrics that stay here."""
-        return answer.without({*METRICS} - {*self.metrics})
 
     def _check_federation(self, said: Mapping[str, Any]) -> None:
         name, fewest = said.get("name", "fednh"), said.get("min_clients", 1)

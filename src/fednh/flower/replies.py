@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flwr.app import RecordDict
 
-from fednh.core.client import Form
+from fednh.core.checks import Form
 from fednh.flower import messages
 from fednh.flower.identity import Identity
 from fednh.flower.mailbox import Letter, Reply

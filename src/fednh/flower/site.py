@@ -33,7 +33,7 @@ from fednh.data.dataset import Dataset, one_site
 from fednh.data.encoding import known as known_encoding
 from fednh.data.sources import with_prefix
 from fednh.errors import Refused, UserError
-from fednh.flower import messages
+from fednh.flower import leaving, messages
 from fednh.flower.layout import SiteFolder, StateFolder
 from fednh.flower.messages import Answer, Hello, Number, Order, Task
 from fednh.flower.policy import KEYS, Policy, read_policy
@@ -146,10 +146,9 @@ class Site:
     def answer(self, order: Order, down: Tree, more: Tree) -> Answer:
         """Evaluate, train, keep; `more` is what the global model has beyond the broadcast."""
         policy = self.place.policy
-        if policy is None:
-            return self._answer(order, down, more)
-        policy.check_order(order)
-        return policy.leaving(self._answer(order, down, more))
+        if policy is not None:
+            policy.check_order(order)
+        return leaving.allowed(self._answer(order, down, more), policy)
 
     def _answer(self, order: Order, down: Tree, more: Tree) -> Answer:
         self._tell_changed_data(order)
@@ -158,13 +157,13 @@ class Site:
         if order.evaluate:
             if order.final and order.last == 0:  # it came too late for any round
                 late = self._update(order.client, order.evaluate, kept, down)
-                kept = kept if late.report.not_finite else late.keep
+                kept = kept if checks.not_finite(late.report) else late.keep
             figures = self._figures(order, kept, down, more)
         if not order.round:
             return Answer(order.client, 0, figures=figures)
         update = self._update(order.client, order.round, kept, down)
         loss = update.loss_sum
-        if what := update.report.not_finite:
+        if what := checks.not_finite(update.report):
             log.warning("round %d: %s is not finite: nothing is kept, and the server refuses it", order.round, what)
             loss = math.nan  # the server sees the upload alone; by the loss it knows that all of it is void
         else:
@@ -315,12 +314,12 @@ def _discreet(place: Place) -> Iterator[None]:
 
 
 @lru_cache(maxsize=2)
-def _forms(toml: str, place: Place, task: Task | None) -> tuple[clients.Form, clients.Form]:
+def _forms(toml: str, place: Place, task: Task | None) -> tuple[checks.Form, checks.Form]:
     """Of what the server sends, and of the global model. Found once in a process."""
     method, net = (fed := _federation(toml, place, task)).method, fed.net
     config = _config(toml, place)
     initial = initial_state(method, net, config.seed, config.device)
-    return clients.form_of(method.broadcast(initial)), clients.form_of(method.global_model(initial) or {})
+    return checks.form_of(method.broadcast(initial)), checks.form_of(method.global_model(initial) or {})
 
 
 def _loaded(config: Config) -> Dataset:
