@@ -259,8 +259,8 @@ class Rounds:
         if 2 * len(happened.refused) > reported:
             raise RunError(
                 f"round {happened.round}: {len(happened.refused)} of {reported} uploads were not finite or refused; "
-                f"if training diverges, lower train.lr (now {self.config.train.lr:g}) or look for extreme values in the "
-                f"data"
+                f"if training diverges, lower train.lr (now {self.config.train.lr:g}) or look for extreme values in "
+                f"the data"
             )
 
     def _give_up(self, happened: Round, what: str) -> None:
