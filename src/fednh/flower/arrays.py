@@ -1,7 +1,7 @@
-"""Trees as they travel: one array a name, in numpy's own format, read without trust.
+"""Trees in messages: one array per name, in numpy's own format; what arrives is not trusted.
 
-The header of an array says its type and shape. Both are compared with the expected form, and the bytes that are there
-with the bytes that the form needs, before a number is read: a small message cannot ask for a large array.
+The header of an array declares its type and shape. Before any number is read, both are compared with the expected
+form, and the number of bytes received with the number that the form needs: a small message cannot claim a large array.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ HEADER = 1 << 10  # bytes; numpy writes 128 for what travels here
 
 
 def to_arrays(tree: Tree) -> ArrayRecord:
-    """A tree as it travels."""
+    """A tree as the record that a message carries."""
     plain = {name: value.detach().cpu().contiguous().numpy() for name, value in tree.items()}
     return ArrayRecord({name: Array.from_numpy_ndarray(value) for name, value in plain.items()})
 
 
 def to_tree(record: ArrayRecord, device: str = "cpu", form: Form | None = None) -> Tree:
-    """A tree from a message, copied and arranged: the bits of a result must not depend on where numbers came from.
+    """A tree from a message, copied and arranged: the bits of a result must not depend on how the message stored it.
 
-    With a `form`, whatever is not of that form is refused before anything is allocated.
+    With a `form`, a tree of another form is refused before anything is allocated.
     """
     try:
         heads = {name: _head(array) for name, array in record.items()}
-    except Exception as error:  # of numpy's parsers, given somebody else's bytes
+    except Exception as error:  # numpy's parsers raise many kinds on bytes that they do not expect
         raise ValueError(f"its arrays cannot be read: {one_line(str(error), 200)}") from error
     found: Form = {name: (shape, dtype) for name, (shape, dtype, _) in heads.items()}
     if form is not None and (problem := checks.form_problem(found, form)):
@@ -50,11 +50,11 @@ def to_tree(record: ArrayRecord, device: str = "cpu", form: Form | None = None) 
 
 
 def _head(array: Array) -> tuple[tuple[int, ...], torch.dtype, int]:
-    """Shape, type and where the numbers begin; exactly as many bytes follow as that needs."""
+    """Shape, type and the offset of the numbers; checks that exactly the bytes they need follow."""
     if array.stype != "numpy.ndarray":
         raise ValueError(f"{quoted(array.stype)} is not a kind of array that travels here")
     if array.data[: len(MAGIC)] != MAGIC:
-        raise ValueError("it does not begin as numpy's format 1.0 does")
+        raise ValueError("it is not in numpy's format 1.0")
     file = BytesIO(array.data[:HEADER])
     file.seek(len(MAGIC))
     shape, columns, dtype = npy.read_array_header_1_0(file, max_header_size=HEADER)

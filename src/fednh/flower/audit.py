@@ -1,13 +1,13 @@
-"""The audit log of a site or a server: one JSON line an event, each chained to the one before it by SHA-256.
+"""The audit log of a site or a server: one JSON line per event, each chained to the one before it by SHA-256.
 
 {"line": 3, "time": "2026-11-16T10:41:07.125Z", "event": "left", ..., "before": HASH OF LINE 2, "hash": HASH OF LINE 3}
 
-A hash covers all of its line that stands before it, so the newest one stands for the whole log. Lines are only ever
-added: the file may carry the file system's append-only mark. A line that a crash has cut short stays where it is, and
-the next one, "torn", says so.
+A hash covers its line up to the hash itself, and so, by the chain, all lines before it. Lines are only ever
+added: the file may have the file system's append-only attribute. A line that a crash cut short stays where it is, and
+the next line, "torn", records it.
 
-Whoever may write the file can also write all of it anew, or cut lines off its end; a chain shows that only to those who
-know a hash from before. So a site sends its newest hash with every answer, and the server writes it into its own log.
+Whoever can write the file can also rewrite all of it, or cut lines off its end; only somebody who knows an earlier hash
+can notice that. So a site sends its newest hash with every answer, and the server writes it into its own log.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OPEN = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Head(NamedTuple):
-    """The newest line of a log: it stands for all lines up to it."""
+    """The newest line of a log; its hash covers all lines up to it."""
 
     line: int
     hash: str
@@ -46,14 +46,14 @@ class Head(NamedTuple):
 
     @classmethod
     def read(cls, text: object) -> Head | None:
-        """From `LINE:HASH`; None if it is something else."""
+        """Parse `LINE:HASH`; None if the text is something else."""
         found = re.fullmatch(r"(\d{1,12}):([0-9a-f]{64})", text) if isinstance(text, str) else None
         return cls(int(found[1]), found[2]) if found else None
 
 
 @dataclass(frozen=True)
 class Log:
-    """What a log holds, as far as its chain is whole."""
+    """The lines of a log, up to the first break in its chain."""
 
     path: Path
     lines: list[dict[str, Any]]
@@ -75,14 +75,14 @@ class Log:
 
 
 def append(path: Path, event: str, **facts: Any) -> Head:
-    """Add a line; when it returns the line is on disk. Several processes may do it at once; a crash does no harm."""
+    """Add a line; it is on disk when this returns. Safe with several processes at once, and against a crash."""
     if new := not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     file = os.open(path, _OPEN, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file).st_mode & 0o077:
-            with suppress(PermissionError):  # an append-only file cannot be changed otherwise
+            with suppress(PermissionError):  # the mode of an append-only file cannot be changed
                 os.fchmod(file, 0o600)
         content, head = _next(file, event, facts)
         while content:
@@ -117,7 +117,7 @@ def _next(file: int, event: str, facts: dict[str, Any]) -> tuple[bytes, Head]:
     content = b""
     if found := _LINE.fullmatch(rest):  # only its end of line is missing
         content, last = b"\n", Head(int(found[2]), found[3].decode())
-    elif rest and not rest.endswith(b"\n"):  # whole lines that are none are somebody's work: `read` finds them
+    elif rest and not rest.endswith(b"\n"):  # whole lines that are not ours are tampering: `read` reports them
         words = {"bytes": len(rest), "sha256": hashlib.sha256(rest).hexdigest()}
         line, last = _line(Head(last.line + 1, last.hash), "torn", words)
         content = b"\n" + line
@@ -134,7 +134,7 @@ def _line(last: Head, event: str, facts: dict[str, Any]) -> tuple[bytes, Head]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: JSON has no infinite numbers."""
+    """A value that JSON can hold: infinite numbers and NaN become text."""
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -145,12 +145,12 @@ def _plain(value: Any) -> Any:
 
 
 def _end(file: int) -> tuple[Head, bytes]:
-    """The last line that has a line's form, and what lies behind it."""
+    """The last line that has the form of a log line, and the bytes after it."""
     size, length = os.fstat(file).st_size, 4096
     while True:
         start = max(0, size - length)
         pieces = os.pread(file, size - start, start).split(b"\n")
-        for at in reversed(range(1 if start else 0, len(pieces) - 1)):  # the first may lack its beginning
+        for at in reversed(range(1 if start else 0, len(pieces) - 1)):  # the first piece may be cut off at its start
             found = _LINE.fullmatch(pieces[at])
             if found:
                 return Head(int(found[2]), found[3].decode()), b"\n".join(pieces[at + 1 :])
@@ -160,12 +160,12 @@ def _end(file: int) -> tuple[Head, bytes]:
 
 
 def read(path: Path) -> Log:
-    """The log, its chain checked line by line; it ends where the chain does."""
+    """Read a log and check its chain line by line; lines after a break are left out."""
     with path.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)  # a line that is being written is waited for
+        fcntl.flock(file, fcntl.LOCK_SH)  # waits until a line that is being written is complete
         *raw, torn = file.read().split(b"\n")
     lines: list[dict[str, Any]] = []
-    last, pieces = START, list[bytes]()  # the last good hash; what lies behind it that is no line
+    last, pieces = START, list[bytes]()  # the last good hash; text after it that is not a log line
     for number, text in enumerate(raw, 1):
         row = _row(text)
         if row is None and not _LINE.fullmatch(text):
@@ -189,7 +189,7 @@ def read(path: Path) -> Log:
 
 
 def _row(text: bytes) -> dict[str, Any] | None:
-    """A line that matches its own hash."""
+    """The parsed line if it matches its own hash, else None."""
     found = _LINE.fullmatch(text)
     if not found or hashlib.sha256(found[1]).hexdigest().encode() != found[3]:
         return None
@@ -201,7 +201,7 @@ def _row(text: bytes) -> dict[str, Any] | None:
 
 
 def contents(content: RecordDict) -> list[dict[str, Any]]:
-    """What a message holds, for the log: of every record its names, shapes, bytes and SHA-256."""
+    """A description of a message for the log: names, shapes, bytes and SHA-256 of every record."""
     from flwr.app import ArrayRecord
 
     found = []

@@ -1,7 +1,7 @@
 """What a site writes into its audit log: who asked, what left, what was refused and why.
 
-A line is on disk before the answer that it tells of is sent: if it cannot be written, nothing leaves. With the answer
-goes the hash of that line, which the server keeps, so that lines cannot be cut off the log unseen.
+A line is on disk before the answer that it describes is sent: if it cannot be written, nothing leaves. The answer
+carries the hash of that line, and the server keeps it, so that nobody can cut lines off the log unnoticed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fednh.flower import audit
 from fednh.words import one_line
 
 log = logging.getLogger("flwr")
-HEAD = "audit"  # of a reply's record `said`: the newest line of the site's log
+HEAD = "audit"  # key in a reply's record `said`: the newest line of the site's log
 
 
 class SiteEvents:
-    """The lines about one message."""
+    """Writes the lines about one message."""
 
     def __init__(self, path: Path, site: str, message: Message):
         data = message.metadata
@@ -31,19 +31,19 @@ class SiteEvents:
         self.by = f"node {data.src_node_id}, which has not proven who it is"
 
     def asked(self, by: str, federation: str, content: RecordDict) -> None:
-        """An order that the federation's server has signed."""
+        """Log an order that the federation's server has signed."""
         self.by, self.facts["federation"] = by, federation
         audit.append(self.path, "asked", **self.facts, by=by, got=audit.contents(content))
 
     def left(self, content: RecordDict) -> RecordDict:
-        """An answer; returns it with the hash of its line."""
+        """Log an answer; returns it with the hash of its line."""
         event, told = ("joined", {"told": _greeting(content)}) if self.kind == "query" else ("left", {})
         return with_head(
             content, audit.append(self.path, event, **self.facts, **told, to=self.by, sent=audit.contents(content))
         )
 
     def refused(self, why: str, content: RecordDict) -> RecordDict:
-        """Something was not done; `content`, which says so, is sent even if the log cannot be written."""
+        """Log a refusal; `content`, which tells the server, is sent even if the log cannot be written."""
         try:
             head = audit.append(
                 self.path, "refused", **self.facts, by=self.by, why=one_line(why), sent=audit.contents(content)
@@ -61,14 +61,14 @@ def with_head(content: RecordDict, head: audit.Head) -> RecordDict:
 
 
 def head_of(content: RecordDict) -> str | None:
-    """The newest line of a site's log, as its reply says."""
+    """The newest line of a site's log, as stated in its reply."""
     said = content.get("said")
     found = audit.Head.read(said.get(HEAD)) if isinstance(said, ConfigRecord) else None
     return None if found is None else str(found)
 
 
 def _greeting(content: RecordDict) -> dict[str, Any]:
-    """What a greeting tells about the site's data."""
+    """What a greeting discloses about the site's data."""
     said = content["said"]
     assert isinstance(said, ConfigRecord)
     task = json.loads(str(said["task"]))

@@ -1,7 +1,7 @@
-"""What audit logs say, in words: whether their chains hold, who asked, what left, what was refused.
+"""Audit logs as text: whether their chains are intact, who asked, what left, what was refused.
 
-A log is looked for in a site's folder (beside its site.toml), in a folder of state, in a run folder, and in a
-federation's folder, where the server's and the sites' logs are held against each other.
+Logs are searched for in a site's folder (beside its site.toml), in a state folder, in a run folder, and in a
+federation's folder, where the server's log is compared with those of the sites.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from fednh.flower.layout import FederationFolder, SiteFolder, StateFolder
 from fednh.storage.files import expanded
 from fednh.storage.layout import RunLayout
 
-MOST = 20  # refusals that are shown in full
+MOST = 20  # refusals that are shown
 
-RECORDS = {  # what a message's records are to a person
+RECORDS = {  # what a message's records contain, for readers
     "said": "who it is, and the form of its data or what went wrong",
     "facts": "round, number, training samples processed, loss",
     "upload": "the method's upload",
@@ -67,9 +67,9 @@ def _state(site: SiteFolder) -> StateFolder:
 
 
 def check(paths: Iterable[Path], known: Sequence[Head] = ()) -> list[tuple[Log, str | None]]:
-    """Each log with what is wrong with it.
+    """Each log with its problem, or None.
 
-    A site's log must have the lines that the server knows of; `known` are lines that every log must have.
+    A site's log must have the lines whose hashes the server recorded; every log must have the lines in `known`.
     """
     try:
         logs = [read(path) for path in paths]
@@ -80,7 +80,7 @@ def check(paths: Iterable[Path], known: Sequence[Head] = ()) -> list[tuple[Log, 
 
 
 def _known_of(log: Log, rows: Sequence[dict[str, Any]]) -> list[Head]:
-    """The lines of a log that the server knows of. Of a trial on one machine only those of runs that it has part in."""
+    """The lines of a log whose hashes the server recorded; for a trial, only those of runs that the log contains."""
     runs = {row.get("run") for row in log.lines}
     trial = str(FederationFolder.trial) in log.path.parts
     mine = [row for row in rows if row["site"] == owner(log) and (not trial or row.get("run") in runs)]
@@ -88,12 +88,12 @@ def _known_of(log: Log, rows: Sequence[dict[str, Any]]) -> list[Head]:
 
 
 def owner(log: Log) -> str | None:
-    """The site whose log it is; None: a server's."""
+    """The site that wrote the log; None: the server did."""
     return next((str(row["own"]) for row in log.lines if "own" in row), None)
 
 
 def tell(log: Log, problem: str | None) -> Iterator[str]:
-    """A log in sentences."""
+    """The report on one log, line by line."""
     site, count = owner(log), len(log.lines)
     yield f"{log.path}: the log of {'the server' if site is None else f'site {site}'}"
     if problem:
@@ -134,15 +134,15 @@ def _told_by_server(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
         newest = [row["head"] for row in lines if row.get("site") == site and "head" in row][-1]
         yield f"  newest line of the log of {site} that is known here: {newest}"
     if sent := [row for row in lines if row["event"] == "asked"]:
-        yield f"  {len(sent)} times the server asked its sites, {_when(sent[0])} to {_when(sent[-1])}:"
+        yield f"  the server asked its sites {len(sent)} times, {_when(sent[0])} to {_when(sent[-1])}:"
         yield from _sums(sent)
     if took := [row for row in lines if row["event"] == "took"]:
-        yield f"  {len(took)} answers were taken, {_when(took[0])} to {_when(took[-1])}:"
+        yield f"  {len(took)} answers were accepted, {_when(took[0])} to {_when(took[-1])}:"
         yield from _sums(took)
 
 
 def _sums(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Of each kind of record: how often, in which rounds, how many bytes, and its names with their shapes."""
+    """For each kind of record: how often it was sent, in which rounds, its bytes, and its names with their shapes."""
     by_name: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
     for row in rows:
         for record in row.get("sent", []):
@@ -165,13 +165,13 @@ def _refused(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _greeting(row: dict[str, Any]) -> str:
-    """What the greeting told."""
+    """What the site disclosed when it joined."""
     told = row.get("told", {})
     classes, columns = told.get("classes", []), told.get("columns", {})
     words = [f"its name, the names of {len(classes)} classes ({_some(classes)})"]
     if columns:
         text = sum(map(bool, columns.values()))
-        words.append(f"the names of {len(columns)} columns ({_some(list(columns))}), of {text} the agreed values")
+        words.append(f"the names of {len(columns)} columns ({_some(list(columns))}), the agreed values of {text}")
     return ", ".join([*words, f"{told.get('statistics', 0)} means and deviations"])
 
 

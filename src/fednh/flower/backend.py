@@ -1,7 +1,7 @@
 """`fednh run --backend flower`: the config on Flower's simulation engine, with Ray actors as clients.
 
-On this machine, or on the Ray cluster that RAY_ADDRESS names; then the run folder must be on a disk that all of its
-machines share, and each needs the same fednh and the data.
+It runs on this machine, or on the Ray cluster at RAY_ADDRESS. On a cluster the run folder must be on a disk that all
+machines share, and each machine needs the same fednh and the data.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from fednh.config import Config
     from fednh.core.federation import Federation
 
-PATIENCE = 7 * 24 * 3600.0  # seconds: simulated clients are waited for
+PATIENCE = 7 * 24 * 3600.0  # seconds: a simulated client may take very long
 
 
 def check() -> None:
-    """Refuse at once where Flower or Ray is not installed."""
+    """Raise at once if Flower or Ray is not installed."""
     extras.need("flower", "--backend flower", "ray")
 
 
 def simulate(
     config: Config, federation: Federation, folder: RunFolder, watcher: Watcher, stop: threading.Event
 ) -> None:
-    """All rounds of a config, from where the folder stands to the end; one virtual node for every client."""
+    """Run all rounds of a config that the folder does not have yet; one virtual node for every client."""
     from flwr.app import Context
     from flwr.serverapp import Grid, ServerApp
     from flwr.simulation import run_simulation
@@ -59,7 +59,7 @@ def simulate(
 
 @contextmanager
 def _ray(config: Config) -> Iterator[None]:
-    """Ray, started here or joined, and left again. Its own handler of SIGTERM would end the run without saving."""
+    """Start Ray or join its cluster; shut down at the end. Ray's SIGTERM handler would end the run without saving."""
     import ray
 
     handler, path = signal.getsignal(signal.SIGTERM), os.environ.get("PYTHONPATH")
@@ -79,7 +79,7 @@ def _ray(config: Config) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The run's own watcher says what there is to say."""
+    """Silence Flower's log: the run's own watcher reports progress."""
     log = logging.getLogger("flwr")
     before = log.level
     log.setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""How large, deep and strange a message from somebody else may be: told before anything is allocated for it."""
+"""Limits on the size, depth and values of received messages, checked before anything is allocated for them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, NoReturn
 from fednh.core.checks import Form
 from fednh.words import one_line
 
-WORDS = 1 << 20  # bytes of all that a message holds beside its arrays
+WORDS = 1 << 20  # bytes of a message without its arrays
 TEXT = 4 << 20  # characters of one text: a greeting may name many classes and columns
-ARRAY = 1 << 12  # bytes of what describes one array
+ARRAY = 1 << 12  # bytes of the description of one array
 CHUNK = 1 << 20  # bytes; Flower cuts arrays into chunks of 5 MB
 SAMPLE = 1 << 28  # numbers in one sample
 NAMES = 1 << 16  # classes, features or names of any kind
@@ -26,7 +26,7 @@ class Limit(NamedTuple):
 
     @classmethod
     def of(cls, form: Form | None) -> Limit:
-        """Of an answer that carries an upload of this form, or none."""
+        """The limit for an answer with an upload of this form; None: without an upload."""
         sizes = [math.prod(shape) * dtype.itemsize + ARRAY for shape, dtype in (form or {}).values()]
         return cls(WORDS + sum(sizes), 16 + sum(2 + size // CHUNK for size in sizes))
 
@@ -35,7 +35,7 @@ GREETING = Limit(TEXT + WORDS, 8)
 
 
 def read_json(text: str) -> Any:
-    """What a JSON text holds; every fault of it, its length and depth too, is a ValueError."""
+    """Parse JSON; any fault, also too great a length or depth, is a ValueError."""
     if len(text) > TEXT:
         raise ValueError(f"a text of {len(text)} characters is too long")
     try:
@@ -84,5 +84,5 @@ def _list(values: Any) -> list[Any]:
 
 
 def quoted(value: Any) -> str:
-    """Somebody else's value as it may stand in a sentence: short, on one line, without control characters."""
+    """A received value, safe to quote in a message: short, on one line, without control characters."""
     return one_line(repr(value if not isinstance(value, list | dict) else list(value)[:8])[:200], 80)

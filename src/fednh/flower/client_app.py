@@ -1,9 +1,9 @@
 """The ClientApp: a site that Flower calls; start it with `flower-supernode --node-config site.toml`.
 
 An order is obeyed only if the federation's server has signed it for this site (signing.py) and the site's own rules
-allow it (policy.py). Otherwise it is refused and logged before anything of it is read. A site that cannot do what it is
-asked says so; the words of an error may quote data, so they are for the site's own log, and only those of a refusal,
-which quote the request alone, are sent.
+allow it (policy.py). Otherwise it is refused and logged before its content is read. A site that cannot carry out an
+order replies with a problem. The text of an error may quote data, so it goes to the site's own log only; the text of a
+refusal quotes nothing but the request, so it is sent.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Handler = Callable[[Duty], RecordDict]
 
 
 def client_app(home: Path | None = None, models: Path | None = None) -> ClientApp:
-    """A ClientApp; a simulation says here where its sites keep their things, and its orders need no signature."""
+    """A ClientApp. A simulation passes the folders for its sites' states and models; its orders need no signature."""
     app = ClientApp()
     handle = partial(_simulated, home, models) if home is not None else _deployed
     app.query()(partial(handle, _hello))
@@ -72,7 +72,7 @@ def _answer(duty: Duty) -> RecordDict:
 
 
 def _simulated(home: Path, models: Path | None, work: Handler, message: Message, context: Context) -> Message:
-    """In a simulation the user is server and sites at once: nothing is signed, and errors are told in full."""
+    """In a simulation the user is server and sites at once: nothing is signed, and errors are sent in full."""
     try:
         with one_thread():
             content = work(Duty(read_place(context.node_config, home, models), message.content, None))
@@ -86,7 +86,7 @@ def _simulated(home: Path, models: Path | None, work: Handler, message: Message,
 
 def _deployed(work: Handler, message: Message, context: Context) -> Message:
     """Check the order, do it, sign the reply."""
-    seal: Seal | None = None  # what answers a forged order is not signed
+    seal: Seal | None = None  # a reply to a forged order is not signed
     events: SiteEvents | None = None
     name = str(context.node_config.get("site", ""))
     try:
@@ -113,7 +113,7 @@ def _deployed(work: Handler, message: Message, context: Context) -> Message:
 
 
 def _accepted(place: Place, message: Message, context: Context) -> tuple[signing.Envelope, signing.OrderBook]:
-    """The order's envelope, with this site's name, if the server signed it and it is new."""
+    """The order's envelope, with this site's name; Refused unless the server signed it and it is new."""
     data = message.metadata
     if data.dst_node_id != context.node_id or data.run_id != context.run_id:
         raise Refused("the message is for another node or run")

@@ -1,7 +1,7 @@
 """Sites on Flower as the executor of a run: orders go out as messages, answers come back, late, wrong or never.
 
-An order asks a site to evaluate what the last round left, to train the next, or both in one message. What a site should
-not have sent is refused and told in words; the rounds go on without it (core/rounds.py).
+An order asks a site to evaluate the state after the last round, to train the next round, or both in one message. A
+wrong answer is refused, with the reason in the log; the rounds go on without it (core/rounds.py).
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Manner:
     """How the sites are reached: over a network, or as a simulation on this machine or cluster."""
 
     timeout: float  # seconds for an answer
-    enough: int  # sites that must be there before the first round
-    simulated: bool = False  # an error at a client stops the run, if on_error says so; latecomers are not looked after
-    pause: float = 0.5  # seconds between two looks for answers
-    least: int = 1  # uploads that a round needs: with fewer it is given up
+    enough: int  # sites that must be present before the first round
+    simulated: bool = False  # then on_error decides whether an error at a client stops the run
+    pause: float = 0.5  # seconds between two polls for answers
+    least: int = 1  # uploads that a round needs; with fewer it is abandoned
 
 
 def rounds(
@@ -67,7 +67,7 @@ def rounds(
     federation: Federation | None = None,
     identity: Identity | None = None,
 ) -> Rounds:
-    """A run on the sites behind `grid`, ready to `run`."""
+    """The round loop of a run on the sites behind `grid`; call its `run`."""
     stop = stop or threading.Event()
     sites = Sites(config, grid, folder, watcher, manner, stop, federation, identity)
     return Rounds(config, folder, sites, watcher, stop)
@@ -89,7 +89,7 @@ class Sites:
         federation: Federation | None = None,
         identity: Identity | None = None,
     ):
-        """`federation` is what a simulation has built already; without an `identity` nothing is signed nor checked."""
+        """A simulation passes the `federation` it has built. Without an `identity` messages are not signed."""
         self.config, self.grid, self.folder, self.watcher, self.manner = config, grid, folder, watcher, manner
         self.fed, self.identity = federation, identity
         self.deployed, self.least = not manner.simulated, manner.least
@@ -97,7 +97,7 @@ class Sites:
         self.method = config.build_method()
         sign = identity.sign if identity is not None else None
         self.mailbox = Mailbox(grid, stop, self._stray, manner.pause, sign)
-        # Personal states are the sites': what a checkpoint has of them is the round of each.
+        # Sites keep their personal states; a checkpoint records only the round of each.
         self.store = Store(folder.checkpoints / folder.clients.name, 0, {})
         path = None if manner.simulated else folder.audit_file
         self.events = audit.Writer(path, 0 if identity is None else identity.run)
@@ -130,12 +130,12 @@ class Sites:
         return self._server_side(self.task)
 
     def _server_side(self, task: Task) -> ServerSide:
-        """What the server knows of the sites' data."""
+        """The server's model, method and test set for the agreed task."""
         config = self.config
         self.fed = self.fed or self._divided_federation(task)
         if self.fed is not None:
             side = self.fed.server_side(config)
-        else:  # how the samples of sites with data of their own are spread is not known here
+        else:  # the server does not know how the samples of sites with their own data are distributed
             net = network(config, task.shape, len(task.classes))
             card = card_of(config, net, task.shape, task.classes, task.data, task.recipe)
             side = ServerSide(task.data, task.classes, net, self.method, None, card)
@@ -144,7 +144,7 @@ class Sites:
         return side
 
     def _divided_federation(self, task: Task) -> Federation | None:
-        """Where each site has a part of a set that everybody has: that set."""
+        """The federation of a public set of which each site has a part; None if sites have their own data."""
         if not task.divided:
             return None
         try:
@@ -161,22 +161,22 @@ class Sites:
     # --- one exchange ------------------------------------------------------------------------------------------
 
     def present(self) -> list[int]:
-        """The clients whose nodes are there; if they are too few, some time is given for more to come."""
+        """The clients whose nodes are online; if there are too few, wait up to the timeout for more."""
         deadline = time.monotonic() + self.manner.timeout
         while True:
             online = set(self.grid.get_node_ids())
             here = self.membership.present(online)
             if len(here) >= self.least or time.monotonic() > deadline:
                 break
-            words = f"{len(here) or 'no'} site is there; waiting for {self.least}"
-            self.reception.once(f"after round {self.done} {words}")
+            words = f"{len(here)} of {self.least} sites are online; waiting"
+            self.reception.once(f"after round {self.done}: {words}")
             self.reception.greet(online)
             self.mailbox.rest()
             self.reception.welcome()
-        self.reception.greet(online)  # who is new says so while the others work, and takes part from the next one on
+        self.reception.greet(online)  # newcomers introduce themselves while others work, and join in the next round
         return here
 
-    done = 0  # rounds that are behind
+    done = 0  # completed rounds
 
     def exchange(self, asked: Exchange) -> SiteAnswers:
         """Send the orders, and wait for the answers."""
@@ -188,7 +188,7 @@ class Sites:
 
     def _order(self, client: int, asked: Exchange, trains: bool, evaluates: bool) -> Order:
         member = self.membership.members[client]
-        # The newest whole checkpoint may be the last but one, and one may be damaged.
+        # The server may have to go back to an older checkpoint, if newer ones are incomplete or damaged.
         since = member.since(asked.done - 3 * self.config.checkpoint.every)
         return Order(
             client,
@@ -234,13 +234,13 @@ class Sites:
         )
 
     def _beyond(self, asked: Exchange) -> Tree:
-        """What the global model has that a site cannot make from the broadcast and the config."""
+        """The part of the global model that a site cannot rebuild from the broadcast and the config."""
         model = self.method.global_model(asked.server) or {}
         theirs = self.method.global_model({**self.initial, **asked.down}) or {}
         return {n: v for n, v in model.items() if n not in theirs or not torch.equal(v, theirs[n])}
 
     def _read(self, letter: Letter, order: Order, reply: Reply) -> Answer | Missing:
-        """The answer, if it is one, or what is wrong with it."""
+        """The answer, or the reason why there is none that can be used."""
         who, when = self.name(order.client), f"round {_when(order)}"
         try:
             answer, content = read_answer(letter, order, reply, self.upload_form, self.config.device, self.identity)
@@ -254,7 +254,7 @@ class Sites:
         return answer
 
     def _lacks(self, order: Order, what: Missing, missing: dict[int, Missing]) -> None:
-        """A site that was to train is the loop's to count; what is wrong with one that only evaluates is told here."""
+        """Hand a missing upload to the round loop, which counts them; report a missing evaluation here."""
         if order.round:
             missing[order.client] = what
         elif what.why == "failed" and not self.deployed and self.config.on_error == "stop":
@@ -270,7 +270,7 @@ class Sites:
     def rollback(self) -> None:
         """Nothing to do: the next order says from which round's state a site starts."""
 
-    # --- books and words ---------------------------------------------------------------------------------------
+    # --- checkpoints and reports -------------------------------------------------------------------------------
 
     def books(self) -> dict[str, Any]:
         return {"sites": self.membership.rows(), "task": self.task.text()}
@@ -283,7 +283,7 @@ class Sites:
         return f"site {self.membership.site(client)} (client {client})" if self.deployed else f"client {client}"
 
     def note(self, text: str, client: int | None = None, round_: int = 0) -> None:
-        """To the log, and to a file of the run folder; who was refused something is in the audit log too."""
+        """Write to the log and to the run folder's federation.log; about a client, to the audit log too."""
         self._tell(text, **({} if client is None else {"site": self.membership.site(client), "round": round_}))
 
     def _tell(self, text: str, **who: Any) -> None:
@@ -293,7 +293,7 @@ class Sites:
             self.events("refused", **who, why=one_line(text))
 
     def _stray(self, letter: Letter, reply: Reply) -> None:
-        """A reply that nobody waits for: of a newcomer, or of somebody late."""
+        """Handle a reply that no exchange waits for: from a newcomer, or too late."""
         if letter.kind == NOTICE:
             return
         if letter.kind != MessageType.QUERY:
@@ -310,11 +310,11 @@ class SiteAnswers:
 
     sites: Sites
     answers: list[Answer]
-    missing: dict[int, Missing]  # of those that were to train
+    missing: dict[int, Missing]  # clients that were asked to train and sent no usable upload
 
     def reports(self) -> Iterator[Outcome]:
         trained = [answer for answer in self.answers if answer.upload is not None]
-        # As on the pool: the largest first, by what each says that it processed.
+        # The same order as in the pool: the largest first, by the number of samples that each reports.
         for a in sorted(trained, key=lambda answer: (-(answer.samples or 0), answer.client)):
             assert a.upload is not None
             yield a.client, Report(a.upload, a.samples, a.loss_sum, a.gradient_norm)
@@ -336,7 +336,7 @@ def _when(order: Order) -> int:
 
 
 def _person(answer: Answer, classes: int) -> Personal:
-    """Of a site's metrics those that can be true: accuracies in percent, and a number of samples."""
+    """A site's metrics, without implausible values: accuracies lie between 0 and 100 percent."""
     found, samples = answer.figures, answer.figures.get("samples")
     percent = {
         key: float(value)
@@ -357,7 +357,7 @@ def _person(answer: Answer, classes: int) -> Personal:
 
 
 def _levels(figures: Mapping[str, Number]) -> tuple[list[float], int] | None:
-    """A site's quantiles of cosines and how many samples are behind them, if they can be true."""
+    """A site's quantiles of cosines and the number of samples they come from; None if they are implausible."""
     levels, samples = figures.get("novelty"), figures.get("samples")
     if not isinstance(levels, list) or len(levels) != len(novelty.QUANTILES) or not isinstance(samples, int):
         return None

@@ -1,7 +1,7 @@
-"""Who is who, at the server: it signs what it sends, and knows which key speaks for which site.
+"""Identities at the server: it signs its orders, and knows which public key belongs to which site.
 
-A site's key is the one in the federation's folder, `sites/NAME/key.pub`; for a name that has none there, the first that
-is used. A key speaks for one site, and a site has one key, until somebody changes that by hand.
+A site's key is `sites/NAME/key.pub` in the federation's folder; if that file does not exist, the first key that the
+site uses. A key belongs to one site, and a site has one key, until somebody changes that by hand.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Identity:
     signer: signing.OrderSigner
     federation: str
     run: int
-    folder: FederationFolder | None = None  # of the federation: its sites' keys
-    keys: dict[str, str] = field(default_factory=dict)  # site -> the public key that speaks for it
+    folder: FederationFolder | None = None  # the federation's folder, with its sites' keys
+    keys: dict[str, str] = field(default_factory=dict)  # site -> its public key
 
     def sign(self, letter: Letter, content: RecordDict) -> tuple[Letter, RecordDict]:
         """A letter with its counter, and its content with a seal."""
@@ -34,14 +34,14 @@ class Identity:
         return letter, self.signer.sign(content, self._envelope(letter))
 
     def opened(self, letter: Letter, content: RecordDict) -> tuple[RecordDict, str, str]:
-        """The records of a reply, the site that it is from, and its key; ValueError if that is not so."""
+        """The records of a reply, its site and that site's key; ValueError if the signature does not prove it."""
         site, key = signing.check_reply(content, self._envelope(letter))
         if letter.site and key != self.keys.get(site):
             raise ValueError("it is signed by another key than the site's")
         return signing.unsealed(content), site, key
 
     def claim(self, site: str, key: str) -> str | None:
-        """Let a key speak for a site from now on; what is against it, in words, or None."""
+        """Assign a key to a site; returns the reason if that is not possible, else None."""
         if (known := self._known(site)) is not None and known != key:
             return f"a node with another key than that of site {site} says that it is site {site}; it is left out"
         if others := sorted(name for name in {*self.keys, *self._filed()} - {site} if self._known(name) == key):
@@ -56,14 +56,14 @@ class Identity:
         return next((site for site, key in known.items() if keys.fingerprint(key) == fingerprint), None)
 
     def _known(self, site: str) -> str | None:
-        """The key in the federation's folder; else the one that was used first."""
+        """The site's key in the federation's folder; else the first that it used."""
         filed = None
         if self.folder is not None and signing.is_plain(site):
             filed = signing.known_site_key(self.folder.site(site).public_key)
         return filed or self.keys.get(site)
 
     def _filed(self) -> list[str]:
-        """Sites whose keys are in the federation's folder, whether they have come yet or not."""
+        """Sites whose keys are in the federation's folder, whether they have joined yet or not."""
         return [] if self.folder is None else [site.name for site in self.folder.sites_with_keys()]
 
     def _envelope(self, letter: Letter) -> signing.Envelope:
@@ -72,7 +72,7 @@ class Identity:
 
 
 def of_server(config: Config, run: int) -> Identity:
-    """That of the server of a deployed federation; its keys lie as `fednh federation certs` puts them."""
+    """The identity of a deployed server; its keys lie where `fednh federation certs` puts them."""
     given, folder = config.federation.key, config.federation.folder
     assert folder is not None
     key = expanded(given) if given else FederationFolder(Path(folder).parent).orders_key

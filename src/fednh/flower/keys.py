@@ -1,4 +1,4 @@
-"""Public keys as people compare them: the fingerprint that `ssh-keygen -l` prints."""
+"""Fingerprints of public keys, as `ssh-keygen -l` prints them, for people to compare."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import serialization
 
 
 def fingerprint(text: str) -> str:
-    """Of a public key in OpenSSH's form; empty if it is none."""
+    """The fingerprint of a public key in OpenSSH's format; empty if the text is not one."""
     try:
         digest = hashlib.sha256(base64.b64decode(text.split()[1], validate=True)).digest()
     except (IndexError, ValueError):
@@ -19,7 +19,7 @@ def fingerprint(text: str) -> str:
 
 
 def fingerprint_of_pem(key: bytes) -> str:
-    """Of a public key as Flower keeps it; empty if it is none."""
+    """The fingerprint of a public key in PEM, as Flower stores it; empty if it is not one."""
     try:
         public = serialization.load_pem_public_key(key)
         text = public.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)

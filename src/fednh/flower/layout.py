@@ -7,16 +7,16 @@ A federation's folder, as `fednh federation init` writes it:
   trial/           what `up --local` keeps           run/          the server's run folder (storage/layout.py)
   logs/            of `up --local`                   .flwr/        Flower's own files
 A site's folder:
-  site.toml   what the site says about itself        key, key.pub, ca.crt, orders.pub   its keys, and the server's
+  site.toml   the site's settings and its rules      key, key.pub, ca.crt, orders.pub   its keys, and the server's
   approved    the apps that may run here             state/        what the site keeps, unless site.toml says where
 What a site keeps, HOME being its `state`:
   HOME/audit/SITE.jsonl                                its audit log
   HOME/orders-KEY-SITE.json                            the last order that it took
   HOME/FEDERATION/SITE/state.round-000007.safetensors  what the client kept after round 7; never leaves this disk
-  HOME/FEDERATION/SITE/personal.safetensors            its personal model, with the card that says how to use it
-  HOME/FEDERATION/SITE/fingerprint.json                what its data were, to notice when they change
+  HOME/FEDERATION/SITE/personal.safetensors            its personal model, with its model card
+  HOME/FEDERATION/SITE/fingerprint.json                a fingerprint of its data, to notice changes
 
-These names are spelled here and nowhere else.
+No other module spells these names.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from fednh.storage.layout import Folder, Inside, RunLayout
 
 
 class FlowerHome(Folder):
-    """The folder that FLWR_HOME names: Flower's connections, and what one start of its programs shares."""
+    """The folder that FLWR_HOME names: Flower's connections, and files that the programs of one start share."""
 
     connections_file = Inside("config.toml")
     secret_file = Inside("runtime.secret")
     database_file = Inside("superlink.db")
     lock_file = Inside("up.lock")
-    approved_file = Inside("approved")  # of a trial: the app that it is of
+    approved_file = Inside("approved")  # in a trial: the app that may run
     proxy = Inside("proxy")
 
 
@@ -84,7 +84,7 @@ class FederationFolder(Folder):
 
     @property
     def authority(self) -> Path:
-        """The folder of the authority's key: not in the federation's, where apps run; who has it can be the server."""
+        """The folder of the authority's key, with which one can pose as the server: not where apps run."""
         return self.path.absolute().with_name(f"{self.path.absolute().name}-authority")
 
     @property
@@ -93,7 +93,7 @@ class FederationFolder(Folder):
 
     @classmethod
     def of_orders_key(cls, key: Path) -> FederationFolder:
-        """The folder that a key for orders lies in."""
+        """The federation's folder that holds this key for orders."""
         return cls(key.parent.parent)
 
     def site(self, name: str) -> SiteFolder:
@@ -110,7 +110,7 @@ class FederationFolder(Folder):
         return _sites(self.trial)
 
     def sites_with_keys(self) -> list[SiteFolder]:
-        """Those whose public keys are here, whether the site has come yet or not."""
+        """Sites whose public keys are here, whether they have joined yet or not."""
         return [SiteFolder(path.parent) for path in sorted(self.sites.glob(f"*/{SiteFolder.public_key}"))]
 
 
@@ -124,7 +124,7 @@ class StateFolder(Folder):
         return sorted(self.path.glob("audit/*.jsonl"))
 
     def order_book(self, site: str, key: str) -> Path:
-        """Of the orders that one key signed, by its fingerprint."""
+        """The file about the orders that one key signed, named by its fingerprint."""
         return self.path / f"orders-{key}-{hashlib.sha256(site.encode()).hexdigest()[:8]}.json"
 
     def kept(self, federation: str, site: str) -> KeptState:
@@ -154,6 +154,6 @@ def _sites(folder: Path) -> list[SiteFolder]:
 
 
 def _safe(name: str) -> str:
-    """A name as a folder's name, whatever it holds; different names stay different."""
+    """Turn any name into a valid folder name; different names stay different."""
     safe = re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".")[:100]
     return safe if safe == name else f"{safe or 'x'}-{crc32(name.encode()):08x}"

@@ -1,4 +1,4 @@
-"""The server's letters: sent by the Grid, answered in any order, too late or never."""
+"""The server's messages: sent through the Grid, answered in any order, too late or never."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Letter:
     limit: Limit  # of the reply
     client: int = -1
     round: int = 0
-    site: str = ""  # its name; not known when it is asked for it
+    site: str = ""  # its name; empty in a query, which asks for it
     counter: int = 0  # of the signed order; its reply must repeat it
 
 
@@ -34,7 +34,7 @@ Sign = Callable[[Letter, RecordDict], tuple[Letter, RecordDict]]
 
 
 class Mailbox:
-    """Sends and polls. `stray` is told of every reply that nobody waits for: to queries, and to letters given up.
+    """Sends and polls. `stray` gets every reply that no caller waits for: to queries, and to letters that timed out.
 
     With `sign` every letter is signed when it is sent.
     """
@@ -56,7 +56,7 @@ class Mailbox:
         return {letter.node for letter in self._open.values() if letter.kind == MessageType.QUERY}
 
     def send(self, letters: Sequence[tuple[Letter, RecordDict]], keep: float) -> dict[str, Letter]:
-        """Post them; a reply counts within `keep` seconds. Returns those that could be posted, by message id."""
+        """Send letters; a reply is valid for `keep` seconds. Returns the letters that could be sent, by message id."""
         if self.sign is not None:
             letters = [self.sign(*letter) for letter in letters]
         messages = [Message(content, row.node, row.kind, ttl=keep, group_id=str(row.round)) for row, content in letters]
@@ -67,7 +67,7 @@ class Mailbox:
         return sent
 
     def replies(self, sent: dict[str, Letter], timeout: float) -> Iterator[tuple[Letter, Reply]]:
-        """Replies to what was `sent`, as they come, until all are in or the time is over."""
+        """Replies to what was `sent`, as they arrive, until all are in or the timeout has passed."""
         waiting, deadline = set(sent), time.monotonic() + timeout
         while waiting and time.monotonic() < deadline:
             for name, letter, reply in self._pull():
@@ -82,7 +82,7 @@ class Mailbox:
             self._parcels.drop(name)
 
     def rest(self) -> None:
-        """Nobody in particular is waited for: take what is there, and pause."""
+        """Handle the replies that have arrived, waiting for none in particular, then pause."""
         for _, letter, reply in self._pull():
             self.stray(letter, reply)
         self._wait()

@@ -18,7 +18,7 @@ class Member:
     number: int
     site: str
     rounds: list[int] = field(default_factory=list)  # in which its upload was taken
-    key: str = ""  # the public key that speaks for it; empty where nothing is signed
+    key: str = ""  # its public key; empty where nothing is signed
 
     @property
     def last(self) -> int:
@@ -30,10 +30,10 @@ class Member:
 
 
 class Membership:
-    """Members by number. Which node speaks for whom is known while the server runs, and asked again when it starts."""
+    """Members by number. Which node is which site is known while the server runs, and asked again after a restart."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = (), records: Iterable[Mapping[str, Any]] = ()):
-        """From a checkpoint's rows; the records of its rounds say who took part in which."""
+        """From a checkpoint's rows, and the records of its rounds, which list the clients that took part."""
         self.members = {row["number"]: Member(row["number"], row["site"], key=row.get("key", "")) for row in rows}
         for record in records:
             for client in record["clients"]:
@@ -46,7 +46,7 @@ class Membership:
         return iter([member for _, member in sorted(self.members.items())])
 
     def rows(self) -> list[dict[str, Any]]:
-        """What a checkpoint holds of the members."""
+        """The members as a checkpoint stores them."""
         return [{"number": member.number, "site": member.site, "key": member.key} for member in self]
 
     def knows(self, node: int) -> bool:
@@ -56,18 +56,18 @@ class Membership:
         return self._node[client]
 
     def nodes(self, site: str) -> list[int]:
-        """The node that speaks for a site, if there is one."""
+        """The node of a site, if it has one."""
         return [node for client, node in self._node.items() if self.site(client) == site]
 
     def site(self, client: int) -> str:
         return self.members[client].site
 
     def present(self, online: set[int]) -> list[int]:
-        """The clients whose nodes are there."""
+        """The clients whose nodes are online."""
         return sorted(client for client, node in self._node.items() if node in online)
 
     def admit(self, arrivals: Sequence[tuple[int, Hello]]) -> list[str]:
-        """Nodes that said who they are. New sites are numbered in the order of their names; returns what to tell."""
+        """Admit nodes that introduced themselves; new sites are numbered in the order of their names. Returns notes."""
         told = []
         for node, hello in sorted(arrivals, key=lambda row: row[1].site):
             client = self._number(hello)
@@ -79,7 +79,7 @@ class Membership:
             before = self._node.get(client)
             if before is not None and before != node:
                 self._client.pop(before, None)
-                told.append(f"site {hello.site} came back as another node; the new one speaks for it from now on")
+                told.append(f"site {hello.site} came back as another node; the new node replaces the old one")
             self._node[client], self._client[node] = node, client
         return told
 
@@ -91,10 +91,10 @@ class Membership:
 
 
 def agree(tasks: Sequence[Task]) -> Task:
-    """What most of the first sites have in common; inputs are normalised by the middle of their means and deviations.
+    """The task that most of the first sites have; inputs are normalised by the median of their means and deviations.
 
-    The middle of three and more is the median, so that one site that says something else moves nothing far; of two it
-    is the average. Each site counts once, whatever its size. Where all are equal the result is equal, to the bit.
+    With three or more sites the median bounds the influence of any single one; of two it is the average. Each site
+    counts once, whatever its size. If all sites agree, the result is exactly theirs.
     """
     (common, _), *_ = Counter(_form(task) for task in tasks).most_common(1)
     alike = [task for task in tasks if _form(task) == common]
@@ -108,7 +108,7 @@ def agree(tasks: Sequence[Task]) -> Task:
 
 
 def number_problem(hello: Hello, parts: int) -> str | None:
-    """Why a site cannot have the number that it gives itself, or None."""
+    """Why a site cannot have the number that it claims, or None."""
     if hello.task.divided and not 0 <= hello.number < parts:
         return f"it says that it has part {hello.number} of {parts}; parts are numbered from 0 (partition.clients)"
     if not hello.task.divided and hello.number != -1:

@@ -1,4 +1,4 @@
-"""What travels between server and sites, and nothing else does: trees as ArrayRecords by name, facts as small records.
+"""All that server and sites exchange: trees as ArrayRecords by name, facts as small records.
 
     server ---query    {config}                                     --->  site: who are you, and what is your data like
     server ---train    {config, order, down, [global]}              --->  site: evaluate the last round, train the next
@@ -7,7 +7,7 @@
     server <--reply    {said} or {said, facts, [upload], [figures]} ----  site
 
 In a deployment every message also has a `seal`: see signing.py.
-Whatever does not read as one of these is a `ValueError` that says what is wrong: a message may come from anybody.
+Anything else is a `ValueError` that says what is wrong: a message may come from anybody.
 Sizes and kinds are checked before anything is allocated (bounds.py, arrays.py).
 """
 
@@ -29,8 +29,8 @@ from fednh.flower.arrays import to_arrays, to_tree
 from fednh.flower.bounds import quoted
 from fednh.words import name_problem, one_line
 
-FORMAT = 2  # of these messages; server and sites must have the same
-NOTICE = "query.notice"  # Flower's message type of what the server tells a site
+FORMAT = 2  # version of these messages; server and sites must have the same
+NOTICE = "query.notice"  # Flower's message type for a notice from the server to a site
 SAMPLES = 10**12  # training samples that one site can process in a round
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 Number = int | float | list[float]
@@ -41,7 +41,7 @@ class Task:
     """What all sites of a federation must agree on to train one model."""
 
     data: str  # a name for it
-    divided: bool  # a set that everybody has, each site a part of it
+    divided: bool  # True: a public set of which each site has a part
     shape: tuple[int, ...]
     classes: tuple[str, ...]
     scale: float
@@ -51,7 +51,7 @@ class Task:
 
     @classmethod
     def of(cls, fed: Federation, name: str, divided: bool) -> Task:
-        """Of a site's data; a site that scales features by its own statistics says which."""
+        """The task of a site's data, with the site's own statistics where it scales features by them."""
         data, scale, mean, std = fed.dataset, fed.dataset.scale, fed.dataset.mean, fed.dataset.std
         if fed.scalings and not divided:
             scale, (mean, std) = fed.raw_scale, fed.scalings[0]
@@ -60,7 +60,7 @@ class Task:
 
     @classmethod
     def read(cls, text: str) -> Task:
-        """From JSON, every field of the right kind and in its range."""
+        """Parse JSON, and check the type and range of every field."""
         try:
             task = cls._found(bounds.read_json(text))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -86,7 +86,7 @@ class Task:
         )
 
     def _problem(self) -> str | None:
-        """Why no data can be like this, or None."""
+        """Why this cannot describe any data, or None."""
         if len(self.shape) not in (1, 3) or math.prod(self.shape) > bounds.SAMPLE:
             return f"samples of shape {quoted(self.shape)}"
         if not all(name.isprintable() for name in (self.data, *self.classes)):
@@ -104,19 +104,19 @@ class Task:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """How a raw input becomes what the model takes: for the card of a model file."""
+        """How a raw input becomes the model's input, for the card of a model file."""
         return {**json.loads(self.preprocessing), "scale": self.scale, "mean": self.mean, "std": self.std}
 
 
 @dataclass(frozen=True)
 class Hello:
-    """A site's answer to the query: its name, its data's form, and its number where the data set is divided by it."""
+    """A site's answer to the query: its name, the form of its data, and, for a divided set, the number of its part."""
 
     site: str
     task: Task
     number: int = -1  # -1: the server gives it one
-    key: str = ""  # the public key that signed it, as the server found; empty in a simulation
-    audit: str = ""  # the newest line of the site's audit log, as the server found
+    key: str = ""  # the public key that signed it, filled in by the server; empty in a simulation
+    audit: str = ""  # the newest line of the site's audit log, filled in by the server
 
     def write(self) -> RecordDict:
         said = ConfigRecord({"format": FORMAT, "site": self.site, "number": self.number, "task": self.task.text()})
@@ -136,16 +136,16 @@ class Hello:
 class Order:
     """What one site is asked to do in one exchange."""
 
-    client: int  # its number: randomness is addressed by it
+    client: int  # its number, from which its random streams derive
     round: int = 0  # train this round; 0: do not
-    evaluate: int = 0  # first evaluate what this round left; 0: do not
-    last: int = 0  # the round of the state to start from: the last one that the server took; 0: enrol
-    since: int = 0  # states of earlier rounds will never be asked for again
+    evaluate: int = 0  # first evaluate the state after this round; 0: do not
+    last: int = 0  # start from the state of this round, the last whose upload was accepted; 0: enrol
+    since: int = 0  # states of earlier rounds will not be needed again
     final: bool = False  # the federation ends: a site that never took part makes its personal model now
     sites: int = 1  # how many are asked to train this round
 
     def write(self, config: str, task: Task, down: ArrayRecord, more: ArrayRecord) -> RecordDict:
-        """With the config (TOML), the agreed task, the broadcast, and what the global model has beyond it."""
+        """The message: config (TOML), agreed task, order, broadcast, and the rest of the global model."""
         records: dict[str, ArrayRecord | MetricRecord | ConfigRecord] = {
             "config": ConfigRecord({"format": FORMAT, "toml": config, "task": task.text()}),
             "order": ConfigRecord(asdict(self)),
@@ -169,17 +169,17 @@ class Answer:
     client: int
     round: int
     upload: Tree | None = None  # None: it was not asked to train
-    samples: int | None = None  # training samples processed; None: the site does not say
-    loss_sum: float | None = None  # None: the site does not say
+    samples: int | None = None  # training samples processed; None: not disclosed
+    loss_sum: float | None = None  # None: not disclosed
     gradient_norm: float | None = None
     figures: dict[str, Number] = field(default_factory=dict)  # accuracies; empty: it was not asked to evaluate
 
     def without(self, metrics: Set[str]) -> Answer:
-        """The same without some metrics: facts, or figures of an evaluation."""
+        """The same answer without the given metrics, of training or of evaluation."""
         return replace(
             self,
             samples=None if "samples" in metrics else self.samples,
-            # A loss that is not finite says that the client must be left out: that is told in any case.
+            # A loss that is not finite tells the server to leave this client out: it is sent in any case.
             loss_sum=None if "loss" in metrics and math.isfinite(self.loss_sum or 0.0) else self.loss_sum,
             gradient_norm=None if "gradient_norm" in metrics else self.gradient_norm,
             figures={key: value for key, value in self.figures.items() if key not in metrics},
@@ -201,7 +201,7 @@ class Answer:
 
     @classmethod
     def read(cls, content: RecordDict, form: Form | None, device: str = "cpu") -> Answer:
-        """An answer whose upload has this form; with None, it must not have an upload."""
+        """Read an answer whose upload has this form; with None, it must not have an upload."""
         _said(content)
         _only(content, "said", "facts", "figures", *(["upload"] if form is not None else []))
         facts = _record(content, "facts", MetricRecord)
@@ -223,7 +223,7 @@ def question(config: str) -> RecordDict:
 
 
 def notice(text: str) -> RecordDict:
-    """What the server tells a site, for its log."""
+    """The content of a notice: text for a site's log."""
     return RecordDict({"notice": ConfigRecord({"format": FORMAT, "text": text})})
 
 
@@ -248,12 +248,12 @@ def read_config(content: RecordDict) -> tuple[str, Task | None]:
 
 
 def read_tree(content: RecordDict, name: str, device: str, form: Form | None = None) -> Tree:
-    """A tree of a message, of this form if one is given; without a tree, an empty one."""
+    """A tree in a message, checked against `form` if given; empty if the message has none of this name."""
     return to_tree(_record(content, name, ArrayRecord), device, form) if name in content else {}
 
 
 def sorry(problem: str, site: str = "") -> RecordDict:
-    """A reply that says why there is no other, and who says so."""
+    """A reply that states a problem in place of an answer."""
     return RecordDict({"said": ConfigRecord({"format": FORMAT, "problem": problem, "site": site})})
 
 
@@ -265,11 +265,11 @@ def claimed_name(content: RecordDict) -> str:
 
 
 class SiteProblem(Exception):
-    """A site says in words that it cannot do what it was asked."""
+    """A site reports that it cannot carry out an order."""
 
 
 def check_problem(content: RecordDict) -> None:
-    """Raise what a site says it cannot do. That needs no signature: who cannot sign must be able to say why."""
+    """Raise the problem that a site reports. It needs no signature: a site may report that it cannot sign."""
     said = content.get("said")
     if isinstance(said, ConfigRecord) and "problem" in said:
         raise SiteProblem(one_line(_text(said, "problem"), 500))

@@ -1,6 +1,6 @@
-"""federation.log: what a server had to say about its sites, one JSON line a sentence, `{"time": ..., "text": ...}`.
+"""federation.log: the server's notes about its sites, one JSON line each, `{"time": ..., "text": ...}`.
 
-Sentences quote what sites sent. As JSON no word of theirs can end a line and begin another.
+Notes quote what sites sent. Written as JSON, no such text can break a line and forge another note.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from fednh.words import one_line
 
 
 def add(run: Path, text: str) -> None:
-    """Add a sentence to a run folder's log."""
+    """Add a note to a run folder's log."""
     line = {"time": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}", "text": one_line(text)}
     with RunLayout(run).log_file.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 def sentence(line: bytes) -> str:
-    """The words of a line, safe to show; lines of earlier versions are plain text behind their time."""
+    """The text of a line, safe to print; earlier versions wrote plain text after the time."""
     try:
         return one_line(str(json.loads(line)["text"]))
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -30,5 +30,5 @@ def sentence(line: bytes) -> str:
 
 
 def check_end(run: Path) -> None:
-    """Raise if a finished run has rounds that changed nothing: it is not what was asked for."""
+    """Raise if a finished run has rounds that changed nothing: such a run is not a success."""
     check_lost(json.loads(RunLayout(run).summary_file.read_text(encoding="utf-8")))

@@ -1,9 +1,9 @@
 """Replies as Flower stores them: fetched piece by piece, measured, and only then put together.
 
-A reply lies in the SuperLink as a tree of objects. An array is a list of chunks, and a chunk may be listed many times:
-a small message can stand for a large array. Flower's own `pull_messages` puts everything together before anybody can
-look, raises what one bad reply raises for all of them, and waits for the slowest. So over a network the pieces are
-fetched here: of a bounded number and size, added up before they are joined, and each reply by itself.
+The SuperLink stores a reply as a tree of objects. An array is a list of chunks, and a chunk may be listed many times,
+so a small message can expand to a large array. Flower's own `pull_messages` assembles everything before it can be
+checked, fails for all replies if one is bad, and waits for the slowest. So over a network the pieces are fetched here,
+each reply by itself, bounded in number and size, and their sizes are added up before they are joined.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flwr.superlink.grid import HttpGrid
 from fednh.core import memory
 from fednh.flower.bounds import Limit, quoted
 
-CHILDREN = {  # which objects may hold which
+CHILDREN = {  # which objects may contain which
     "Message": ("RecordDict",),
     "RecordDict": ("ConfigRecord", "MetricRecord", "ArrayRecord"),
     "ArrayRecord": ("Array",),
@@ -41,20 +41,20 @@ PATIENCE = 600.0  # seconds that a site waits for the parts of an order
 
 @dataclass(frozen=True)
 class Broken:
-    """A reply that could not be taken out of the store, and why."""
+    """A reply that could not be fetched, and why."""
 
     problem: Exception
 
 
 class Parcels:
-    """What is on its way to the server."""
+    """The replies that are being fetched."""
 
     def __init__(self, grid: Grid):
         self.grid = grid
         self._waiting: dict[str, _Parcel] = {}
 
     def pull(self, limits: Mapping[str, Limit]) -> Iterator[tuple[str, Message | Broken]]:
-        """Replies that are complete, by the id of the message that they reply to; `limits` has the limit of each."""
+        """Complete replies, by the id of the message they answer; `limits` has the size limit of each."""
         if not isinstance(self.grid, HttpGrid):  # a simulation: everything is in this process already
             for message in self.grid.pull_messages(list(limits)):
                 yield message.metadata.reply_to_message_id, message
@@ -79,13 +79,13 @@ class Parcels:
                 yield name, reply
 
     def drop(self, name: str) -> None:
-        """Nobody waits for this reply any more."""
+        """Stop fetching this reply: its time has passed."""
         self._waiting.pop(name, None)
 
 
 @dataclass
 class _Parcel:
-    """One reply of which some objects may still be on their way."""
+    """One reply; some of its objects may still be on their way."""
 
     grid: HttpGrid
     tree: ObjectTree
@@ -93,7 +93,7 @@ class _Parcel:
     there: dict[str, bytes] = field(default_factory=dict)
 
     def taken(self) -> Message | None:
-        """The reply, if all of it is there."""
+        """The reply if it is complete, else None."""
         names = [each.object_id for each in islice(iterate_object_tree(self.tree), self.limit.parts + 1)]
         if len(names) > self.limit.parts:
             raise ValueError(f"it has more than {self.limit.parts} parts")
@@ -130,9 +130,9 @@ def take_order(
     return_type: type[Message] = Message,
     patience: float = PATIENCE,
 ) -> Message:
-    """At a site: what it is asked, in place of Flower's function of the same duty, with an end and a largest size.
+    """Fetch an order at a site. Replaces Flower's function, which has no size limit and too long a timeout.
 
-    A server that ends while it sends leaves an order whose parts never come; Flower waits for them for over an hour.
+    If a server ends while it sends, parts of the order never arrive; Flower waits for them for over an hour.
     """
     names = list(dict.fromkeys(each.object_id for each in iterate_object_tree(tree)))
     there = pull_objects(names, pull, max_time=patience, backoff_cap=min(5.0, patience))
@@ -147,7 +147,7 @@ def take_order(
 
 
 def joined_size(root: str, contents: Mapping[str, bytes]) -> int:
-    """Bytes that a message takes when its chunks are joined, found without joining them; its objects fit together."""
+    """The size of a message once its chunks are joined, computed without joining; ValueError if it is malformed."""
     total, kinds = 0, {root: "Message"}
     level = [root]
     while level:
@@ -167,7 +167,7 @@ def joined_size(root: str, contents: Mapping[str, bytes]) -> int:
 
 
 def _array_size(content: bytes, chunks: list[str], contents: Mapping[str, bytes]) -> int:
-    """Of an array: each chunk as often as it is listed."""
+    """The size of an array: each chunk counts as often as it is listed."""
     sizes = [len(contents[name]) for name in chunks]
     listed = json.loads(content[content.index(b"\0") + 1 :])["arraychunk_ids"]
     if not isinstance(listed, list) or not all(type(place) is int and 0 <= place < len(sizes) for place in listed):

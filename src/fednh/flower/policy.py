@@ -1,8 +1,8 @@
 """What a site permits. Its owner writes it into `site.toml`, Flower's node-config; no message can change it.
 
-A config that the server sends is a request. `Policy.applied` takes from it what may be the server's to say, puts the
-site's own words in place of the rest, and refuses what the site does not allow, before anything is imported or read.
-Flower takes no lists in a node-config, so they are text with commas.
+A config that the server sends is a request. `Policy.applied` takes from it the settings that the server may decide,
+replaces the others with the site's own, and refuses what the site does not allow, before anything is imported or read.
+Flower's node-config cannot hold lists, so lists are written as text with commas.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ METRICS = (
 DATA_KEYS = {"federation", "label", "site-column", "columns", "weights", "set"}
 # ... and [allow], what may be run and what may leave.
 ALLOW_KEYS = {"methods", "models", "rounds", "epochs", "metrics", "sites", "privacy"}
-SERVERS_EPOCHS = {"retrain_epochs"}  # of CReFF: the server trains them, not the sites
+SERVERS_EPOCHS = {"retrain_epochs"}  # CReFF's: epochs at the server, not at the sites
 KEYS = DATA_KEYS | {f"allow.{key}" for key in ALLOW_KEYS}
-SAFE_DATA = ("augment", "holdout", *agreed())  # of the server's data.*: how samples are made, not what is read
+SAFE_DATA = ("augment", "holdout", *agreed())  # the server's data.*: how samples are made, not what is read
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A site's rules; the defaults hold where site.toml says nothing."""
+    """A site's rules; the defaults apply where site.toml has no entry."""
 
     federation: str | None = None  # the only one it takes part in
-    set: str | None = None  # the public set of which it has a part; None: whichever the server names
-    label: str | None = None  # of its own data: the column that holds the class
+    set: str | None = None  # the public set that it has a part of; None: any that the server names
+    label: str | None = None  # the column of its own data that holds the class
     site_column: str | None = None  # the column that holds the site
     columns: tuple[str, ...] | None = None  # the columns that may be features
     weights: str | None = None  # its own copy of the pretrained weights that the federation starts from
     methods: tuple[str, ...] = tuple(METHODS)
     models: tuple[str, ...] = ("auto", *MODELS)
-    rounds: int | None = None  # most that it trains in all, over every run
-    epochs: int | None = None  # most of one round, of any kind of epoch
+    rounds: int | None = None  # the most that it trains, over all runs together
+    epochs: int | None = None  # the most in one round, for every kind of epochs
     metrics: tuple[str, ...] = METRICS  # which may leave
-    sites: int = 1  # fewest that must be asked in a round in which it trains
-    privacy: str = "none"  # the least that it demands
+    sites: int = 1  # the fewest sites in a round in which it trains
+    privacy: str = "none"  # the weakest privacy mechanism that it accepts
 
     def config(self, toml: str, source: str | None) -> Config:
-        """The server's config as it holds here; `source` is the site's own data (None: a part of a public set)."""
+        """The server's config as applied here; `source` is the site's own data (None: a part of a public set)."""
         try:
             tree = self.applied(tomllib.loads(toml), source)
             return validate(tree, "the server's config: ")
@@ -75,12 +75,12 @@ class Policy:
         except Refused:
             raise
         except UserError as error:
-            if tree["method"].get("name") not in METHODS:  # words of somebody's own code
+            if tree["method"].get("name") not in METHODS:  # a user's own method wrote the message
                 raise
-            raise Refused(str(error)) from error  # it quotes the request alone
+            raise Refused(str(error)) from error  # the message quotes nothing but the request
 
     def applied(self, tree: Mapping[str, Any], source: str | None) -> dict[str, Any]:
-        """What the request becomes here: settings as `validate` takes them."""
+        """The settings that this site uses for a request, in the form that `validate` takes."""
         method, model, train = (dict(_section(tree, name)) for name in ("method", "model", "train"))
         federation = _section(tree, "federation")
         self._check_federation(federation)
@@ -96,9 +96,9 @@ class Policy:
         return {**tree, "method": method, "model": model, "data": data, "federation": ours}
 
     def check_order(self, order: Order) -> None:
-        """Refuse an order that asks for more than the config says, or for training among too few."""
+        """Refuse an order for a round beyond the limit, or for training with too few sites."""
         if order.round and order.sites < self.sites:
-            raise Refused(f"the round has {order.sites} sites, and this site trains among {self.sites} or more only")
+            raise Refused(f"the round has {order.sites} sites, and this site trains only with {self.sites} or more")
         if self.rounds is not None and max(order.round, order.evaluate) > self.rounds:
             raise Refused(f"round {max(order.round, order.evaluate)} is beyond the {self.rounds} of this site's policy")
 
@@ -108,7 +108,7 @@ class Policy:
             raise Refused(f"federation.name = {name!r} is not the federation of this site")
         if type(fewest) is not int or fewest < self.sites:
             raise Refused(
-                f"federation.min_clients = {fewest!r}, and this site takes part among {self.sites} sites or more only"
+                f"federation.min_clients = {fewest!r}, and this site takes part only with {self.sites} sites or more"
             )
 
     def _check_length(self, tree: Mapping[str, Any], train: Mapping[str, Any], method: Mapping[str, Any]) -> None:
@@ -121,7 +121,7 @@ class Policy:
                 raise Refused(f"{key} = {value!r} is more than the {most} that this site allows")
 
     def _data(self, asked: Mapping[str, Any], source: str | None) -> dict[str, Any]:
-        """What is read is the site's to say; how samples are made of it, the federation's."""
+        """The site decides what is read; the federation decides how samples are made from it."""
         how = {key: asked[key] for key in SAFE_DATA if key in asked}
         if source is None:
             name = asked.get("name", "digits")
@@ -151,7 +151,7 @@ class Policy:
 
 
 def read_policy(node: Mapping[str, Any]) -> Policy:
-    """From a node-config; keys that are not of the policy are left alone."""
+    """Read the rules from a node-config; other keys are ignored."""
     text = {key: _text(node, key) for key in ("federation", "set", "label", "site-column", "weights")}
     most = {key: _count(node, f"allow.{key}") for key in ("rounds", "epochs", "sites")}
     usual, lists = Policy(), {key: _words(node, f"allow.{key}") for key in ("methods", "models", "metrics")}
@@ -176,7 +176,7 @@ def read_policy(node: Mapping[str, Any]) -> Policy:
 
 
 def for_sites(config: Config) -> Config:
-    """A config as the server sends it: without paths and sources that are the server's own."""
+    """The config that the server sends: without its own paths and sources."""
     weights = None if config.model.weights is None else "pretrained"
     return config.model_copy(
         update={

@@ -1,4 +1,4 @@
-"""Who may take part: nodes that nobody knows are asked who they are, and admitted if their data fits the others'."""
+"""Admission: the server asks unknown nodes who they are, and admits those whose data fits the federation."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from fednh.flower.parcels import Broken
 from fednh.flower.replies import content_of, why
 
 AGAIN = 10.0  # seconds until a node that cannot take part is asked again
-REMINDER = 60.0  # seconds between two messages that sites are missing
+REMINDER = 60.0  # seconds between two notes that sites are missing
 
 
 class Reception:
-    """The sites that are known, the task that they agreed on, and those who wait to be admitted."""
+    """The known sites, the task they agreed on, and the sites that wait to be admitted."""
 
     def __init__(
         self,
         config: Config,
         grid: Grid,
         mailbox: Mailbox,
-        tell: Callable[..., None],  # a sentence, and for the audit log whom it concerns
+        tell: Callable[..., None],  # takes a sentence and, for the audit log, the site it is about
         events: audit.Writer,
         toml: str,
         timeout: float,
@@ -47,7 +47,7 @@ class Reception:
         self.task: Task | None = None
         self._arrivals: list[tuple[int, Hello]] = []
         self._told: set[str] = set()
-        self._again: dict[int, float] = {}  # node -> when one that cannot take part is asked again
+        self._again: dict[int, float] = {}  # node -> when to ask it again, if it could not take part
 
     def once(self, words: str, **who: Any) -> None:
         if words not in self._told:
@@ -55,7 +55,7 @@ class Reception:
             self.tell(words, **who)
 
     def gather(self, enough: int, aloud: bool) -> Task:
-        """Wait until `enough` sites whose data fits have said who they are; returns what they agreed on."""
+        """Wait until `enough` sites with fitting data have introduced themselves; returns the task they agree on."""
         told, last = 0.0, ""
         while True:
             self.greet(set(self.grid.get_node_ids()))
@@ -71,7 +71,7 @@ class Reception:
                 self.tell(words)
 
     def _agreed(self, enough: int) -> Task | None:
-        """The task that enough of those who are here can work on together; why others cannot is told."""
+        """The task that enough of the present sites share; else None, and a note on each site that does not fit."""
         rows = sorted(self._arrivals, key=lambda row: row[1].site)
         task = self.task or agree([hello.task for _, hello in rows])
         fitting = {self._place(hello) for _, hello in rows if not self._problem(task, hello)}
@@ -90,7 +90,7 @@ class Reception:
         return disagreement(task, hello.task) or number_problem(hello, self.config.partition.clients)
 
     def greet(self, online: set[int]) -> None:
-        """Ask nodes that nobody knows who they are."""
+        """Ask unknown nodes who they are."""
         met = self.mailbox.asked() | {node for node, _ in self._arrivals}
         met |= {node for node, then in self._again.items() if then > time.monotonic()}
         strangers = [node for node in sorted(online - met) if not self.membership.knows(node)]
@@ -100,7 +100,7 @@ class Reception:
         self.mailbox.send(letters, self.timeout)
 
     def welcome(self) -> None:
-        """Admit those who said who they are, if their data fits."""
+        """Admit the sites that introduced themselves, if their data fits."""
         assert self.task is not None
         fitting = []
         for node, hello in self._arrivals:
@@ -117,7 +117,7 @@ class Reception:
                 self.events("joined", **facts, head=hello.audit)
 
     def heard(self, letter: Letter, reply: Reply) -> None:
-        """Somebody says who he is."""
+        """Handle a site's introduction."""
         try:
             hello = self._hello(letter, reply)
         except Exception as error:  # whatever reading it raises is that site's problem, not the server's
@@ -134,7 +134,7 @@ class Reception:
         self._arrivals.append((letter.node, hello))
 
     def _hello(self, letter: Letter, reply: Reply) -> Hello:
-        """Who a newcomer is, by its signature where there are signatures."""
+        """Read a newcomer's introduction, and verify its signature where messages are signed."""
         content = content_of(reply)
         if self.identity is None:
             return Hello.read(content)
@@ -146,7 +146,7 @@ class Reception:
         return replace(hello, key=key, audit=head_of(content) or "")
 
     def _stranger(self, node: int, reply: Reply) -> tuple[str, dict[str, Any]]:
-        """Who a node is that has not said it, or not proven it: in words, and for the audit log."""
+        """What is known of a node that has not proven who it is: as text, and as facts for the audit log."""
         key = next((fingerprint_of_pem(info.public_key) for info in self.grid.get_nodes() if info.node_id == node), "")
         owner = self.identity.owner(key) if self.identity is not None and key else None
         known = f"node {node}, key {key}" if key else f"node {node}"
@@ -159,6 +159,6 @@ class Reception:
         return f"a site ({known})", facts
 
     def _notify(self, nodes: set[int], words: str) -> None:
-        """Tell sites something for their own logs."""
+        """Send sites a notice for their own logs."""
         text = messages.notice(words)
         self.mailbox.send([(Letter(node, NOTICE, GREETING), text) for node in sorted(nodes)], self.timeout)

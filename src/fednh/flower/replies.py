@@ -1,4 +1,4 @@
-"""What a site replied, as far as it can be used, and in words what is wrong with it otherwise."""
+"""Reads the replies of sites, and says what is wrong with those that cannot be used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fednh.words import one_line
 
 
 def content_of(reply: Reply) -> RecordDict:
-    """The records of a reply; an error instead of them is raised."""
+    """The records of a reply; if it is an error, raise it."""
     if isinstance(reply, Broken):
         raise reply.problem
     if reply.has_error():
@@ -23,7 +23,7 @@ def content_of(reply: Reply) -> RecordDict:
 
 
 def why(error: Exception) -> str:
-    """What was wrong with somebody else's message; of what nobody foresaw, its kind too."""
+    """What was wrong with a received message; an unexpected error is named with its type."""
     foreseen = isinstance(error, ValueError | SiteProblem)
     return str(error) if foreseen else f"{type(error).__name__}: {one_line(str(error), 200)}"
 
@@ -33,7 +33,7 @@ def read_answer(
 ) -> tuple[Answer, RecordDict]:
     """The answer to this order, and the records that it came in.
 
-    Whatever is wrong with it is raised; a `SiteProblem` is what the site says itself.
+    A wrong answer raises; `SiteProblem` if the site itself reports a problem.
     """
     content = content_of(reply)
     if identity is not None:

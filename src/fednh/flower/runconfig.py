@@ -1,8 +1,8 @@
 """All settings as Flower's run-config, and back.
 
-Flower takes nested tables of numbers, truth values and text. What else a setting can be is JSON in a text: a list, a
-table whose keys Flower would take apart, and text that would be taken for one of these. `-c model.args.hidden=...` of
-`flwr run` and tables with lists as words with commas, which older federations have, are read too.
+Flower takes nested tables of numbers, booleans and text. Every other value is written as JSON text: a list, a table
+whose keys Flower would split, and text that would be mistaken for one of these. Two more forms can be read: `-c
+model.args.hidden=...` of `flwr run`, and lists as text with commas, which older federations have.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fednh.errors import UserError
 
 
 def run_config(config: Config) -> dict[str, Any]:
-    """The tree of settings that reads back as this very config; tables stay tables wherever that works."""
+    """Settings that read back as exactly this config; tables stay tables wherever that is possible."""
     tree = _tree(config, tables=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -28,7 +28,7 @@ def run_config(config: Config) -> dict[str, Any]:
 
 
 def read_config(run_config: Mapping[str, Any]) -> Config:
-    """The Config that a federation's flat settings describe."""
+    """The Config for a federation's flat settings."""
     config = _load(run_config)
     if config.federation.folder is None or not Path(config.federation.folder).is_absolute():
         raise UserError("federation.folder must be the absolute path of the server's run folder")
@@ -36,7 +36,7 @@ def read_config(run_config: Mapping[str, Any]) -> Config:
 
 
 def _load(run_config: Mapping[str, Any]) -> Config:
-    keys = sorted(run_config, key=lambda key: key.count("."))  # a table before what is laid over it
+    keys = sorted(run_config, key=lambda key: key.count("."))  # a table before settings inside it
     return load(None, {key: _value(key, run_config[key]) for key in keys})
 
 
@@ -63,7 +63,7 @@ def _text(key: str, value: Any, tables: bool) -> Any:
 
 
 def _value(key: str, value: Any) -> Any:
-    """A value as it was, from what Flower has."""
+    """The original value, from Flower's."""
     if not isinstance(value, str) or not _may_be_structured(key):
         return value
     if value.startswith(("[", "{", '"')):

@@ -1,7 +1,7 @@
 """The ServerApp: `flwr run` starts it, with fednh's own settings as the app's run-config.
 
 All of them are flat dotted keys, as `--set` takes them: `rounds`, `method.name`, `train.lr`, ... (see runconfig.py).
-`federation.folder` is the run folder. Started again with the same settings, a stopped federation goes on.
+`federation.folder` is the run folder. A stopped federation continues when it is started again with the same settings.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 class LogWatcher:
-    """Tells Flower's log, which `flwr run --stream` shows."""
+    """Writes progress to Flower's log, which `flwr run --stream` shows."""
 
     def __init__(self, rounds: int):
         self.rounds = rounds

@@ -1,6 +1,6 @@
-"""Signed messages: a site obeys its federation's server and nobody else, and the server knows which site speaks.
+"""Signed messages: a site obeys only its federation's server, and the server knows which site has answered.
 
-Flower lets every registered node send messages to every other node, so a message proves nothing by having arrived.
+Flower lets every registered node send messages to every other node, so arrival does not prove who sent a message.
 The server signs orders with the federation's Ed25519 key, whose public half each site has as `orders.pub`; a site signs
 its replies with the key of its SuperNode. A signature is a record `seal` beside the others. It covers every record to
 the last byte, and the `Envelope`: which federation, run, round and kind of message, from or to which node and site, and
@@ -31,7 +31,7 @@ from fednh.flower.layout import StateFolder
 from fednh.storage.files import write_json
 
 SEAL = "seal"  # the record that holds a signature
-ORDER, REPLY = b"fednh order 1", b"fednh reply 1"  # what is signed begins with its purpose
+ORDER, REPLY = b"fednh order 1", b"fednh reply 1"  # signed bytes begin with their purpose
 LONGEST_KEY = 1000  # characters of a public key
 
 
@@ -40,9 +40,9 @@ class Envelope:
     """What a signature covers beside the records."""
 
     federation: str
-    run: int  # Flower's number of the run
+    run: int  # Flower's run id
     kind: str  # query, train, ...: Flower's message type
-    round: str  # Flower's group of the message
+    round: str  # Flower's group id of the message
     node: int  # the site's SuperNode
     site: str = ""  # its name; empty in a query, which asks for it
     counter: int = 0  # of the order; its reply repeats it
@@ -52,13 +52,13 @@ class Envelope:
 
 
 class OrderSigner:
-    """The server's side: signs what it sends, each message with a higher counter than the one before."""
+    """The server's side: signs each message with a higher counter than the one before."""
 
     def __init__(self, key: Ed25519PrivateKey):
         self._key, self._last = key, 0
 
     def next(self) -> int:
-        """A counter that no earlier order had, also not before a restart."""
+        """A counter that no earlier order had, not even before a restart."""
         self._last = max(self._last + 1, time.time_ns())
         return self._last
 
@@ -72,7 +72,7 @@ class OrderSigner:
 def check_order(content: RecordDict, key: Ed25519PublicKey, expected: Envelope) -> Envelope:
     """The envelope of an order that the federation's server signed for this site; anything else is Refused.
 
-    `expected` is what the site knows by itself; federation and counter are the server's to say.
+    `expected` has what the site knows itself; federation and counter come from the server.
     """
     seal = content.get(SEAL)
     if not isinstance(seal, ConfigRecord):
@@ -101,7 +101,7 @@ def check_order(content: RecordDict, key: Ed25519PublicKey, expected: Envelope) 
 
 
 class OrderBook:
-    """What a site remembers of the orders of one key: the last counter, and how many rounds it has trained."""
+    """A site's record of the orders that one key signed: the last counter, and the number of rounds trained."""
 
     def __init__(self, folder: Path, site: str, key: Ed25519PublicKey):
         self._path = StateFolder(folder).order_book(site, fingerprint(key))
@@ -109,7 +109,7 @@ class OrderBook:
         self._lock = FileLock(self._path.with_suffix(".lock"))  # two ClientApps of one site may run at once
 
     def accept(self, counter: int) -> None:
-        """Take an order once; one with an old counter is Refused."""
+        """Accept an order once; one with an old counter is Refused."""
         with self._lock:
             last, trained = self._read()
             if counter <= last:
@@ -120,7 +120,7 @@ class OrderBook:
             self._write(counter, trained)
 
     def count_round(self, most: int | None) -> None:
-        """One more round is trained; one beyond the `most` that are allowed in all is Refused."""
+        """Count one more round of training; beyond the `most` allowed in all it is Refused."""
         with self._lock:
             last, trained = self._read()
             if most is not None and trained >= most:
@@ -151,9 +151,9 @@ def sign_reply(content: RecordDict, key: ec.EllipticCurvePrivateKey, envelope: E
 
 
 def check_reply(content: RecordDict, expected: Envelope) -> tuple[str, str]:
-    """The site that a reply speaks for, and the public key that signed it; ValueError if it does not hold.
+    """The site that sent a reply, and the public key that signed it; ValueError if the signature is wrong.
 
-    `expected` is the order's envelope; in a query, which does not know the site yet, the reply names it.
+    `expected` is the order's envelope; a query does not know the site yet, so the reply names it.
     """
     seal = content.get(SEAL)
     if not isinstance(seal, ConfigRecord):
@@ -185,7 +185,7 @@ def public_text(key: Ed25519PublicKey | ec.EllipticCurvePublicKey) -> str:
 
 
 def is_plain(name: str) -> bool:
-    """Whether a site's name can be a folder's name and nothing else."""
+    """Whether a site's name is safe as the name of a folder."""
     return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) is not None
 
 
@@ -209,13 +209,13 @@ def read_orders_private(path: Path) -> Ed25519PrivateKey:
 
 
 def read_orders_public(path: Path) -> Ed25519PublicKey:
-    """The key by which a site knows its server."""
+    """The key with which a site verifies its server's orders."""
     try:
         key = serialization.load_ssh_public_key(path.read_bytes())
     except OSError as error:
         raise UserError(
-            f"{path} cannot be read ({error.strerror}), so this site obeys nobody; `fednh federation certs DIR` makes "
-            "it in the federation's folder: copy sites/NAME/orders.pub here, or say in site.toml where it is (orders =)"
+            f"{path} cannot be read ({error.strerror}), so this site accepts no orders; `fednh federation certs DIR` "
+            "makes it in the federation's folder: copy sites/NAME/orders.pub here, or set orders = in site.toml"
         ) from error
     except (ValueError, UnsupportedAlgorithm) as error:
         raise UserError(f"{path} is not a public key in OpenSSH's format; get it again from the server") from error
@@ -225,7 +225,7 @@ def read_orders_public(path: Path) -> Ed25519PublicKey:
 
 
 def read_site_private(path: Path) -> ec.EllipticCurvePrivateKey:
-    """The key of a site's SuperNode, with which it signs its replies too."""
+    """The key of a site's SuperNode, which also signs the site's replies."""
     try:
         key = serialization.load_ssh_private_key(path.read_bytes(), None)
     except OSError as error:

@@ -1,9 +1,9 @@
-"""A site: its own data, its personal state on its own disk, and what it does when it is asked.
+"""A site: its own data, its personal state on its own disk, and its work on orders.
 
-Where its state lies: flower/layout.py, StateFolder.
+The layout of its state is in flower/layout.py, StateFolder.
 
-The server says which round's state to start from: the last one whose upload it took. So an order that comes twice, a
-server that starts again from a checkpoint, or an answer that came too late leave no trace in the result.
+An order names the round whose state to start from: the last whose upload the server accepted. So a repeated order, a
+server restarted from a checkpoint, or an answer that came too late does not change the result.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ log = logging.getLogger("flwr")
 
 @dataclass(frozen=True)
 class Place:
-    """What the owner of a site says when it starts: Flower's node-config."""
+    """A site's own settings, from Flower's node-config."""
 
     site: str
-    home: Path  # below it lies all that the site keeps
+    home: Path  # all that the site keeps is below it
     data: str | None = None  # the site's own data source; None: its part of the set that the config names
     part: int = -1
     parts: int = 0
     test: str | None = None  # a source whose test part is the balanced test set
     device: str | None = None
-    encoding: str | None = None  # of the site's own CSV files; None: as the config says
+    encoding: str | None = None  # of the site's own CSV files; None: the config's
     models: Path | None = None  # a simulation collects personal models here
-    policy: Policy | None = None  # None in a simulation, where nobody but the user gives orders
-    orders: Path = SiteFolder.orders  # the public key of who may give orders
-    key: Path = SiteFolder.key  # with which this site signs its replies
+    policy: Policy | None = None  # None in a simulation, where all orders are the user's
+    orders: Path = SiteFolder.orders  # the server's public key, which verifies orders
+    key: Path = SiteFolder.key  # the private key that signs this site's replies
 
     @property
     def audit(self) -> Path:
@@ -70,16 +70,16 @@ class Place:
 
     @property
     def divided(self) -> bool:
-        """Whether the data is a part of a set that everybody has: then nothing about it is a secret."""
+        """Whether the data is a part of a public set: then nothing about it is secret."""
         return self.data is None
 
 
-# What a node-config says about the site itself.
+# The keys of a node-config that are not rules.
 TEXT = ("data", "site", "state", "test", "device", "encoding", "orders", "key")
 
 
 def read_place(node: Mapping[str, Any], home: Path | None = None, models: Path | None = None) -> Place:
-    """From a node-config; a simulation gives `home`, and then no policy holds."""
+    """Read a node-config; a simulation gives `home`, and then no policy applies."""
     known = {*TEXT, "partition-id", "num-partitions", *KEYS}
     if unknown := sorted(set(node) - known):
         raise UserError(f"node-config: {unknown[0]} is not known; it takes {', '.join(sorted(known))}")
@@ -130,21 +130,21 @@ class Site:
         self.kept = StateFolder(place.home).kept(self.config.federation.name, place.site)
 
     def hello(self) -> Hello:
-        """Who it is and the form of its data. A name of its own data's file stays here."""
+        """The site's name and the form of its data; file names of its own data are not disclosed."""
         divided = self.place.divided
         name = self.fed.dataset.name if divided else self.config.federation.name
         site = self.fed.sites[self.place.part] if divided and self.fed.sites else self.place.site
         return Hello(site, Task.of(self.fed, name, divided), self.place.part)
 
     def read(self, content: RecordDict) -> tuple[Tree, Tree]:
-        """The broadcast, and what the global model has beyond it; what is not of the config's form is refused."""
+        """The broadcast and the rest of the global model; tensors of another form than the config's are refused."""
         down, whole = _forms(*self.shared)
         more = {name: whole[name] for name in content.get("global", {}) if name in whole}
         device = self.config.device
         return messages.read_tree(content, "down", device, down), messages.read_tree(content, "global", device, more)
 
     def answer(self, order: Order, down: Tree, more: Tree) -> Answer:
-        """Evaluate, train, keep; `more` is what the global model has beyond the broadcast."""
+        """Evaluate, train, save the state; `more` is the part of the global model that the broadcast lacks."""
         policy = self.place.policy
         if policy is not None:
             policy.check_order(order)
@@ -155,7 +155,7 @@ class Site:
         kept = self._kept(order.last)
         figures: dict[str, Number] = {}
         if order.evaluate:
-            if order.final and order.last == 0:  # it came too late for any round
+            if order.final and order.last == 0:  # it joined too late to train in any round
                 late = self._update(order.client, order.evaluate, kept, down)
                 kept = kept if checks.not_finite(late.report) else late.keep
             figures = self._figures(order, kept, down, more)
@@ -164,8 +164,8 @@ class Site:
         update = self._update(order.client, order.round, kept, down)
         loss = update.loss_sum
         if what := checks.not_finite(update.report):
-            log.warning("round %d: %s is not finite: nothing is kept, and the server refuses it", order.round, what)
-            loss = math.nan  # the server sees the upload alone; by the loss it knows that all of it is void
+            log.warning("round %d: %s is not finite: no state is saved, and the server refuses it", order.round, what)
+            loss = math.nan  # the upload may be finite: the loss tells the server to refuse it
         else:
             write_tree(self.kept.state(order.round), update.keep)
         self._forget(order.since)
@@ -183,7 +183,7 @@ class Site:
     # --- evaluation --------------------------------------------------------------------------------------------
 
     def _figures(self, order: Order, kept: Tree, down: Tree, more: Tree) -> dict[str, Number]:
-        """What the personal and the global model achieve here: aggregate numbers."""
+        """Evaluate the personal and the global model on the site's samples: aggregate numbers only."""
         fed, round_ = self.fed, order.evaluate
         data, test, held = self._data(order.client, round_, "personal"), self._test(), self._held_out()
         model = clients.personal_model(fed.method, fed.net, kept, down, data, self.config.train.sgd(round_))
@@ -227,7 +227,7 @@ class Site:
     # --- personal state ----------------------------------------------------------------------------------------
 
     def _kept(self, last: int) -> Tree:
-        """What the site kept after round `last`; if that is lost, the newest before it, or a new start."""
+        """The state that the site kept after round `last`; if it is lost, the newest older one, else a new one."""
         if last > 0:
             for round_, path in sorted(self.kept.states().items(), reverse=True):
                 if round_ > last:
@@ -246,14 +246,14 @@ class Site:
         return self.fed.method.enroll(self._initial())
 
     def _tell_changed_data(self, order: Order) -> None:
-        """Warn in the site's log when its data are not those of the rounds before: what is held out is drawn anew."""
+        """Warn in the site's log if its data have changed since earlier rounds: the held-out samples change too."""
         if self.place.models is not None or self.fed.as_read is None:  # a simulation compares them once, at its start
             return
         told = fingerprint.changed_since(self.kept.fingerprint_file, self.fed.as_read, anew=order.last == 0)
         if told:
             log.warning(
                 "the data of this site are not those of the rounds before: %s; samples that it was trained on may now "
-                "be among those held out, and figures on them too good",
+                "be among those held out, and metrics on them too good",
                 told,
             )
 
@@ -264,7 +264,7 @@ class Site:
 
 
 def _config(toml: str, place: Place) -> Config:
-    """The server's config as it holds here."""
+    """The server's config as this site applies it."""
     if place.policy is None:
         config = validate(tomllib.loads(toml), "the server's config: ")
     else:
@@ -275,7 +275,7 @@ def _config(toml: str, place: Place) -> Config:
 
 @lru_cache(maxsize=2)
 def _federation(toml: str, place: Place, task: Task | None) -> Federation:
-    """What a site works on; parts of one set share it. Loaded once in a process."""
+    """The site's data, network and method, loaded once per process; the parts of a divided set share it."""
     config = _config(toml, place)
     if place.data is None:
         with _discreet(place):
@@ -291,11 +291,11 @@ def _federation(toml: str, place: Place, task: Task | None) -> Federation:
     with _discreet(place):
         data = one_site(_loaded(config), place.site)
     if place.policy is not None and (words := not_agreed(data, config.data.classes, config.data.columns)):
-        raise Refused(f"this site tells nothing about its data that is not agreed: {words}")
+        raise Refused(f"this site discloses nothing about its data that is not agreed: {words}")
     if task is not None:
         if (data.shape, data.classes) != (task.shape, task.classes):
             raise Refused("this site's data has another shape or other classes than the federation agreed on")
-        if data.is_image:  # features are scaled by the site's own statistics, channels by the average of all sites'
+        if data.is_image:  # features are scaled by the site's own statistics, image channels by the agreed ones
             data = replace(data, scale=task.scale, mean=task.mean, std=task.std, fitted=False)
     with _discreet(place):
         return build_federation(config, data)
@@ -303,7 +303,7 @@ def _federation(toml: str, place: Place, task: Task | None) -> Federation:
 
 @contextmanager
 def _discreet(place: Place) -> Iterator[None]:
-    """What is wrong with a site's data is for its own log: the words may quote it."""
+    """Keep errors about a site's data in its own log: their text may quote the data."""
     try:
         yield
     except UserError as error:
@@ -315,7 +315,7 @@ def _discreet(place: Place) -> Iterator[None]:
 
 @lru_cache(maxsize=2)
 def _forms(toml: str, place: Place, task: Task | None) -> tuple[checks.Form, checks.Form]:
-    """Of what the server sends, and of the global model. Found once in a process."""
+    """The forms of the broadcast and of the global model, computed once per process."""
     method, net = (fed := _federation(toml, place, task)).method, fed.net
     config = _config(toml, place)
     initial = initial_state(method, net, config.seed, config.device)
@@ -323,7 +323,7 @@ def _forms(toml: str, place: Place, task: Task | None) -> tuple[checks.Form, che
 
 
 def _loaded(config: Config) -> Dataset:
-    """The data, with what was done to them told in the site's own log."""
+    """Load the data; notes on how they were read go to the site's own log."""
     data = load_data(config)
     for note in data.notes:
         log.warning("%s", note)
@@ -331,7 +331,7 @@ def _loaded(config: Config) -> Dataset:
 
 
 def balanced(config: Config, source: str, task: Task) -> Samples:
-    """The test part of a source, all of it if it has no parts, scaled as the task says."""
+    """The test set of a source, or all of it if it has none, normalised as the task says."""
     data = _loaded(config.model_copy(update={"data": _changed(config.data, name=source)}))
     if not len(data.y_test):
         data = replace(data, x_test=data.x_train, y_test=data.y_train, site_test=data.site_train)

@@ -1,7 +1,7 @@
-"""Who takes part in a federation: names, keys, when each was last heard of, in which rounds its uploads were used.
+"""The sites of a federation: names, keys, when each last answered, and in which rounds its uploads were used.
 
-What the server knows is in its run folder: the membership in the newest checkpoint, and times in its audit log. Where a
-SuperLink answers at the address of the federation's folder, Flower's list of nodes is laid beside it, by key.
+The server's run folder has the members, in the newest checkpoint, and times, in the audit log. If a SuperLink answers
+at the address in the federation's folder, Flower's list of nodes is joined to them by key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEADER = ("site", "key", "node", "state", "last answer", "rounds", "last round")
 
 @dataclass
 class Standing:
-    """One site, or a node that no site's key explains."""
+    """One site, or a node whose key is of no known site."""
 
     site: str
     key: str = ""  # its fingerprint, as `ssh-keygen -l` shows it
@@ -37,7 +37,7 @@ class Standing:
     state: str = "unknown"  # Flower's word: registered, online, offline
     seen: str = ""  # when its last answer came
     rounds: list[int] = field(default_factory=list)
-    refused: str = ""  # the newest reason
+    refused: str = ""  # the reason of the newest refusal
 
     def cells(self) -> tuple[str, ...]:
         last = str(self.rounds[-1]) if self.rounds else "-"
@@ -51,11 +51,11 @@ class Node:
 
     number: int
     state: str
-    key: str  # fingerprint; empty: it has none
+    key: str  # fingerprint; empty: the node has no key
 
 
 def of(folder: Path) -> tuple[list[Standing], list[str]]:
-    """The sites of a federation's folder or a run folder, and what else there is to say."""
+    """The sites of a federation's folder or a run folder, and further remarks."""
     run, files = _places(folder)
     rows = {site: Standing(site, fingerprint(_read(path))) for site, path in files.items()}
     took_part = _took_part(run)
@@ -106,7 +106,7 @@ def _membership(run: Path) -> list[dict[str, Any]]:
 
 
 def _took_part(run: Path) -> dict[int, list[int]]:
-    """The rounds in which each client's upload was taken."""
+    """The rounds in which each client's upload was used."""
     found: dict[int, list[int]] = {}
     with suppress(OSError, ValueError, KeyError, TypeError):  # the last line may be half written
         for line in RunLayout(run).metrics_file.read_bytes().splitlines():
@@ -117,7 +117,7 @@ def _took_part(run: Path) -> dict[int, list[int]]:
 
 
 def _add_times(rows: dict[str, Standing], run: Path) -> None:
-    """When each site was last heard of, from the server's audit log."""
+    """Add when each site last answered, from the server's audit log."""
     if not (log := RunLayout(run).audit_file).is_file():
         return
     for line in audit.read(log).lines:
@@ -144,7 +144,7 @@ def _read(path: Path) -> str:
 
 
 def _listed(folder: Path) -> tuple[list[Node], list[str]]:
-    """Flower's nodes, where its server answers; and in words if it does not."""
+    """Flower's list of nodes; if its server does not answer, a remark that says so."""
     tried, fed = [], FederationFolder(folder)
     for home in (fed.local_home, fed.home):
         address = _address(home)
@@ -161,7 +161,7 @@ def _listed(folder: Path) -> tuple[list[Node], list[str]]:
 
 
 def _address(home: FlowerHome) -> str | None:
-    """Where Flower's config says that the server listens."""
+    """The server's address in Flower's config."""
     try:
         links = tomllib.loads(home.connections_file.read_text(encoding="utf-8"))["superlink"]
         return str(links[links["default"]]["address"])
@@ -181,7 +181,7 @@ def _nodes(home: Path) -> list[Node]:
     from flwr.cli.utils import init_http_client_from_connection
     from flwr.proto.control_pb2 import ListNodesRequest
 
-    with _flower_home(home), redirect_stdout(StringIO()):  # it tells which connection it uses
+    with _flower_home(home), redirect_stdout(StringIO()):  # Flower prints which connection it uses
         client = init_http_client_from_connection(read_superlink_connection(None))
         try:
             answer = client.ListNodes(ListNodesRequest())

@@ -156,7 +156,7 @@ def test_the_command(made: tuple[Path, Wire], tmp_path: Path) -> None:
     ended = fednh(["federation", "audit", str(folder / "run")], tmp_path / "io")
     assert ended.code == 0, ended.stderr
     assert "s0 joined (node 1, key SHA256:" in ended.stdout
-    assert "answers were taken" in ended.stdout
+    assert "answers were accepted" in ended.stdout
     assert "round 2: the answer of site s1 (client 1) was refused" in ended.stdout
     (tmp_path / "site.toml").write_text(f'site = "s0"\nstate = "{folder}/state"\n')
     ended = fednh(["federation", "audit", str(tmp_path)], tmp_path / "io")

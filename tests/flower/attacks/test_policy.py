@@ -191,7 +191,7 @@ def test_built_in_methods_are_allowed_unless_listed() -> None:
         ({"train.epochs": 4}, "train.epochs = 4 is more than the 3"),
         ({"method.name": "fedrep", "method.head_epochs": 4}, "method.head_epochs = 4 is more than the 3"),
         ({"federation.name": "other"}, "federation.name = 'other' is not the federation of this site"),
-        ({"federation.min_clients": 1}, "federation.min_clients = 1, and this site takes part among 2"),
+        ({"federation.min_clients": 1}, "federation.min_clients = 1, and this site takes part only with 2"),
     ],
 )
 def test_limits_of_a_config(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_site_does_not_train_alone(tmp_path: Path) -> None:
     """Alone, the average is its own upload."""
     scene, config = Scene(tmp_path, **{"allow.sites": 2}), config_of()
     said = problem(scene.ordered(config, Order(client=0, round=1, sites=1)))
-    assert said == "refused: the round has 1 sites, and this site trains among 2 or more only"
+    assert said == "refused: the round has 1 sites, and this site trains only with 2 or more"
     assert problem(scene.ordered(config, Order(client=0, round=1, sites=2))) == ""
 
 

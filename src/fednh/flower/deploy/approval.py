@@ -1,6 +1,6 @@
-"""Which apps a site runs: a list of hashes in its folder. An app is code; whoever starts one at the server sends it.
+"""Which apps a site runs: a list of hashes in its folder. An app is code, sent by whoever starts it at the server.
 
-The list is `approved` beside site.toml: a SHA-256 of an app's bundle on each line, and what it is after a blank.
+The list is `approved` beside site.toml. Each line has the SHA-256 of an app's bundle and, after a blank, a comment.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def hash_of(content: bytes) -> str:
 
 
 def approved(file: Path) -> list[str]:
-    """The hashes in a list; one that does not exist is empty."""
+    """The hashes in a list; empty if the file does not exist."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -66,7 +66,7 @@ def approve(file: Path, app_hash: str, words: str = "") -> bool:
 
 
 def check(file: Path, content: bytes) -> None:
-    """Refuse a bundle that is not on the list, before anything of it is unpacked."""
+    """Refuse a bundle that is not on the list, before it is unpacked."""
     found = hash_of(content)
     if found not in approved(file):
         raise UserError(

@@ -1,7 +1,7 @@
 """Keys of a federation: a certificate authority of its own, the server's certificate, a key pair for every site.
 
-TLS shows the sites that they speak to the right server; a site's key shows the server that it is that site. Nothing
-that exists is ever overwritten, except the server's certificate when a renewal is asked for.
+TLS proves the server's identity to the sites; a site's key proves the site's identity to the server. No existing file
+is ever overwritten, except the server's certificate when a renewal is asked for.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def make(folder: Path, sites: Sequence[str], hosts: Sequence[str] = (), days: in
         made += _make_ca(fed)
     if not fed.server_certificate.exists():
         made += _issue(fed, hosts, days)
-    elif set(hosts) - set(names := _names(_read(fed.server_certificate))):  # after a trial it is for this machine only
+    elif set(hosts) - set(names := _names(_read(fed.server_certificate))):  # a trial's is for this machine only
         made += _issue(fed, [*names, *hosts], days)
     for site in sites:
         made += _make_site(fed, fed.site(site))
@@ -45,7 +45,7 @@ def make(folder: Path, sites: Sequence[str], hosts: Sequence[str] = (), days: in
 
 
 def make_orders(folder: Path, sites: Sequence[str]) -> list[Path]:
-    """The key with which the server signs orders, and its public half for every site: what is missing of them."""
+    """Make what is missing of the key with which the server signs orders and its public half for every site."""
     fed, made = FederationFolder(folder), list[Path]()
     if not fed.orders_key.exists():
         form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
@@ -57,7 +57,7 @@ def make_orders(folder: Path, sites: Sequence[str]) -> list[Path]:
             write_bytes(path, public)
             made.append(path)
         elif path.read_bytes() != public:
-            raise UserError(f"{path} is of another key than {fed.orders_key}; delete it to have it made again")
+            raise UserError(f"{path} does not belong to {fed.orders_key}; delete it to have it made again")
     return made
 
 
@@ -122,7 +122,7 @@ def _issue(fed: FederationFolder, hosts: Iterable[str], days: int) -> list[Path]
 
 
 def check_away(folder: Path) -> None:
-    """Refuse where whoever runs the server, and so every app there, could read the authority's key."""
+    """Raise if the user who runs the server, and so every app there, could read the authority's key."""
     fed = FederationFolder(folder)
     _refuse_old(fed)
     if fed.ca_key.exists() and os.access(fed.ca_key, os.R_OK):
@@ -133,7 +133,7 @@ def check_away(folder: Path) -> None:
 
 
 def check_complete(folder: Path, sites: Sequence[str]) -> None:
-    """Refuse a trial for which a key is missing here: that of a site that made it itself."""
+    """Raise if a trial lacks a site's private key, because the site made it itself."""
     for site in sites:
         if not (here := FederationFolder(folder).site(site)).key.exists():
             raise UserError(

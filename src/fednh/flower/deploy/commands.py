@@ -1,7 +1,7 @@
-"""The programs of a federation with their options: the same on one machine and on many.
+"""The command lines of a federation's programs: the same on one machine and on many.
 
-The server's SuperLink listens on the loopback alone: whoever reaches its port can start apps. Both SuperLink and
-SuperNode hand their tasks to our executor only, which knows a secret that is made anew for every start.
+The server's SuperLink listens on the loopback only, because whoever reaches its port can start apps. SuperLink and
+SuperNode hand their tasks only to our executor, which knows a secret that is new at every start.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Job:
-    """What an executor is told about one SuperLink or SuperNode: one line of JSON."""
+    """A SuperLink or SuperNode for an executor to serve; sent as one line of JSON."""
 
     address: str
     folder: str
-    pid: int  # it ends with that process
+    pid: int  # the executor stops when this process ends
     secret: str
     log: str | None = None
-    root: str | None = None  # the authority that the address is checked against; None: it speaks without TLS
+    root: str | None = None  # the certificate authority for TLS; None: no TLS
     approved: str | None = None  # a site's list of apps that may run; None: at the server
     told: str | None = None  # a site's site.toml
 
@@ -49,7 +49,7 @@ def superlink(keys: FederationFolder | None, port: int, database: Path, secret: 
 def supernode(
     server: str, node_config: Path, port: int, ca: Path | None, key: Path | None, secret: Path | None
 ) -> list[str]:
-    """Without a secret it starts ClientApps itself, whatever app they are of."""
+    """Without a secret it starts the ClientApps of any app itself."""
     command = ["flower-supernode", "--superlink", server, "--node-config", str(node_config)]
     command += ["--host", LOOPBACK, "--port", str(port)]
     if ca is not None and key is not None:
@@ -75,7 +75,7 @@ def new_secret(home: FlowerHome) -> Path:
 
 
 def execute(processes: Processes, job: Job) -> None:
-    """Have the executor, which is started if need be, run the tasks of a SuperLink or SuperNode."""
+    """Let the executor run the tasks of a SuperLink or SuperNode; start the executor if needed."""
     talk = executor(processes).stdin
     assert talk is not None
     talk.write(json.dumps(asdict(job)).encode() + b"\n")
@@ -94,7 +94,7 @@ def _isolation(secret: Path | None) -> list[str]:
 
 
 def _superlink_program() -> list[str]:
-    """Flower's own, or where that cannot make its database: ours around it."""
+    """Flower's own program, or our wrapper where Flower's cannot create its database."""
     from importlib.util import find_spec
 
     found = find_spec("flwr")

@@ -1,14 +1,14 @@
 """A SuperExec that has imported everything already: it forks for every message instead of starting Python anew.
 
 Flower starts a new process for every message that a site receives. Most of its time goes into importing PyTorch, and
-sites that share a machine pay for it at once. This one serves all SuperNodes, and the SuperLink, that were started with
-`--isolation process`, which leaves the starting to others. Flower's protocol is untouched.
+sites that share a machine all do so at once. This process serves the SuperLink and all SuperNodes that were started
+with `--isolation process`, which makes them leave the starting of apps to others. Flower's protocol is unchanged.
 
-- It signs its questions with the secret that it shares with each of them, so nobody else is given a task.
+- It signs its requests with the secret that it shares with each of them, so nobody else can get a task.
 - A task's token is never on a command line, where every user of the machine could read it.
-- At a site nothing of an app is unpacked or run that is not on the site's list.
+- A site unpacks and runs only apps that are on its list.
 
-A line of JSON on standard input for each (commands.Job). The end of the input ends it.
+It reads one line of JSON (commands.Job) for each from standard input, and stops at the end of the input.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flwr.supercore.superexec.executor import SubprocessExecutor
 from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResult
 from flwr.supernode.runtime import run_clientapp as clientapp
 
-import fednh.flower.client_app  # noqa: F401  what a ClientApp needs, imported before the fork
+import fednh.flower.client_app  # noqa: F401  imported before the fork, for ClientApps
 from fednh.config import flat
 from fednh.errors import UserError
 from fednh.flower import audit
@@ -40,7 +40,7 @@ from fednh.words import one_line
 
 
 class Forking(SubprocessExecutor):
-    """Runs a ClientApp in a fork of this process, and a ServerApp as Flower does; a federation has no other tasks."""
+    """Runs a ClientApp in a fork of this process, and a ServerApp as a new process; there are no other tasks."""
 
     def __init__(self, site: bool):
         self.kinds = {TaskType.CLIENT_APP} if site else {TaskType.SERVER_APP}
@@ -67,7 +67,7 @@ def _client_app(spec: ExecutionSpec) -> None:
 
 
 def _server_app(spec: ExecutionSpec) -> None:
-    """Its token is in a file that has no name and that only this user can open."""
+    """Start a ServerApp; its token is in an anonymous file that only this user can open."""
     token = os.memfd_create("token")
     os.write(token, spec.token.encode())
     command = [TASK_TYPE_TO_COMMAND[spec.task_type], TASK_TYPE_TO_APPIO_API_ADDRESS_ARG[spec.task_type]]
@@ -79,7 +79,7 @@ def _server_app(spec: ExecutionSpec) -> None:
 
 
 def _serve(job: Job) -> None:
-    """Be the SuperExec of one SuperLink or SuperNode, until that ends."""
+    """Act as the SuperExec of one SuperLink or SuperNode until it ends."""
     os.setsid()
     os.chdir(job.folder)
     files = [(0, os.devnull, os.O_RDONLY)]
@@ -87,7 +87,7 @@ def _serve(job: Job) -> None:
     for number, path, flags in files:
         os.dup2(os.open(path, flags), number)
     os.dup2(1, 2)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that have ended need nobody to wait for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children that have ended
     # Flower has no option for these two.
     setattr(superexec, "get_executor", lambda *_, **__: Forking(site=job.approved is not None))  # noqa: B010
     if job.approved is not None:
@@ -104,7 +104,7 @@ def _serve(job: Job) -> None:
 
 
 def _only_approved(file: Path, told: Path) -> Any:
-    """Flower's first step with an app, for those on the list; others are refused, and that is written down."""
+    """Flower's installation of an app, for approved apps only; a refusal goes to the audit log."""
     from flwr.cli.install import install_from_fab as install
 
     def check_and_install(content: bytes, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ def _only_approved(file: Path, told: Path) -> Any:
 
 
 def _leave(work: Any) -> NoReturn:
-    """Do the work of a forked child, and never return into what the parent was doing."""
+    """Do the work of a forked child, then exit: the child must not return into the parent's code."""
     code = 1
     try:
         work()

@@ -1,7 +1,7 @@
-"""A whole federation on this machine: SuperLink and SuperNodes as child processes that speak over the loopback.
+"""A whole federation on this machine: SuperLink and SuperNodes as child processes that communicate over the loopback.
 
-They are the same programs with the same options as on several machines (deploy/commands.py). What the trial keeps is
-its own: sites' states are below trial/, so that the folders that are handed over stay as they are.
+They are the same programs with the same options as on several machines (deploy/commands.py). A trial keeps its sites'
+states below trial/, so that the folders that will be handed over stay as they are.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from fednh.storage.layout import RunLayout
 __all__ = ["LocalFederation", "Stopped", "Told", "end_marked", "marked", "trial_state"]
 
 RESTARTS = 3  # of a SuperNode or a ServerApp that ended by itself
-GIVE_UP = 30.0  # seconds after which a federation does not begin any more when a site cannot take part
-FORGET = 120.0  # seconds in which Flower's server has surely missed the heartbeats of a SuperNode: twice its 2 x 30
+GIVE_UP = 30.0  # seconds to wait before the first round after a site cannot take part
+FORGET = 120.0  # seconds until Flower has surely noticed that a SuperNode is gone: twice its 2 x 30
 
 
 class Told(Protocol):
-    """Who is told about the progress."""
+    """Receives the progress."""
 
     def round_done(self, record: dict[str, Any]) -> None: ...
     def note(self, text: str) -> None: ...
@@ -47,13 +47,13 @@ class Stopped(Exception):
 
 
 def trial_state(folder: Path, site: SiteFolder, run: Path) -> Path:
-    """Where a site keeps its state in a trial; one that an earlier version began in the site's folder goes on there."""
+    """Where a site keeps its state in a trial; a run that an earlier version began in the site's folder stays there."""
     old, new = site.state, FederationFolder(folder).trial_site(site.name).state
     return old if old.exists() and not new.exists() and RunLayout(run).started else new
 
 
 class LocalFederation:
-    """One federation that runs here: start, watch, mend, until its run folder has a summary."""
+    """One federation on this machine: start it, watch it, restart what was killed, until the run is finished."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class LocalFederation:
         if behind_proxy and not secure:
             raise UserError("--proxy is TLS in front of TLS: it does not go with --insecure")
         self.folder, self.sites, self.secure = folder, sites, secure
-        self.warm = warm and sys.platform == "linux"  # elsewhere a fork of a process with PyTorch in it may not work
+        self.warm = warm and sys.platform == "linux"  # elsewhere forking a process that has loaded PyTorch may fail
         self.run_folder, self.needs = RunLayout(Path(str(config.federation.folder))), config.federation
         self.told, self.stop, self.fed = told, stop, FederationFolder(folder)
         self.home = self.fed.local_home
@@ -77,17 +77,17 @@ class LocalFederation:
         self.proxy = self.home.proxy if behind_proxy else None
         self.port, self.front, *self.ports = free_ports(2 + len(sites))
         self.address = f"{commands.LOOPBACK}:{self.port}"
-        self.door = f"{commands.LOOPBACK}:{self.front}" if behind_proxy else self.address  # where sites knock
-        self.seen: dict[Path, int] = {}  # lines of files of the run folder that were shown
+        self.door = f"{commands.LOOPBACK}:{self.front}" if behind_proxy else self.address  # where sites connect to
+        self.seen: dict[Path, int] = {}  # run folder file -> number of lines shown
         for file in (self.run_folder.log_file, self.run_folder.metrics_file):
             self._new(file)
         self.restarts: dict[str, int] = {}
-        self.forgotten: dict[str, float] = {}  # when the server will have forgotten a SuperNode that was killed
+        self.forgotten: dict[str, float] = {}  # when the server will have dropped a killed SuperNode
         self.retry: dict[str, float] = {}  # when to try again until then
-        self.hopeless: tuple[float, str] | None = None  # since when a site says that it cannot take part
+        self.hopeless: tuple[float, str] | None = None  # when and why a site could not take part
 
     def run(self) -> None:
-        """Everything from start to end; raises RunError when the federation cannot finish, Stopped when asked to."""
+        """Run the federation to its end; raises RunError if it cannot finish, Stopped if asked to stop."""
         connection: dict[str, Any] = {"address": self.address}
         connection |= {"root-certificates": str(self.fed.ca)} if self.secure else {"insecure": True}
         private_folder(self.home.path)
@@ -99,7 +99,7 @@ class LocalFederation:
             self._start_superlink()
             self._start_proxy()
             self._register()
-            self.approved = self.home.approved_file  # who starts a trial approves the app that it is of
+            self.approved = self.home.approved_file  # whoever starts a trial approves its app
             self.approved.unlink(missing_ok=True)
             approval.approve(self.approved, approval.app_of(self.folder).hash)
             for number, _ in enumerate(self.sites):
@@ -137,7 +137,7 @@ class LocalFederation:
                 raise RunError(f"{what} does not answer after {PATIENCE:g} s; {self.processes.where(name)}")
 
     def _register(self) -> None:
-        """Tell the SuperLink the sites' public keys; others are refused."""
+        """Register the sites' public keys with the SuperLink, which refuses all others."""
         if not self.secure:
             return
         keys = {f"register-{site.name}": site.public_key for site in self.sites}
@@ -146,7 +146,7 @@ class LocalFederation:
             self._pause(0.05)
         for name, process in started.items():
             if process.returncode:
-                raise RunError(f"the SuperLink does not take the key {keys[name]}: {self.processes.tail(name)}")
+                raise RunError(f"the SuperLink does not accept the key {keys[name]}: {self.processes.tail(name)}")
             self.processes.log(name).unlink()
             del self.processes.running[name]
 
@@ -163,7 +163,7 @@ class LocalFederation:
             commands.execute(self.processes, job)
 
     def _node_config(self, site: SiteFolder) -> Path:
-        """What the site says about itself, with the trial's place for its state."""
+        """Write a copy of the site's site.toml with the trial's folder for its state."""
         told = tomllib.loads(site.node_config.read_text(encoding="utf-8"))
         told["state"] = str(trial_state(self.folder, site, self.run_folder.path))
         path = self.fed.trial_site(site.name).node_config
@@ -179,7 +179,7 @@ class LocalFederation:
     # --- watching ----------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Show every round; start again what ended by itself; return when the run folder is finished."""
+        """Show every round; restart processes that were killed; return when the run is finished."""
         while not self.run_folder.finished:
             self._show()
             self._look_after_supernodes()
@@ -190,9 +190,9 @@ class LocalFederation:
         notes.check_end(self.run_folder.path)
 
     def _look_after_supernodes(self) -> None:
-        """One that was killed is started again; one that ended by itself has a reason, and is given up.
+        """Restart a SuperNode that was killed; go on without one that exited, which has a reason.
 
-        The server keeps the place of one that was killed until its heartbeats are missed, and refuses it so long.
+        The server refuses a restarted SuperNode until it has missed enough heartbeats of the killed one.
         """
         for number, site in enumerate(self.sites):
             process, now = self.processes.running.get(site.name), time.monotonic()
@@ -219,7 +219,7 @@ class LocalFederation:
             self.told.note(f"{what}; going on without it")
 
     def _look_after_server(self) -> None:
-        """A ServerApp that was killed is started again, and goes on from its checkpoint; one that failed says why."""
+        """Restart a killed ServerApp, which continues from its checkpoint; raise the error of one that failed."""
         run = self.processes.running["run"]
         self.processes.check("superlink", "the SuperLink")
         if self.proxy is not None:
@@ -230,7 +230,7 @@ class LocalFederation:
             self.server_gone = time.monotonic()
             return
         if time.monotonic() - self.server_gone < 2 or self.run_folder.finished:
-            return  # it may be at its last words
+            return  # it may still be finishing
         if reason := self._reason():
             raise RunError(f"{reason} (see {self.processes.log('run')})")
         if not self._again("run"):
@@ -240,7 +240,7 @@ class LocalFederation:
         self._start_run()
 
     def _give_up(self) -> None:
-        """A server waits for its sites; here nobody will come to mend one that cannot take part."""
+        """Give up if a site cannot take part before the first round: nobody will repair it during a trial."""
         if self.hopeless and time.monotonic() - self.hopeless[0] > GIVE_UP:
             if not self.run_folder.started:
                 raise RunError(f"the federation cannot begin: {self.hopeless[1]}")
@@ -251,13 +251,13 @@ class LocalFederation:
         return self.restarts[name] <= RESTARTS
 
     def _why(self, site: str) -> str:
-        """What a SuperNode said at its end: the lines that begin with Flower's exit code."""
+        """Why a SuperNode ended: its last lines, from Flower's exit code on."""
         text = self.processes.log(site).read_text(errors="replace")
         _, code, rest = text.rpartition("Exit Code: ")
         return " ".join(f"{code}{rest}".partition("For more information")[0].split())[:300] or "it did not say why"
 
     def _reason(self) -> str:
-        """The sentence with which a ServerApp or `flwr run` failed, if it did by itself."""
+        """The error message of a ServerApp or `flwr run` that failed; empty if it was killed."""
         text = self.processes.log("run").read_text(errors="replace")
         found = re.findall(r"^(?:fednh\.errors\.\w+: |Error: )(.+)$", text, re.MULTILINE)
         if found or "raised an exception" in text:
@@ -265,18 +265,18 @@ class LocalFederation:
         return ""
 
     def _show(self) -> None:
-        """What the server has written since the last look: rounds, and what it had to say."""
+        """Show what the server has written since the last call: notes and rounds."""
         for line in self._new(self.run_folder.log_file):
             words = notes.sentence(line)
             self.told.note(words)
-            # "Unavailable" is Flower's word for a question that a slow site has not answered yet: it is asked again.
+            # "Unavailable" means that a slow site has not answered a query yet; it is asked again.
             if "cannot take part" in words and "Unavailable" not in words and not self.run_folder.started:
                 self.hopeless = self.hopeless or (time.monotonic(), words)
         for line in self._new(self.run_folder.metrics_file):
             self.told.round_done(json.loads(line))
 
     def _new(self, file: Path) -> list[bytes]:
-        """Whole lines of a file of the run folder that were not there at the last look."""
+        """Complete lines that were added to a file of the run folder since the last call."""
         lines = (file.read_bytes() if file.exists() else b"").split(b"\n")[:-1]
         before, self.seen[file] = self.seen.get(file, 0), max(self.seen.get(file, 0), len(lines))
         return lines[before:]

@@ -1,7 +1,7 @@
-"""Child processes that are all ended at the end, whatever happens.
+"""Child processes, all of which are ended when their context ends, whatever happens.
 
-They are sessions of their own, and carry a folder in their environment, by which those that Flower starts in turn are
-found, and those that a killed parent has left behind. What they write is their user's alone.
+Each is the leader of its own session. Its environment names a folder; by it we find the processes that Flower starts in
+turn, and those that a killed parent left behind. Only their user can read the files they write.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fednh.errors import RunError, UserError
 from fednh.storage.files import private_folder
 
 MARK = "FEDNH_FEDERATION"  # in the environment of every process: the folder of its federation or site
-# Nothing calls home, nothing is installed on the way, one thread a site, and no waiting where Flower lets one choose.
+# No telemetry, no installing at run time, one thread per site, and frequent polling.
 ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -41,7 +41,7 @@ class Processes:
     """The child processes of one folder; leaving the context ends them and all that they started."""
 
     def __init__(self, folder: Path, home: Path, logs: Path | None):
-        """`home` is Flower's folder. Without a folder for logs, what the processes say is said where we speak."""
+        """`home` is Flower's folder. Without a folder for logs, the processes write to our own output."""
         self.folder, self.home, self.logs = folder, home, logs
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         own = {MARK: str(folder), "FLWR_HOME": str(home), "PATH": path}
@@ -52,7 +52,7 @@ class Processes:
         for each in (self.home, self.logs):
             if each is not None:
                 private_folder(each)
-        end_marked(self.folder)  # what an earlier parent left that was killed
+        end_marked(self.folder)  # processes that a killed parent left behind
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -60,7 +60,7 @@ class Processes:
         end_marked(self.folder)
 
     def start(self, name: str, command: list[str], cwd: Path | None = None, talk: bool = False) -> Process:
-        """Start a command; what it says is appended to its log."""
+        """Start a command; its output is appended to its log."""
         program = shutil.which(command[0], path=self.environment["PATH"])
         if program is None:
             raise UserError(f"{command[0]} is not installed here: pip install 'fednh[flower]'")
@@ -75,7 +75,7 @@ class Processes:
                 stdin=subprocess.PIPE if talk else subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT if log is not None else None,
-                start_new_session=True,  # Ctrl-C in the terminal is ours to pass on
+                start_new_session=True,  # Ctrl-C in the terminal reaches only us
                 umask=0o077,
             )
         finally:
@@ -88,25 +88,25 @@ class Processes:
         return self.logs / f"{name}.log"
 
     def where(self, name: str) -> str:
-        """Where to read what a process said."""
+        """Where to read the output of a process."""
         return "see above" if self.logs is None else f"see {self.log(name)}"
 
     def tail(self, name: str) -> str:
-        """The end of a log, for a sentence about what went wrong."""
+        """The last lines of a log, for an error message."""
         if self.logs is None:
             return "see above"
         lines = [line.strip() for line in self.log(name).read_text(errors="replace").splitlines() if line.strip()]
-        return " / ".join(lines[-3:])[-400:] or "it said nothing"
+        return " / ".join(lines[-3:])[-400:] or "it wrote nothing"
 
     def check(self, name: str, what: str) -> None:
-        """Raise if this one has ended."""
+        """Raise if this process has ended."""
         process = self.running[name]
         if process.poll() is not None:
             raise RunError(f"{what} ended with code {process.returncode}: {self.tail(name)}")
 
 
 def end(processes: list[Process], grace: float = 3.0) -> None:
-    """Ask, wait a little, then insist; each is the leader of a session of its own."""
+    """Terminate process groups, wait a little, then kill those that are left."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             with suppress(ProcessLookupError):
@@ -118,7 +118,7 @@ def end(processes: list[Process], grace: float = 3.0) -> None:
 
 
 def marked(folder: Path, word: str = "") -> list[psutil.Process]:
-    """The processes of a folder, this one aside; with a `word`, those whose command line has it."""
+    """The processes of a folder, except this one; with a `word`, only those that have it in their command line."""
     return [
         process
         for process in psutil.process_iter(["environ", "cmdline"])
@@ -138,7 +138,7 @@ def end_marked(folder: Path, seconds: float = 10.0) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback that nobody listens on now."""
+    """Ports of the loopback that are free now."""
     held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [int(each.getsockname()[1]) for each in held]
     for each in held:

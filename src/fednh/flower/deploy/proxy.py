@@ -14,12 +14,12 @@ from fednh.storage.files import private_folder, write_bytes
 
 
 def write(folder: Path, fed: FederationFolder, listen: str, port: int) -> Path:
-    """The configuration of a proxy that listens at `listen` for a SuperLink at a port of the loopback."""
+    """Write the configuration of a proxy that listens at `listen` for a SuperLink at a port of the loopback."""
     private_folder(folder)
     private_folder(folder / "temporary")
     paths = {"certificate": fed.server_certificate, "key": fed.server_key, "ca": fed.ca}
     quoted = {name: _quoted(path, folder) for name, path in paths.items()}
-    # The workers of a nginx that root starts belong to another user, who could not write in this folder.
+    # If root starts nginx, its workers run as another user, who could not write in this folder.
     user = f"user {pwd.getpwuid(0).pw_name};" if os.geteuid() == 0 else ""
     for name, words in {
         "fednh.conf": {**quoted, "listen": listen, "port": str(port)},
@@ -30,7 +30,7 @@ def write(folder: Path, fed: FederationFolder, listen: str, port: int) -> Path:
 
 
 def command(folder: Path) -> list[str]:
-    """nginx as a process of its own in this folder, in the foreground."""
+    """The command that runs nginx in the foreground with this folder's configuration."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin", "/sbin"])
     program = shutil.which("nginx", path=path)
     if program is None:
@@ -39,9 +39,9 @@ def command(folder: Path) -> list[str]:
 
 
 def _quoted(path: Path, folder: Path) -> str:
-    """A path between nginx's quotation marks. It cannot have a dollar sign, which begins a variable there.
+    """A path for nginx's quotation marks, in which a dollar sign would begin a variable.
 
-    Then it is as seen from the configuration's folder, and that can be included only by the nginx.conf beside it.
+    A path with one is written relative to the configuration's folder; then only the nginx.conf there can include it.
     """
     text = str(path)
     if any(sign in text for sign in "$\n"):

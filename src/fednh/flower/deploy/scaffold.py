@@ -1,6 +1,6 @@
 """A federation's folder: the Flower app with its settings, a folder for every site, and a README with the commands.
 
-Where everything lies in it: flower/layout.py.
+Its layout is in flower/layout.py.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from fednh.flower.runconfig import read_config, run_config
 from fednh.storage.files import private_folder, write_bytes
 from fednh.words import name_problem
 
-PORT = 8000  # of the SuperLink on the server's loopback, Flower's own choice
-DOOR = 8443  # of the proxy, where sites come in
-# What a federation differs in from a simulation: few sites that all take part, and nothing lost by an interruption.
+PORT = 8000  # of the SuperLink on the server's loopback, Flower's default
+DOOR = 8443  # of the proxy, which sites connect to
+# Defaults that differ from a simulation's: few sites that all take part, and an interruption loses no round.
 USUAL = {"rounds": 10, "participation.rate": 1.0, "checkpoint.every": 1, "eval.every": 1, "eval.clients": "all"}
 
 
-# What of the folder Flower sends to the sites beside pyproject.toml: documents (.md) and modules (.py), not in folders.
-# One pattern, because Flower refuses one that no file fits.
+# Files that Flower sends to the sites beside pyproject.toml: documents (.md) and modules (.py) of the top folder.
+# It is one pattern because Flower refuses a pattern that matches no file.
 BUNDLE = ["/*.[mp][dy]"]
 
 
 def write(folder: Path, sites: int | None, sources: Sequence[str], overrides: Mapping[str, Any]) -> list[SiteFolder]:
-    """Write a new federation; nothing is written when something is wrong with what is asked for."""
+    """Write a new federation; if the settings are wrong, nothing is written."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not empty; choose another folder for the new federation")
     folder = folder.absolute()
@@ -45,7 +45,7 @@ def write(folder: Path, sites: int | None, sources: Sequence[str], overrides: Ma
     count, told = _what_sites_are_told(sites, sources)
     name = project_name(folder.name)
     federation: dict[str, Any] = {"federation.name": name, "federation.folder": str(fed.run)}
-    if "federation.min_clients" not in overrides:  # who says how few may train says so for the first round too
+    if "federation.min_clients" not in overrides:  # a user's min_clients also applies to the first round
         federation |= {"federation.start": count, "federation.min_clients": min(2, count)}
     federation["federation.key"] = str(fed.orders_key)
     chosen = settings.load(None, {**USUAL, **_data(sources, count), **federation, **overrides})
@@ -67,7 +67,7 @@ def write(folder: Path, sites: int | None, sources: Sequence[str], overrides: Ma
 
 
 def project_name(word: str) -> str:
-    """A name that Flower takes, made from a folder's."""
+    """A valid name for a Flower app, made from a folder's name."""
     plain = re.sub(r"[^A-Za-z0-9]+", "-", word).strip("-")[:32].rstrip("-")
     return plain if plain[:1].isalpha() else f"fed-{plain}"[:32].rstrip("-")
 
@@ -79,7 +79,7 @@ def site_names(count: int) -> list[str]:
 
 
 def _what_sites_are_told(sites: int | None, sources: Sequence[str]) -> tuple[int, list[dict[str, Any]]]:
-    """How many sites there are, and where each finds its data: its part of a set by name, or a source of its own."""
+    """The number of sites, and each one's data settings: its part of a named set, or a source of its own."""
     if _own(sources):
         if sites not in (None, len(sources)):
             raise UserError(f"--sites {sites} does not fit {len(sources)} sources of --data; give one source a site")
@@ -89,12 +89,12 @@ def _what_sites_are_told(sites: int | None, sources: Sequence[str]) -> tuple[int
 
 
 def _own(sources: Sequence[str]) -> bool:
-    """Whether these are sources of the sites' own, and not one set by name that is divided."""
+    """Whether each site has its own source, rather than a part of one named set."""
     return len(sources) > 1 or any(":" in source or "/" in source for source in sources)
 
 
 def _data(sources: Sequence[str], count: int) -> dict[str, Any]:
-    """The server's part: the set that is divided, or a word that says that every site has its own."""
+    """The server's data settings: the set that is divided, or `own` if every site has its own data."""
     return {"data.name": "own" if _own(sources) else (sources or ["digits"])[0], "partition.clients": count}
 
 

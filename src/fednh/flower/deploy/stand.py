@@ -1,4 +1,4 @@
-"""What runs on a machine of its own: the server of a federation, or one of its sites. Each until it is stopped."""
+"""The server of a federation, or one of its sites, on a machine of its own; each runs until it is stopped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 
 
 def serve(folder: Path, stop: threading.Event, say: Say, port: int = PORT) -> None:
-    """The SuperLink on the loopback, with TLS and the sites' keys, and what runs its ServerApps."""
+    """Run the SuperLink on the loopback, with TLS and the sites' keys, and the executor of its ServerApps."""
     fed = FederationFolder(folder)
     home = fed.home
     if not fed.server_certificate.exists():
@@ -49,7 +49,7 @@ def serve(folder: Path, stop: threading.Event, say: Say, port: int = PORT) -> No
 
 
 def join(folder: Path, server: str, stop: threading.Event, say: Say) -> None:
-    """A site's SuperNode, and what runs the apps that it has approved."""
+    """Run a site's SuperNode, and the executor of the apps that the site has approved."""
     check_site(folder, server)
     site, (port,) = SiteFolder(folder), free_ports(1)
     for private in (folder, site.home.path):
@@ -60,12 +60,12 @@ def join(folder: Path, server: str, stop: threading.Event, say: Say) -> None:
         node = processes.start("supernode", command)
         own = {"approved": str(site.approved_file), "told": str(site.node_config)}
         commands.execute(processes, Job(f"{commands.LOOPBACK}:{port}", str(folder), node.pid, str(secret), **own))
-        say(f"the site calls {server}; apps that may run here: {len(approval.approved(site.approved_file))}")
+        say(f"the site connects to {server}; apps that may run here: {len(approval.approved(site.approved_file))}")
         _until(lambda: False, processes, stop)
 
 
 def check_site(folder: Path, server: str) -> None:
-    """What a site needs before it can take part, in words."""
+    """Raise if the site's folder lacks something that it needs to take part."""
     if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@]+):\d{1,5}", server):
         raise UserError(f"--server {server!r} is not NAME:PORT; no https:// before it, and a port after it")
     site = SiteFolder(folder)
@@ -86,7 +86,7 @@ def check_site(folder: Path, server: str) -> None:
 
 
 def train(folder: Path, run: Path, stop: threading.Event) -> None:
-    """`flwr run`, whose own exit code says nothing about how the run ended."""
+    """Execute `flwr run` and check the run folder: its exit code does not say how the run ended."""
     fed = FederationFolder(folder)
     if RunLayout(run).finished:
         raise UserError(
@@ -109,7 +109,7 @@ def train(folder: Path, run: Path, stop: threading.Event) -> None:
 def _until(
     done: Callable[[], bool], processes: Processes, stop: threading.Event, late: str = "", patience: float = 0
 ) -> None:
-    """Wait for something, or to be stopped; a program that ends in the meantime is an error."""
+    """Wait until `done` or `stop`; raise if a program ends in the meantime."""
     deadline = time.monotonic() + patience
     while not done() and not stop.wait(0.2):
         for name in list(processes.running):

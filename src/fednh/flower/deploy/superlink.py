@@ -1,7 +1,7 @@
 """`flower-superlink` for an installation whose path has a blank or a percent sign.
 
-Flower 1.41 gives the path of its database migrations to Alembic as one of a list with blanks between them, and
-unescaped. From such a path it makes a database without tables, and every call to the server fails.
+Flower 1.41 passes the path of its database migrations to Alembic unescaped, in a list separated by blanks. With such a
+path it creates a database without tables, and every call to the server fails.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sqlalchemy import Engine
 
 
 def mended(engine: Engine) -> Config:
-    """What Flower's own function makes, with paths that arrive whole."""
+    """The config that Flower's own function builds, with paths escaped."""
     config = Config()
     url = engine.url.render_as_string(hide_password=False)
     places = [utils.ALEMBIC_DIR / "versions", *utils._version_locations]
