@@ -11,19 +11,19 @@ class UserError(Exception):
 
 
 class Refused(UserError):
-    """A site does not do what it was asked. The words hold nothing of its data, so they may be sent to who asked."""
+    """A site refuses a request. The message holds nothing of its data, so it may be sent to the server."""
 
 
 class Ignored(UserWarning):
-    """A setting that has no effect here; told, not refused."""
+    """A setting has no effect here; the user is warned."""
 
 
 class Notice(UserWarning):
-    """What was decided on the user's behalf; told, so that it can be decided otherwise."""
+    """A choice was made for the user, who can override it."""
 
 
 class RunError(Exception):
-    """A run that cannot go on: what happened, to whom and when. What was finished before is saved. Exit code 1."""
+    """A run cannot continue: what happened, at which client and when. Earlier rounds are saved. Exit code 1."""
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -1,6 +1,6 @@
-"""The extras of this package: what an installation may lack, and the sentence that says so where it is needed.
+"""The optional extras of this package, and the error message when a missing one is needed.
 
-pyproject.toml says which packages an extra installs; here is which modules show that it is there.
+pyproject.toml says which packages an extra installs; `MODULES` has the modules that show that it is installed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODULES = {
 
 
 def installed(extra: str, *more: str) -> bool:
-    """Whether the extra is there, and `more` modules of it that not everything needs."""
+    """Whether the extra is installed, with `more` of its modules if given."""
     return all(_found(module) for module in (*MODULES[extra], *more))
 
 

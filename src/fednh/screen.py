@@ -14,7 +14,7 @@ from fednh.words import duration
 
 
 class Silent:
-    """Tells only what must be told: refused uploads, damaged checkpoints, empty rounds."""
+    """Prints only warnings: refused uploads, damaged checkpoints, empty rounds."""
 
     def __init__(self, console: Console):
         self.console = console
@@ -50,7 +50,7 @@ class _Clock:
 
 
 class Patience:
-    """Says when so long nothing was said that a reader may think that nothing happens."""
+    """A timer: `over` is true when nothing was printed for so long that a run may seem to hang."""
 
     def __init__(self, seconds: float = 10.0):
         self.seconds, self.last = seconds, time.monotonic()
@@ -68,7 +68,7 @@ def share(done: int, total: int) -> str:
 
 
 def slow_evaluation(seconds: float = 10.0) -> Callable[[int, int], None]:
-    """Says on standard error, every so many seconds, how far an evaluation is."""
+    """Returns a callback that prints the progress of an evaluation to standard error every few seconds."""
     patience = Patience(seconds)
 
     def tell(done: int, total: int) -> None:
@@ -86,7 +86,7 @@ class RunLines(Silent):
         self.clock, self.rounds, self.name, self.patience = _Clock(rounds), rounds, name, Patience()
 
     def evaluating(self, done: int, total: int) -> None:
-        if self.patience.over():  # a long pass should not look like a standstill
+        if self.patience.over():  # a long evaluation should not look like a hang
             self.console.print(f"evaluating: {share(done, total)}", markup=False, highlight=False)
 
     def round_done(self, record: dict[str, Any]) -> None:

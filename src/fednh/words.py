@@ -1,4 +1,4 @@
-"""Words for people: times and sizes; and what comes from elsewhere, made harmless before a log or a terminal has it."""
+"""Text for people: times and sizes, and received text made safe for a log or a terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def name_problem(name: str) -> str | None:
 
 
 def one_line(text: str, longest: int = 2000) -> str:
-    """Text on one line in which nothing is left that a terminal or a log would obey: `\\x1b` is shown, not done."""
+    """Text on one line, with control characters escaped: `\\x1b` is shown, not obeyed by a terminal."""
     words = " ".join(text.split())
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
     return shown if len(shown) <= longest else f"{shown[:longest]}..."

@@ -1,4 +1,4 @@
-"""Cells of a Sheet: how a number is written, and which of a column are best and second."""
+"""Cells of a Sheet: how numbers are written, and which cells of a column are best and second."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DASH = "–"
 
 
 def word(value: object) -> Cell:
-    """A word or a whole number, sorted as what it is."""
+    """A word or a whole number; words sort as text, numbers by value."""
     return Cell(str(value), value if isinstance(value, int | float) else str(value))
 
 
@@ -22,7 +22,7 @@ def number(value: float | None, form: str = "{:.2f}") -> Cell:
 
 
 def percent(share: float) -> str:
-    """A share of one as a percentage: what is not 0 does not look like 0, nor what is less than all like 100%."""
+    """A fraction as a percentage; rounding never turns a small share into 0% or an incomplete one into 100%."""
     text = f"{100 * share:.3g}%"
     return ">99.9%" if text == "100%" and share < 1 else text
 
@@ -36,7 +36,7 @@ def measured(value: Spread | None, form: str = "{:.2f}", say_n: bool = False) ->
 
 
 def size(value: float | None) -> Cell:
-    """A number of bytes in words."""
+    """A number of bytes with its unit."""
     return Cell(DASH) if value is None else Cell(words.size(value), float(value))
 
 
@@ -47,7 +47,7 @@ def probability(p: float | None) -> Cell:
 
 
 def rank(rows: Sequence[list[Cell]], at: int, lowest: bool = False, places: int = 2) -> None:
-    """Mark the best and the second of a column; equal to two decimals is equal. Alone, a row is not compared."""
+    """Mark the best and the second of a column; values equal to two decimals tie. A single row is not marked."""
     values = [(row, round(value, 2)) for row in rows if isinstance(value := row[at].value, float)]
     order = sorted({value for _, value in values}, reverse=not lowest)[:places]
     for row, value in values:

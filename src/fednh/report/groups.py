@@ -1,4 +1,4 @@
-"""Runs put together, for tables and figures alike: those that differ in the seed alone are one group.
+"""Groups of runs, for tables and figures: runs that differ only in the seed are one group.
 
 A seed counts once in a group, however often it was run. A table has a row for each method of a block (a data set and a
 participation rate) and a column for each partition. Where that would put two groups into one place, their rows say in
@@ -32,12 +32,12 @@ PAPER_NAMES = {
     "feduh": "FedAvg+UH",
     "fednh": "FedNH",
 }
-# How a run was computed, kept and watched: these change neither what a metric means nor its value.
+# How a run was computed, stored and monitored: these change neither the meaning nor the value of a metric.
 _NO_MATTER = (
     *("seed", "workers", "data.dir", "checkpoint", "store", "eval.every", "diagnostics"),
     *("federation.name", "federation.folder", "federation.timeout"),
 )
-# These make a block or a column; the column says those that its partition uses.
+# Settings that the blocks and columns of a table show; a column shows those that its partition uses.
 _LAID_OUT = (
     "participation.rate",
     "partition.name",
@@ -46,7 +46,7 @@ _LAID_OUT = (
 
 
 def method_name(name: str) -> str:
-    """As the paper writes it, or as the class is called; a method by import path keeps the path."""
+    """The paper's name of a method, else its class name; a method given by import path keeps the path."""
     return PAPER_NAMES.get(name) or (METHODS[name].__name__ if name in METHODS else name)
 
 
@@ -55,7 +55,7 @@ class Group:
     """Runs with the same settings, one for each seed."""
 
     runs: tuple[Run, ...]
-    settings: dict[str, Any]  # all that matter, by dotted name
+    settings: dict[str, Any]  # all that decide the metrics, by dotted name
     repeated: int = 0  # further runs of the same settings and seed, left out
 
     @property
@@ -89,7 +89,7 @@ class Group:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """Settings that are not the method's and have no other place in the table."""
+        """Settings that are not the method's and that no block or column shows."""
         return {k: v for k, v in self.task.items() if k not in _LAID_OUT}
 
     @property
@@ -99,7 +99,7 @@ class Group:
 
     @property
     def setting(self) -> str:
-        """Everything but the method: groups with the same are comparable, seed by seed."""
+        """A key of everything but the method: groups with the same key can be compared seed by seed."""
         return _key({"column": self.column, "rate": self.rate, "data": self.data, **self.shared})
 
     def values(self, metric: str) -> list[float]:
@@ -113,12 +113,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table: what stands at its left."""
+    """One row of a table, as its first columns identify it."""
 
     data: str
     rate: float
     method: str
-    apart: str = ""  # the settings that tell it from its neighbours
+    apart: str = ""  # the settings in which it differs from other rows of its method
 
     @property
     def label(self) -> str:
@@ -127,7 +127,7 @@ class Row:
 
 @dataclass(frozen=True)
 class TableLayout:
-    """Which group stands where."""
+    """Which group is in which row and column."""
 
     rows: list[Row]
     columns: list[str]
@@ -161,7 +161,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def by_setting(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs that differ in method and seed only, under a label that tells the settings apart; a seed counts once."""
+    """Runs that differ only in method and seed, by a label that distinguishes the settings; a seed counts once."""
     found: dict[str, list[Run]] = {}
     for alike in _by(group_runs(runs), lambda g: _words(g.runs[0])):
         apart = varying([g.task for g in alike])
@@ -172,7 +172,7 @@ def by_setting(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def by_variant(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs that differ in their seed only, each seed once; what a method's runs differ in stands in the label."""
+    """Runs that differ only in the seed, each seed once; the label has the settings in which a method's runs differ."""
     found: dict[str, list[Run]] = {}
     for same in sorted(_by(group_runs(runs), lambda g: g.method), key=lambda groups: method_order(groups[0].method)):
         apart = varying([g.settings for g in same])
@@ -187,7 +187,7 @@ def seeds(runs: Iterable[Run]) -> list[int]:
 
 
 def lay_out(runs: Sequence[Run]) -> TableLayout:
-    """Rows and columns for the runs, every group in a place of its own."""
+    """Arrange the runs in rows and columns, one group per place."""
     groups = group_runs(runs)
     places: dict[tuple[Row, str], Group] = {}
     for block in _by(groups, lambda g: (g.data, g.rate)):
@@ -203,7 +203,7 @@ def lay_out(runs: Sequence[Run]) -> TableLayout:
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    """The settings that decide a run's metrics, by dotted name: not the seed, nor what the run does not use."""
+    """The settings that decide a run's metrics, by dotted name: without the seed and settings that it does not use."""
     config = run.config
     kind, settings = config.partition.name, config.partition.model_dump()
     unused = {f"partition.{setting}" for setting in settings if not uses(kind, setting)}
@@ -217,18 +217,18 @@ def _below(key: str, parts: Sequence[str]) -> bool:
 
 
 def _recorded(run: Run) -> int:
-    """How many values the run's rounds have: one that was evaluated more often has more."""
+    """The number of values in a run's records: a run that was evaluated more often has more."""
     return sum(map(len, run.records))
 
 
 def _words(run: Run) -> str:
-    """digits, Dirichlet(0.3), 20 clients, 50% a round."""
+    """For example: digits, Dirichlet(0.3), 20 clients, 50% a round."""
     how, rate = run.config.partition, run.config.participation.rate
     return f"{run.summary['data']}, {how.kind.words()}, {run.clients} clients, {percent(rate)} a round"
 
 
 def varying(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The settings that are not the same in all."""
+    """The keys whose values are not the same everywhere."""
     keys = {key: None for one in settings for key in one}
     return [key for key in keys if len({_key(one.get(key)) for one in settings}) > 1]
 
@@ -241,7 +241,7 @@ def _by(groups: Iterable[Group], key: Any) -> list[list[Group]]:
 
 
 def method_order(name: str) -> tuple[int, str]:
-    """Sorts methods as the paper's Table 1 does, then our further ones, then those by import path."""
+    """A sort key: the methods of the paper's Table 1, then our other methods, then methods by import path."""
     order = [*PAPER_NAMES, *(other for other in METHODS if other not in PAPER_NAMES)]
     return (order.index(name) if name in order else len(order)), name
 
@@ -251,7 +251,7 @@ def _row_order(row: Row) -> tuple[Any, ...]:
 
 
 def _natural(text: str) -> list[tuple[float, str]]:
-    """Sorts `rounds=20` before `rounds=100`."""
+    """A sort key that puts `rounds=20` before `rounds=100`."""
     parts = []
     for word in text.split(", "):
         key, _, value = word.partition("=")
@@ -276,7 +276,7 @@ def _short(key: str) -> str:
 
 
 def show(value: Any) -> str:
-    """A setting as a word."""
+    """A setting's value as text."""
     if isinstance(value, float):
         return f"{value:g}"
     return "default" if value is None else str(value).replace(", ", " ")

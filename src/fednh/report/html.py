@@ -1,7 +1,7 @@
 """The report: one HTML file with everything in it, from run folders only.
 
-The template escapes whatever it is given; only the three files of this package and matplotlib's own SVG (whose text is
-escaped already) go in as they are. The data for the script is JSON in which no tag can begin.
+The template escapes all values; only the three files of this package and matplotlib's SVG (whose text is escaped
+already) are inserted unescaped. The data for the script is JSON in which no tag can begin.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ def render(runs: Sequence[Run], title: str, paper: bool = False, groups: Path | 
 
 
 def sheet_csv(sheet: Sheet) -> str:
-    """A sheet as it is shown; a number that a cell is sorted by is not repeated."""
+    """A sheet as it is shown: the text of the cells, without the values that they are sorted by."""
     return _csv([sheet.columns, *([cell.text for cell in row] for row in sheet.rows)])
 
 
 def rounds_csv(runs: Sequence[Run]) -> str:
-    """Every line of every metrics.jsonl, lists left out."""
+    """Every line of every metrics.jsonl, without lists."""
     keys = dict.fromkeys(k for run in runs for r in run.records for k, v in r.items() if not isinstance(v, list))
     rows = [
         [run.path.name, run.method, run.config.seed, *(r.get(k) for k in keys)] for run in runs for r in run.records
@@ -100,7 +100,7 @@ def rounds_csv(runs: Sequence[Run]) -> str:
 
 
 def _figures(runs: Sequence[Run], choice: Choice) -> tuple[list[dict[str, Any]], list[tuple[str, str]], dict[str, str]]:
-    """The figures by setting, what cannot be drawn and why, and the CSV behind each picture."""
+    """The figures by setting, those that cannot be drawn with the reason, and the CSV data of each figure."""
     drawn: dict[str, list[dict[str, Any]]] = {}
     lacking: dict[tuple[str, str], None] = {}
     files: dict[str, str] = {}
@@ -118,7 +118,7 @@ def _figures(runs: Sequence[Run], choice: Choice) -> tuple[list[dict[str, Any]],
 
 
 def _panes(kind: Kind, name: str, runs: Sequence[Run], choice: Choice, files: dict[str, str]) -> list[dict[str, Any]]:
-    """The picture; curves come three times, over rounds, bytes and seconds."""
+    """The panes of a figure; curves have three: over rounds, bytes and seconds."""
     panes = []
     for x in AXES if kind.name == "curves" else [choice.x]:
         pane = f"{name}-{x}" if kind.name == "curves" else name
@@ -156,7 +156,7 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 
 def _made_with(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Versions and machines; where the runs differ, all of them."""
+    """Versions and machines; all values where the runs differ."""
 
     def all_of(*path: str) -> str:
         found = []
@@ -175,7 +175,7 @@ def _made_with(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 
 def _settings(runs: Sequence[Run]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """What all runs have in common, and the complete config of each setting and method once (its lowest seed)."""
+    """The settings that all runs share, and one complete config for each setting and method (of its lowest seed)."""
     every = [settings_of(run) for run in runs]
     keys = dict.fromkeys(key for one in every for key in one)
     shared = [(key, show(every[0].get(key))) for key in keys if len({repr(one.get(key)) for one in every}) == 1]
@@ -208,7 +208,7 @@ def _runs_sheet(runs: Sequence[Run]) -> Sheet:
 
 
 def _explorer(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """For every setting and seed: who holds what, and each client's PM by method."""
+    """For every setting and seed: each client's samples by class, and its PM by method."""
     found = []
     for label, group in by_setting(runs).items():
         for seed in seeds(group):
@@ -229,11 +229,11 @@ def _by_client(run: Run, metric: str) -> dict[int, float]:
     return {client: round(value, 2) for client, value in run.people(metric)}
 
 
-# --- small things --------------------------------------------------------------------------------------------------
+# --- helpers -------------------------------------------------------------------------------------------------------
 
 
 def _shown(sheet: Sheet) -> dict[str, Any]:
-    """A sheet for the template; `words` are the columns that hold text, which is set to the left."""
+    """A sheet for the template; `words` marks the columns with text, which are aligned left."""
     words = [
         any(isinstance(row[at].value, str) for row in sheet.rows) or all(row[at].value is None for row in sheet.rows)
         for at in range(len(sheet.columns))
@@ -251,7 +251,7 @@ def _file(name: str) -> str:
 
 
 def _json(value: Any) -> Markup:
-    """JSON that may stand inside <script>: no tag can open or close in it."""
+    """JSON that is safe inside <script>: no tag can open or close in it."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 

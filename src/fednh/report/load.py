@@ -1,4 +1,4 @@
-"""Finished runs, read from their folders: all that tables, figures and reports know."""
+"""Finished runs, read from their folders: the only input of tables, figures and reports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Run:
 
     @property
     def clients(self) -> int:
-        """How many there are; with natural sites the config does not know."""
+        """The number of clients; for natural sites it is not in the config."""
         how = self.config.partition
         return len(self.partition["counts"]) if how.name == "site" else how.clients
 
@@ -63,7 +63,7 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
 
 
 def load_run(path: Path) -> Run:
-    """Everything that a run folder says about itself."""
+    """Read a finished run."""
     run = RunLayout(path)
     try:
         records = read_metrics(path)

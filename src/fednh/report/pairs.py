@@ -1,4 +1,4 @@
-"""Each method beside a reference, seed by seed, where everything else is the same."""
+"""Compares each method with a reference, seed by seed, under the same settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fednh.report.groups import Group, Row, TableLayout
 from fednh.report.stats import WILCOXON_FROM, Paired, holm, paired
 
 METRICS = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)"}
-# On what clients hold out of their own data: other samples for every client, so never mixed with the paper's.
+# Metrics on the clients' own held-out samples, which differ by client, so they are never mixed with the paper's.
 HELD_OUT = {
     "held_macro": "held-out macro",
     "held_share": "held-out share",
@@ -33,7 +33,7 @@ class Comparison:
 
     @property
     def reading(self) -> str:
-        """What the numbers allow to say, and no more."""
+        """The conclusion that the numbers support."""
         n, p = self.result.n, self.corrected
         side = "above" if self.result.mean > 0 else "below"
         if self.result.p is None:
@@ -44,13 +44,13 @@ class Comparison:
 
 
 def default_reference(layout: TableLayout) -> str | None:
-    """FedNH if it is there, else FedAvg, else nobody."""
+    """FedNH if there are runs of it, else FedAvg, else None."""
     there = {row.method for row in layout.rows}
     return next((name for name in ("fednh", "fedavg") if name in there), None)
 
 
 def compare(layout: TableLayout, reference: str | None) -> list[Comparison]:
-    """All comparisons that two or more common seeds allow. `reference` is a method, or a row's full label."""
+    """All comparisons with two or more seeds in common. `reference` is a method, or a row's full label."""
     chosen = reference or default_reference(layout)
     if chosen is None:
         return []
@@ -90,6 +90,6 @@ def _differences(group: Group, base: Group, metric: str) -> list[float]:
 
 
 def _by_default(group: Group) -> bool:
-    """Whether the method's own settings are its defaults: of several, that one is the reference."""
+    """Whether the method's own settings are its defaults; among several variants that one is the reference."""
     method = group.runs[0].config.build_method()
     return method == type(method)()

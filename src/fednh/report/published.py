@@ -1,4 +1,4 @@
-"""The numbers that the paper printed, for setting beside ours.
+"""The paper's published numbers, for comparison with ours.
 
 published.csv has Table 1 (participation 0.1), the appendix's table with participation 0.3, and the fairness table as
 `fairness` (mean and standard deviation of PM(L) over clients; its means are Table 1's for Dir(0.3)).
@@ -15,8 +15,8 @@ from fednh.config import PRESETS, flat, load
 from fednh.data.partitions.dirichlet import Dirichlet
 from fednh.report.groups import PAPER_NAMES, Group, show
 
-# Settings that keep groups apart and yet leave the final metrics what they are: where and how the run was computed, and
-# whose personal models were looked at before the end.
+# Settings that distinguish groups but do not change the final metrics: where and how the run was computed, and which
+# personal models were evaluated before the end.
 _SAME_METRICS = ("device", "engine", "on_error", "eval.clients")
 
 
@@ -36,7 +36,7 @@ def published(group: Group, metric: str) -> PaperNumber | None:
 
 
 def departures(group: Group) -> list[str]:
-    """In which settings the group is not as in the paper: `rounds=20 (paper: 200)`. All count that change a metric."""
+    """The settings that differ from the paper's and can change a metric, such as `rounds=20 (paper: 200)`."""
     config = group.runs[0].config
     if config.data.name not in PRESETS or group.method not in PAPER_NAMES:
         return []

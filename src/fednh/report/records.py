@@ -1,4 +1,4 @@
-"""The tables for machines: one line for each method, setting and metric."""
+"""The tables as CSV for programs: one line for each method, setting and metric."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PRINTED = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)", "pm_l_std": "fairness"
 
 
 def records(runs: Sequence[Run], reference: str | None = None, paper: bool = False) -> list[dict[str, Any]]:
-    """One record for each method, setting and metric; numbers are not rounded, what is unknown is None."""
+    """One record for each method, setting and metric; numbers are not rounded, unknown values are None."""
     layout = lay_out(runs)
     pairs = {(c.row, c.column, c.metric): c for c in compare(layout, reference)}
     found = []

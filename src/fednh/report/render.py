@@ -1,4 +1,4 @@
-"""Sheets in a form: the terminal's, Markdown, LaTeX. (CSV has its own shape: see records.py.)"""
+"""Renders Sheets for the terminal, as Markdown and as LaTeX. (CSV has other columns: see records.py.)"""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Titled(Table):
 
 
 def to_rich(sheet: Sheet, width: int) -> Titled:
-    """For a terminal of a width: the best bold, the second underlined. Nothing is cut off, however narrow it is."""
+    """For a terminal of this width: the best bold, the second underlined. Text is wrapped, never cut off."""
     table = Titled(pad_edge=False)
     table.above, table.below = Text(sheet.title, "table.title"), Text(sheet.note, "table.caption")
     for name, left, wide in zip(sheet.columns, _left(sheet), _widths(sheet, width), strict=True):
@@ -49,14 +49,14 @@ def to_rich(sheet: Sheet, width: int) -> Titled:
 
 
 def _widths(sheet: Sheet, width: int) -> Sequence[int | None]:
-    """How wide each column is: numbers and words are not broken while there is room, sentences and headings may be."""
+    """The width of each column: numbers and words are not broken if there is room, sentences and headings may be."""
     least, full = [], []
     for at, (name, words) in enumerate(zip(sheet.columns, _left(sheet), strict=True)):
         texts = [row[at].text for row in sheet.rows]
         whole = [*name.split(), *(" ".join(texts).split() if words else texts)]
         least.append(max(map(len, whole)))
         full.append(max(map(len, [name, *texts])))
-    left = width - (3 * len(least) - 1) - sum(least)  # what borders and padding leave
+    left = width - (3 * len(least) - 1) - sum(least)  # the width left after borders and padding
     if left < 0:
         return [None] * len(least)  # rich folds what does not fit
     for _ in range(min(left, sum(full) - sum(least))):
@@ -66,7 +66,7 @@ def _widths(sheet: Sheet, width: int) -> Sequence[int | None]:
 
 
 def to_markdown(sheet: Sheet) -> str:
-    """GitHub's Markdown; it has no underline of its own, so the second is in <u>."""
+    """GitHub's Markdown, which has no underline; the second is in <u>."""
 
     def show(cell: Cell) -> str:
         text = _markdown(cell.text)
@@ -104,7 +104,7 @@ def to_latex(sheet: Sheet) -> str:
 
 
 def _left(sheet: Sheet) -> list[bool]:
-    """Which columns hold words: they stand to the left."""
+    """Which columns hold words: they are aligned left."""
     return [any(isinstance(row[at].value, str) for row in sheet.rows) for at in range(len(sheet.columns))]
 
 

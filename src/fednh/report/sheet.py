@@ -1,4 +1,4 @@
-"""A table before it has a form: the terminal, Markdown, LaTeX, CSV and HTML all show the same Sheet."""
+"""A table independent of its output format: the terminal, Markdown, LaTeX, CSV and HTML show the same Sheet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Cell:
-    """What is shown, what it is sorted by, and its place in its column (1: best, 2: second, 0: neither)."""
+    """The text, the value it is sorted by, and its rank in its column (1: best, 2: second, 0: neither)."""
 
     text: str
     value: float | str | None = None

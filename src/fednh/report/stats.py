@@ -24,7 +24,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Paired:
-    """Differences seed by seed, and what can be said about their mean."""
+    """Statistics of the differences seed by seed."""
 
     n: int
     mean: float
@@ -42,14 +42,14 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def lowest_tenth(values: Sequence[float]) -> NDArray[np.bool_]:
-    """Marks the lowest 10% of one run's clients, at least one; equal values are taken in order."""
+    """Mark the lowest 10% of one run's clients, at least one; ties are broken by order."""
     marked = np.zeros(len(values), bool)
     marked[np.argsort(np.asarray(values), kind="stable")[: ceil(len(values) / 10)]] = True
     return marked
 
 
 def worst_tenth(values: Sequence[float]) -> float:
-    """The mean of the lowest 10% of one run's clients; over seeds it is averaged as every other metric."""
+    """The mean of the lowest 10% of one run's clients; it is averaged over seeds like every other metric."""
     return float(np.mean(np.asarray(values)[lowest_tenth(values)]))
 
 
@@ -71,7 +71,7 @@ def paired(differences: Sequence[float]) -> Paired:
 
 
 def holm(ps: Sequence[float | None]) -> list[float | None]:
-    """Holm's step-down correction; what was not tested stays so and does not count."""
+    """Holm's step-down correction; comparisons without a test stay None and do not count."""
     tested = sorted((p, i) for i, p in enumerate(ps) if p is not None)
     corrected: list[float | None] = [None] * len(ps)
     highest = 0.0

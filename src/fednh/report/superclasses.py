@@ -1,4 +1,4 @@
-"""Super-classes: which classes are kin. CIFAR-100's twenty groups ship with the package, others come from a file."""
+"""Super-classes: groups of related classes. CIFAR-100's twenty are in the package, others come from a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHIPPED = ("cifar100",)
 
 
 def load_groups(data: str, classes: Sequence[str], file: Path | None = None) -> dict[str, list[int]] | None:
-    """group -> indices of its classes, every class once; None where nothing is known about the data set."""
+    """group -> indices of its classes, every class once; None if no groups are known for the data set."""
     if file is not None:
         named, where = _read(file), str(file)
     elif data in SHIPPED:

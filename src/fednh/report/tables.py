@@ -1,6 +1,6 @@
 """The tables, as Sheets: accuracy in the layout of the paper's Table 1, fairness, cost, and paired comparisons.
 
-Each takes runs, groups those that differ in the seed alone, and says n and what the spread is.
+Each groups the runs that differ only in the seed, and states n and what the spread is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ACCURACY_WORDS = (
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric of a group: its heading, where its values come from, and what the paper has beside it."""
+    """One metric of a group: its heading, the source of its values, and the paper's counterpart."""
 
     name: str
     values: Callable[[Group], list[float]]
@@ -60,7 +60,7 @@ def accuracy_sheet(runs: Sequence[Run], paper: bool = False) -> Sheet:
 
 
 def fairness_sheet(runs: Sequence[Run], paper: bool = False) -> Sheet:
-    """How evenly the clients are served: mean and spread of PM(L) over clients."""
+    """Fairness: mean and spread of PM(L) over clients."""
     words = (
         "PM(L): mean over clients; spread: standard deviation of PM(L) over clients, lower is more even; "
         "worst 10%: mean PM(L) of the tenth of clients with the lowest."
@@ -69,7 +69,7 @@ def fairness_sheet(runs: Sequence[Run], paper: bool = False) -> Sheet:
 
 
 def held_out_sheet(runs: Sequence[Run]) -> Sheet:
-    """What models achieve on the clients' own held-out samples: not comparable with metrics on a balanced test set."""
+    """Accuracy on the clients' own held-out samples: not comparable with metrics on a balanced test set."""
     words = f"{_HELD_WORDS}; spread and worst 10%: of the personal models' share over clients."
     return _metrics("held-out", "Accuracy on held-out samples in percent", words, HELD, lay_out(runs), False)
 
@@ -84,7 +84,7 @@ def result_sheets(runs: Sequence[Run], paper: bool = False) -> list[Sheet]:
 
 
 def cost_sheet(runs: Sequence[Run]) -> Sheet:
-    """What a run takes: time, and bytes on the wire; relative to FedAvg with the same settings where that is there."""
+    """Time and communicated bytes of a run, also relative to FedAvg with the same settings if there are such runs."""
     layout = lay_out(runs)
     base = {group.setting: group for group in layout.groups if group.method == "fedavg"}
     columns = [*_lead(layout, partition=True), "method", "seconds", "client seconds"]
@@ -121,7 +121,7 @@ def paired_sheet(runs: Sequence[Run], reference: str | None = None) -> Sheet:
 
 
 def comparison_sheet(runs: Sequence[Run]) -> Sheet:
-    """A short look: one row a run, nothing averaged."""
+    """A short table: one row per run, nothing averaged."""
     tested, held = any(run.has(*METRICS) for run in runs), any(run.has(*HELD_OUT) for run in runs)
     keys = {**METRICS, "pm_l_std": "fairness"} if tested or not held else {}
     keys |= HELD_OUT if held else {}
@@ -259,11 +259,11 @@ def _paired_note(found: Sequence[Comparison]) -> str:
     )
 
 
-# --- what stands around the metrics --------------------------------------------------------------------------------
+# --- titles, first columns and notes-------------------------------------------------------------------------------
 
 
 def _lead(layout: TableLayout, partition: bool = False) -> list[str]:
-    """The columns before the method, where there is more than one value."""
+    """The columns before the method: those with more than one value."""
     several = {
         "data": len({row.data for row in layout.rows}) > 1,
         "participation": len({row.rate for row in layout.rows}) > 1,
@@ -278,7 +278,7 @@ def _lead_cells(layout: TableLayout, row: Row, column: str = "") -> list[Cell]:
 
 
 def _common(layout: TableLayout, data: bool = True) -> str:
-    """The setting that all share, for the title."""
+    """The settings that all groups share, for the title."""
     if not layout.groups:
         return ""
     facts = [
