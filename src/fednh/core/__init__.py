@@ -1,1 +1,1 @@
-"""What a federated run is: README.md says in which order to read."""
+"""A federated run and its rounds; README.md says in which order to read the files."""

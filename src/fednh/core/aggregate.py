@@ -3,13 +3,13 @@
 Each rule takes a round's uploads and gives one tree, as `tree.mean` does; `uploads.mean()` calls it. A method says what
 its uploads mean:
 
-`Method.by_class` (prototypes, class gradients): a row is about one class, and a client that lacks the class is silent
-about it: its row is zero, or its mark for the class is 0. Silence is no vote. The robust value is taken over those who
-speak and scaled by their share of the round, which is what the plain mean does with silence. A class may have few
-owners, of whom a rule cannot tell who lies, so the length of every row is bounded first: none is longer than the
+`Method.by_class` (prototypes, class gradients): each row is about one class. A client that lacks the class says nothing
+about it: its row is zero, or its mark for the class is 0. Such rows are left out. The robust value is taken over the
+owners of the class and scaled by their share of the round, as the plain mean does when it averages in the zero rows. A
+class may have too few owners to tell which of them is hostile, so the length of every row is bounded first, by the
 longest row of the median client. In `Method.counted` a row's length is the number of samples behind it: directions
 are trimmed, lengths are weights.
-`Method.marks` (ownership, newcomers) are 0 or 1 and are counted: to trim or to clip a count makes it wrong.
+`Method.marks` (ownership, newcomers) are 0 or 1 and are only counted: trimming or clipping would falsify the count.
 
 trimmed_mean and median: Yin, Chen, Ramchandran, Bartlett, "Byzantine-Robust Distributed Learning", ICML 2018.
 norm_clip: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated Learning?", 2019; the bound is the
@@ -44,8 +44,8 @@ def rule(name: str, server: Tree, trim: float, method: Method) -> Rule:
 def trimmed(trees: Iterable[Tree], share: float, method: Method) -> Tree:
     """Coordinate by coordinate, the mean without the smallest and largest values; a share of 0.5 is the median.
 
-    As many are cut at each end as hostile clients are expected in the round, `share` of it and at least one: all of
-    them may claim to own the same class. At least one value, or two, remain in the middle.
+    At each end as many values are cut as hostile clients are expected in the round (`share` of its clients, at least
+    one), because all of these may claim to own the same class. At least one or two values remain in the middle.
     """
     uploads = stack(trees)
     count = len(next(iter(uploads.values()), ()))
@@ -65,7 +65,7 @@ def trimmed(trees: Iterable[Tree], share: float, method: Method) -> Tree:
 
 
 def norm_clipped(trees: Iterable[Tree], server: Tree, method: Method) -> Tree:
-    """The mean after no client may move the model, or any other part of its upload, by more than the median does."""
+    """The mean, after each upload's step and other parts are scaled down to at most the round's median norm."""
     uploads = list(trees)
     special = [name for name in uploads[0] if name in method.marks or name in method.by_class]
     plain = [{n: v for n, v in tree.items() if n not in special} for tree in uploads]
@@ -86,12 +86,12 @@ def norm_clipped(trees: Iterable[Tree], server: Tree, method: Method) -> Tree:
 
 
 def _counted(marks: Tensor) -> Tensor:  # (K, ...) -> (...)
-    """The share of clients that say 1; whatever else is said counts as the nearer of 0 and 1."""
+    """The share of clients whose mark is 1; any other value is rounded to 0 or 1."""
     return (marks > 0.5).to(marks.dtype).mean(0)
 
 
 def _by_class(uploads: Tree, name: str, method: Method) -> tuple[Tensor, Tensor]:  # (K, R, D), (K, R)
-    """Rows of bounded length, zero where a client is silent, and who speaks about which class."""
+    """Rows of bounded length, zero where a client lacks the class, and which client owns which class."""
     values = uploads[name]
     rows = values.reshape(len(values), values.shape[1], -1)
     marks = [uploads[mark] for mark in method.marks if uploads[mark].shape == rows.shape[:2]]
@@ -110,14 +110,14 @@ def _lengths(rows: Tensor) -> Tensor:  # (K, R, D) -> (K, R), in double: the squ
 
 
 def _middle(rows: Tensor, speaks: Tensor, cut: int, weight: Tensor | None = None) -> Tensor:
-    """(K, R, D) -> (R, D): the mean of the middle values of those who speak, times their share of all.
+    """(K, R, D) -> (R, D): the mean of the owners' middle values, times the owners' share of all clients.
 
     With weights (K, R), which are the rows' lengths, directions are ordered and averaged by weight.
     """
     count, speakers = len(rows), speaks.sum(0)[:, None]  # (R, 1)
     if weight is not None:
         rows = rows / weight.clamp(min=1e-30)[..., None].to(rows.dtype)
-    ordered, who = rows.masked_fill(~speaks[..., None], torch.inf).sort(0)  # silence goes last
+    ordered, who = rows.masked_fill(~speaks[..., None], torch.inf).sort(0)  # rows of non-owners go last
     cuts = ((speakers - 1).clamp(min=0) // 2).clamp(max=cut)
     place = torch.arange(count, device=rows.device)[:, None, None]
     inside = (place >= cuts) & (place < speakers - cuts)

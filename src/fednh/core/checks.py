@@ -1,4 +1,4 @@
-"""What must hold in every round, checked while running: cheap, always on, and named when it is broken."""
+"""Invariants of every round: cheap checks that are always on; the error names the one that is broken."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_picks(picked: Sequence[int], here: Sequence[int], round_: int) -> None
 
 def check_share(share: torch.Tensor, client: int) -> None:  # (C,)
     """A client's class weights, which PM(L) and FedROD use, sum to one."""
-    if not abs(float(share.sum()) - 1) < 1e-4:  # a client without samples has no number here
+    if not abs(float(share.sum()) - 1) < 1e-4:  # "not <": a client without samples has NaN here
         raise RunError(f"invariant broken: the class weights of client {client} sum to {float(share.sum()):g}, not 1")
 
 
@@ -86,7 +86,7 @@ def check_upload(method: Method, upload: Tree, declared: Form, client: int, roun
 
 
 def check_server(method: Method, server: Tree, declared: Form, round_: int) -> None:
-    """The server keeps its form, and the method finds nothing wrong with it."""
+    """The server's state keeps its names, shapes and types, and the method finds no problem in it."""
     problem = form_problem(form_of(server), declared) or method.problem(server)
     if problem:
         raise RunError(f"invariant broken by {type(method).__name__} in round {round_}: {problem}")

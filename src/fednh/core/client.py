@@ -29,8 +29,8 @@ class Report:
     """What comes back from a client that trained."""
 
     upload: Tree
-    samples: int | None  # training samples processed; None: the client does not say
-    loss_sum: float | None  # their summed loss; None: the client does not say
+    samples: int | None  # training samples processed; None: the client does not report it
+    loss_sum: float | None  # their summed loss; None: the client does not report it
     gradient_norm: float | None = None  # squared, of the body at the received model, where it was asked for
     kept_finite: bool = True  # whether what the client keeps is finite
 
@@ -47,14 +47,14 @@ class Update:
 
     @property
     def report(self) -> Report:
-        """What of it reaches the server."""
+        """The part that reaches the server."""
         return Report(self.upload, self.samples, self.loss_sum, self.gradient_norm, finite(self.keep))
 
 
 def update(
     method: Method, net: Net, kept: Tree, received: Tree, data: ClientData, sgd: Sgd, gradient_norm: bool = False
 ) -> Update:
-    """Train: what the client keeps and what it uploads."""
+    """Train one client; returns what it keeps and what it uploads."""
     probe = GradientNorm(data, received) if gradient_norm else None
     with LocalNorm(net, kept, data.index.device) as norm:
         fit = LocalFit(data, sgd, norm.undisturbed(probe))

@@ -1,4 +1,4 @@
-"""What a run may measure about its own training; looking changes nothing, and draws no random number."""
+"""Optional measurements of a run's own training; measuring changes no result and draws no random number."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fednh.data.batches import ClientData
 class GradientNorm:
     """||grad_body F_k||^2 at the received model: the full gradient of the method's own loss on all the client's data.
 
-    It watches `fit` from before the first step. Of several fits in a round the one counts that starts from the body
-    received and moves it (Ditto also trains a personal copy); where no body travels (Local, FedProto) it is the
-    first fit that moves the client's own. Samples are taken as they are, without augmentation.
+    It is measured before the first step of `fit`. If a round has several fits, the one that starts from the received
+    body and trains it counts (Ditto also trains a personal copy); where no body travels (Local, FedProto) it is the
+    first fit that trains the client's own body. Samples are not augmented.
     """
 
     def __init__(self, data: ClientData, received: Tree):

@@ -1,10 +1,10 @@
 """Accuracy, the paper's way: one pass over the test set gives all metrics; nothing here knows any method.
 
 With the accuracy a of every class, acc(w) = sum(w * a) / sum(w) over the classes that the test set has, in percent:
-    GM      w = 1                                    the global model, all classes alike
-    PM(V)   w = 1 where the client owns the class    the personal model, all its classes alike
+    GM      w = 1                                    the global model, all classes equally
+    PM(V)   w = 1 where the client owns the class    the personal model, all its classes equally
     PM(L)   w = the client's class share             the personal model, on its own class distribution
-The paper's test sets are balanced; there GM is plain accuracy. On others these weights keep the words true.
+The paper's test sets are balanced; there GM is plain accuracy. These weights keep the definitions valid on others.
 Fairness is the standard deviation of PM(L) over clients.
 
 What clients hold out of their own data is another measure, with names of its own and never mixed with these:
@@ -79,7 +79,7 @@ def per_class(correct: Tensor, total: Tensor) -> list[float | None]:
 
 
 def held_accuracy(correct: Tensor, total: Tensor) -> tuple[float, float] | tuple[None, None]:
-    """Macro over the classes that are there, and by share; without samples there is nothing to say."""
+    """Macro accuracy over the classes present, and plain accuracy; None for both without samples."""
     there = total > 0
     if not there.any():
         return None, None

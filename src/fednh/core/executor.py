@@ -1,8 +1,8 @@
-"""What the round loop asks of an executor, and what comes back: the only thing that the two know of each other.
+"""The interface between the round loop and an executor: what the loop asks for, and what comes back.
 
 One exchange says: "these clients evaluate what the last round left, these train the next, this travels down".
-Answers come back in an order that does not depend on who was fast. Where clients live, and where what they keep lies
-between their rounds, is the executor's business: executors/pool.py has threads, flower/executor.py has real sites.
+Answers come back in an order that does not depend on which client was fast. The executor decides where clients run and
+where their kept state is stored between rounds: executors/pool.py has threads, flower/executor.py has real sites.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Exchange:
     """What the loop asks for. A run of R rounds has R + 1 of these: the last one only evaluates."""
 
     server: Tree  # the server's state after `done` rounds
-    down: Tree  # what of it travels to every client
-    done: int  # rounds that are behind
+    down: Tree  # the part of it that is sent to every client
+    done: int  # number of rounds completed
     evaluate: Sequence[int] = ()  # clients whose personal models are measured, as round `done` left them
     train: Sequence[int] = ()  # clients that train round `done` + 1
     final: bool = False  # the run ends: personal models are saved
@@ -40,35 +40,35 @@ class Missing:
     error: Exception | None = None
 
 
-Outcome = tuple[int, Report | Missing]  # a client and what came of it
+Outcome = tuple[int, Report | Missing]  # a client, and its report or why there is none
 
 
 class Answers(Protocol):
-    """What comes of one exchange. The loop asks for `people` first; a client may train only when `reports` is read."""
+    """Results of one exchange. The loop asks for `people` first; a client may train only when `reports` is read."""
 
     def people(self) -> list[Personal]:
         """The measured personal models, by client."""
 
     def reports(self) -> Iterator[Outcome]:
-        """Of the clients that trained, the largest first; a sum's last bits depend on the order."""
+        """Reports of the clients that trained, the largest client first; a sum's last bits depend on the order."""
 
     def novelty(self) -> dict[str, Any] | None:
-        """How similar samples are to the global model's prototypes (novelty.py), if only clients can tell."""
+        """How similar samples are to the global model's prototypes (novelty.py), where only clients have samples."""
 
 
 class Executor(AbstractContextManager[Any], Protocol):
     """Who computes the clients of a run. Entered before the first exchange, left after the last."""
 
     backend: str  # its name in the run folder
-    deployed: bool  # real sites: a round that cannot be used is given up and told; otherwise it stops the run
+    deployed: bool  # real sites: a round that cannot be used is given up with a note; otherwise it stops the run
     least: int  # uploads that a round needs
     store: Store  # what clients keep, if that is kept here: part of every checkpoint
 
     def open(self, books: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> ServerSide:
-        """Find out what the run works on; of a checkpoint, if there is one, its books and records."""
+        """Find out what the run works on; `books` and `records` come from the checkpoint, if there is one."""
 
     def begin(self, initial: Tree) -> None:
-        """Get ready; `initial` is the server's state before the first round. Nothing was written so far."""
+        """Get ready; `initial` is the server's state before the first round. Nothing has been written yet."""
 
     def present(self) -> Sequence[int]:
         """The clients that can be asked now."""
@@ -77,10 +77,10 @@ class Executor(AbstractContextManager[Any], Protocol):
         """Ask the clients."""
 
     def commit(self, round_: int, clients: Sequence[int]) -> None:
-        """The round is over, and these clients' uploads were taken: what they kept counts, no one else's does."""
+        """The round is over and used these clients' uploads: store their kept states, discard all others."""
 
     def rollback(self) -> None:
-        """The round was broken off: forget what clients kept in it."""
+        """The round was aborted: discard what clients kept in it."""
 
     def books(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the states in `store`: plain JSON values."""
@@ -89,7 +89,7 @@ class Executor(AbstractContextManager[Any], Protocol):
         """All rounds are done; returns what the summary says about the clients beyond their metrics."""
 
     def name(self, client: int) -> str:
-        """How a client is called in messages."""
+        """The client's name in messages."""
 
     def note(self, text: str, client: int | None = None, round_: int = 0) -> None:
         """Tell the user something, about this client if one is named."""

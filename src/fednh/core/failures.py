@@ -1,4 +1,4 @@
-"""An error in a method or a model, told with the method, the hook, the line, and whoever was at work when it came."""
+"""Errors in a method or a model, reported with the method, the hook, the line and the client or server at work."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fednh.methods.base import Method
 
 
 def sentence(method: Method, error: Exception, what: str) -> str:
-    """`what` failed, by which error, raised where in the method."""
+    """One sentence: `what` failed, with which error, and where in the method it was raised."""
     place = _place(method, error)
     return f"{type(method).__name__}: {what}: {type(error).__name__}: {error}" + (f" ({place})" if place else "")
 
 
 @contextmanager
 def named(method: Method, what: str) -> Iterator[None]:
-    """An error that comes out of the method becomes a RunError that says `what` failed; all others stay."""
+    """An error that comes out of the method becomes a RunError that says `what` failed; all others pass unchanged."""
     try:
         yield
     except Exception as error:
-        ours = type(error).__module__.partition(".")[0] == "fednh"  # a sentence already, or a wish to stop
+        ours = type(error).__module__.partition(".")[0] == "fednh"  # already a clear message, or a request to stop
         if ours or isinstance(error, MemoryError) or _place(method, error) is None:
             raise
         raise RunError(sentence(method, error, what)) from error
@@ -34,7 +34,7 @@ def named(method: Method, what: str) -> Iterator[None]:
 def _place(method: Method, error: Exception) -> str | None:
     """The hook that was called and the method's line at which it ended; None if the error is not the method's.
 
-    A method reads uploads from a generator: what the disk does while they are made is not the method's doing.
+    A method reads uploads from a generator: a disk error while they are produced is not the method's fault.
     """
     frames = list(walk_tb(error.__traceback__))
     inside = [i for i, (frame, _) in enumerate(frames) if frame.f_locals.get("self") is method]

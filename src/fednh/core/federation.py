@@ -30,7 +30,7 @@ from fednh.storage.model_file import card_of
 
 @dataclass(frozen=True)
 class Federation:
-    """Nothing here changes during a run, and all methods with the same seed share it."""
+    """What a run works on; it does not change. With the same seed, all methods share its data and partition."""
 
     dataset: Dataset
     train: Samples
@@ -39,7 +39,7 @@ class Federation:
     net: Net
     method: Method
     held_out: list[Indices] = field(default_factory=list)  # client -> indices into `train`, to measure on
-    scalings: tuple[scaling.Scaling, ...] = ()  # of each natural site, where every one has its own
+    scalings: tuple[scaling.Scaling, ...] = ()  # one per natural site, where each has its own
     raw_scale: float = 1.0  # what raw inputs are divided by before a site's own scaling
     sites: tuple[str, ...] = ()  # the clients' names, where they are natural sites
     as_read: dict[str, Any] | None = None  # fingerprint of the data before they were scaled
@@ -57,7 +57,7 @@ class Federation:
         return class_counts(self.dataset, self.parts)
 
     def card(self, config: Config, client: int | None = None) -> dict[str, Any]:
-        """What a saved model must say about itself to be used elsewhere; with a client, a personal model.
+        """Metadata that a saved model needs to be used elsewhere; with `client`, for that client's personal model.
 
         Where every site scales its inputs by its own statistics, a personal model's card has those of its site, and
         the global model's card the mean of all sites'.
@@ -98,7 +98,7 @@ class ServerSide:
     net: Net
     method: Method
     test: Samples | None  # the balanced test set, if the server has one
-    card: dict[str, Any]  # what the global model's file says about itself
+    card: dict[str, Any]  # metadata in the global model's file
     counts: list[list[int]] = field(default_factory=list)  # clients by classes; empty: only the sites know
     sites: tuple[str, ...] = ()
     as_read: dict[str, Any] | None = None
@@ -108,7 +108,7 @@ class ServerSide:
 
 
 def initial_state(method: Method, net: Net, seed: int, device: str = "cpu") -> Tree:
-    """The server's state before the first round; everybody who has the config can make it."""
+    """The server's state before the first round; anyone who has the config can compute it."""
     initial = method.init(net, torch_rng(seed, "init"))
     return {name: value.to(device) for name, value in arranged(initial).items()}
 
@@ -134,7 +134,7 @@ def load_data(config: Config) -> Dataset:
 
 
 def data_folder(config: Config) -> Path:
-    """Where data sets that have a name are looked for."""
+    """The folder in which data sets are looked up by name."""
     return cache.data_folder(config.data.dir)
 
 
@@ -148,8 +148,8 @@ def fingerprint_of(config: Config, data: Dataset) -> dict[str, Any]:
 def build_federation(config: Config, dataset: Dataset | None = None, run: Path | None = None) -> Federation:
     """Load, divide and check everything that a run needs; bad input is found here, before anything is written.
 
-    Pass `dataset` to reuse loaded data. Where the folder `run` holds a run that began before, data and weights must be
-    those that it began with.
+    Pass `dataset` to reuse loaded data. If the folder `run` holds a run that has already begun, data and weights
+    must be those that it began with.
     """
     check_machine(config.device, config.precision)
     natural = config.partition.kind.natural
@@ -178,7 +178,7 @@ def build_federation(config: Config, dataset: Dataset | None = None, run: Path |
 
 
 def _tell_what_is_not_agreed(data: Dataset, config: Config) -> None:
-    """In a simulation all rows are in one place; sites of their own would refuse to tell what is not agreed."""
+    """Warn in a simulation about what real sites, which do not see each other's rows, would have to agree on."""
     if ":" in config.data.name and (words := not_agreed(data, config.data.classes, config.data.columns)):
         warnings.warn(f"sites of a real federation would refuse to take part with {data.name}: {words}", Notice, 3)
 
@@ -187,7 +187,7 @@ def divide(data: Dataset, config: Config) -> tuple[list[Indices], list[Indices]]
     """Each client's samples to train on, and those that it holds out."""
     how, share = config.partition.kind, config.data.holdout
     owned = how.divide(data, numpy_rng(config.seed, "partition"))
-    # A site is named, so that alone it holds out what it does among others.
+    # By name, so that a site holds out the same samples alone as in the simulation of all sites.
     names = data.sites if how.natural else [f"client {k}" for k in range(len(owned))]
     if share is None:
         share = 0.0 if len(data.y_test) else DEFAULT_SHARE

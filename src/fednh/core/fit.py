@@ -1,4 +1,4 @@
-"""Local training: SGD on the selected names of a Tree. What is not selected is closed over and cannot move."""
+"""Local training: SGD on the selected names of a Tree. All other names are constants in the loss and cannot move."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Sgd:
     epochs: int = 5
 
     def reach(self, steps: Steps) -> Steps:
-        """How far so many steps carry a parameter whose gradient is always 1: lr * steps, and more with momentum."""
+        """How far this many steps move a parameter whose gradient is always 1: lr * steps, and more with momentum."""
         m = self.momentum  # a gradient acts again in every later step: 1 + m + m^2 + ...
         far: Steps = self.lr * (steps - m * (1 - m**steps) / (1 - m)) / (1 - m)
         return far
@@ -41,15 +41,15 @@ class Fit(Protocol):
     def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree: ...
 
     def reach(self, epochs: int | None = None) -> float | Tensor:
-        """How far one call carries a parameter whose gradient is always 1; a method divides a move by it."""
+        """How far one call moves a parameter whose gradient is always 1; a method divides parameter changes by it."""
         ...
 
 
 class LocalFit:
-    """`fit` for one client in one round, and what it saw: samples processed and their summed loss.
+    """`fit` for one client in one round; it also counts the samples processed and sums their loss.
 
-    `watch` is told (params, loss, only) before the first step of every call; `tick` is called before every step, and
-    may raise Interrupted.
+    `watch` is called with (params, loss, only) before the first step of every call; `tick` is called before every step,
+    and may raise Interrupted.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Momentum:
         params, velocity, grads = ([row[i] for row in moved] for i in range(3))
         if self.sgd.clip > 0:
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-            # New gradients, not the old ones changed: two names may have one in common, as in a loss on their sum.
+            # Not in place: two names may share one gradient tensor, as with a loss on their sum.
             grads = list(torch._foreach_mul(grads, (self.sgd.clip / (norm + 1e-6)).clamp(max=1.0)))
         if self.sgd.weight_decay > 0:
             grads = list(torch._foreach_add(grads, params, alpha=self.sgd.weight_decay))

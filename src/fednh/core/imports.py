@@ -1,7 +1,7 @@
-"""Objects of one's own by import path: `package.module:name`.
+"""User-defined objects by import path: `package.module:name`.
 
-A path may come with a config that somebody else wrote: what it names is looked at, and only a class or function of the
-kind that is wanted is ever called.
+A path may come from a config that somebody else wrote: the object is checked first, and only a class or function of
+the expected kind is ever called.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 
 def imported(path: str, setting: str) -> Any:
-    """What `package.module:name` names. The current folder counts, so a file beside the config can be named.
+    """The object at `package.module:name`. The current folder is on the import path.
 
-    Importing runs the module's code, whatever that is; anything it raises becomes one sentence.
+    Importing runs the module's code; whatever it raises becomes a one-sentence UserError.
     """
     module, _, name = path.partition(":")
     here = str(Path.cwd())
@@ -38,7 +38,7 @@ def imported(path: str, setting: str) -> Any:
 
 
 def imported_class(path: str, setting: str, base: type[T]) -> type[T]:
-    """The class at `path`, which derives from `base`; nothing else is taken."""
+    """The class at `path`, which must derive from `base`; anything else is a UserError."""
     found = imported(path, setting)
     if not isinstance(found, type) or not issubclass(found, base):
         kind = found.__name__ if isinstance(found, type) else type(found).__name__
@@ -49,7 +49,7 @@ def imported_class(path: str, setting: str, base: type[T]) -> type[T]:
 
 
 def imported_function(path: str, setting: str) -> Callable[[], Any]:
-    """The Python function at `path`, which can be called without arguments; nothing else is taken."""
+    """The Python function at `path`, which must need no arguments; anything else is a UserError."""
     found = imported(path, setting)
     inner = inspect.unwrap(found.func if isinstance(found, functools.partial) else found)
     if not isinstance(inner, FunctionType):

@@ -1,7 +1,7 @@
 """Normalisation that stays with the client, for every method (the FedBN way: Li et al., ICLR 2021).
 
 With model.norm = "local" no method sees the parameters and running statistics of normalisation layers: they are in no
-server, no upload and no average. A client keeps them beside what its method keeps, under NORM, and lends them to the
+server state, upload or average. A client keeps them beside what its method keeps, under NORM, and lends them to the
 network while it works. Where a method trains the body, `fit` here trains the client's normalisation with it, on batch
 statistics; everything else, and a batch of one sample, is computed with the client's running statistics.
 """
@@ -18,7 +18,7 @@ from fednh.core.losses import Loss
 from fednh.core.tree import Tree, belongs, below, prefix, select
 from fednh.models.net import Net
 
-NORM = "normalisation"  # where a client's own lies in what it keeps
+NORM = "normalisation"  # the name of a client's normalisation in its kept Tree
 
 Watch = Callable[[Tree, Loss, tuple[str, ...]], None]
 
@@ -40,7 +40,7 @@ class LocalNorm:
             self.net.lend(None)
 
     def kept(self) -> Tree:
-        """What the client keeps of it."""
+        """The Tree that the client keeps: parameters and running statistics."""
         return prefix(NORM, self.state)
 
     def fit(self, inner: Fit) -> Fit:
@@ -48,7 +48,7 @@ class LocalNorm:
         return _Fit(self, inner) if self.state else inner
 
     def undisturbed(self, watch: Watch | None) -> Watch | None:
-        """`watch`, after which statistics are what they were: looking changes nothing."""
+        """`watch`, with the running statistics restored after it: measuring changes nothing."""
         if watch is None or not self.state:
             return watch
 
@@ -62,7 +62,7 @@ class LocalNorm:
 
 
 def without_norm(kept: Tree) -> Tree:
-    """What the method kept."""
+    """The method's own part of what the client kept."""
     return select(kept, *{name.partition(".")[0] for name in kept} - {NORM})
 
 

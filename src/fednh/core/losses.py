@@ -25,7 +25,7 @@ def cross_entropy(logits: Logits) -> Loss:
 
 
 def balanced_softmax(logits: Logits, share: Tensor) -> Loss:  # share: (C,)
-    """Cross-entropy on logits + log(class share) (Ren et al. 2020); a class with no share takes no part."""
+    """Cross-entropy on logits + log(class share) (Ren et al. 2020); a class with share 0 is left out of the softmax."""
     prior = share.log()
     return lambda params, x, y: F.cross_entropy(logits(params, x) + prior, y, reduction="none")
 

@@ -1,4 +1,4 @@
-"""What this machine can do, found out before a run and not in the middle of one; and its threads."""
+"""Checks, before a run starts, that this machine supports the device and precision; and its threads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if not all(bool(p.grad.isfinite().all()) for p in body.parameters()):
 
 
 def check_machine(device: str, precision: str) -> None:
-    """A UserError when the device or the precision cannot be used here."""
+    """Raise a UserError if the device or the precision cannot be used here."""
     check_device(device)
     if precision == "bf16":
         check_bf16(device)
@@ -51,9 +51,9 @@ def check_device(device: str) -> None:
 
 
 def check_bf16(device: str = "cpu", trial: str = TRIAL, seconds: float = SECONDS) -> None:
-    """Try bfloat16 in a child process: where the CPU promises what it does not have, an instruction kills the process.
+    """Try bfloat16 in a child process: if the CPU claims an instruction that it lacks, the trial is killed by a signal.
 
-    The trial is made once in a process.
+    The result is cached: one trial per process.
     """
     if reason := _outcome(device, trial, seconds):
         raise UserError(

@@ -1,4 +1,4 @@
-"""How much memory there is, and what the C library does with memory that is given back."""
+"""The machine's memory size, and how the C library treats freed memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def keep_freed() -> None:
     """Have glibc keep freed blocks for the next request, where it would hand them back to the system at once.
 
     A training step frees and asks for the same tens of megabytes again; every return costs fresh, zeroed pages: about
-    a tenth of a convolution step's time. Elsewhere than on glibc nothing happens.
+    a tenth of a convolution step's time. Does nothing where the C library is not glibc.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,4 +1,4 @@
-"""How far an evaluation is, told after every batch, and the stop between two of them."""
+"""The progress of an evaluation, reported with every batch, and the point at which it can be stopped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Meter:
         self._lock = threading.Lock()
 
     def begin(self, total: int) -> None:
-        """A new pass of so many samples in all."""
+        """Start a new pass over `total` samples."""
         self.done, self.total = 0, total
 
     def __call__(self, samples: int) -> None:
@@ -30,4 +30,4 @@ class Meter:
 
 
 def unhurried(samples: int) -> None:
-    """For whom nobody waits: counts nothing, and never stops."""
+    """A meter for work that nobody watches: it counts nothing and never stops."""

@@ -1,8 +1,8 @@
-"""How unlike everything known an input is, where logits are cosines: the cosine to the nearest class prototype.
+"""Novelty of an input, for methods whose logits are cosines: the cosine to the nearest class prototype.
 
-A training input lies near its class's prototype, an input of no known class has less reason to. The similarities of
-training samples are kept with the model as quantiles: below the 5% one an input is less like any class than
-ninety-five of a hundred samples that the model was trained on.
+A training input lies near its class's prototype; an input of an unknown class usually lies farther from all. Quantiles
+of the training samples' similarities are stored with the model: an input below the 5% quantile is less similar to
+every class than 95% of the samples that the model was trained on.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from fednh.methods.base import Method
 from fednh.models.net import Net
 
 QUANTILES = (0.01, 0.05)
-FEWEST = 20  # samples from which on a client tells its quantiles: of fewer they would be about single samples
-MOST = 2000  # training samples looked at: a quantile needs no more, and a large set should not cost a pass
+FEWEST = 20  # samples that a client needs to report quantiles: with fewer they would reveal single samples
+MOST = 2000  # training samples used: enough for quantiles, without a pass over a large set
 
 
 def similarity(method: Method, params: Tree, logits: Tensor) -> Tensor | None:  # (B, C) -> (B,)
@@ -33,12 +33,12 @@ def similarity(method: Method, params: Tree, logits: Tensor) -> Tensor | None:  
 
 
 def _cosine(params: Tree, logits: Tensor) -> Tensor:  # (B, C) -> (B,)
-    """The largest cosine; a personal model's prior is no similarity."""
+    """The largest cosine; a personal model's prior is not part of the similarity."""
     return (logits - params["prior"] if "prior" in params else logits).max(1).values / params["scale"]
 
 
 def number(method: Method, samples: int) -> int:
-    """How many of so many samples `look` looks at."""
+    """How many of a client's `samples` samples `look` uses."""
     return min(samples, MOST) if method.cosine else 0
 
 
@@ -52,7 +52,7 @@ def look(
     seed: int,
     tick: Callable[[int], None] = unhurried,
 ) -> dict[str, Any] | None:
-    """What a card keeps: quantiles of the similarities of up to `MOST` of the samples at `index`.
+    """The entry in a model's metadata: quantiles of the similarities of up to `MOST` of the samples at `index`.
 
     `tick` is called before every batch.
     """
@@ -76,7 +76,7 @@ def look(
 
 
 def merged(rows: Iterable[tuple[Sequence[float], int] | None]) -> dict[str, Any] | None:
-    """The same where only clients have samples: the mean of their quantiles, each by the samples that it looked at."""
+    """The same where only clients have samples: the mean of their quantiles, weighted by the samples used."""
     told = [(levels, min(samples, MOST)) for levels, samples in filter(None, rows)]
     total = sum(samples for _, samples in told)
     if not total:

@@ -1,15 +1,15 @@
-"""Uploads that are far too long, refused before anything is averaged: by one rule, in a federation and in simulation.
+"""Refuses uploads with far too large a norm before they are averaged: one rule for deployments and simulations.
 
 One finite upload of 1e30 outweighs all others in a mean. So with a `bound` the parts of an upload are measured: the
 length of its step away from the server's state, and of each part that the server does not hold, such as prototypes.
 
-- What is usual is the median of the round, or of an earlier one if that was longer: steps shrink while a model learns,
-  and somebody who comes late still takes long ones.
-- Who is more than `bound` times longer than usual is refused. Where only two upload, there is no majority that could
-  say what is usual: the shorter one does, and the bound is squared.
-- Who is longer than usual, and more than `bound` times longer than ever before, is refused too.
+- The usual length is the median of the round, or of an earlier one if that was longer: steps shrink while a model
+  learns, and a client that joins late still takes long ones.
+- An upload more than `bound` times the usual length is refused. With only two uploads there is no majority: the
+  shorter one sets the usual length, and the bound is squared.
+- An upload longer than usual, and more than `bound` times its client's longest recent one, is refused too.
 
-Honest clients differ in samples and steps. The bound is for what cannot be honest, and no substitute for a robust
+Honest clients differ in samples and steps. The bound catches what cannot be honest; it does not replace a robust
 average (aggregate.py).
 """
 
@@ -21,9 +21,9 @@ from statistics import median_low
 from fednh.core.tree import Tree
 
 # The bound in a deployment, unless the config says otherwise. Honest sites with 13 and 433 samples were seen to differ
-# from what is usual by up to 13 times.
+# from the usual length by a factor of up to 13.
 DEFAULT_BOUND = 100.0
-MEMORY = 5  # rounds of a client's past that count
+MEMORY = 5  # past rounds of a client that are compared
 
 Lengths = dict[str, float]  # by part of an upload; "step" is the part that the server holds
 
@@ -39,7 +39,7 @@ def lengths(upload: Tree, server: Tree) -> Lengths:
 
 
 def usual(uploads: Mapping[int, Lengths], before: Lengths) -> Lengths:
-    """What is usual after a round with these uploads; one alone says nothing about it."""
+    """The usual lengths after a round with these uploads; a single upload does not change them."""
     found = dict(before)
     for part in {part for each in uploads.values() for part in each}:
         spoken = [each[part] for each in uploads.values() if each.get(part, 0.0) > 0]
@@ -51,7 +51,7 @@ def usual(uploads: Mapping[int, Lengths], before: Lengths) -> Lengths:
 def problems(
     uploads: Mapping[int, Lengths], past: Mapping[int, Sequence[Lengths]], normal: Lengths, bound: float
 ) -> dict[int, str]:
-    """Why some uploads of a round are refused, by client; `past` has the lengths of those that were taken before."""
+    """Why uploads of a round are refused, by client; `past` has the lengths of each client's accepted uploads."""
     found: dict[int, str] = {}
     most = bound if len(uploads) > 2 else bound**2
     for client, each in sorted(uploads.items()):
@@ -67,4 +67,4 @@ def problems(
 
 def _words(part: str, times: float, most: float, what: str) -> str:
     name = "its step" if part == "step" else f"its part {part!r}"
-    return f"{name} is {times:.3g} times as long as {what}, and {most:g} times is the most (bound)"
+    return f"{name} is {times:.3g} times as long as {what}; the limit is {most:g} times (bound)"

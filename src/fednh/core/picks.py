@@ -11,15 +11,15 @@ from fednh.core.seeding import numpy_rng
 def picked_clients(config: Config, round_: int, clients: int | None = None, least: int = 1) -> list[int]:
     """The clients of a round: ceil(gamma * K) of them, but at least `least`, the same for every method.
 
-    K is the number of clients there are; partition.clients says it, except for natural sites.
+    K is the number of clients: partition.clients, except for natural sites.
     """
     total = config.partition.clients if clients is None else clients
-    count = max(least, math.ceil(config.participation.rate * total - 1e-9))  # less the rounding of 0.07 * 100
+    count = max(least, math.ceil(config.participation.rate * total - 1e-9))  # 0.07 * 100 is a bit over 7
     return sorted(numpy_rng(config.seed, "picks", round_).choice(total, count, replace=False).tolist())
 
 
 def dropped_clients(config: Config, round_: int, picked: list[int]) -> list[int]:
-    """Those of the picked that never report."""
+    """The picked clients that drop out and never report."""
     fate = numpy_rng(config.seed, "dropout", round_).random(len(picked))
     return [client for client, f in zip(picked, fate, strict=True) if f < config.participation.dropout]
 

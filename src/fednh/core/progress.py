@@ -1,4 +1,4 @@
-"""What happens in a run: a round's outcome, the counts of the whole run, and who is told."""
+"""Progress of a run: a round's outcome, the counts of the whole run, and the watcher that receives them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fednh.errors import RunError
 
 
 class Watcher(Protocol):
-    """Who is told about the progress of a run."""
+    """Receives the progress of a run."""
 
     def round_done(self, record: dict[str, Any]) -> None: ...
-    def evaluating(self, done: int, total: int) -> None: ...  # samples through models; from any thread
+    def evaluating(self, done: int, total: int) -> None: ...  # in samples; called from any thread
     def note(self, text: str) -> None: ...
 
 
@@ -39,7 +39,7 @@ class Round:
     lost: str = ""  # why the round changed nothing, in a deployment
 
     def lose(self, why: str) -> None:
-        """Nothing of the round counts."""
+        """Discard the round's uploads; nothing of it counts."""
         self.lost, self.clients, self.gradient_norms = why, [], {}
         self.bytes_up, self.samples, self.loss_sum = 0, 0, 0.0
 
@@ -68,16 +68,16 @@ class Progress:
 
     round: int = 0
     records: list[dict[str, Any]] = field(default_factory=list)
-    closed: int = 0  # how many of the records are evaluated, where that is due, and written
+    closed: int = 0  # how many records are complete (evaluated, if due) and written
     samples: int = 0
     seconds: float = 0.0  # wall time of everything
     client_seconds: float = 0.0  # of client work
     eval_seconds: float = 0.0
-    usual: outliers.Lengths = field(default_factory=dict)  # how long uploads are, where they are bounded
+    usual: outliers.Lengths = field(default_factory=dict)  # usual lengths of uploads, where they are bounded
     lengths: dict[str, list[outliers.Lengths]] = field(default_factory=dict)  # each client's last ones (JSON: by text)
 
     def remember(self, happened: Round) -> None:
-        """How long the uploads were that were taken: later ones are compared with them."""
+        """Store the lengths of the accepted uploads; later ones are compared with them."""
         for client in happened.clients:
             if client in happened.lengths:
                 before = self.lengths.get(str(client), [])
@@ -104,7 +104,7 @@ class Progress:
 
     @classmethod
     def joined(cls, values: dict[str, Any], closed: list[dict[str, Any]]) -> tuple[Progress, dict[str, Any]]:
-        """From a checkpoint: what a run has counted, and what else is in it."""
+        """Read a checkpoint: the run's progress, and the other values in it."""
         known = {each.name for each in fields(cls)}
         own = {key: value for key, value in values.items() if key in known}
         rest = {key: value for key, value in values.items() if key not in known}

@@ -1,8 +1,8 @@
 """The round loop, the only one: pick clients, send, train, check, aggregate, evaluate, record, save.
 
-Who computes the clients is an executor's business (executor.py), so what holds in a simulation holds in a deployment:
-it is the same code. A run of R rounds is R + 1 exchanges. In each, clients evaluate what the last round left, if that
-is due, and train the next; the line of an evaluated round is written when its metrics are there.
+An executor computes the clients (executor.py), so a simulation and a deployment run the same loop. A run of R rounds
+is R + 1 exchanges. In each, clients evaluate the models of the last round, if an evaluation is due, and train the next
+round; the line of an evaluated round is written once its metrics have arrived.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Rounds:
     server: Tree
 
     def run(self) -> dict[str, Any]:
-        """All rounds, from where the folder stands to the end; returns the summary."""
+        """Run all rounds that the folder does not have yet; returns the summary."""
         with one_thread(), self.checkpoints, self.executor:
             self._prepare()
             while self.progress.closed < self.config.rounds:
@@ -70,7 +70,7 @@ class Rounds:
     # --- before the first round --------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Go on from the newest whole checkpoint, or begin; what cannot run is refused before anything is written."""
+        """Resume from the newest intact checkpoint, or begin; what cannot run is refused before anything is written."""
         saved = self.checkpoints.latest(self.executor.note, self.config.device)
         books: dict[str, Any] = {}
         if saved is not None:
@@ -88,7 +88,7 @@ class Rounds:
         self._begin_folder(resumed=saved is not None)
 
     def _begin_folder(self, resumed: bool) -> None:
-        """Write down what the run is; refuse to go on with other data than it began with, or without its state."""
+        """Write the run's description; refuse to resume with other data than it began with, or without its state."""
         side, note = self.side, self.executor.note
         self.folder.begin(
             self.config, side.classes, side.counts, side.sites, self.executor.backend, data=side.as_read, tell=note
@@ -105,7 +105,7 @@ class Rounds:
                     f"checkpoints/ and clients/ from a copy, or delete the folder to start from the beginning"
                 )
             note("there is no checkpoint yet; starting again from the beginning")
-        self.folder.write_metrics(self.progress.records[: self.progress.closed])  # later ones will come again
+        self.folder.write_metrics(self.progress.records[: self.progress.closed])  # later rounds will be repeated
 
     # --- one exchange ------------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class Rounds:
             self._record(happened, waited + time.perf_counter() - started)
 
     def _plan(self, here: Sequence[int]) -> Round:
-        """Who is picked for the next round of those who are here, and who of them drops out."""
+        """Pick clients for the next round from those present, and decide which of them drop out."""
         round_, least = self.progress.round + 1, self.executor.least
         happened = Round(round_, bytes_down=0, dropped=[])
         if self.progress.round == self.config.rounds:
@@ -168,7 +168,7 @@ class Rounds:
         return happened
 
     def _train(self, happened: Round, outcomes: Iterator[Outcome]) -> None:
-        """Take what the clients report, and make the server's next state of it."""
+        """Check the clients' reports and aggregate them into the server's next state."""
         uploads = self._uploads(outcomes, happened)
         first = list(islice(uploads, self.executor.least))
         try:
@@ -184,11 +184,11 @@ class Rounds:
             self.executor.note(f"{error}; the server stays as it was")
 
     def _aggregate(self, happened: Round, uploads: Iterator[Tree]) -> None:
-        """The server's next state; one that breaks an invariant is not taken."""
+        """Compute the server's next state; one that breaks an invariant is rejected."""
         rule = aggregate.rule(self.config.aggregator, self.server, self.config.trim, self.method)
         with failures.named(self.method, f"the server failed in round {happened.round}"):
             server = self.method.aggregate(self.server, Uploads(uploads, rule))
-        for _ in uploads:  # an aggregate that did not read them all still lets every client do its part
+        for _ in uploads:  # clients train as uploads are read: read those that the aggregate left
             pass
         self._check_refusals(happened)
         checks.check_server(self.method, server, self.form, happened.round)
@@ -228,7 +228,7 @@ class Rounds:
     def _bounded(
         self, reports: list[tuple[int, Report]], bound: float, happened: Round
     ) -> Iterator[tuple[int, Report]]:
-        """Leave out uploads far longer than others, or than the client's own before; it needs to see them all."""
+        """Leave out uploads far longer than the others or than the client's earlier ones; needs all uploads at once."""
         lengths = {client: outliers.lengths(report.upload, self.server) for client, report in reports}
         self.progress.usual = outliers.usual(lengths, self.progress.usual)
         past = {client: self.progress.lengths.get(str(client), []) for client in lengths}
@@ -245,7 +245,7 @@ class Rounds:
         self.executor.note(f"round {happened.round}: {words}", client, happened.round)
 
     def _missing(self, client: int, report: Missing, happened: Round) -> None:
-        """A client has no report: go on without it, or stop, as `on_error` says."""
+        """A client has no report: continue without it, or stop, depending on `on_error`."""
         if report.why == "failed" and not self.executor.deployed and self.config.on_error == "stop":
             raise RunError(report.words) from report.error
         rows = {"silent": happened.dropped, "failed": happened.failed, "refused": happened.refused}[report.why]
@@ -264,7 +264,7 @@ class Rounds:
             )
 
     def _give_up(self, happened: Round, what: str) -> None:
-        """Too few uploads: nothing of the round counts. Clients that never report are part of a simulation."""
+        """Too few uploads: the round is lost in a deployment. In a simulation, dropouts are part of the experiment."""
         if not self.executor.deployed:
             told = f"no client of {len(happened.picked)} reported"
             self.executor.note(f"round {happened.round}: {told}; the server stays as it was")
@@ -273,7 +273,7 @@ class Rounds:
         self.executor.note(f"round {happened.round} is given up: {happened.lost}; the server stays as it was")
 
     def _record(self, happened: Round, seconds: float) -> None:
-        """Count the round; close it, unless it is to be evaluated; save."""
+        """Count the round, close it unless it is still to be evaluated, and save a checkpoint if due."""
         progress, every, round_ = self.progress, self.config.eval.every, happened.round
         self.executor.commit(round_, happened.clients)
         self.members |= set(happened.clients)
@@ -289,14 +289,14 @@ class Rounds:
             self.checkpoints.begin(round_, self.server, *self._to_save())
 
     def _to_save(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """What a checkpoint holds beside the states: what changes from round to round, and what only grows."""
+        """What a checkpoint holds beside the states: values that change every round, and append-only records."""
         values, log = self.progress.split()
         return {**values, **self.executor.books()}, log
 
     # --- evaluation --------------------------------------------------------------------------------------------
 
     def _to_evaluate(self, here: Sequence[int]) -> list[int]:
-        """Whose personal models are measured now: after the last round also those of the summary."""
+        """The clients whose personal models are evaluated now; after the last round also those of the summary."""
         wanted = set(self._of_the_round())
         if self.progress.round == self.config.rounds:
             wanted |= set(here) if self.executor.deployed else set(self._of_the_summary())
@@ -304,21 +304,21 @@ class Rounds:
         return sorted(wanted & present)
 
     def _of_the_round(self) -> list[int]:
-        """Whose personal models make the round's metrics: `eval.clients`."""
+        """The clients whose personal models give the round's metrics: `eval.clients`."""
         if self.config.eval.clients == "active":
             active: list[int] = self.progress.records[-1]["clients"]
             return active
         return sampled_clients(self.config, self.config.eval.clients, sorted(self.members), self.progress.round)
 
     def _of_the_summary(self) -> list[int]:
-        """Whose metrics the summary holds: all of a deployment's sites that took part, or those of `eval.final`."""
+        """The clients in the summary: in a deployment all sites that took part, otherwise those of `eval.final`."""
         members = sorted(self.members)
         if self.executor.deployed:
             return members
         return sampled_clients(self.config, self.config.eval.final, members, self.progress.round)
 
     def _close(self, answers: Answers) -> None:
-        """Measure the round and write its line; after the last round also the models and the summary."""
+        """Evaluate the round and write its line; after the last round also the models and the summary."""
         started, progress = time.perf_counter(), self.progress
         correct, people = self._global(), answers.people()
         chosen, record = set(self._of_the_round()), progress.records[-1]
@@ -343,7 +343,7 @@ class Rounds:
             return clients.correct_per_class(self.method, self.net, model, self.test, self.meter)
 
     def _write_models(self, answers: Answers) -> None:
-        """The global model, and what a newcomer would be sent."""
+        """Write the global model, and the Tree that a new client would receive."""
         side = self.side
         if (model := self.method.global_model(self.server)) is not None:
             about = answers.novelty()

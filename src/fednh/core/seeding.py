@@ -1,7 +1,7 @@
 """Randomness by address: every draw comes from (seed, purpose, round, client), never from a shared stream.
 
 So a result does not depend on how many workers there are, on who finishes first, or on whether the run was
-interrupted: a generator can be made again from its address alone.
+interrupted: a generator can be recreated from its address alone.
 """
 
 from __future__ import annotations

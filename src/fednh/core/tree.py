@@ -1,7 +1,7 @@
 """Tree: the state of everything, as one flat dict from dotted name to tensor.
 
-A `state_dict`, a safetensors file and what travels between server and client are all the same thing, so there is
-one set of verbs for them. Trees are values: no function here changes one, and nothing else should.
+A `state_dict`, a safetensors file and what travels between server and client are all the same thing, so one
+set of functions serves them all. Trees are values: no function here changes one, and nothing else should.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Uploads:
         return self.rule(self.trees)
 
     def mean_and_count(self) -> tuple[Tree, int]:
-        """The average by the federation's rule, and how many uploads it is of."""
+        """The average by the federation's rule, and the number of uploads in it."""
         count = 0
 
         def counting() -> Iterator[Tree]:
@@ -103,7 +103,7 @@ def finite(tree: Tree) -> bool:
 
 
 def arranged(tree: Tree) -> Tree:
-    """The same values in one form: names sorted, convolution weights in channels_last order, which CPUs like better.
+    """The same values in one form: names sorted, convolution weights in channels_last order, which is faster on CPUs.
 
     A tree read from disk or from the network has its names and numbers in another order. Sums over names, such as a
     gradient's norm, depend on it in their last bit; arranging a tree before use makes results independent of where it
