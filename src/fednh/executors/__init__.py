@@ -1,1 +1,1 @@
-"""Who computes the clients of a round."""
+"""Executors: they compute the clients of a round."""

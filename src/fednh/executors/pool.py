@@ -40,10 +40,10 @@ from fednh.storage.run_folder import RunFolder, worker_count
 
 A = TypeVar("A")
 B = TypeVar("B")
-Trained = tuple[int, Update | Exception | None]  # a client and what came of it; None: the run was asked to stop
+Trained = tuple[int, Update | Exception | None]  # a client and its result; None: the run was asked to stop
 
-FEWEST = 32  # clients a round from which on a block is worth its while
-LARGEST = 64  # clients in a block: beyond it nothing is gained
+FEWEST = 32  # clients per round: with fewer, vmap does not pay off
+LARGEST = 64  # clients in a block: more gain nothing
 STATE_BYTES = 16 << 20  # of one copy of a block's parameters
 DATA_BYTES = 32 << 20  # of a block's padded samples
 
@@ -110,7 +110,7 @@ class Pool:
         self.watcher.note(text)
 
     def map(self, work: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
-        """The results in the order of `items`; at most two for every worker are under way or waiting."""
+        """The results in the order of `items`; at most two per worker are running or waiting to be read."""
         return in_order(self.threads, work, items, ahead=2 * self.workers)
 
 
@@ -124,9 +124,9 @@ class PoolAnswers:
     # --- training ----------------------------------------------------------------------------------------------
 
     def reports(self) -> Iterator[Outcome]:
-        """Every client's report; what it keeps goes to the store, and counts if its upload is taken."""
+        """Every client's report; what it keeps goes to the store and is committed if its upload is used."""
         config, pool, round_ = self.config, self.pool, self.asked.done + 1
-        # The largest first: nobody waits for a latecomer. The order is fixed, so sums have the same bits every time.
+        # The largest first, so that no long job starts last. The order is fixed, so sums have the same bits every time.
         order = sorted(self.asked.train, key=lambda k: (-len(self.fed.parts[k]), k))
         look, sgd, kept = config.diagnostics.gradient_norm, config.train.sgd(round_), pool.store.get
         work = Work(self.fed, self.asked.down, sgd, config.seed, round_, kept, pool.stop.is_set, look)
@@ -150,7 +150,7 @@ class PoolAnswers:
     # --- evaluation --------------------------------------------------------------------------------------------
 
     def people(self) -> list[Personal]:
-        """What the personal models achieve; those of the last round are saved."""
+        """The metrics of the personal models; after the last round the models are saved too."""
         with failures.named(self.method, f"the server failed after round {self.asked.done}"):
             shared = self.method.global_model(self.asked.server) if self.fed.measures_held_out else None
         self.pool.meter.begin(sum(self._samples(client, shared) for client in self.asked.evaluate))
@@ -175,13 +175,13 @@ class PoolAnswers:
         folder.write_model(folder.personal_model(client), model, card)
 
     def _samples(self, client: int, shared: Tree | None) -> int:
-        """How many samples go through models to measure a client's."""
+        """How many forward-passed samples the evaluation of a client's model takes."""
         held = len(self.fed.held_out[client]) * (1 if shared is None else 2)
         saved = novelty.number(self.method, len(self.fed.parts[client])) if self.asked.final else 0
         return len(self.fed.test) + held + saved
 
     def novelty(self) -> None:
-        """The loop has all samples."""
+        """None: the loop has all samples and computes it itself."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Work:
 
 
 def in_order(pool: ThreadPoolExecutor, work: Callable[[A], B], items: Iterable[A], ahead: int) -> Iterator[B]:
-    """`map` on the pool, results in the order of `items`, with at most `ahead` of them under way or waiting."""
+    """`map` on the pool, results in the order of `items`; at most `ahead` of them are running or waiting to be read."""
     waiting: deque[Future[B]] = deque()
     try:
         for item in items:
@@ -222,7 +222,7 @@ def one_client(work: Work, client: int) -> Trained:
         checks.check_share(data.share, client)
         kept = work.kept(client)
         return client, clients.update(fed.method, fed.net, kept, work.down, data, work.sgd, work.gradient_norm)
-    except Exception as error:  # whatever a method, a model or a disk may raise; the caller tells it with names
+    except Exception as error:  # anything a method, a model or a disk may raise; the caller reports it
         return client, error
 
 
@@ -230,14 +230,14 @@ def one_block(work: Work, members: Sequence[int]) -> list[Trained]:
     if work.stopped():
         return [(client, None) for client in members]
     try:
-        # Those who bring the same names: newcomers may bring none. What is received anyway need not be brought.
+        # Group clients that kept the same names: new clients may have kept none. Received names need not be kept.
         alike: dict[tuple[str, ...], dict[int, Tree]] = {}
         for client in members:
             brought = {name: value for name, value in work.kept(client).items() if name not in work.down}
             alike.setdefault(tuple(sorted(brought)), {})[client] = brought
         done = {client: update for kept in alike.values() for client, update in _together(work, kept).items()}
         return [(client, done[client]) for client in members]
-    except Exception:  # one after the other: so the one that fails is named, and the rest have their results
+    except Exception:  # one by one: the error names the client that fails, and the others succeed
         return [one_client(work, client) for client in members]
 
 
@@ -249,7 +249,7 @@ def _together(work: Work, kept: dict[int, Tree]) -> dict[int, Update]:
 
 
 def blocks(fed: Federation, order: Sequence[int]) -> Iterator[list[int]]:
-    """Neighbours in the order, as many as fit; the order is by size, so little is padded."""
+    """Blocks of neighbours in the order, as many as fit; the order is by size, so little is padded."""
     block: list[int] = []
     limit = 0
     for client in order:
@@ -264,17 +264,17 @@ def blocks(fed: Federation, order: Sequence[int]) -> Iterator[list[int]]:
 
 
 def block_size(fed: Federation, samples: int) -> int:
-    """How many clients of so many samples go into one block: their states and their data should stay in the cache."""
+    """How many clients with this many samples go into a block: their states and data should stay in the CPU cache."""
     parameters = sum(prod(shape) for shape in fed.net.parameter_shapes)
     by_data = DATA_BYTES // (4 * prod(fed.net.shape) * max(1, samples))
     return max(1, min(LARGEST, STATE_BYTES // (4 * parameters), by_data))
 
 
 def choose(config: Config, fed: Federation, server: Tree) -> str:
-    """The engine that a config asks for; "auto" follows a rule, so that the same run always takes the same.
+    """The engine that a config asks for; "auto" follows a fixed rule, so that the same run always gets the same engine.
 
     The rule: vmap where at least `FEWEST` clients are picked a round, the model has no convolutions, eight typical
-    clients or more fit into a block, and nothing is asked for that only the loop does.
+    clients or more fit into a block, and no setting needs the loop.
     """
     if config.engine == "loop" or (config.engine == "auto" and not _worth(config, fed)):
         return "loop"
@@ -295,7 +295,7 @@ def _obstacle(config: Config, fed: Federation) -> str | None:
     if fed.train.augment:
         return "training images are augmented, each client's on its own (data.augment = 'none' turns it off)"
     if config.diagnostics.gradient_norm:
-        return "diagnostics.gradient_norm looks at one client at a time"
+        return "diagnostics.gradient_norm measures one client at a time"
     if fed.net.stateful:
         return "model.norm = 'local' gives every client a normalisation of its own"
     return None

@@ -1,9 +1,9 @@
 """Many small clients at once: `client_update` mapped over a block of them by `torch.func.vmap`.
 
 A method is written for one client and runs here unchanged. Inside the map every tensor is one client's, while each
-operation works on the whole block; so what a small client costs is arithmetic, not calls. Clients differ in size: all
+operation works on the whole block; so a small client costs arithmetic, not Python calls. Clients differ in size: all
 are padded to the largest of the block with copies of their own first sample, which have weight zero, and a client
-that has no batch left in a step stands still in it.
+that has no batch left in a step is not updated in it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Block:
         return len(self.parts)
 
     def shuffle(self) -> Tensor:  # (K, n)
-        """A new order of every client's samples, the one that `ClientData.shuffled` would take; padding stays last."""
+        """A new order of every client's samples, the same as `ClientData.shuffled` draws; padding stays last."""
         order = np.zeros((len(self), self.width), np.int64)
         for row, size, rng in zip(order, self.sizes, self._rngs, strict=True):
             row[:size] = torch.randperm(int(size), generator=rng).numpy()
@@ -71,9 +71,9 @@ class Block:
 
 
 class OneOfBlock:
-    """What a method sees as its `data` inside the map: one client's, in the manner of `ClientData`.
+    """The `data` that a method is given inside the map: one client's, with the interface of `ClientData`.
 
-    `me` is the client's row. Taking it out of a matrix of the block gives the client's own part, mapped.
+    `me` is the client's row number. Indexing a matrix of the block with it gives the client's own part, mapped.
     """
 
     def __init__(self, block: Block, me: Tensor):
@@ -107,7 +107,7 @@ class BlockFit:
         sgd, data = self.sgd, self.data
         params = dict(sorted(params.items()))
         fixed = {name: value for name, value in params.items() if not belongs(name, only)}
-        # Plus a zero that differs from client to client: what came to all alike must be each one's own to move.
+        # Adding a mapped zero gives every client its own copy of parameters that are shared when received.
         moving = {name: value + 0 * data.real[0] for name, value in params.items() if name not in fixed}
         if not moving:
             raise ValueError(f"nothing to train: no name in {sorted(params)} belongs to {only}")
@@ -130,7 +130,7 @@ class BlockFit:
                 count = real.sum()
                 chunk = order[here]
                 gradients, value = slope(moving, data.x[chunk], data.y[chunk], real / count.clamp(min=1))
-                # Where every client has a sample in this batch, none has to be held still.
+                # If every client has a sample in this batch, all are updated and no mask is needed.
                 active = None if start < smallest else (count > 0).to(value.dtype)
                 move({name: moving[name] for name in moving if name in used}, velocity, gradients, sgd, active)
                 self.loss_sum = self.loss_sum + value * count
@@ -143,20 +143,20 @@ class BlockFit:
 
 
 def _depends_on(value: Tensor, params: Tree) -> list[str]:
-    """The names that a value has a gradient for, be it zero."""
+    """The names that a value has a gradient for, even if it is zero."""
     gradients = torch.autograd.grad(value, list(params.values()), retain_graph=True, allow_unused=True)
     return [name for name, gradient in zip(params, gradients, strict=True) if gradient is not None]
 
 
 def move(params: Tree, velocity: Tree, gradients: Tree, sgd: Sgd, active: Tensor | None) -> None:
-    """Clipping, weight decay and momentum in place, as `fit.Momentum` does; `active` is 0 for who stands still."""
+    """Clipping, weight decay and momentum in place, as `fit.Momentum` does; `active` is 0 for clients not to update."""
     if sgd.clip > 0:
         norm = torch.stack([torch.linalg.vector_norm(gradients[name]) for name in params]).square().sum().sqrt()
         shrink = (sgd.clip / (norm + 1e-6)).clamp(max=1.0)
     for name, p in params.items():
         g, v = gradients[name], velocity[name]
         if sgd.clip > 0:
-            g = g * shrink  # a new one: two names may have one gradient in common
+            g = g * shrink  # not in place: two names may share one gradient tensor
         if sgd.weight_decay > 0:
             g = g.add(p, alpha=sgd.weight_decay)
         if active is None:
@@ -169,7 +169,7 @@ def move(params: Tree, velocity: Tree, gradients: Tree, sgd: Sgd, active: Tensor
 def update_block(
     method: Method, net: Net, block: Block, kept: Sequence[Tree], received: Tree, sgd: Sgd
 ) -> list[Update]:
-    """`client.update` of every client in the block, in one go."""
+    """`client.update` for all clients of the block at once."""
     epochs = []
 
     def one(me: Tensor, kept: Tree, received: Tree) -> tuple[Tree, Tree, Tensor]:

@@ -74,10 +74,10 @@ class Method(ABC):
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # an unknown hyper-parameter is an error
     cite: ClassVar[str]  # the paper, in one line
-    patents: ClassVar[tuple[str, ...]] = ()  # that may concern it, and with it what derives from it; see NOTICE
+    patents: ClassVar[tuple[str, ...]] = ()  # that may cover it and methods derived from it; see NOTICE
     model: ClassVar[tuple[str, ...]] = MODEL  # the names that `logits` needs to predict
     cosine: ClassVar[bool] = False  # logits are params["scale"] times cosines to unit prototypes, the rows of the head
-    by_class: ClassVar[tuple[str, ...]] = ()  # uploads by class: row c is about class c, zero where a client lacks it
+    by_class: ClassVar[tuple[str, ...]] = ()  # uploads whose row c is about class c, zero if a client lacks it
     marks: ClassVar[tuple[str, ...]] = ()  # uploads of 0 and 1, which are counted; with one a class: the classes owned
 
     @property
@@ -86,13 +86,13 @@ class Method(ABC):
         return ()
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:
-        """All that the server remembers. Call `net.init(rng)` first: then all methods start from the same weights."""
+        """The server's whole state. Call `net.init(rng)` first: then all methods start from the same weights."""
         return net.init(rng)
 
     def enroll(self, initial: Tree) -> Tree:
         """What a new client keeps before its first round, from the server's *initial* state; by default nothing.
 
-        It depends on the configuration alone, so a site can make it without asking and may join at any time.
+        It depends on the configuration alone, so a site can compute it by itself and may join at any time.
         """
         return {}
 
@@ -113,14 +113,14 @@ class Method(ABC):
         return None
 
     def global_model(self, server: Tree) -> Tree | None:
-        """What `logits` needs to predict for anybody; None where the method has no such model."""
+        """What `logits` needs to predict for any client; None where the method has no such model."""
         return select(server, *self.model)
 
     def personal_model(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> Tree:
         """What `logits` needs to predict for this client.
 
-        By default the client's latest local model, as the paper evaluates methods that name no other: what it kept,
-        and what it received for names that it does not keep.
+        By default the client's latest local model, as in the FedNH paper's evaluation of methods that define no other:
+        what the client kept, and what it received for names that it does not keep.
         """
         return select({**received, **kept}, *self.model)
 

@@ -38,8 +38,8 @@ class CReFF(Method):
     retrain_epochs: Annotated[int, Field(ge=0)] = 300  # epochs of classifier re-training a round
     retrain_lr: Annotated[float, Field(gt=0)] = 0.01
     retrain_batch: Annotated[int, Field(ge=1)] = 64
-    draws: Annotated[int, Field(ge=1)] = 10  # real gradients are the average of so many draws ...
-    draw_size: Annotated[int, Field(ge=1)] = 64  # ... of up to so many images of a class
+    draws: Annotated[int, Field(ge=1)] = 10  # real gradients are averaged over this many draws ...
+    draw_size: Annotated[int, Field(ge=1)] = 64  # ... of up to this many images of a class
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:
         server = net.init(rng)
@@ -71,7 +71,7 @@ class CReFF(Method):
     def draw_weights(self, keys: Tensor, y: Tensor, real: Tensor, counts: Tensor) -> Tensor:  # (T, n) keys -> (n,)
         """Each sample's weight in the average over draws: a draw takes the `draw_size` smallest keys of a class."""
         order = (y + keys * 0.999 + (1 - real) * 2 * len(counts)).argsort(1)  # by class, then by key; padding last
-        place = order.argsort(1)  # where in that order a sample stands
+        place = order.argsort(1)  # a sample's position in that order
         first = (counts.cumsum(0) - counts)[y]  # where the sample's class starts in that order
         taken = (place - first < self.draw_size) * real
         return taken.to(keys.dtype).mean(0) / counts[y].clamp(min=1, max=self.draw_size)
@@ -84,7 +84,7 @@ class CReFF(Method):
         return {**server, **average, "features": features, "retrained": self.retrain(features, int(server["seed"]))}
 
     def match(self, features: Tensor, head: Tensor, target: Tensor, owned: Tensor) -> Tensor:
-        """Move the features (C, M, D) of owned classes until the head's gradients on them point as `target` does."""
+        """Move the features (C, M, D) of owned classes until the head's gradients on them align with `target`."""
         features = features.clone()
         label = torch.eye(len(head), dtype=head.dtype, device=head.device)[:, None]  # (C, 1, C)
         for _ in range(self.match_steps):

@@ -33,7 +33,7 @@ class Ditto(Method):
         def proximal(v: Tree, x: Tensor, y: Tensor) -> Tensor:
             return loss(v, x, y) + self.lam / 2 * squared_distance(v, received)
 
-        shared = fit(received, loss, only=MODEL)  # first, so that it sees the very batches that FedAvg's would
+        shared = fit(received, loss, only=MODEL)  # first, so that it draws the same batches as in FedAvg
         return prefix("personal", fit(below(kept, "personal"), proximal, only=MODEL)), shared
 
     def personal_model(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> Tree:

@@ -4,7 +4,7 @@ ICLR 2021, Algorithm 1.
 Everything is averaged except the parameters of normalisation layers, which every client keeps to itself. This works for
 group and layer normalisation too. A model with batch normalisation needs model.norm = "local", which keeps parameters
 and running statistics at the client for every method; FedAvg is then FedBN. Without normalisation layers it is FedAvg.
-The global model has the averaged weights and the initial normalisation: what is not shared stays as initialised.
+The global model has the averaged weights and the initial normalisation, which is never trained at the server.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ TRAINED = ("body", "projection", "beta")
 
 @dataclass(frozen=True)
 class FedETF(Method):
-    """A fixed simplex as the classifier of all, reached by a projection and trained with a balanced loss."""
+    """A fixed simplex as everyone's classifier, behind a learned projection, trained with a balanced loss."""
 
     cite = "Li et al., No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning, ICCV 2023"
     model = ("body", "projection", "head", "beta")

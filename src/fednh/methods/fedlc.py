@@ -2,9 +2,9 @@
 ICML 2022.
 
 Before the softmax every logit is lowered by tau * n_c^(-1/4), where n_c counts the client's samples of class c: a rare
-class must win by a wider margin, and a class that the client lacks takes no part. FedAvg otherwise.
-Deviation: the paper's sum in the denominator leaves out the true class, which lets the loss fall without bound and
-leaves nothing for a client of one class; here it is the usual softmax over all classes that the client has.
+class must win by a wider margin, and a class that the client lacks is left out. FedAvg otherwise.
+Deviation: the paper's sum in the denominator leaves out the true class, which lets the loss fall without bound
+and is empty for a client with one class; here it is the usual softmax over all classes that the client has.
 """
 
 from __future__ import annotations

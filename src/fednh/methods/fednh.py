@@ -68,7 +68,7 @@ class FedNH(Method):
         moving = ("body", "scale") if self.train_scale else ("body",)
         model = fit(received, loss, only=moving)
         mu = class_means(lambda x: unit(net.features(model, x)), data.batches(), data.counts)  # Eq. (3), (C, D)
-        if self.aggregation == "count":  # only the direction of a mean counts, times how many samples stand behind it
+        if self.aggregation == "count":  # the mean's direction, times the number of samples behind it
             mu = unit(mu) * data.counts[:, None]
         return model, {**select(model, "body", "scale"), "prototypes": mu}
 
@@ -83,7 +83,7 @@ class FedNH(Method):
         return {**server, **average, "head.weight": torch.where(owned, moved, head)}
 
     def upload_problem(self, upload: Tree) -> str | None:
-        """A mean of unit vectors is no longer than one; with counts, as long as samples stand behind it."""
+        """A mean of unit vectors has at most length 1; with counts, at most the number of samples."""
         longest = float(upload["prototypes"].double().norm(dim=1).max())
         if self.aggregation == "uniform" and longest > 1 + 1e-3:
             return f"a prototype has length {longest:.3g}, and a mean of unit vectors is no longer than 1"

@@ -6,16 +6,15 @@ softmax (Ren et al., "Balanced Meta-Softmax for Long-Tailed Visual Recognition",
 
     loss(x, y) = -log softmax(s * W f(x) + log pi_k)[y]                                       -> client_update
 
-so that s * W f(x) need not hold the shares, for the global model and for everybody alike. At the client they are known,
-and by Bayes' rule they are put back without training (logit adjustment: Menon et al., "Long-Tail Learning via Logit
-Adjustment", ICLR 2021):
+so that s * W f(x), shared by all clients, need not model the shares. The client knows its own, and by Bayes' rule adds
+them back without training (logit adjustment: Menon et al., "Long-Tail Learning via Logit Adjustment", ICLR 2021):
 
     personal logits = s * W f(x) + tau * log pi_k                                             -> personal_model, logits
 
-On the client's own class distribution tau = 1 is right; tau = 0 treats all classes alike. For classes that a client
-lacks, `smoothing` samples are added to every class before shares are taken, so that nothing is impossible. Shares never
-leave the client. Prototypes, scale and server are FedNH's (fednh.py). FedETF and FedROD train with the balanced softmax
-too, but learn the personal part.
+On the client's own class distribution tau = 1 is right; tau = 0 treats all classes equally. `smoothing` samples are
+added to every class before shares are computed, so that no class has probability zero. Shares never leave the client.
+Prototypes, scale and server are FedNH's (fednh.py). FedETF and FedROD train with the balanced softmax too, but learn
+the personal part.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class FedPrior(Method):
 
     @property
     def fednh(self) -> FedNH:
-        """What is as in FedNH: prototypes, scale and server."""
+        """FedNH with the same settings, for prototypes, scale and server."""
         return FedNH(self.rho, self.aggregation, self.scale, self.train_scale, self.head_init)
 
     @property

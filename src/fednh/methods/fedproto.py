@@ -80,6 +80,6 @@ class FedProto(Method):
     def logits(self, net: Net, params: Tree, x: Tensor) -> Tensor:
         if self.inference == "logits":
             return net.logits(params, x)
-        h, mm = net.features(params, x), "use_mm_for_euclid_dist"  # one way for every batch size, so that it exports
+        h, mm = net.features(params, x), "use_mm_for_euclid_dist"  # the same for every batch size, so that it exports
         distance = torch.cdist(h, params["prototypes"], compute_mode=mm)  # (B, C)
         return (-distance).masked_fill(params["known"] == 0, -torch.inf)

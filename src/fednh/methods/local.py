@@ -1,7 +1,7 @@
-"""Local: every client trains alone. The FedNH paper's lower reference, appendix "Choices of Hyper-Parameters".
+"""Local: every client trains alone. The FedNH paper's baseline without sharing, appendix "Choices of Hyper-Parameters".
 
 A client trains in exactly the rounds in which FedAvg would have picked it, so both do the same amount of work.
-Nothing travels: what a client uploads is empty and says only that it has done its part.
+Nothing is shared: a client's upload is empty and only reports that it has trained.
 """
 
 from __future__ import annotations

@@ -88,13 +88,13 @@ def orthogonal(classes: int, dim: int, generator: torch.Generator) -> Tensor:  #
 
 
 def rotated(points: Tensor, generator: torch.Generator) -> Tensor:  # (C, d) -> (C, d)
-    """`points` turned by a random rotation, all directions equally likely; Eq. (1) does not see the difference."""
+    """`points` turned by a uniformly random rotation, under which Eq. (1) is invariant."""
     dim = points.shape[1]
     q, r = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64, device=generator.device))
     q = q * torch.where(r.diagonal() < 0, -1.0, 1.0)  # without the signs, QR favours some directions
     if torch.linalg.det(q) < 0:
         q[:, 0] = -q[:, 0]  # a mirror image otherwise
-    turned: Tensor = points.double() @ q.to(points.device)  # float64: the cosines must survive
+    turned: Tensor = points.double() @ q.to(points.device)  # float64, to preserve the cosines
     return turned.to(points.dtype)
 
 
@@ -209,7 +209,7 @@ def _trace(a: int, degree: int) -> int:
 def _search(classes: int, dim: int) -> tuple[Array, int]:
     """The best of several starts, and their number."""
     cost = 1e-4 + 4e-8 * classes**2 + 1e-7 * classes * dim  # seconds per evaluation, measured on one slow core
-    evaluations = SECONDS / cost  # what there is to spend; the best few starts get one stage more
+    evaluations = SECONDS / cost  # the budget; the best few starts get one stage more
     steps = int(min(MOST_STEPS, max(5, evaluations / (len(SHARPNESS) + 1))))
     starts = int(min(MOST_STARTS, max(1, (evaluations / steps - FINALISTS) / len(SHARPNESS))))
     rng = np.random.default_rng([classes, dim])
@@ -284,7 +284,7 @@ def _polish(x: Array) -> Array:
         i, j, pair = first[near], second[near], np.arange(np.count_nonzero(near))
         change = np.zeros((len(pair), classes, dim))  # of each cosine, by each coordinate
         change[pair, i], change[pair, j] = x[j], x[i]
-        outward = np.zeros((classes, classes, dim))  # steps have none of it: they stay on the sphere to first order
+        outward = np.zeros((classes, classes, dim))  # steps have no part in it: they stay on the sphere, to first order
         outward[every, every] = x
         found = linprog(  # the variables: all steps, then the largest cosine after them
             np.append(np.zeros(x.size), 1.0),

@@ -1,6 +1,6 @@
-"""Methods by name: this library's, those that installed packages offer, and classes by import path.
+"""Methods by name: this library's, those that installed packages provide, and classes by import path.
 
-A package offers a method by an entry point in the group `fednh.methods`, whose name is then the method's.
+A package provides a method by an entry point in the group `fednh.methods`, whose name becomes the method's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def hyper_parameters(name: str) -> list[str]:
 
 
 def listed() -> Iterator[tuple[str, type[Method] | UserError]]:
-    """Every method that has a name; in place of one that an installed package offers in vain, what is wrong."""
+    """Every method that has a name; for one of an installed package that cannot be used, the error instead."""
     yield from METHODS.items()
     for name, point in sorted(_offered().items()):
         try:
@@ -54,13 +54,13 @@ def _loaded(point: EntryPoint) -> type[Method]:
     where = f"method {point.name!r} (entry point {point.value})"
     try:
         found = point.load()
-    except Exception as error:  # whatever a stranger's package may raise when it is imported
+    except Exception as error:  # anything that another package may raise when it is imported
         raise UserError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
     return _checked(found, where)
 
 
 def _checked(found: object, where: str) -> type[Method]:
-    """A class that an engine can use, or one sentence that says what it lacks."""
+    """The class, if a run can use it, or a UserError that says what it lacks."""
     if not isinstance(found, type) or not issubclass(found, Method) or found is Method:
         kind = found.__name__ if isinstance(found, type) else type(found).__name__
         raise UserError(f"{where} is not a method: {kind} does not derive from fednh.methods.Method")
@@ -83,7 +83,7 @@ def _checked(found: object, where: str) -> type[Method]:
 
 
 def _unlike_the_base(found: type[Method]) -> str | None:
-    """A hook that cannot be called as every run calls it, in words: found here, not in the first round."""
+    """Names a hook whose signature does not match how a run calls it: found here, not in the first round."""
     for name, hook in inspect.getmembers(Method, inspect.isfunction):
         own = inspect.getattr_static(found, name)
         if name.startswith("_") or not inspect.isfunction(own):

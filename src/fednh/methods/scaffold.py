@@ -1,14 +1,14 @@
 """SCAFFOLD: Karimireddy, Kale, Mohri, Reddi, Stich, Suresh,
 "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020, Algorithm 1 with option II.
 
-Every client i knows the direction c_i in which its own data pull, and the server their mean c. Local steps go along
+Every client i keeps the direction c_i in which its own data pull, and the server their mean c. Local steps follow
 g_i(y) - c_i + c (line 10), which is the gradient of the local loss plus the linear term <c - c_i, y>. Afterwards
 
     c_i <- c_i - c + (x - y_i) / (K eta_l)   option II, line 12                            -> client_update
     x <- x + eta_g * mean(y_i - x),  c <- mean over all clients of c_i, lines 16 and 17    -> aggregate
 
-K eta_l is how far K steps carry a parameter under a constant gradient of 1. With momentum they carry it further, so
-`fit.reach` stands in its place; the two are the same without momentum. The gradient that is clipped is the corrected
+K eta_l is how far K steps move a parameter under a constant gradient of 1. With momentum they move it further, so
+`fit.reach` replaces it; the two are the same without momentum. The gradient that is clipped is the corrected
 one; weight decay counts as part of the client's loss.
 Deviation: N, over which c averages, counts the clients that have taken part so far, and a client's first round has no
 correction. So sites may join at any time; when all clients take part in every round, this is Algorithm 1.

@@ -40,9 +40,9 @@ def build_net(
 ) -> Net:
     """The Net called `name`: "auto", one of MODELS, or "package.module:Class".
 
-    A class of one's own is called with those of `shape` or `input_shape` (one sample: (C, H, W) or (F,)) and
-    `num_classes` or `n_classes` that its constructor asks for by name, and with `args`. It has .body and .head, or
-    `head` names its last linear layer, or that layer is found. For `norm` and `weights` see Net.
+    A user's class is called with `shape` or `input_shape` (one sample: (C, H, W) or (F,)) and `num_classes` or
+    `n_classes`, whichever its constructor has as parameters, and with `args`. It has .body and .head, or `head` names
+    its last linear layer, or that layer is found. For `norm` and `weights` see Net.
     """
     name = choose(shape) if name == "auto" else name
     factory = MODELS.get(name) or _factory(name)

@@ -12,8 +12,8 @@ from torch import nn
 class Conv2(nn.Module):
     """Two 5x5 convolutions of 64 channels with 2x2 pooling, then linear 384, linear 192 and a head without bias.
 
-    Pooling stands before ReLU: the two commute (ReLU is monotone) and ReLU then runs on a quarter of the values.
-    Images of less than 16 pixels a side are padded in the convolutions, which would otherwise leave nothing.
+    Pooling comes before ReLU: the two commute (ReLU is monotone) and ReLU then runs on a quarter of the values.
+    Images of less than 16 pixels a side are padded in the convolutions, which would otherwise leave no pixels.
     """
 
     def __init__(self, shape: Sequence[int], num_classes: int):

@@ -24,15 +24,15 @@ class Net:
     `functional_call` swaps parameters into the module that it is given, so two threads must never share one:
     each thread that calls a Net gets its own copy of the skeleton.
 
-    With `norm="local"` the normalisation layers' parameters and statistics are in no Tree that a method sees: they are
-    `norm` at first, and a client at work lends its own to its thread; see `core/local_norm.py`. `head` is the name
-    that the head has in a module that was split; `weights` a safetensors file to start from.
+    With `norm="local"` the normalisation layers' parameters and statistics are in no Tree that a method sees: they
+    start as `norm`, and a client at work lends its own to its thread; see `core/local_norm.py`. `head` is the head's
+    name in a module that was split; `weights` is a safetensors file to start from.
 
     With precision "bf16" the body's convolutions and matrix products run in bfloat16, forward and backward. Features
     come out as float32, and so does everything that is made of them.
     """
 
-    precision: str = "float32"  # or "bf16"; chosen once, by who makes the Net
+    precision: str = "float32"  # or "bf16"; set once, by the code that creates the Net
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class Net:
 
     @property
     def card(self) -> dict[str, str | None]:
-        """What `build_net` must be told, beside the constructor's arguments, to build it again."""
+        """The arguments that `build_net` needs, beside the constructor's own, to build it again."""
         return {"name": self.name, "head": self.head, "norm": "local" if self.norm else "refuse"}
 
     @property
     def stateful(self) -> bool:
-        """Whether clients have a normalisation of their own: what is computed then depends on whose turn it is."""
+        """Whether clients have their own normalisation: results then depend on which client's is lent."""
         return bool(self.norm)
 
     def init(self, rng: torch.Generator) -> Tree:
@@ -94,7 +94,7 @@ class Net:
         return self.classify(params, self.features(params, x))
 
     def lend(self, norm: Tree | None, training: bool = False) -> None:
-        """What this thread normalises with from now on: a client's own, or what everybody starts from.
+        """Set this thread's normalisation: a client's own, or (None) the initial one.
 
         While `training`, layers with running statistics use those of the batch and update the ones lent in place.
         """

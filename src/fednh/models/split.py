@@ -1,4 +1,4 @@
-"""Any module as body and head: what computes the representation, and the linear layer that ends it."""
+"""Splits any module into body, which computes the representation, and head, its last linear layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_split(module: nn.Module) -> bool:
 
 
 def find_head(name: str, module: nn.Module, num_classes: int) -> str:
-    """The last linear layer with an output for every class; said, because nobody named it."""
+    """The last linear layer with an output for every class; the choice is reported to the user."""
     layers = [(path, layer) for path, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     linear = {str(path): int(layer.out_features) for path, layer in layers}
     fitting = [path for path, width in linear.items() if width == num_classes and path]
@@ -43,7 +43,7 @@ def find_head(name: str, module: nn.Module, num_classes: int) -> str:
 
 
 def check_head(name: str, module: nn.Module, head: str, shape: tuple[int, ...]) -> None:
-    """Refuse a head that is not the last thing that the module does: body and head must give what the whole gives.
+    """Refuse a head that is not the module's last operation: body and head must compute what the whole module does.
 
     `module` is taken apart by this.
     """
@@ -63,7 +63,7 @@ def check_head(name: str, module: nn.Module, head: str, shape: tuple[int, ...]) 
     with torch.no_grad():
         try:
             whole: Tensor = module(x)
-        except Exception as error:  # whatever a stranger's forward may raise
+        except Exception as error:  # anything that a user's forward may raise
             reason = str(error).strip().partition("\n")[0]
             raise UserError(f"model {name} does not accept inputs of shape {shape}: {reason}") from error
         try:

@@ -17,7 +17,7 @@ from fednh.storage.files import read_tree
 def read_weights(file: str, module: nn.Module, head: str | None) -> Tree:
     """The file's tensors by the names of `module` (which has .body and .head; `head` is the layer's own name).
 
-    A head of another size is left out, and said so; anything else that does not fit is refused.
+    A head of another size is left out with a note; anything else that does not fit is refused.
     """
     try:
         tree = read_tree(Path(file))
@@ -27,7 +27,7 @@ def read_weights(file: str, module: nn.Module, head: str | None) -> Tree:
         raise UserError(f"model.weights = {file!r} cannot be read as safetensors: {error}") from error
     wanted: dict[str, Tensor] = module.state_dict()
     tree = max([tree, _translated(tree, head)], key=lambda t: len(t.keys() & wanted.keys()))
-    if ours:  # what else a method stores beside the network, such as a scale
+    if ours:  # leaves out what a method stores beside the network, such as a scale
         tree = select(tree, "body", "head")
     tree = _without_other_head(file, tree, wanted)
     strange = sorted(tree.keys() - wanted.keys())
