@@ -1,1 +1,1 @@
-"""What is written to disk, and how it stays whole."""
+"""Everything that is written to disk, and how it survives crashes."""

@@ -1,4 +1,4 @@
-"""Where things lie that belong to no run: data sets by name, and results that can be made again.
+"""Locations of files that belong to no run: data sets by name, and results that can be recomputed.
 
 data sets    --data-dir or `data.dir`, else $FEDNH_DATA, else ~/.cache/fednh
 the rest     $FEDNH_CACHE, else the user's cache folder, with a folder for each kind: `images` (decoded), `prototypes`
@@ -19,17 +19,17 @@ from numpy.typing import NDArray
 
 from fednh.storage.files import draft, expanded
 
-NOWHERE = Path("/nonexistent/fednh")  # of a user without a home, as containers may have: empty, and nothing is kept
+NOWHERE = Path("/nonexistent/fednh")  # for a user without a home, as in some containers: nothing is found or kept there
 
 
 def data_folder(chosen: str | Path | None = None) -> Path:
-    """Where data sets by name lie and are put; `chosen` is what the user said, if anything."""
+    """The folder of data sets by name; `chosen` is the user's choice, if any."""
     named = chosen or os.environ.get("FEDNH_DATA")
     return expanded(named) if named else _of_the_user(lambda: Path.home() / ".cache" / "fednh")
 
 
 def folder(kind: str) -> Path:
-    """Where results of this kind are kept that can be made again."""
+    """The cache folder for results of this kind."""
     named = os.environ.get("FEDNH_CACHE")
     place = expanded(named) if named else _of_the_user(lambda: Path(platformdirs.user_cache_dir("fednh")))
     return place / kind

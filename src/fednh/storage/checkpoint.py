@@ -33,12 +33,12 @@ DAMAGE = (OSError, ValueError, KeyError, TypeError, SafetensorError)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is needed to go on after `round`."""
+    """What is needed to resume after `round`."""
 
     round: int
     server: Tree
     progress: dict[str, Any]  # counters so far: plain JSON values
-    log: list[dict[str, Any]] = field(default_factory=list)  # what only ever grew
+    log: list[dict[str, Any]] = field(default_factory=list)  # append-only records
 
 
 class Checkpoints(CheckpointLayout):
@@ -57,14 +57,14 @@ class Checkpoints(CheckpointLayout):
     def begin(self, round_: int, server: Tree, progress: dict[str, Any], log: Sequence[dict[str, Any]] = ()) -> None:
         """Save in the background while the next round goes on: trees never change, so nothing need be copied.
 
-        `log` is what only grows from one checkpoint to the next: its new entries alone are written.
+        `log` is append-only: only the entries that are new since the last checkpoint are written.
         """
         self.wait()
         self._changes |= self.store.changes()
         self._under_way = self._writer.submit(self._save, round_, server, progress, log[self._logged :])
 
     def wait(self) -> None:
-        """Return when nothing is under way any more; what went wrong in the background is raised here."""
+        """Wait for the save in the background; an error in it is raised here."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
@@ -73,7 +73,7 @@ class Checkpoints(CheckpointLayout):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Whatever ended the run: what is under way is finished before the folder is given up."""
+        """However the run ended, a save in progress is finished before the folder is unlocked."""
         try:
             self.wait()
         finally:
@@ -104,14 +104,14 @@ class Checkpoints(CheckpointLayout):
         again = manifest.exists()
         write_json(manifest, {"sha256": _digest(body), "body": body})
         self._prune()
-        if not again:  # the checkpoint before the last is gone, and with it the need for these
+        if not again:  # only the checkpoint before the last needed these, and it is gone
             for path in self._outdated:
                 path.unlink(missing_ok=True)
             self._outdated = []
         self._outdated += [self.store.path(s.client, s.replaces) for s in saved if s.replaces is not None]
 
     def latest(self, say: Callable[[str], None], device: str = "cpu") -> Checkpoint | None:
-        """Restore the newest whole checkpoint, telling about damaged ones; None when there never was one."""
+        """Restore the newest intact checkpoint and report damaged ones; None if there never was a checkpoint."""
         manifests = self.manifests()
         damaged: list[Path] = []
         for path in manifests:
@@ -159,7 +159,7 @@ class Checkpoints(CheckpointLayout):
             try:
                 states = _newest(self.journal.read(Mark(**_body(before)["journal"])))
                 return [self.store.path(s.client, s.round) for s in states]
-            except DAMAGE:  # what is damaged protects nothing
+            except DAMAGE:  # a damaged checkpoint needs no files
                 pass
         return []
 

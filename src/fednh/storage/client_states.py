@@ -1,8 +1,8 @@
 """Where clients' states live between their rounds: in memory up to a budget, on disk beyond it.
 
 Each state on disk is a file of its own, named by client and round and never overwritten: so a checkpoint is a list of
-clients and rounds, and a round that was not finished can be forgotten. Nothing here looks at all clients: what a round
-costs depends on the clients that took part in it.
+clients and rounds, and a round that was not finished can be discarded. Nothing here loops over all clients: the cost
+of a round depends on the clients that took part in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fednh.storage.layout import client_state
 
 @dataclass(frozen=True)
 class Saved:
-    """A state that is safely on disk, and the round of the state that it takes the place of in checkpoints."""
+    """A state that is safely on disk, and the round of the state that it replaces in checkpoints."""
 
     client: int
     round: int
@@ -33,7 +33,7 @@ class _Slot:
     bytes: int
     tree: Tree | None  # None: only on disk
     sha256: str | None = None  # None: only in memory
-    shared: bool = False  # a checkpoint has it, or is being made of it: its file goes when the checkpoint does
+    shared: bool = False  # a checkpoint refers to it: its file is deleted with the checkpoint
     replaces: int | None = None
 
 
@@ -41,7 +41,7 @@ Changes = dict[int, tuple[_Slot, Tree | None]]
 
 
 class Store:
-    """`get` and `put` by client number; `put` counts from the next `commit`, and `rollback` forgets it."""
+    """`get` and `put` by client number; `put` takes effect at the next `commit`; `rollback` discards it."""
 
     def __init__(self, folder: Path, budget: int, newcomer: Tree, device: str = "cpu"):
         self.folder, self.budget, self.newcomer, self.device = folder, budget, newcomer, device
@@ -58,7 +58,7 @@ class Store:
         return sorted(self._slots)
 
     def get(self, client: int) -> Tree:
-        """A client's committed state; for one that never took part, what it would enrol with."""
+        """A client's committed state; for one that never took part, the state from `enroll`."""
         with self._lock:
             slot = self._slots.get(client)
             if slot is None:
@@ -80,7 +80,7 @@ class Store:
             self._shrink()
 
     def commit(self, clients: Iterable[int] | None = None) -> None:
-        """The round is over: what was put is now what `get` gives; where `clients` are named, only theirs."""
+        """The round is over: `get` now returns what was put; if `clients` is given, only theirs."""
         with self._lock:
             if clients is not None:
                 for client in self._pending.keys() - set(clients):
@@ -94,7 +94,7 @@ class Store:
             self._pending = {}
 
     def rollback(self) -> None:
-        """The round was broken off: forget what was put since the last commit."""
+        """The round was aborted: discard what was put since the last commit."""
         with self._lock:
             for client, slot in self._pending.items():
                 self._forget(client, slot)
@@ -110,7 +110,7 @@ class Store:
             return taken
 
     def flush(self, changes: Changes) -> list[Saved]:
-        """Write down for good what changed, giving up the hold on what is in memory.
+        """Write the changes durably to disk; states no longer needed in memory are released.
 
         It may run in a thread of its own while later rounds go on: trees are values, so the changes stay as they were.
         """
@@ -135,7 +135,7 @@ class Store:
         self._slots = {s.client: _Slot(s.round, 0, None, s.sha256, shared=True) for s in states}
 
     def sweep(self, keep: set[Path]) -> None:
-        """Delete all files but these: what rounds have left that were never finished."""
+        """Delete all files but these: leftovers of rounds that were never finished."""
         if self.folder.exists():
             for path in self.folder.iterdir():
                 if path not in keep:
@@ -158,7 +158,7 @@ class Store:
         return write_tree(self.path(client, round_), tree, sync=False)
 
     def _forget(self, client: int, slot: _Slot) -> None:
-        """Nobody will ask for this state again; its file goes too, unless a checkpoint needs it."""
+        """This state is no longer needed; delete its file too, unless a checkpoint needs it."""
         self._release(client, slot)
         if slot.sha256 is not None and not slot.shared:
             self.path(client, slot.round).unlink(missing_ok=True)

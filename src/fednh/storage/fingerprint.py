@@ -1,4 +1,4 @@
-"""What a run depends on, in fingerprint.json: written when it begins, compared when somebody goes on with it.
+"""What a run depends on, in fingerprint.json: written when it begins, compared when it is resumed.
 
 settings   every setting by dotted name
 data       what was read (data/contents.py), and from which file; absent where sites have data of their own
@@ -107,7 +107,7 @@ def changed_since(file: Path, data: Mapping[str, Any], anew: bool) -> str | None
     """
     before = None
     if not anew and file.exists():
-        with suppress(ValueError):  # a damaged record says nothing
+        with suppress(ValueError):  # a damaged record is ignored
             before = json.loads(file.read_text(encoding="utf-8"))
     told = None if before is None else contents.changed(before, data)
     if before is None or told:

@@ -50,7 +50,7 @@ class Journal:
         return Mark(self._end, self._sum.hexdigest())
 
     def read(self, mark: Mark) -> list[dict[str, Any]]:
-        """The lines up to a mark; ValueError if they are not what they were."""
+        """The lines up to a mark; ValueError if their checksum does not match."""
         content = self._read(mark)
         return [json.loads(line) for line in content.splitlines()]
 

@@ -1,4 +1,4 @@
-"""Lock files: one process at a time works in a folder, and whoever finds it taken is told who has it.
+"""Lock files: one process at a time works in a folder, and an error names the process that holds it.
 
 The lock is the operating system's (flock, through filelock): it ends with its process, however that ends.
 """
@@ -59,7 +59,7 @@ def this_process() -> str:
 
 
 def at_work(file: Path) -> bool:
-    """Whether the process that a lock file names still runs; on another machine that cannot be seen and is believed.
+    """Whether the process that a lock file names still runs; one on another machine is assumed to run.
 
     It only reads: trying the lock would get in the way of a run that starts at this moment.
     """
@@ -73,7 +73,7 @@ def at_work(file: Path) -> bool:
     try:
         process = psutil.Process(int(named[1]))
         ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-        return not ended and process.create_time() <= written + 2  # a younger one has the number of one that is gone
+        return not ended and process.create_time() <= written + 2  # a younger process has reused the number
     except psutil.NoSuchProcess:
         return False
     except psutil.Error:  # somebody else's

@@ -44,7 +44,7 @@ class Normalisation(BaseModel):
 
 
 class Card(BaseModel):
-    """What a model file says about itself; keys beyond these are kept as they are."""
+    """The metadata of a model file; other keys are kept unchanged."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     format: int = Field(1, ge=1)
@@ -56,7 +56,7 @@ class Card(BaseModel):
     preprocessing: Normalisation
     trained_on: dict[str, Any] = Field(default_factory=dict)
     novelty: dict[str, Any] | None = None  # quantiles of training similarities, where logits are cosines
-    client: int | None = None  # whose personal model it is, if anybody's
+    client: int | None = None  # of a personal model: its client
 
 
 def write_model(path: Path, tree: Tree, card: dict[str, Any], sync: bool = True) -> None:
@@ -86,7 +86,7 @@ def read_model(path: Path) -> tuple[Tree, Card]:
 def card_of(
     config: Config, net: Net, shape: tuple[int, ...], classes: tuple[str, ...], data: str, preprocessing: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a saved model must say about itself to be used elsewhere."""
+    """The metadata that a saved model needs to be used elsewhere."""
     if preprocessing.get("kind") == "image":
         preprocessing = {**preprocessing, "resize": recipe(shape[0])}
     return {

@@ -86,7 +86,7 @@ class RunFolder(RunLayout):
                     path.rmdir()
 
     def _write_failure(self, error: Exception) -> None:
-        """Say in the folder why the run ended, if it had begun; the attempt that goes on with it removes this again."""
+        """Record in the folder why the run ended, if it had begun; the next attempt removes the record."""
         if any(path != self.lock_file for path in self.path.iterdir()):
             words = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
             about = {"error": one_line(words), "time": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -103,7 +103,7 @@ class RunFolder(RunLayout):
         data: Mapping[str, Any] | None = None,
         tell: Callable[[str], None] = print,
     ) -> None:
-        """Write down what the run is, before it starts; if it has started, refuse what is not the same any more.
+        """Write the run's description before it starts; if it has started, refuse whatever has changed since.
 
         `counts` is clients by classes, `sites` their names if any, `data` the fingerprint of what was read.
         """
@@ -126,7 +126,7 @@ class RunFolder(RunLayout):
         data: Mapping[str, Any] | None,
         tell: Callable[[str], None],
     ) -> None:
-        """Refuse to go on with data or weights that are not those that the run began with."""
+        """Refuse to resume with data or weights other than those that the run began with."""
         fingerprint.check(self.path, config, data)
         if fingerprint.read(self.path) is None:
             if partition["counts"] and read_partition(self.path) not in (None, partition):
@@ -148,7 +148,7 @@ class RunFolder(RunLayout):
             file.write(_line(record))
 
     def rounds_written(self) -> int:
-        """How many rounds metrics.jsonl has; those after the last checkpoint will come again."""
+        """How many rounds metrics.jsonl has; those after the last checkpoint will be repeated."""
         return self.metrics_file.read_bytes().count(b"\n") if self.metrics_file.exists() else 0
 
     def write_summary(self, summary: dict[str, Any]) -> None:
@@ -168,7 +168,7 @@ class RunFolder(RunLayout):
 
 
 def _of_a_beginning(path: Path) -> bool:
-    """Whether a file is one that a run leaves which was killed before its config was written: it can start again."""
+    """Whether a file was left by a run that was killed before its config was written: such a run can start again."""
     run = RunLayout(path.parent)
     begun = (run.lock_file, run.environment_file, run.partition_file, run.fingerprint_file, run.weights_file)
     return path in (*begun, run.log_file, run.audit_file, run.failure_file) or path.suffix == ".tmp"
@@ -179,7 +179,7 @@ def _line(record: dict[str, Any]) -> bytes:
 
 
 def read_config(path: Path, finished: bool = False) -> Config:
-    """The config of a run folder; of a `finished` run it can be read without the code of a method of one's own."""
+    """The config of a run folder; for a `finished` run, a user's own method need not be importable."""
     file = RunLayout(path).config_file
     try:
         return validate(tomllib.loads(file.read_text(encoding="utf-8")), f"{file}: ", written=finished)
@@ -204,7 +204,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_backend(path: Path) -> str:
-    """What a run folder was made on; folders of earlier versions do not say it."""
+    """The backend that a run was made on; folders of earlier versions do not record it."""
     try:
         text = RunLayout(path).environment_file.read_text(encoding="utf-8")
         return str(json.loads(text).get("backend", "simulator"))

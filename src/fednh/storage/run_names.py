@@ -1,4 +1,4 @@
-"""Names of run folders: what a person must see at a glance, in characters that every file system takes."""
+"""Names of run folders: the settings that matter at a glance, in characters that every file system accepts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def new_folder(config: Config) -> Path:
 
 
 def unlike(names: Sequence[str], meanings: Sequence[str]) -> list[str]:
-    """The names, those that different meanings share with a checksum of the meaning behind them."""
+    """The names; where different meanings share a name, a checksum of the meaning is appended."""
     return [
         f"{name}-{crc32(meaning.encode()):08x}" if names.count(name) > 1 else name
         for name, meaning in zip(names, meanings, strict=True)

@@ -27,16 +27,16 @@ _DEEPEST = 4  # folders between the one that is watched and a run
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run folder tells at one moment."""
+    """The state of a run folder at one moment."""
 
     path: Path
     state: str  # one of STATES
     rounds: int | None = None  # that the run will have; None while its config is not written
     records: list[Record] = field(default_factory=list)  # the lines of metrics.jsonl
-    seconds_left: float | None = None  # of a running one, if its rounds go on as they did
+    seconds_left: float | None = None  # of a running one, at the pace so far
     seconds_since: float | None = None  # since its last round
     seconds_taken: float | None = None  # of a finished one
-    note: str = ""  # why it failed, or what else there is to say
+    note: str = ""  # why it failed, or another remark
 
     @property
     def round(self) -> int:
@@ -115,7 +115,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _without_folder(folder: Path) -> Iterator[RunState]:
-    """What a sweep has started and what left no run folder: it is about to begin, or it failed before it did."""
+    """Runs that a sweep has started but that have no run folder: about to begin, or failed before they did."""
     sweep = SweepLayout(folder)
     for name in sweep.started():
         path = folder / name
