@@ -55,7 +55,7 @@ def _make_paths_absolute(tree: dict[str, Any]) -> None:
 
 
 def _natural_sites(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Natural sites are few and reliable: unless told otherwise, all take part in every round."""
+    """Natural sites are few and reliable: unless the user sets it, all take part in every round."""
     partition = tree.get("partition")
     if not isinstance(partition, dict) or partition.get("name") != "site":
         return
@@ -69,7 +69,7 @@ def _natural_sites(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:
 def validate(tree: Mapping[str, Any], where: str = "", written: bool = False) -> Config:
     """A Config from plain values, or one sentence that says what is wrong with them.
 
-    One that a run has `written` is complete: a method of one's own need not be importable to read it.
+    A config `written` by a run is complete: a user's own method need not be importable to read it.
     """
     try:
         return Config.model_validate(tree, context=WRITTEN if written else None)

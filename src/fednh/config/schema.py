@@ -35,7 +35,7 @@ from fednh.words import name_problem
 
 WRITTEN = {"written": True}  # context of a config that a run has written: complete, so nothing need be imported
 
-MANY = 10**9  # of anything that is counted; more is a slip of the keyboard
+MANY = 10**9  # the limit of every count; more is a typing error
 
 
 class Section(BaseModel):
@@ -154,14 +154,14 @@ class FederationConfig(Section):
     name: str = Field("fednh", min_length=1)  # sites keep their personal state by it
     folder: str | None = None  # the server's run folder
     key: str | None = None  # the file with which it signs orders; None: certs/orders.key beside the run folder
-    min_clients: int = Field(2, ge=1, le=MANY)  # so many uploads must be used in every round, or it is given up
-    start: int | None = Field(None, ge=1, le=MANY)  # so many sites must be there before the first; None: min_clients
+    min_clients: int = Field(2, ge=1, le=MANY)  # usable uploads that a round needs, or it is given up
+    start: int | None = Field(None, ge=1, le=MANY)  # sites needed before the first round; None: min_clients
     timeout: float = Field(600.0, gt=0)  # seconds in which a site must answer
     test: str | None = None  # a data source whose test part is a balanced test set at the server
 
     @property
     def enough(self) -> int:
-        """Sites that must be there before the first round."""
+        """Sites that must be present before the first round."""
         return max(self.start or 0, self.min_clients)
 
     @field_validator("name")
@@ -183,7 +183,7 @@ class Config(Section):
     precision: Literal["float32", "bf16"] = "float32"  # of the body's arithmetic; parameters are float32 always
     aggregator: Literal["mean", "median", "trimmed_mean", "norm_clip"] = "mean"  # how uploads are averaged
     trim: float = Field(0.2, gt=0, lt=0.5)  # of trimmed_mean: the share that is cut off at each end
-    bound: float | None = Field(None, ge=0)  # uploads so many times longer than usual are refused; 0: none are
+    bound: float | None = Field(None, ge=0)  # uploads more than this many times longer than usual are refused; 0: none
     on_error: Literal["stop", "skip"] = "stop"  # when a client's training raises an error
     data: DataConfig = DataConfig()
     partition: PartitionConfig = PartitionConfig()
@@ -208,7 +208,7 @@ class Config(Section):
         return self
 
     def upload_bound(self, deployed: bool) -> float:
-        """How much longer than usual an upload may be; 0: as long as it likes, which is the rule in a simulation."""
+        """How many times longer than usual an upload may be; 0, the default in a simulation: no limit."""
         usual = outliers.DEFAULT_BOUND if deployed else 0.0
         return usual if self.bound is None else self.bound
 
@@ -238,7 +238,7 @@ def build_method(section: Mapping[str, Any]) -> Method:
         raise UserError(explain(error, "method.")) from error
     except PydanticSchemaGenerationError as error:
         raise UserError(f"method.name = {name!r}: a hyper-parameter has a type that no setting can have") from error
-    except Exception as error:  # whatever a method of one's own raises when it is made
+    except Exception as error:  # anything that a user's method raises when it is created
         raise UserError(f"method.name = {name!r} cannot be made: {type(error).__name__}: {error}") from error
 
 
