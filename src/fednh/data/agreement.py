@@ -1,7 +1,7 @@
-"""What sites may tell each other about their data: names and values that the federation's config has, and no others.
+"""What sites may reveal about their data: names and values that the federation's config lists, and no others.
 
-A site's greeting says how its samples are made, and that holds class names and the values of text columns. Whatever of
-these the config does not list would be read from the site's own data, and might name a person.
+A site's first message describes its preprocessing, which includes class names and the values of text columns. Any that
+the config does not list would be read from the site's own data, and might name a person.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ AT = "of the federation's config"
 def not_agreed(
     data: Dataset, classes: Sequence[str] | None, columns: Mapping[str, str | Sequence[str]] | None
 ) -> str | None:
-    """What a site would have to tell that is not in `data.classes` and `data.columns`, and what to set; or None.
+    """What a site would have to reveal that is not in `data.classes` and `data.columns`, and what to set; or None.
 
     The sentence says how many there are and quotes none of them.
     """

@@ -31,7 +31,7 @@ class Samples:
     augment: bool
 
     def floats(self, stored: Tensor) -> Tensor:
-        """What the model sees."""
+        """Stored values as the network's float inputs."""
         return scaling.floats(stored, self.gain, self.shift)
 
     def __len__(self) -> int:

@@ -39,7 +39,7 @@ class Words(NamedTuple):
         return np.bincount(self.place[self.place >= 0], minlength=len(self.values))
 
     def missing(self, known: Sequence[str] = ()) -> int:
-        """Rows without a value, or with a word for that; a word that is known as a value is one."""
+        """Rows without a value, or with a word such as NA, unless that word is a known value."""
         absent = [value in MISSING and value not in known for value in self.values]
         return int((self.place < 0).sum() + self.counts()[np.array(absent, bool)].sum())
 
@@ -123,7 +123,7 @@ def word(value: Any) -> str:
 
 
 def names(column: pa.ChunkedArray, name: str, where: str, written: bool, agreed: Sequence[str] = ()) -> list[str]:
-    """What every row of a label or site column says; as `agreed` has it, else numbers in their plainest form."""
+    """Each row's value in a label or site column: in the `agreed` spelling, else numbers in their plainest form."""
     found = words(column, name, where)
     absent = found.missing(agreed) if written else int((found.place < 0).sum())
     if absent:
@@ -150,7 +150,7 @@ def slots(found: Words, known: Sequence[str]) -> Slots:
 
 
 def matcher(known: Sequence[str]) -> Callable[[str], int | None]:
-    """Finds a word's place among the known ones: by its spelling, else by its meaning if that is one word's alone."""
+    """Finds a word's place among the known ones: by its spelling, else by its meaning if only one word has that."""
     exact = {value: at for at, value in enumerate(known)}
     alike: dict[str, set[str]] = {}
     for value in known:
@@ -221,7 +221,7 @@ def _parsed(text: pa.ChunkedArray) -> pa.ChunkedArray | None:
 
 
 def _no_numbers(text: pa.ChunkedArray) -> str:
-    """Which values are none."""
+    """Which values are not numbers."""
     import pyarrow as pa
 
     found = words(_present(text), "", "")

@@ -1,4 +1,4 @@
-"""What a data set is to the rest of the program: arrays, class names, and how inputs become floats."""
+"""Dataset: arrays, class names, and how inputs become floats, for the rest of the program."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Dataset:
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """Contents, labels, names and order of all samples, to be compared with what they are another time."""
+        """A fingerprint of all samples (contents, labels, names, order), to be compared when a run is resumed."""
         sites = [] if self.site_test is None else [self.site_test]
         found: dict[str, Any] = {
             "classes": list(self.classes),

@@ -23,9 +23,9 @@ from fednh.errors import UserError
 SUFFIXES = (".jpg", ".jpeg", ".png")
 GREY = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
 FILTER = "BILINEAR"  # of Pillow, which widens it when an image shrinks
-KEPT = 64  # images that are all alike and no larger keep their size
+KEPT = 64  # images that all have one size, at most this, keep it
 DEFAULT = (32, 32)  # else they get this one, the paper's
-# Fixed, not measured: nothing is learned from anybody's images, and all sites agree without a word.
+# Fixed, not measured: reveals nothing about anybody's images, and all sites agree without exchanging anything.
 MEAN, STD = 0.5, 0.25
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
 _UPRIGHT, _LYING = 0x0112, (5, 6, 7, 8)  # the EXIF tag of the orientation, and its values that swap the sides
@@ -83,7 +83,7 @@ def decode_all(
 
 
 def _look(source: ImageFile) -> tuple[int, int, bool]:
-    """Height and width as it will stand, and whether it is grey."""
+    """Height and width after turning it upright, and whether it is grey."""
     with Image.open(_opened(source)) as image:
         width, height = image.size
         if image.getexif().get(_UPRIGHT) in _LYING:

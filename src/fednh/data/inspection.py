@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from fednh.data.dataset import Dataset, Inputs
 from fednh.data.partitions.base import Indices
 
-FEW = 10  # samples of a class, below which its accuracy is luck
-FEW_HELD = 10  # held-out samples of a client, below which its metrics are luck
+FEW = 10  # samples of a class: with fewer, its accuracy is mostly chance
+FEW_HELD = 10  # held-out samples of a client: with fewer, its metrics are mostly chance
 
 
 @dataclass(frozen=True)
 class Division:
-    """Who would hold what."""
+    """Which client would hold which samples."""
 
     partition: str
     names: tuple[str, ...]
@@ -42,7 +42,7 @@ def effective(counts: NDArray[Any]) -> float:
 
 
 def inspect(data: Dataset, division: Division | None = None) -> dict[str, Any]:
-    """Everything, as plain values."""
+    """All counts, measures and warnings, as plain values."""
     width = data.num_classes
     train, test = (np.bincount(y, minlength=width) for y in (data.y_train, data.y_test))
     sample = data.x_train.shape[1:]
@@ -88,7 +88,7 @@ def _class_warnings(data: Dataset, train: NDArray[Any], test: NDArray[Any]) -> l
 
 
 def about_test_set(data: Dataset) -> list[str]:
-    """Classes that the test set lacks, and classes that only it has: also told when a run starts."""
+    """Classes that the test set lacks, and classes that only it has: also reported when a run starts."""
     train, test = (np.bincount(y, minlength=data.num_classes) for y in (data.y_train, data.y_test))
     if not test.any():
         return []

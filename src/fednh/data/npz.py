@@ -53,7 +53,7 @@ def from_arrays(name: str, where: str, members: dict[str, Any], agreed: Sequence
     `site_train` (site numbers or names) and `sites` (the names of the numbers).
 
     Normalised by the mean and deviation of the training part. Images of natural sites are not: no site's images
-    should tell another's what to do.
+    should affect how another site's are normalised.
     """
     members = {key: np.asarray(value) for key, value in members.items()}
     found = _checked(where, members, agreed)

@@ -3,7 +3,7 @@
 Decided here for training, evaluation, prediction, exported models and sites, so that all compute the same, to the bit.
 
 Mean and deviation of features are measured on training samples and on nothing else. With natural sites each site
-measures its own, so no number of one site depends on another's; the global model is said to take their mean. Otherwise
+measures its own, so no number of one site depends on another's; the global model's metadata has their mean. Otherwise
 all training samples are measured together. Held-out and test samples never are.
 """
 
@@ -96,7 +96,7 @@ def average(scalings: Sequence[Scaling]) -> Scaling:
 
 
 def apply(x: Inputs, scale: float, scaling: Scaling) -> NDArray[np.float32]:  # (N, F)
-    """Vectors as a network sees them that scales by these statistics."""
+    """Vectors scaled by these statistics, as the network sees them."""
     gain, shift, centre = constants(scale, *scaling)
     stored = torch.from_numpy(np.ascontiguousarray(x))
     found: NDArray[np.float32] = floats(filled(stored, centre), gain, shift).numpy()
@@ -110,16 +110,16 @@ def restore(seen: NDArray[Any], scale: float, scaling: Scaling) -> NDArray[np.fl
 
 
 def measured_by_sites(data: Dataset, natural: bool) -> bool:
-    """Whether every site scales inputs by statistics of its own: features do; channels are scaled alike everywhere."""
+    """Whether each site scales inputs by its own statistics: features yes; channels are scaled equally everywhere."""
     return natural and data.fitted and not data.is_image
 
 
 def fit(
     data: Dataset, parts: Sequence[Indices], held_out: Sequence[Indices], by_site: bool
 ) -> tuple[Dataset, tuple[Scaling, ...]]:
-    """The data set as training samples alone would have it, and with natural sites the scaling of each.
+    """The data set with statistics of training samples alone, and with natural sites the scaling of each site.
 
-    A test sample is scaled as the site that it comes from does it, and by the sites' mean if that is not known.
+    A test sample is scaled by the statistics of its site, or by the sites' mean if its site is not known.
     """
     if not measured_by_sites(data, by_site):
         if data.fitted and any(map(len, held_out)):

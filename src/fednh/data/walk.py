@@ -1,4 +1,4 @@
-"""Every file below a folder, links followed; a loop, a link to nothing and an unreadable folder are told."""
+"""Every file below a folder, links followed; loops, dangling links and unreadable folders are reported."""
 
 from __future__ import annotations
 

@@ -14,18 +14,18 @@ from fednh.data.dataset import Dataset
 from fednh.errors import UserError
 
 Indices = NDArray[np.int64]
-Count = Annotated[int, Field(ge=1, le=10**9)]  # more is a slip of the keyboard
+Count = Annotated[int, Field(ge=1, le=10**9)]  # more is a typing error
 Beta = Annotated[float, Field(gt=0)]  # of a Dirichlet distribution: smaller is more uneven
 
 
 @dataclass(frozen=True)
 class Partition(ABC):
-    """Who holds what. Its fields are the settings below [partition] that it uses, with their ranges."""
+    """A rule for which client holds what. Its fields are the settings below [partition] that it uses, with ranges."""
 
     name: ClassVar[str]  # partition.name
     help: ClassVar[str]  # one line for people
     natural: ClassVar[bool] = False  # the clients are the sites that the data names, not drawn
-    shown: ClassVar[tuple[str, ...]] = ()  # the settings that `column` says
+    shown: ClassVar[tuple[str, ...]] = ()  # the settings that `column` shows
 
     min_samples: Count = 10  # of every client
 

@@ -9,7 +9,7 @@ import numpy as np
 from fednh.data.partitions.base import Beta, Count, Drawn, Indices, by_owner, class_table
 from fednh.errors import UserError
 
-HOPELESS = 20, 30  # if in so many draws never fewer clients fell short, that none should is one chance in e^30 a draw
+HOPELESS = 20, 30  # give up when each of 20 draws left 30 or more clients short: success is then as rare as e^-30
 
 
 @dataclass(frozen=True)

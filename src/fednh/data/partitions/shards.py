@@ -13,7 +13,7 @@ from fednh.errors import UserError
 @dataclass(frozen=True)
 class Shards(Drawn):
     name = "shards"
-    help = "samples sorted by label, cut into shards, so many for every client (shards_per_client)"
+    help = "samples sorted by label, cut into shards, the same number for every client (shards_per_client)"
     shown = ("shards_per_client",)
 
     shards_per_client: Count = 2

@@ -64,7 +64,7 @@ Part = tuple[NDArray[np.uint8], NDArray[np.int64]]  # images (N, 32, 32, 3) and 
 
 
 def places(classes: int) -> Callable[[Path], list[DataPath]]:
-    """Where the set with so many classes may lie."""
+    """The places of the set with this many classes."""
 
     def in_folder(folder: Path) -> list[DataPath]:
         found = []

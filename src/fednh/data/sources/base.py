@@ -18,16 +18,16 @@ from fednh.storage.files import expanded
 
 @dataclass(frozen=True)
 class Source(ABC):
-    """Data of one's own, `prefix:address`. Its fields are the settings below [data] that it uses, with their ranges."""
+    """A kind of user data, `prefix:address`. Its fields are the settings below [data] that it uses, with ranges."""
 
     prefix: ClassVar[str]
-    address: ClassVar[str]  # what stands behind the colon, in a word for people
+    address: ClassVar[str]  # what follows the colon, in a word for people
     example: ClassVar[str]  # such an address
     help: ClassVar[str]  # one line for people
     extra: ClassVar[str | None] = None  # of this package, that it needs
     suffixes: ClassVar[tuple[str, ...]] = ()  # of files that are of this kind where no prefix is given
-    named: ClassVar[bool] = False  # its labels are names, so that a model's classes can be asked for
-    runs_code: ClassVar[bool] = False  # whoever writes the address decides what is run here
+    named: ClassVar[bool] = False  # its labels are names, so they can be matched with a model's classes
+    runs_code: ClassVar[bool] = False  # the address decides which code is run on this machine
 
     classes: Classes = None
     test_share: TestShare = 0.0
@@ -37,7 +37,7 @@ class Source(ABC):
         """The samples at an address; `name` is all of it, with the prefix, and the name of the data set."""
 
     def inputs(self, name: str, address: str, preprocessing: Mapping[str, Any]) -> Inputs:
-        """Some samples, however labelled, as a model takes them that has this preprocessing."""
+        """The samples, whatever their labels, as inputs for a model with this preprocessing."""
         data = self.read(name, address)
         return data.x_test if len(data.x_test) else data.x_train
 

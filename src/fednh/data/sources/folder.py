@@ -131,7 +131,7 @@ def _same_depth(root: Path, names: Sequence[str], depth: int) -> None:
 
 
 def _really_sites(root: Path, found: Sequence[Listed], agreed: Sequence[str]) -> None:
-    """SITE/CLASS and CLASS/PERSON look alike; sites usually share classes, and who says the classes is believed."""
+    """SITE/CLASS and CLASS/PERSON look alike; sites usually share classes, and `agreed` classes settle it."""
     if agreed:
         return  # `numbered` refuses what is not among them
     by_site: dict[str | None, set[str]] = {}

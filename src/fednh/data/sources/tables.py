@@ -43,7 +43,7 @@ WRITTEN = {"fednh": "written"}  # metadata of a table from a CSV file: its colum
 
 @dataclass(frozen=True)
 class Tabular(Source):
-    """What has rows and columns."""
+    """A source with rows and columns."""
 
     named = True
 
@@ -247,7 +247,7 @@ def encode(
 
 
 def told(x: NDArray[np.float32], notes: Sequence[str]) -> NDArray[np.float32]:  # (N, F)
-    """The samples; what is missing or was never seen is told."""
+    """The samples; missing and unseen values are reported."""
     for note in notes:
         warnings.warn(note, Notice, stacklevel=4)
     return x
@@ -280,7 +280,7 @@ def _all_numbers(row: Sequence[str]) -> bool:
 
 
 def _unknown(where: str, name: str, rows: int, missing: int, unseen: dict[str, int]) -> list[str]:
-    """How many values of a category are none of its known ones, and which."""
+    """How many values of a category are unknown, and which."""
     shown = ", ".join(repr(value) for value in list(unseen)[:5]) + ", ..." * (len(unseen) > 5)
     said = [f"{missing} of {rows} values of {name!r} are missing"] if missing else []
     if unseen:
