@@ -182,7 +182,7 @@ def audit(
 
 
 def _tell(folder: Path, run: Path, config: Config, sites: list[SiteFolder], quiet: bool) -> None:
-    """What came out, and where it lies."""
+    """Print the results and where they are."""
     if not quiet:
         from fednh.flower.deploy.local import trial_state
         from fednh.flower.layout import StateFolder

@@ -139,7 +139,7 @@ def _simulate(
 
 
 def _tell_losses(console: Console, summary: dict[str, Any]) -> None:
-    """What the run went on without, if anything."""
+    """Report uploads and clients that the run left out, if any."""
     told = {"refused": "uploads were not finite and were refused", "failed": "clients failed and were skipped"}
     from fednh.storage.layout import RunLayout
 

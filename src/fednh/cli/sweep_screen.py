@@ -13,7 +13,7 @@ from fednh.words import duration
 
 
 class SilentSweep:
-    """Keeps count and says nothing."""
+    """Counts runs and prints nothing."""
 
     def __init__(self, console: Console, plan: Sequence[Planned]):
         self.console = console

@@ -58,7 +58,7 @@ def serve(runs: RunStates, every: float, port: int = 0) -> Iterator[str]:
             self.wfile.write(content)
 
         def log_message(self, *_: Any) -> None:
-            """Requests are not told."""
+            """Do not log requests."""
 
     server.RequestHandlerClass = Handler
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()

@@ -34,7 +34,7 @@ from fednh.storage.model_file import architecture, read_model
 from fednh.storage.run_folder import RunFolder
 
 Points = NDArray[np.float64]
-THINNED = 12  # a client's model is looked at through every twelfth test sample: 250 of each arm
+THINNED = 12  # a client's model is evaluated on every twelfth test sample: 250 of each arm
 MINORITY = (3, 4, 5)  # the classes of 375, 187 and 93 samples
 
 CENTRAL = {
@@ -100,7 +100,7 @@ def train(folder: Path, seed: int = 0, rounds: int = 100, tell: Callable[[str], 
 
 
 def look(folder: Path) -> Example:
-    """Read the six run folders again: all that follows stands on saved models only."""
+    """Read the six run folders: figures and numbers come from saved models only."""
     data = spiral()
     test = samples_of(data, "test")
     runs = {name: load_run(folder / name) for name in (*CENTRAL, *FEDERATED)}
@@ -152,7 +152,7 @@ def disagreement(example: Example, run: str, pair: tuple[int, int]) -> list[floa
 
 
 def numbers(example: Example) -> dict[str, Any]:
-    """What the figures show, in figures."""
+    """What the figures show, as numbers."""
     central = {}
     for name, view in example.central.items():
         norms = np.linalg.norm(view.prototypes, axis=1)

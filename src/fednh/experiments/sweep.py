@@ -46,7 +46,7 @@ class Planned:
 
 @dataclass
 class SweepOutcome:
-    """What became of the sweep."""
+    """The outcome of a sweep."""
 
     finished: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)  # they were finished before
@@ -56,7 +56,7 @@ class SweepOutcome:
 
 
 class SweepWatcher(Protocol):
-    """Who is told about the progress of a sweep."""
+    """Receives the progress of a sweep."""
 
     def started(self, run: Planned) -> None: ...
     def ended(self, run: Planned, seconds: float, problem: str | None) -> None: ...

@@ -156,7 +156,7 @@ def check(names: Sequence[str]) -> None:
 
 
 class Tracking:
-    """A Watcher that tells the screen and the trackers."""
+    """A Watcher that passes progress to the screen and the trackers."""
 
     def __init__(self, screen: Watcher, names: Sequence[str], folder: RunFolder, config: Config):
         self.screen, self.folder, self.config = screen, folder, config

@@ -133,7 +133,7 @@ def _onnx(model: Model, program: torch.export.ExportedProgram, path: Path) -> Ru
 
 
 def _name_batch(graph: Any) -> None:
-    """The free dimension carries a name that a reader understands."""
+    """Name the free dimension `batch`."""
     for value in (*graph.input, *graph.output):
         dimension = value.type.tensor_type.shape.dim[0]
         dimension.Clear()
@@ -163,7 +163,7 @@ def _difference(model: Model, run: Runner, samples: Inputs) -> float:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporters tell of optional libraries and of their own future on every call."""
+    """Silence the exporters, which warn of optional libraries and deprecations on every call."""
     logger = logging.getLogger("torch.onnx")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -28,7 +28,7 @@ Floats = NDArray[np.float32]
 
 
 class Scores(NamedTuple):
-    """What a model says about samples."""
+    """A model's outputs for samples."""
 
     logits: Floats  # (N, C)
     probabilities: Floats  # (N, C), the softmax of the logits
@@ -147,7 +147,7 @@ def load_model(path: str | Path, client: int | None = None) -> Model:
 
 
 def find_model(path: Path, client: int | None = None) -> Path:
-    """The model file that is meant."""
+    """The path of the model file."""
     if not path.is_dir():
         if client is not None:
             raise UserError(f"--client {client} picks a model of a run folder, but {path} is not a folder")
@@ -171,7 +171,7 @@ def find_model(path: Path, client: int | None = None) -> Path:
 
 
 def _listed(numbers: list[int], most: int = 20) -> str:
-    """Sorted numbers in words, neighbours together: 0 to 3, 5 and 7."""
+    """Sorted numbers as text, with ranges: 0 to 3, 5 and 7."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and ranges[-1][-1] == number - 1:

@@ -29,7 +29,7 @@ def reading(card: Card, source: str, settings: Mapping[str, Any] | None = None) 
 
 
 def loaded(config: Config) -> Dataset:
-    """The data that a config names; what was done to them is told."""
+    """Load the data of a config; notes on how they were read become warnings."""
     data = load_data(config)
     for note in data.notes:
         warnings.warn(note, Notice, stacklevel=4)

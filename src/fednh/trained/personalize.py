@@ -38,7 +38,7 @@ from fednh.trained.own import load_for
 
 @dataclass(frozen=True)
 class Personalised:
-    """A site's own model with its card, and what it is worth on samples that it was not trained on."""
+    """A site's personal model with its card, and its comparison with others on held-out samples."""
 
     params: Tree
     card: dict[str, Any]
