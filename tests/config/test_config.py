@@ -64,7 +64,7 @@ def test_another_method_leaves_the_files_hyper_parameters_behind(tmp_path: Path)
 
 
 def test_another_methods_setting_is_told_and_ignored() -> None:
-    with pytest.warns(Ignored, match=r"method\.rho is a setting of fednh, not of fedrod: ignored"):
+    with pytest.warns(Ignored, match=r"method\.rho is a setting of fednh, fedprior, not of fedrod: ignored"):
         config = load("cifar10", {"method.name": "fedrod", "method.rho": 0.7})
     assert config.method == {"name": "fedrod", "hypernetwork": "auto"}
 
