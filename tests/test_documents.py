@@ -137,7 +137,7 @@ def shorter(words: list[str]) -> list[str]:
     return [*short, "--set", "eval.every=1"]  # a curve needs two points
 
 
-LONG = ("using-models.md", "sweeps-and-tables.md", "figures-and-report.md")  # run by `make soak`
+LONG = ("first-result.md", "using-models.md", "sweeps-and-tables.md", "figures-and-report.md")  # run by `make soak`
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.soak) if n in LONG else n for n in RUN])

@@ -65,10 +65,10 @@ def test_what_is_pinned_can_be_installed_on_the_oldest_python() -> None:
     oldest = {"python_version": "3.11", "python_full_version": "3.11.0"}
     there = {pin.name: str(pin.specifier) for pin in pins if pin.marker is None or pin.marker.evaluate(oldest)}
     refused = [
-        f"{found.name} {found.version} wants Python {found.metadata['Requires-Python']}"
+        f"{found.name} {found.version} wants Python {found.metadata.get('Requires-Python')}"
         for found in distributions()
         if there.get(found.name) == f"=={found.version}"
-        and "3.11.0" not in SpecifierSet(found.metadata["Requires-Python"] or "")
+        and "3.11.0" not in SpecifierSet(found.metadata.get("Requires-Python") or "")
     ]
     assert refused == []
 

@@ -35,11 +35,16 @@ def offered(line: str) -> list[str]:
 @pytest.mark.parametrize("command", ["run", "federation init fed"])
 def test_methods(command: str) -> None:
     assert set(offered(f"fednh {command} --method ")) >= set(METHODS)
-    assert set(offered(f"fednh {command} --method fedp")) == {"fedper", "fedproto", "fedprox"}
+    assert set(offered(f"fednh {command} --method fedp")) == {"fedper", "fedprior", "fedproto", "fedprox"}
 
 
 def test_several_methods() -> None:
-    assert offered("fednh sweep --method fednh,fedp") == ["fednh,fedper", "fednh,fedproto", "fednh,fedprox"]
+    assert offered("fednh sweep --method fednh,fedp") == [
+        "fednh,fedper",
+        "fednh,fedproto",
+        "fednh,fedprox",
+        "fednh,fedprior",
+    ]
     assert offered("fednh sweep --method al") == ["all"]
 
 
@@ -88,6 +93,7 @@ def test_a_registry_that_breaks_offers_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert offered("fednh run --method f") == []
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 def test_installed_into_a_real_bash(tmp_path: Path) -> None:
     """`fednh --install-completion` writes what a new bash reads; there TAB completes a command."""

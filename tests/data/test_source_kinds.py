@@ -111,6 +111,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.soak
 def test_a_new_kind_is_one_file_and_one_line(tmp_path: Path) -> None:
     package = tmp_path / "copy" / "fednh"
     shutil.copytree(Path(fednh.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))

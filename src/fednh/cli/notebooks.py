@@ -10,7 +10,6 @@ import typer
 
 from fednh.cli.app import app
 from fednh.errors import UserError
-from fednh.storage.files import write_bytes
 
 NAMES = ("ten-minutes.ipynb", "your-own-data.ipynb", "write-a-method.ipynb")
 
@@ -20,6 +19,8 @@ def notebooks(
     folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="The folder to write them to.")] = Path("notebooks"),
 ) -> None:
     """Write the notebooks that teach fednh: a first result, your own data, a method of your own."""
+    from fednh.storage.files import write_bytes
+
     taken = [folder / name for name in NAMES if (folder / name).exists()]
     if taken:
         raise UserError(f"{taken[0]} exists already and may have been changed; choose another folder")
