@@ -26,10 +26,10 @@ import re
 from pathlib import Path
 from zlib import crc32
 
-from fednh.storage.layout import Folder, Inside, RunLayout
+from fednh.storage.layout import Inside, Layout, RunLayout
 
 
-class FlowerHome(Folder):
+class FlowerHome(Layout):
     """The folder that FLWR_HOME names: Flower's connections, and files that the programs of one start share."""
 
     connections_file = Inside("config.toml")
@@ -40,7 +40,7 @@ class FlowerHome(Folder):
     proxy = Inside("proxy")
 
 
-class SiteFolder(Folder):
+class SiteFolder(Layout):
     """The places in one site's folder, which has the site's name."""
 
     def __init__(self, path: Path):
@@ -58,7 +58,7 @@ class SiteFolder(Folder):
     unit = Inside("fednh-site.service")
 
 
-class FederationFolder(Folder):
+class FederationFolder(Layout):
     """The places in one federation's folder."""
 
     def __init__(self, path: Path):
@@ -114,7 +114,7 @@ class FederationFolder(Folder):
         return [SiteFolder(path.parent) for path in sorted(self.sites.glob(f"*/{SiteFolder.public_key}"))]
 
 
-class StateFolder(Folder):
+class StateFolder(Layout):
     """What a site keeps: the folder that its site.toml calls `state`."""
 
     def audit_file(self, site: str) -> Path:
@@ -134,7 +134,7 @@ class StateFolder(Folder):
         return sorted((self.path / _safe(federation)).glob(f"*/{KeptState.personal_model}"))
 
 
-class KeptState(Folder):
+class KeptState(Layout):
     """What a site keeps of one federation."""
 
     personal_model = Inside("personal.safetensors")

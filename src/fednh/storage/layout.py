@@ -20,7 +20,7 @@ _CLIENT = "client-{:06d}"
 _ROUND = "round-{:06d}"
 
 
-class Folder:
+class Layout:
     """A folder whose layout a class describes."""
 
     def __init__(self, path: Path):
@@ -28,16 +28,16 @@ class Folder:
 
 
 class Inside:
-    """A place below the `path` of a Folder; asked of the class, the place as seen from the folder."""
+    """A place below the `path` of a Layout; asked of the class, the place as seen from the folder."""
 
     def __init__(self, name: str):
         self.name = name
 
-    def __get__(self, folder: Folder | None, kind: type) -> Path:
+    def __get__(self, folder: Layout | None, kind: type) -> Path:
         return Path(self.name) if folder is None else folder.path / self.name
 
 
-class RunLayout(Folder):
+class RunLayout(Layout):
     """The places in one run folder."""
 
     config_file = Inside("config.toml")
@@ -78,7 +78,7 @@ class RunLayout(Folder):
         return {int(path.stem.partition("-")[2]): path for path in found}
 
 
-class SweepLayout(Folder):
+class SweepLayout(Layout):
     """The places in a sweep's folder: its runs, and what it notes about them while they are made."""
 
     notes = Inside(".sweep")
@@ -95,7 +95,7 @@ class SweepLayout(Folder):
         return sorted(path.stem for path in self.notes.glob("*.toml"))
 
 
-class CheckpointLayout(Folder):
+class CheckpointLayout(Layout):
     """The places in a run's folder of checkpoints: see checkpoint.py."""
 
     journal_file = Inside("journal.jsonl")
