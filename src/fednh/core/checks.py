@@ -1,4 +1,8 @@
-"""Invariants of every round: cheap checks that are always on; the error names the one that is broken."""
+"""Checks of every round: of its picks, its uploads and the server's state. They are cheap and always on.
+
+The loop calls them (`Rounds._checked`). Uploads that are far too long are a matter of outliers.py, what a paper rules
+out of `Method.upload_problem`; on Flower the size of a message is checked before it is read (flower/bounds.py).
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ fingerprint.json   what the run depends on             weights.safetensors   tho
 models/            global and personal, safetensors    checkpoints/, clients/   to go on from
 failure.json       why the last attempt ended, if an error ended it            .lock   who works in it
 federation.log, audit.jsonl   of a federation: what the server had to say, and who was sent what
+tensorboard/, wandb/          of trackers, where they were asked for
 
 These names are spelled here and nowhere else. Other modules ask: `RunLayout(folder).summary_file`.
 """

@@ -1,4 +1,7 @@
-"""What a partition is: settings, and a rule that deals training samples to clients. One file a kind beside this one."""
+"""What a partition is: settings, and a rule that deals training samples to clients. One file a kind beside this one.
+
+A new kind is such a file and a line in the registry, PARTITIONS in __init__.py.
+"""
 
 from __future__ import annotations
 
