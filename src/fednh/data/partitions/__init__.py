@@ -5,9 +5,10 @@ To add one: a file with a frozen dataclass beside this one, and a line in the re
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
-from typing import Any, get_type_hints
+from dataclasses import fields
+from typing import Any
 
+from fednh.data.kind_settings import declared
 from fednh.data.partitions.base import Drawn, Indices, Partition, class_table
 from fednh.data.partitions.classes import ClassesPerClient
 from fednh.data.partitions.dirichlet import Dirichlet
@@ -22,17 +23,8 @@ PARTITIONS: dict[str, type[Partition]] = {
 
 
 def settings() -> dict[str, tuple[Any, Any]]:
-    """The settings of all kinds: name -> type with its range, and default. Kinds that share one must agree on it."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for kind in PARTITIONS.values():
-        hints = get_type_hints(kind, include_extras=True)
-        for field in fields(kind):
-            if field.default is MISSING:
-                raise TypeError(f"{kind.__name__}.{field.name} needs a default")
-            mine = hints[field.name], field.default
-            if found.setdefault(field.name, mine) != mine:
-                raise TypeError(f"{kind.__name__}.{field.name} is not as in another partition")
-    return found
+    """The settings of all kinds: name -> type with its range, and default."""
+    return declared(PARTITIONS.values(), "partition")
 
 
 def uses(name: str, setting: str) -> bool:

@@ -11,11 +11,12 @@ kind: a file with a frozen dataclass beside this one, and a line in the registry
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 from fednh.data.dataset import Dataset
+from fednh.data.kind_settings import declared
 from fednh.data.published import PUBLISHED
 from fednh.data.sources.base import Source
 from fednh.data.sources.builtin import BUILTIN
@@ -71,17 +72,8 @@ def build(kind: type[Source], settings: Mapping[str, Any]) -> Source:
 
 
 def settings() -> dict[str, tuple[Any, Any]]:
-    """The settings of all kinds: name -> type with its range, and default. Kinds that share one must agree on it."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for kind in SOURCES.values():
-        hints = get_type_hints(kind, include_extras=True)
-        for field in fields(kind):
-            if field.default is MISSING:
-                raise TypeError(f"{kind.__name__}.{field.name} needs a default")
-            mine = hints[field.name], field.default
-            if found.setdefault(field.name, mine) != mine:
-                raise TypeError(f"{kind.__name__}.{field.name} is not as in another source")
-    return found
+    """The settings of all kinds: name -> type with its range, and default."""
+    return declared(SOURCES.values(), "source")
 
 
 def agreed() -> tuple[str, ...]:
