@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from reference import SGD, Play, TwoPart, average, train, trained
 
 from conftest import identical, same
-from fednh.core import client
+from fednh.core import client, novelty
 from fednh.core.tree import Tree, Uploads, prefix, select
 from fednh.data.batches import Samples
 from fednh.methods import METHODS, Method
@@ -542,3 +542,9 @@ def test_fedprior(play: Play) -> None:
     torch.testing.assert_close(
         play.method.logits(play.net, personal, x), play.method.logits(play.net, plain, x) + prior, **CLOSE
     )
+    # How new an input is, is the cosine to the nearest prototype, whatever the client's classes are.
+    features = F.normalize(play.net.features(personal, x), dim=1)
+    nearest = (features @ F.normalize(personal["head.weight"], dim=1).T).max(1).values
+    found = novelty.similarity(play.method, personal, play.method.logits(play.net, personal, x))
+    assert found is not None
+    torch.testing.assert_close(found, nearest, **CLOSE)

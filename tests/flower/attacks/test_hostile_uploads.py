@@ -214,6 +214,26 @@ def test_the_simulator_takes_the_same_rule_and_leaves_honest_numbers_alone(tmp_p
     assert "the upload of client 1 was refused: its step is" in watcher.notes[0]
 
 
+class Sleeper(FedNH):
+    """Client 1 uploads a hundredth of its step in the first round and four times its step in the second."""
+
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        keep, upload = super().client_update(net, kept, received, data, fit)
+        _, round_, client = data._address
+        if client == 1:
+            factor = {1: 0.01, 2: 4.0}[round_]
+            upload = {n: received[n] + factor * (v - received[n]) if n in received else v for n, v in upload.items()}
+        return keep, upload
+
+
+def test_the_loop_remembers_how_long_a_clients_uploads_were(tmp_path: Path) -> None:
+    """Four times the usual step is within the bound of ten, but four hundred times what the client took before."""
+    config = sites(4, rounds=2).model_copy(update={"bound": 10.0})
+    watcher, _ = simulated(config, tmp_path / "run", Sleeper())
+    assert [r["refused"] for r in watcher.records] == [[], [1]]
+    assert "times as long as what it uploaded before" in watcher.notes[0]
+
+
 class Hostile(FedNH):
     """Client 1 uploads 1e30."""
 
