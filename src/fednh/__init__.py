@@ -1,7 +1,7 @@
 """Personalised federated learning on class-imbalanced clients.
 
-`fednh.run`, `fednh.load_run` and `fednh.load_model` are the Python API; they are imported when first used, so that
-`import fednh` costs nothing.
+`fednh.run`, `fednh.resume`, `fednh.load_run` and `fednh.load_model` are the Python API; they are imported when first
+used, so that `import fednh` costs nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fednh.api import Model, Result, load_model, load_run, run
+    from fednh.api import Model, Result, load_model, load_run, resume, run
 else:
 
     def __getattr__(name):
@@ -22,4 +22,4 @@ else:
         return getattr(api, name)
 
 
-__all__ = ["Model", "Result", "__version__", "load_model", "load_run", "run"]
+__all__ = ["Model", "Result", "__version__", "load_model", "load_run", "resume", "run"]

@@ -1,4 +1,4 @@
-"""The Python side of the command line: run, load a run, load a model. `import fednh` offers all three."""
+"""The Python side of the command line: run, resume, load a run, load a model. `import fednh` offers all of them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 from rich.console import Console
 
-from fednh.config import Config, load
+from fednh.config import Config, load, validate
 from fednh.config.short_options import SHORT_OPTIONS
 from fednh.core.federation import build_federation
 from fednh.executors import pool
 from fednh.report.load import load_run as _load_run
 from fednh.screen import watcher
-from fednh.storage.run_folder import RunFolder
+from fednh.storage.run_folder import RunFolder, read_config
 from fednh.storage.run_names import new_folder
 from fednh.trained.model import Model, load_model
 
-__all__ = ["Model", "Result", "load_model", "load_run", "run"]
+__all__ = ["Model", "Result", "load_model", "load_run", "resume", "run"]
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,24 @@ def run(
     `out`, by default a new one below `runs/`; the same run there is continued, or returned if it is finished.
     """
     settings = _settings(config, overrides)
-    folder = RunFolder(Path(out) if out is not None else new_folder(settings))
-    with folder.opened(settings) as unfinished:
+    return _run(settings, RunFolder(Path(out) if out is not None else new_folder(settings)), progress)
+
+
+def resume(path: str | Path, *, rounds: int | None = None, progress: bool = False) -> Result:
+    """Go on with the run in a folder and return what came out; `rounds` may lie beyond its planned end.
+
+    The result is that of one run of that many rounds without any interruption.
+    """
+    folder = RunFolder(Path(path))
+    settings = read_config(folder.path)
+    if rounds is not None:
+        settings = validate({**settings.model_dump(), "rounds": rounds})
+    return _run(settings, folder, progress, extend=rounds is not None)
+
+
+def _run(settings: Config, folder: RunFolder, progress: bool, extend: bool = False) -> Result:
+    """The run in this folder, from where it stands to its end."""
+    with folder.opened(settings, extend=extend) as unfinished:
         if unfinished:
             federation = build_federation(settings, run=folder.path)
             name = f"{settings.method['name']} on {federation.dataset.name}"

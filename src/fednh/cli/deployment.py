@@ -62,7 +62,7 @@ def run(folder: FederationArgument) -> None:
     config, _ = scaffold.read(folder)
     path = Path(str(config.federation.folder))
     with stop_on_signal("fednh: no longer watching; the run goes on at the server", insist=False) as stop:
-        stand.train(folder, path, stop)
+        stand.train(folder, config, stop)
         if stop.is_set():
             raise typer.Exit(130)
     typer.echo(f"run folder: {path}")

@@ -115,13 +115,13 @@ def up(
     from fednh.flower.deploy import scaffold
     from fednh.flower.deploy.local import LocalFederation, Stopped
     from fednh.screen import watcher
-    from fednh.storage.layout import RunLayout
+    from fednh.storage.run_folder import RunFolder
 
     folder = folder.absolute()
     config, sites = scaffold.read(folder)
     run = Path(str(config.federation.folder))
     console = console_for_people(stderr=quiet)
-    if RunLayout(run).finished:
+    if RunFolder(run).ended(config):
         console.print(f"{run} is finished already", highlight=False, soft_wrap=True)
     else:
         with only_one(folder), stop_on_signal("fednh: stopping the federation", insist=False) as stop:

@@ -52,21 +52,29 @@ def run(
 
 @app.command()
 def resume(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of an interrupted run.")],
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of an interrupted or finished run.")],
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Let it end after this many rounds in all; also beyond its planned end.")
+    ] = None,
     workers: Annotated[int | None, typer.Option(min=0, help="Clients trained at once; the result is the same.")] = None,
     track: Track = None,
     quiet: Quiet = False,
 ) -> None:
-    """Go on with an interrupted run; the result is what it would have been without the interruption."""
+    """Go on with an interrupted run, or beyond the end of a finished one, as if it had never stopped.
+
+    The result is what one run of that many rounds, without any interruption, would have given.
+    """
     from fednh.storage.run_folder import read_backend, read_config
 
     config = read_config(folder)
     if workers is not None:
         config = config.model_copy(update={"workers": workers})
-    _execute(config, folder, track or [], quiet, read_backend(folder))
+    if rounds is not None:
+        config = config.model_copy(update={"rounds": rounds})
+    _execute(config, folder, track or [], quiet, read_backend(folder), extend=rounds is not None)
 
 
-def _execute(config: Config, out: Path, track: list[str], quiet: bool, backend: str) -> None:
+def _execute(config: Config, out: Path, track: list[str], quiet: bool, backend: str, extend: bool = False) -> None:
     """Start, continue, or recognise as finished the run in `out`."""
     from fednh.experiments.trackers import check as check_trackers
     from fednh.storage.run_folder import RunFolder, read_summary
@@ -76,7 +84,7 @@ def _execute(config: Config, out: Path, track: list[str], quiet: bool, backend: 
     train = _backend(backend)
     folder = RunFolder(out)
     try:
-        with stop_on_signal() as stop, folder.opened(config, backend) as unfinished:
+        with stop_on_signal() as stop, folder.opened(config, backend, extend) as unfinished:
             if unfinished:
                 _train(config, folder, train, track, console, quiet, stop)
             else:

@@ -75,6 +75,7 @@ class Rounds:
         books: dict[str, Any] = {}
         if saved is not None:
             self.progress, books = Progress.joined(saved.progress, saved.log)
+        self._check_end()
         self.side = self.executor.open(books, self.progress.records)
         self.method, self.net, self.test = self.side.method, self.side.net, self.side.test
         self.total = None if self.test is None else evaluate.total_per_class(self.test)  # (C,)
@@ -86,6 +87,19 @@ class Rounds:
         self.server = initial if saved is None else saved.server
         self.members = {client for record in self.progress.records for client in record["clients"]}
         self._begin_folder(resumed=saved is not None)
+        if self.progress.closed < self.progress.round and not self._evaluates(self.progress.round):
+            self._write_line(self.progress.records[-1])  # it was the last round before the run was extended
+
+    def _check_end(self) -> None:
+        """Refuse an end that the run has passed, and to go on with a finished run that has kept no checkpoint."""
+        path, rounds, done = self.folder.path, self.config.rounds, self.progress.round
+        if self.folder.finished and done == 0:
+            raise UserError(
+                f"{path} holds a finished run without checkpoints, so it cannot go on; start another run with "
+                f"rounds = {rounds}"
+            )
+        if self.progress.closed >= rounds:
+            raise UserError(f"{path} has done {done} rounds, so it cannot end after {rounds}; give more with --rounds")
 
     def _begin_folder(self, resumed: bool) -> None:
         """Write the run's description; refuse to resume with other data than it began with, or without its state."""
@@ -274,7 +288,7 @@ class Rounds:
 
     def _record(self, happened: Round, seconds: float) -> None:
         """Count the round, close it unless it is still to be evaluated, and save a checkpoint if due."""
-        progress, every, round_ = self.progress, self.config.eval.every, happened.round
+        progress, round_ = self.progress, happened.round
         self.executor.commit(round_, happened.clients)
         self.members |= set(happened.clients)
         progress.round = round_
@@ -282,7 +296,7 @@ class Rounds:
         progress.remember(happened)
         progress.records.append(happened.record(seconds))
         progress.seconds += seconds
-        if round_ < self.config.rounds and not (every and round_ % every == 0):
+        if not self._evaluates(round_):
             self._write_line(progress.records[-1])
         save = self.config.checkpoint.every
         if save and (round_ % save == 0 or round_ == self.config.rounds):
@@ -294,6 +308,11 @@ class Rounds:
         return {**values, **self.executor.books()}, log
 
     # --- evaluation --------------------------------------------------------------------------------------------
+
+    def _evaluates(self, round_: int) -> bool:
+        """Whether the models are evaluated after this round."""
+        every = self.config.eval.every
+        return round_ == self.config.rounds or bool(every and round_ % every == 0)
 
     def _to_evaluate(self, here: Sequence[int]) -> list[int]:
         """The clients whose personal models are evaluated now; after the last round also those of the summary."""
@@ -326,6 +345,7 @@ class Rounds:
         last = progress.round == self.config.rounds
         if last:
             self._write_models(answers)
+            self.folder.remove_other_models(person.client for person in people)
         record["eval_seconds"] = round(time.perf_counter() - started, 4)
         progress.eval_seconds += record["eval_seconds"]
         progress.seconds += time.perf_counter() - started

@@ -34,7 +34,7 @@ def main(grid: Grid, context: Context) -> None:
     folder = RunFolder(Path(federation.folder))
     manner = Manner(federation.timeout, federation.enough, least=federation.min_clients)
     identity = of_server(config, context.run_id)
-    with folder.opened(config, "flower") as unfinished:
+    with folder.opened(config, "flower", extend=True) as unfinished:
         if not unfinished:
             raise UserError(f"{folder.path} holds a finished run; move it away, or choose another federation.folder")
         keep_private(folder.path)

@@ -21,7 +21,8 @@ from fednh.storage.files import sha256, write_bytes, write_json
 from fednh.storage.layout import RunLayout
 
 FORMAT = 1
-FREE = {  # settings that say where things lie or how the work is done: the result does not depend on them
+FREE = {  # settings that say where things lie, how the work is done or when it ends: no round depends on them
+    "rounds",
     *("workers", "store.memory", "checkpoint.every", "on_error"),
     *("data.name", "data.dir", "model.weights"),  # files may move: their contents are compared
     *("federation.folder", "federation.timeout"),
@@ -43,6 +44,12 @@ def write(run: Path, config: Config, data: Mapping[str, Any] | None) -> None:
         checksum = write_bytes(RunLayout(run).weights_file, content)
         found["weights"] = {"path": config.model.weights, "bytes": len(content), "sha256": checksum}
     write_json(RunLayout(run).fingerprint_file, found)
+
+
+def rewrite_settings(run: Path, config: Config) -> None:
+    """Record other settings of a run that has begun, where it records any."""
+    if (found := read(run)) is not None:
+        write_json(RunLayout(run).fingerprint_file, {"format": FORMAT, **found, "settings": of_settings(config)})
 
 
 def read(run: Path) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
@@ -35,21 +35,26 @@ class RunFolder(RunLayout):
         self._made: list[Path] = []  # folders that locking it has made, the innermost first
 
     @contextmanager
-    def opened(self, config: Config, backend: str = "simulator") -> Iterator[bool]:
+    def opened(self, config: Config, backend: str = "simulator", extend: bool = False) -> Iterator[bool]:
         """Lock the folder for a run of `config`; yields whether anything is left to do.
 
-        What the folder holds is checked under the lock: two processes that start at the same time cannot both find it
-        free. It is checked before, too: a folder that holds something else, or a finished run, is not even locked.
+        With `extend`, the run may have been planned with another number of rounds. What the folder holds is checked
+        under the lock: two processes that start at the same time cannot both find it free. It is checked before, too:
+        a folder that holds something else, or a finished run, is not even locked.
         """
-        self.check(config, backend)
-        if self.finished:
+        self.check(config, backend, extend)
+        if self.ended(config):
             yield False
             return
         with self:
-            self.check(config, backend)
-            yield not self.finished
+            self.check(config, backend, extend)
+            yield not self.ended(config)
 
-    def check(self, config: Config, backend: str | None = None) -> None:
+    def ended(self, config: Config) -> bool:
+        """Whether the run is finished, and was planned with as many rounds as now."""
+        return self.finished and read_config(self.path).rounds == config.rounds
+
+    def check(self, config: Config, backend: str | None = None, extend: bool = False) -> None:
         """Refuse a folder that holds another run, one whose settings were edited, or something else."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file, not a folder; choose another --out")
@@ -57,9 +62,12 @@ class RunFolder(RunLayout):
             other = read_config(self.path)
             there, here = fingerprint.of_settings(other), fingerprint.of_settings(config)
             words = "{key} is {was} there and {now} here"
-            if told := fingerprint.settings_changed(there, here, words, free=["workers"]):
+            free = {"workers", "rounds"}
+            if told := fingerprint.settings_changed(there, here, words, free - (set() if extend else {"rounds"})):
+                only_rounds = not fingerprint.settings_changed(there, here, words, free)
+                longer = f"go on with it: fednh resume {self.path} --rounds {config.rounds}, or " if only_rounds else ""
                 raise UserError(
-                    f"{self.path} holds a run with other settings ({told}); choose another --out, or delete it"
+                    f"{self.path} holds a run with other settings ({told}); {longer}choose another --out, or delete it"
                 )
             fingerprint.check_settings(self.path, other)
             if backend is not None and (used := read_backend(self.path)) != backend:
@@ -112,12 +120,22 @@ class RunFolder(RunLayout):
         if self.started:
             self._check_same(config, partition, data, tell)
             self.failure_file.unlink(missing_ok=True)
+            self._plan(config.rounds)
             return
         write_json(self.environment_file, {**environment(config), "backend": backend})
         write_bytes(self.partition_file, json.dumps(partition).encode())
         fingerprint.write(self.path, config, data)
         write_bytes(self.config_file, dump(config).encode())
         self.failure_file.unlink(missing_ok=True)
+
+    def _plan(self, rounds: int) -> None:
+        """Let the run have this many rounds; a finished one is then unfinished, and keeps its models until it ends."""
+        config = read_config(self.path)
+        if config.rounds != rounds:
+            self.summary_file.unlink(missing_ok=True)  # first: whenever this is cut off, the folder can be resumed
+            config = config.model_copy(update={"rounds": rounds})
+            write_bytes(self.config_file, dump(config).encode())
+            fingerprint.rewrite_settings(self.path, config)
 
     def _check_same(
         self,
@@ -158,6 +176,11 @@ class RunFolder(RunLayout):
             sync_path(file)
         sync_path(self.path)
         write_json(self.summary_file, summary)
+
+    def remove_other_models(self, clients: Iterable[int]) -> None:
+        """Delete personal models of clients other than these: an earlier end of the run may have saved more."""
+        for client in self.clients_with_models().keys() - set(clients):
+            self.personal_model(client).unlink(missing_ok=True)
 
     def write_model(self, file: Path, tree: Tree, card: dict[str, Any]) -> None:
         """A model with what is needed to use it: `card` says its method, architecture, classes and preprocessing.

@@ -27,6 +27,7 @@ from fednh.flower.deploy.scaffold import connections
 from fednh.flower.layout import FederationFolder, SiteFolder
 from fednh.storage.files import private_folder, write_bytes
 from fednh.storage.layout import RunLayout
+from fednh.storage.run_folder import RunFolder
 
 __all__ = ["LocalFederation", "Stopped", "Told", "end_marked", "marked", "trial_state"]
 
@@ -68,9 +69,9 @@ class LocalFederation:
     ):
         if behind_proxy and not secure:
             raise UserError("--proxy is TLS in front of TLS: it does not go with --insecure")
-        self.folder, self.sites, self.secure = folder, sites, secure
+        self.folder, self.config, self.sites, self.secure = folder, config, sites, secure
         self.warm = warm and sys.platform == "linux"  # elsewhere forking a process that has loaded PyTorch may fail
-        self.run_folder, self.needs = RunLayout(Path(str(config.federation.folder))), config.federation
+        self.run_folder, self.needs = RunFolder(Path(str(config.federation.folder))), config.federation
         self.told, self.stop, self.fed = told, stop, FederationFolder(folder)
         self.home = self.fed.local_home
         self.secret = self.home.secret_file if self.warm else None
@@ -180,7 +181,7 @@ class LocalFederation:
 
     def _watch(self) -> None:
         """Show every round; restart processes that were killed; return when the run is finished."""
-        while not self.run_folder.finished:
+        while not self.run_folder.ended(self.config):
             self._show()
             self._look_after_supernodes()
             self._look_after_server()
@@ -229,7 +230,7 @@ class LocalFederation:
         if alive or (not self.server_seen and run.poll() is None):
             self.server_gone = time.monotonic()
             return
-        if time.monotonic() - self.server_gone < 2 or self.run_folder.finished:
+        if time.monotonic() - self.server_gone < 2 or self.run_folder.ended(self.config):
             return  # it may still be finishing
         if reason := self._reason():
             raise RunError(f"{reason} (see {self.processes.log('run')})")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from fednh.config import Config
 from fednh.errors import RunError, UserError
 from fednh.flower import notes
 from fednh.flower.deploy import approval, certificates, commands
@@ -17,7 +18,7 @@ from fednh.flower.deploy.processes import PATIENCE, Processes, answers, free_por
 from fednh.flower.deploy.scaffold import PORT, connection
 from fednh.flower.layout import FederationFolder, SiteFolder
 from fednh.storage.files import private_folder, write_bytes
-from fednh.storage.layout import RunLayout
+from fednh.storage.run_folder import RunFolder
 
 Say = Callable[[str], None]
 
@@ -85,13 +86,13 @@ def check_site(folder: Path, server: str) -> None:
         site.key.chmod(0o600)
 
 
-def train(folder: Path, run: Path, stop: threading.Event) -> None:
+def train(folder: Path, config: Config, stop: threading.Event) -> None:
     """Execute `flwr run` and check the run folder: its exit code does not say how the run ended."""
-    fed = FederationFolder(folder)
-    if RunLayout(run).finished:
+    fed, run = FederationFolder(folder), RunFolder(Path(str(config.federation.folder)))
+    if run.ended(config):
         raise UserError(
-            f"{run} holds a finished run; move it away, or choose another federation.folder in {fed.app_file}, to "
-            f"train anew"
+            f"{run.path} holds a finished run; raise rounds in {fed.app_file} to go on with it, or move it away, or "
+            f"choose another federation.folder there, to train anew"
         )
     if not fed.home.connections_file.exists():
         raise UserError(f"{folder}: no server was started here; start it: fednh federation serve {folder}")
@@ -101,9 +102,9 @@ def train(folder: Path, run: Path, stop: threading.Event) -> None:
             pass
     if stop.is_set():
         return
-    if not RunLayout(run).finished:
+    if not run.ended(config):
         raise RunError(f"the run ended before its last round; it goes on with: fednh federation run {folder}")
-    notes.check_end(run)
+    notes.check_end(run.path)
 
 
 def _until(
