@@ -28,6 +28,8 @@ from fednh.storage.model_file import Card
 from fednh.storage.run_folder import read_config, read_partition
 from fednh.trained.own import in_terms_of, loaded, reading
 
+CHOICE = {"data.sites", "data.without"}
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -177,6 +179,8 @@ def _reading(card: Card, training: Training | None, source: str, settings: Mappi
     if training is None or config.data.name != training.config.data.name:
         return config
     own = {f"data.{key}": value for key, value in training.config.data.model_dump().items() if value is not None}
+    if CHOICE & set(settings or {}):  # other sites than the run's
+        own = {key: value for key, value in own.items() if key not in CHOICE}
     return load(None, {**own, **(settings or {})})
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from fednh.data.dataset import Dataset
 from fednh.data.kind_settings import declared
 from fednh.data.published import PUBLISHED
+from fednh.data.site_choice import restricted
 from fednh.data.sources.base import Source
 from fednh.data.sources.builtin import BUILTIN
 from fednh.data.sources.folder import Folder
@@ -44,17 +45,23 @@ class Available(NamedTuple):
 
 def load(name: str, folder: Path, settings: Mapping[str, Any] | None = None) -> Dataset:
     """The data set of that name; `folder` is where published ones are looked for, `settings` are those below [data]."""
-    if name in BUILTIN:
-        return BUILTIN[name].make()
-    if name in PUBLISHED:
-        return PUBLISHED[name].load(folder)
+    if name in BUILTIN or name in PUBLISHED:
+        _names_no_sites(name, settings or {})
+        return BUILTIN[name].make() if name in BUILTIN else PUBLISHED[name].load(folder)
     found = find(name)
     if found is None:
         known = (*BUILTIN, *PUBLISHED, *(kind.form() for kind in SOURCES.values()))
         raise UserError(f"there is no data set {name!r}{did_you_mean(name, known)}")
     kind, address = found
     source = build(kind, settings or {})
-    return with_test_set(source.read(name, address), source.test_share)
+    data = source.read(name, address)
+    return with_test_set(data if kind.chooses else restricted(data, source, name), source.test_share)
+
+
+def _names_no_sites(name: str, settings: Mapping[str, Any]) -> None:
+    for key in ("sites", "without"):
+        if settings.get(key) is not None:
+            raise UserError(f"data.{key} chooses sites, but {name} does not say which site a sample comes from")
 
 
 def find(name: str) -> tuple[type[Source], str] | None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Dataset, Inputs
-from fednh.data.sources.settings import Classes, TestShare
+from fednh.data.sources.settings import Classes, Names, TestShare
 from fednh.errors import UserError
 from fednh.storage.files import expanded
 
@@ -28,9 +28,12 @@ class Source(ABC):
     suffixes: ClassVar[tuple[str, ...]] = ()  # of files that are of this kind where no prefix is given
     named: ClassVar[bool] = False  # its labels are names, so they can be matched with a model's classes
     runs_code: ClassVar[bool] = False  # the address decides which code is run on this machine
+    chooses: ClassVar[bool] = False  # `read` leaves out what data.sites and data.without do; else it is done afterwards
 
     classes: Classes = None
     test_share: TestShare = 0.0
+    sites: Names = None
+    without: Names = None
 
     @abstractmethod
     def read(self, name: str, address: str) -> Dataset:

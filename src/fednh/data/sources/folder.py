@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fednh.data import site_choice
 from fednh.data.dataset import Dataset
 from fednh.data.images import MEAN, STD, SUFFIXES, decode_all
 from fednh.data.labels import in_order, numbered
@@ -48,18 +49,21 @@ class Folder(Source):
     example = "photos"
     help = "images as CLASS/, train|test/CLASS/ or SITE/CLASS/"
     named = True
+    chooses = True
 
     size: Size = None
 
     def read(self, name: str, address: str) -> Dataset:
         size = None if self.size is None else (self.size[0], self.size[1])
-        return dataset(name, expanded(address), size, self.classes or ())
+        return dataset(name, expanded(address), size, self)
 
 
-def dataset(name: str, root: Path, size: tuple[int, int] | None, agreed: Sequence[str]) -> Dataset:
+def dataset(name: str, root: Path, size: tuple[int, int] | None, options: Folder) -> Dataset:
     """The folder at `root` as a data set."""
+    agreed = options.classes or ()
     listed, notes = listing(root, agreed)
-    x, told = _images(root, listed, size)
+    listed = _of_chosen_sites(root, listed, options)
+    x, told = _images(root, listed, size, site_choice.words(options))
     y, classes = numbered([image.label for image in listed], agreed, str(root))
     test = np.array([image.test for image in listed])
     sites = tuple(in_order({image.site for image in listed if image.site is not None}))
@@ -110,6 +114,13 @@ def listing(root: Path, agreed: Sequence[str]) -> tuple[list[Listed], list[str]]
     return found, notes
 
 
+def _of_chosen_sites(root: Path, listed: list[Listed], options: Folder) -> list[Listed]:
+    """The images of the sites that data.sites and data.without leave."""
+    known = in_order({image.site for image in listed if image.site is not None})
+    kept = site_choice.chosen(known, options, str(root))
+    return [image for image in listed if image.site is None or image.site in kept]
+
+
 def _files(root: Path) -> tuple[list[str], int]:
     """Images by relative name in a stable order, links followed, and how many other files; hidden ones are not seen."""
     names, others = [], 0
@@ -148,16 +159,16 @@ def _really_sites(root: Path, found: Sequence[Listed], agreed: Sequence[str]) ->
 
 
 def _images(
-    root: Path, listed: Sequence[Listed], size: tuple[int, int] | None
+    root: Path, listed: Sequence[Listed], size: tuple[int, int] | None, part: str = ""
 ) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
-    """The decoded images, from the cache if nothing has changed since."""
+    """The decoded images, from the cache if nothing has changed since; a `part` has a place of its own there."""
     try:
         stats = [image.path.stat() for image in listed]
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read ({error.strerror})") from error
     facts = [[i.name, s.st_size, s.st_mtime_ns] for i, s in zip(listed, stats, strict=True)]
     place = cache.folder("images")
-    whose = f"{_digest(str(root.resolve()))}-{'auto' if size is None else f'{size[0]}x{size[1]}'}"
+    whose = f"{_digest(str(root.resolve()) + part)}-{'auto' if size is None else f'{size[0]}x{size[1]}'}"
     file = place / f"{whose}-{_digest(json.dumps([2, facts]))}.npz"
     with suppress(OSError, ValueError, KeyError, EOFError), np.load(file, allow_pickle=False) as kept:
         if len(kept["x"]) == len(listed):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fednh import extras
-from fednh.data import columns
+from fednh.data import columns, site_choice
 from fednh.data.dataset import Dataset
 from fednh.data.images import MEAN, STD, decode_all
 from fednh.data.labels import in_order, numbered
@@ -101,15 +101,18 @@ def _assembled(datasets: Any, name: str, splits: Any, where: str, options: Huggi
     names = features[label].names if isinstance(features[label], datasets.ClassLabel) else None
     if not pictures:
         return _tabular(name, used, label, names, where, options)
-    words, sources, site_words, test = [], [], [], []
-    site = options.site or ("site" if "site" in features else "")
+    found: list[tuple[Any, str, str, bool]] = []  # of every row: image, class, site, whether it is a test row
+    site = find_column(where, list(features), options.site, "site", needed=False)
     for split, rows in used.items():
         for row in rows.cast_column(pictures[0], datasets.Image(decode=False)):
             image = row[pictures[0]]
-            sources.append(image["bytes"] if image["bytes"] is not None else Path(image["path"]))
-            words.append(names[row[label]] if names else columns.word(row[label]))
-            site_words.append(columns.word(row[site]) if site else "")
-            test.append(split == "test")
+            source = image["bytes"] if image["bytes"] is not None else Path(image["path"])
+            word = names[row[label]] if names else columns.word(row[label])
+            found.append((source, word, columns.word(row[site]) if site else "", split == "test"))
+    if site_choice.is_made(options):
+        here = site_choice.rows_of([row[2] for row in found] if site else [], options, where)
+        found = [row for row, kept in zip(found, here, strict=True) if kept]
+    sources, words, site_words, test = map(list, zip(*found, strict=True))
     size = None if options.size is None else (options.size[0], options.size[1])
     x, notes = decode_all(sources, [f"image {k}" for k in range(len(sources))], size, where)
     y, classes = numbered(words, options.classes or tuple(names or ()), where)

@@ -16,6 +16,12 @@ def _words(value: Any) -> Any:
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
 
 
+def _names(value: Any) -> Any:
+    """A list of names, of which a number is one too; as flat settings have it, also text with commas."""
+    found = [value] if type(value) is int else _words(value)
+    return [str(name) if type(name) is int else name for name in found] if isinstance(found, list) else found
+
+
 def _column(value: Any) -> Any:
     """The word "number", or the list of the values that a column of text has."""
     return value if value == "number" else _words(value)
@@ -43,6 +49,8 @@ def _sizes(value: Any) -> Any:
 Size = Annotated[Annotated[list[int], BeforeValidator(_sizes)] | None, AGREED]
 # The class names, agreed beforehand: a site may lack some.
 Classes = Annotated[Annotated[list[str], BeforeValidator(_words)] | None, AGREED]
+# Sites by name: those that are read (None: all), and those that are left out.
+Names = Annotated[list[str], BeforeValidator(_names)] | None
 # Of every class, cut off as a test set where the source has none.
 TestShare = Annotated[float, Field(ge=0, lt=1), AGREED]
 # Of text files; None: UTF-8.

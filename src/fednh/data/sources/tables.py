@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh import extras
-from fednh.data import columns
+from fednh.data import columns, site_choice
 from fednh.data.columns import MISSING
 from fednh.data.dataset import Dataset, Inputs
 from fednh.data.encoding import checked
@@ -46,6 +46,7 @@ class Tabular(Source):
     """A source with rows and columns."""
 
     named = True
+    chooses = True
 
     label: Column = None
     site: Column = None
@@ -180,6 +181,10 @@ def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Data
     if len(table) == 0:
         raise UserError(f"{where} holds no row")
     written = _written(table)
+    names = columns.names(table.column(site), site, where, written) if site else []
+    if site_choice.is_made(options):
+        here = site_choice.rows_of(names, options, where)
+        table, test, names = table.filter(here), test[here], [n for n, kept in zip(names, here, strict=True) if kept]
     agreed = options.classes or ()
     said = columns.names(table.column(label), label, where, written, agreed)
     y, classes = numbered(said, agreed, where)
@@ -190,7 +195,6 @@ def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Data
     described, told = _described(where, table, {label, site, "split" if has_split else ""}, ~test, options)
     preprocessing: dict[str, Any] = {"kind": "table", "columns": described}
     x, gaps = encode(table, preprocessing, where)
-    names = columns.names(table.column(site), site, where, written) if site else []
     sites = tuple(in_order({n for n, t in zip(names, test, strict=True) if not t})) if site else ()
     number = {n: k for k, n in enumerate(sites)}
     place = np.array([number.get(n, -1) for n in names], np.int64)
