@@ -189,10 +189,10 @@ def test_every_kind_is_complete_and_documented(kind: type[sources.Source]) -> No
 def test_the_settings_of_data_are_those_of_the_kinds() -> None:
     """By hand: which keys there are, which of them a server may decide for sites, and which a kind uses."""
     fixed = {"name", "dir", "augment", "holdout"}
-    of_kinds = {"size", "label", "site", "classes", "columns", "encoding", "test_share"}
+    of_kinds = {"size", "label", "site", "classes", "columns", "encoding", "test_share", "sites", "without"}
     assert set(type(Config().data).model_fields) == fixed | of_kinds
     assert set(SAFE_DATA) == {"augment", "holdout", "size", "classes", "encoding", "test_share"}
-    common, table = {"classes", "test_share"}, {"label", "site", "columns"}
+    common, table = {"classes", "test_share", "sites", "without"}, {"label", "site", "columns"}
     expected = {
         "npz": common,
         "py": common,
