@@ -180,7 +180,7 @@ def _reading(card: Card, training: Training | None, source: str, settings: Mappi
         return config
     own = {f"data.{key}": value for key, value in training.config.data.model_dump().items() if value is not None}
     if CHOICE & set(settings or {}):  # other sites than the run's: their words and classes are the model's
-        how = {key: own[key] for key in ("data.label", "data.site", "data.encoding") if key in own}
+        how = {key: value for key, value in own.items() if key in ("data.label", "data.site", "data.encoding")}
         return reading(card, source, {**how, **(settings or {})})
     return load(None, {**own, **(settings or {})})
 
