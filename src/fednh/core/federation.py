@@ -123,7 +123,9 @@ def class_counts(data: Dataset, parts: list[Indices]) -> list[list[int]]:
 def network(config: Config, shape: tuple[int, ...], num_classes: int) -> Net:
     """The network that a config describes, for samples of this shape."""
     m = config.model
-    net = build_net(m.name, shape, num_classes, m.args, head=m.head, norm=m.norm, weights=m.weights)
+    net = build_net(
+        m.name, shape, num_classes, m.args, head=m.head, norm=m.norm, weights=m.weights, convolution=m.convolution
+    )
     net.precision = config.precision
     return net
 

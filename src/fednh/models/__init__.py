@@ -37,12 +37,13 @@ def build_net(
     head: str | None = None,
     norm: str = "refuse",
     weights: str | None = None,
+    convolution: str = "fast",
 ) -> Net:
     """The Net called `name`: "auto", one of MODELS, or "package.module:Class".
 
     A user's class is called with `shape` or `input_shape` (one sample: (C, H, W) or (F,)) and `num_classes` or
     `n_classes`, whichever its constructor has as parameters, and with `args`. It has .body and .head, or `head` names
-    its last linear layer, or that layer is found. For `norm` and `weights` see Net.
+    its last linear layer, or that layer is found. For `norm`, `weights` and `convolution` see Net.
     """
     name = choose(shape) if name == "auto" else name
     factory = MODELS.get(name) or _factory(name)
@@ -69,7 +70,7 @@ def build_net(
         if head is not None:
             check_head(name, whole, head, shape)
     build = make if head is None else lambda: Split(make(), str(head))
-    return Net(build, shape, num_classes, name, head=head, norm=norm, weights=weights)
+    return Net(build, shape, num_classes, name, head=head, norm=norm, weights=weights, convolution=convolution)
 
 
 def _factory(path: str) -> Callable[..., nn.Module]:

@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from fednh.core.tree import Tree, arranged, below
 from fednh.errors import UserError
+from fednh.models.fast_conv import quicken
 from fednh.models.weights import read_weights
 
 BATCH_NORM = nn.modules.batchnorm._NormBase  # what may keep running statistics: batch and instance normalisation
@@ -26,7 +27,8 @@ class Net:
 
     With `norm="local"` the normalisation layers' parameters and statistics are in no Tree that a method sees: they
     start as `norm`, and a client at work lends its own to its thread; see `core/local_norm.py`. `head` is the head's
-    name in a module that was split; `weights` is a safetensors file to start from.
+    name in a module that was split; `weights` is a safetensors file to start from. With `convolution="fast"`
+    convolutions train by `fast_conv.py` where they can.
 
     With precision "bf16" the body's convolutions and matrix products run in bfloat16, forward and backward. Features
     come out as float32, and so does everything that is made of them.
@@ -44,8 +46,10 @@ class Net:
         head: str | None = None,
         norm: str = "refuse",
         weights: str | None = None,
+        convolution: str = "fast",
     ):
         self.name, self.shape, self.num_classes, self.head = name, shape, num_classes, head
+        self.convolution = convolution
         self._build = build
         self._skeleton = self._checked(seeded(build, 0), norm)
         self._weights: Tree = {} if weights is None else read_weights(weights, self._skeleton, head)
@@ -66,7 +70,8 @@ class Net:
     @property
     def card(self) -> dict[str, str | None]:
         """The arguments that `build_net` needs, beside the constructor's own, to build it again."""
-        return {"name": self.name, "head": self.head, "norm": "local" if self.norm else "refuse"}
+        norm = "local" if self.norm else "refuse"
+        return {"name": self.name, "head": self.head, "norm": norm, "convolution": self.convolution}
 
     @property
     def stateful(self) -> bool:
@@ -112,6 +117,8 @@ class Net:
         """This thread's own `.body` or `.head`."""
         if not hasattr(self._mine, "module"):
             self._mine.module = copy.deepcopy(self._skeleton)
+            if self.convolution == "fast":
+                quicken(self._mine.module)
         part: nn.Module = getattr(self._mine.module, name)
         return part
 

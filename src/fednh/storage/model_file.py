@@ -113,7 +113,7 @@ def architecture(card: Card, weights: Path | None = None) -> tuple[Net, Method]:
 
     A model file may come from anybody: by import path it can name classes of networks and methods, and nothing else.
     """
-    own = {key: value for key, value in (card.model.model_extra or {}).items() if key in ("head", "norm")}
+    own = {k: v for k, v in (card.model.model_extra or {}).items() if k in ("head", "norm", "convolution")}
     start = None if weights is None else str(weights)
     net = build_net(card.model.name, card.shape, len(card.classes), card.model.args, weights=start, **own)
     return net, build_method(card.method)

@@ -1,0 +1,257 @@
+"""Convolutions with fewer multiplications, for training on a CPU: tiles as products of polynomials (Toom-Cook).
+
+A correlation of n = m + r - 1 inputs with r weights has m outputs. It is a product of polynomials, transposed: evaluate
+at points, multiply there, go back. With R products instead of m * r a line, and R^2 instead of m^2 r^2 a tile:
+
+    y = A^T [(G w G^T) * (B x B^T)] A      A (R, m), B (R, n), G (R, r); * sums over channels, by matrix products
+
+(Winograd, "Arithmetic Complexity of Computations", 1980; Lavin, Gray, "Fast Algorithms for Convolutional Neural
+Networks", 2016.) Real points cost one product, a pair of conjugate complex points three (Karatsuba). Many real points
+lose digits, so from eight points on the rest lie on the unit circle: for 5x5 weights and 10x10 outputs R is 17, where a
+Fourier transform takes 20, and the error is below 1e-6. Both gradients are the same sums transposed: what was
+transformed is used again.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+LARGEST = {3: 4, 5: 12}  # outputs a side of a tile, by the side of the weights
+SMALLEST = 4  # outputs a side: below this nothing is gained
+CHANNELS = {3: 64, 5: 32}  # with fewer the ordinary convolution is as fast, or faster
+ROWS = {3: 64, 5: 16}  # images times tiles: as for channels
+BYTES = 10 << 20  # of a chunk's transformed inputs: they should stay in the processor's cache
+FILLED = 0.6  # the least share of the tiles' outputs that the result needs
+NEAR = 0.6  # points are 0, infinity, +-1, +-NEAR, +-1/NEAR and the unit circle: chosen by the error they leave
+
+
+class FastConv2d(nn.Conv2d):
+    """nn.Conv2d that trains by `fast_conv2d` where that pays off.
+
+    The choice depends on shapes and batch size alone, so a run takes the same path every time, with any number of
+    workers. Evaluation, prediction, vmap, export and bfloat16 take the ordinary convolution.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if _training(x, self.weight) and _pays_off(x, self.weight, int(self.padding[0])):
+            return fast_conv2d(x, self.weight, self.bias, int(self.padding[0]))
+        return super().forward(x)
+
+
+def quicken(module: nn.Module) -> None:
+    """Have the convolutions in `module` train by `fast_conv2d`, those that it can compute."""
+    for layer in module.modules():
+        if type(layer) is nn.Conv2d and _computable(layer):
+            layer.__class__ = FastConv2d
+
+
+def fast_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, padding: int = 0) -> Tensor:
+    """F.conv2d for square images and square weights: (N, C, H, H), (K, C, r, r) -> (N, K, H', H'), channels last."""
+    out: Tensor = _Convolution.apply(x, weight, bias, padding)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _computable(layer: nn.Conv2d) -> bool:
+    side, padding = layer.kernel_size[0], layer.padding
+    return (
+        layer.kernel_size == (side, side)
+        and side in LARGEST
+        and not isinstance(padding, str)
+        and padding[0] == padding[1]
+        and layer.padding_mode == "zeros"
+        and layer.stride == layer.dilation == (1, 1)
+        and layer.groups == 1
+        and min(layer.in_channels, layer.out_channels) >= CHANNELS[side]
+    )
+
+
+def _training(x: Tensor, weight: Tensor) -> bool:
+    return (
+        torch.is_grad_enabled()
+        and (x.requires_grad or weight.requires_grad)
+        and x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None  # vmap and its like have no rule for it
+    )
+
+
+def _pays_off(x: Tensor, weight: Tensor, padding: int) -> bool:
+    side = weight.shape[2]
+    if x.ndim != 4 or x.shape[2] != x.shape[3] or x.shape[2] + 2 * padding < side:
+        return False
+    plan = Plan.of(x.shape[2], side, padding)
+    filled = (plan.outputs / (plan.tiles * plan.tile)) ** 2
+    return plan.outputs >= SMALLEST and filled >= FILLED and len(x) * plan.tiles**2 >= ROWS[side]
+
+
+class Plan(NamedTuple):
+    """How an image is cut into tiles."""
+
+    inputs: int  # pixels a side of the image
+    side: int  # r, of the weights
+    padding: int
+    outputs: int  # pixels a side of the result
+    tile: int  # m, outputs a side of a tile
+    tiles: int  # a side
+
+    @classmethod
+    def of(cls, inputs: int, side: int, padding: int) -> Plan:
+        outputs = inputs + 2 * padding - side + 1
+        most = LARGEST[side]
+        tiles = -(-outputs // most)
+        tile = most if side == 3 else max(SMALLEST, -(-outputs // tiles))  # a small tile of 3x3 weights gains nothing
+        return cls(inputs, side, padding, outputs, tile, tiles)
+
+    @property
+    def window(self) -> int:
+        """n, inputs a side of a tile."""
+        return self.tile + self.side - 1
+
+    def cut(self, x: Tensor) -> Tensor:  # (N, C, H, H) -> (n, n, N * tiles^2, C)
+        rows, before = x.permute(0, 2, 3, 1), self.padding
+        after = self.tiles * self.tile + self.side - 1 - self.inputs - before
+        if before or after:
+            rows = F.pad(rows, (0, 0, before, after, before, after))
+        if self.tiles == 1:
+            return rows.permute(1, 2, 0, 3).contiguous()
+        windows = rows.unfold(1, self.window, self.tile).unfold(2, self.window, self.tile)  # (N, t, t, C, n, n)
+        return windows.permute(4, 5, 0, 1, 2, 3).flatten(2, 4).contiguous()
+
+    def uncut(self, windows: Tensor) -> Tensor:  # (n, n, N * tiles^2, C) -> (N, H, H, C)
+        """The transpose of `cut`: what windows share is added up."""
+        m, n, t, over = self.tile, self.window, self.tiles, self.side - 1
+        if t == 1:
+            rows = windows.permute(2, 0, 1, 3)
+        else:
+            parts = windows.view(n, n, -1, t, t, windows.shape[-1]).permute(2, 3, 0, 4, 1, 5)  # (N, t, n, t, n, C)
+            blocks = parts.new_zeros(len(parts), t + 1, m, t + 1, m, parts.shape[-1])
+            blocks[:, :t, :, :t] = parts[:, :, :m, :, :m]
+            blocks[:, 1:, :over, :t] += parts[:, :, m:, :, :m]
+            blocks[:, :t, :, 1:, :over] += parts[:, :, :m, :, m:]
+            blocks[:, 1:, :over, 1:, :over] += parts[:, :, m:, :, m:]
+            rows = blocks.flatten(3, 4).flatten(1, 2)
+        kept = slice(self.padding, self.padding + self.inputs)
+        return rows[:, kept, kept]
+
+    def join(self, tiles: Tensor) -> Tensor:  # (m, m, N * tiles^2, K) -> (N, H', H', K)
+        m, t = self.tile, self.tiles
+        rows = tiles.view(m, m, -1, t, t, tiles.shape[-1]).permute(2, 3, 0, 4, 1, 5).flatten(3, 4).flatten(1, 2)
+        return rows[:, : self.outputs, : self.outputs]
+
+    def disjoin(self, y: Tensor) -> Tensor:  # (N, K, H', H') -> (m, m, N * tiles^2, K), the transpose of `join`
+        m, t = self.tile, self.tiles
+        rows, more = y.permute(0, 2, 3, 1), t * m - self.outputs
+        if more:
+            rows = F.pad(rows, (0, 0, 0, more, 0, more))
+        return rows.reshape(-1, t, m, t, m, rows.shape[-1]).permute(2, 4, 0, 1, 3, 5).flatten(2, 4).contiguous()
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> Tensor:
+        plan = Plan.of(x.shape[2], weight.shape[2], padding)
+        a, b, g = matrices(plan.tile, plan.side, x.dtype)
+        w = _transformed(g, weight.permute(2, 3, 1, 0).contiguous())  # (R^2, C, K)
+        channels = max(weight.shape[:2])
+        step = max(1, BYTES // (x.element_size() * w.shape[0] * plan.tiles**2 * channels))
+        seen, made = [], []
+        for part in torch.split(x, step):
+            seen.append(_transformed(b, plan.cut(part)))  # (R^2, rows, C)
+            made.append(plan.join(_returned(a, torch.bmm(seen[-1], w))))
+        ctx.plan, ctx.step = plan, step
+        ctx.save_for_backward(w, *seen)
+        y = torch.cat(made).contiguous() if len(made) > 1 else made[0].contiguous()
+        if bias is not None:
+            y += bias
+        return y.permute(0, 3, 1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        plan: Plan = ctx.plan
+        w, *seen = ctx.saved_tensors
+        a, b, g = matrices(plan.tile, plan.side, dy.dtype)
+        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        dx: list[Tensor] = []
+        dw: Tensor | None = None
+        for part, x in zip(torch.split(dy, ctx.step), seen, strict=True):
+            y = _transformed(a, plan.disjoin(part))  # (R^2, rows, K)
+            if wants_x:
+                dx.append(plan.uncut(_returned(b, torch.bmm(y, w.mT))))
+            if wants_weight:
+                dw = torch.bmm(x.mT, y) if dw is None else dw.baddbmm_(x.mT, y)
+        return (
+            torch.cat(dx).permute(0, 3, 1, 2) if wants_x else None,
+            None if dw is None else _returned(g, dw).permute(3, 2, 0, 1),
+            dy.sum((0, 2, 3)) if wants_bias else None,
+            None,
+        )
+
+
+def _transformed(matrix: Tensor, tiles: Tensor) -> Tensor:  # (R, s), (s, s, ...) -> (R^2, ...)
+    side, rest = tiles.shape[0], tiles.shape[2:]
+    lines = torch.mm(matrix, tiles.view(side, -1)).view(len(matrix), side, -1)
+    return torch.matmul(matrix, lines).view(-1, *rest)
+
+
+def _returned(matrix: Tensor, tiles: Tensor) -> Tensor:  # (R, s), (R^2, ...) -> (s, s, ...); the transpose
+    rank, side = matrix.shape
+    lines = torch.matmul(matrix.T, tiles.view(rank, rank, -1))
+    return torch.mm(matrix.T, lines.view(rank, -1)).view(side, side, *tiles.shape[1:])
+
+
+@cache
+def matrices(tile: int, side: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """A (R, m), B (R, n), G (R, r) for m = `tile` and r = `side`; their rows are of equal length."""
+    count = tile + side - 1
+    reals, pairs = _points(count)
+    (a, _), (g, _), (_, values) = (_evaluation(reals, pairs, length) for length in (tile, side, count))
+    # Products at the points -> values at the points -> coefficients; B is that, transposed.
+    combine = torch.zeros(count, len(a), dtype=torch.float64)
+    first = len(reals)
+    combine[:first, :first] = torch.eye(first)
+    for j in range(len(pairs)):
+        rows, columns = slice(first + 2 * j, first + 2 * j + 2), slice(first + 3 * j, first + 3 * j + 3)
+        combine[rows, columns] = torch.tensor([[1.0, -1.0, 0.0], [-1.0, -1.0, 1.0]], dtype=torch.float64)
+    b = torch.linalg.solve(values, combine).T
+    lengths = [each.norm(dim=1, keepdim=True) for each in (a, b, g)]
+    equal = (lengths[0] * lengths[1] * lengths[2]) ** (1 / 3)
+    a, b, g = (each * equal / length for each, length in zip((a, b, g), lengths, strict=True))
+    return a.to(dtype).contiguous(), b.to(dtype).contiguous(), g.to(dtype).contiguous()
+
+
+def _points(count: int) -> tuple[list[float], list[complex]]:
+    """So many points: real ones, infinity among them, and one of each conjugate pair."""
+    near = NEAR
+    if count == 6:
+        return [0.0, math.inf, near, -near, 1 / near, -1 / near], []
+    fixed = [0.0, 1.0, -1.0, near, -near, 1 / near, -1 / near, *([] if count % 2 else [math.inf])]
+    pairs = (count - len(fixed)) // 2
+    angles = [math.pi * (j + 1) / (pairs + 1) for j in range(pairs)]
+    return fixed, [complex(math.cos(angle), math.sin(angle)) for angle in angles]
+
+
+def _evaluation(reals: list[float], pairs: list[complex], length: int) -> tuple[Tensor, Tensor]:
+    """What takes a polynomial with so many coefficients to its values: the factors of products, and plain values."""
+    factors: list[list[float]] = []
+    values: list[list[float]] = []
+    for point in reals:
+        last = [0.0] * (length - 1) + [1.0]
+        row = last if math.isinf(point) else [point**k for k in range(length)]
+        factors.append(row)
+        values.append(row)
+    for pair in pairs:
+        powers = [pair**k for k in range(length)]
+        re, im = [p.real for p in powers], [p.imag for p in powers]
+        factors += [re, im, [p + q for p, q in zip(re, im, strict=True)]]
+        values += [re, im]
+    return torch.tensor(factors, dtype=torch.float64), torch.tensor(values, dtype=torch.float64)
