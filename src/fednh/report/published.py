@@ -17,7 +17,7 @@ from fednh.report.groups import PAPER_NAMES, Group, show
 
 # Settings that distinguish groups but do not change the final metrics: where and how the run was computed, and which
 # personal models were evaluated before the end.
-_SAME_METRICS = ("device", "engine", "on_error", "eval.clients")
+_SAME_METRICS = ("device", "engine", "model.convolution", "on_error", "eval.clients")
 
 
 @dataclass(frozen=True)
