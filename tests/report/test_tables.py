@@ -51,6 +51,17 @@ def test_fairness_ranks_the_lowest_spread_first(nine: list[Run]) -> None:
     assert [row[2:] for row in places(sheet)] == [[0, 0], [2, 2], [1, 1]]
 
 
+def test_an_evenly_bad_method_is_not_the_best_in_spread(tmp_path: Path) -> None:
+    """Higher mean first: 40 on every client is even, but 60 and 80 is better for everybody."""
+    good, bad = (60.0, 80.0), (40.0, 40.0)
+    runs = [fake_run(tmp_path / "a", "fednh", 0, 80.0, pm_l=good), fake_run(tmp_path / "b", "local", 0, 80.0, pm_l=bad)]
+    assert [row[1:] for row in places(fairness_sheet(runs))] == [[2, 0, 2], [1, 0, 1]]  # spreads 0 (Local) and 10
+    assert "the higher mean comes first" in fairness_sheet(runs).note
+    assert [row[6:8] for row in places(comparison_sheet(runs))] == [[1, 0], [0, 0]]
+    even = fake_run(tmp_path / "c", "fedavg", 0, 80.0, pm_l=(71.0, 71.0))  # the highest mean and no spread: first in both
+    assert [row[2] for row in places(fairness_sheet([even, runs[0]]))] == [1, 0]
+
+
 def test_worst_tenth_is_the_mean_of_the_lowest_clients(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "a", "fednh", 0, 80.0, pm_l=[10.0, 20.0, *[90.0] * 9])  # eleven: the lowest two
     assert texts(fairness_sheet([run]))[0][3] == "15.00"

@@ -46,10 +46,29 @@ def probability(p: float | None) -> Cell:
     return Cell("< 0.001" if p < 0.001 else f"{p:.3f}", p)
 
 
-def rank(rows: Sequence[list[Cell]], at: int, lowest: bool = False, places: int = 2) -> None:
-    """Mark the best and the second of a column; values equal to two decimals tie. A single row is not marked."""
+def rank(rows: Sequence[list[Cell]], at: int, places: int = 2) -> None:
+    """Mark the highest and the second of a column; values equal to two decimals tie. A single row is not marked."""
     values = [(row, round(value, 2)) for row in rows if isinstance(value := row[at].value, float)]
-    order = sorted({value for _, value in values}, reverse=not lowest)[:places]
+    if len(values) > 1:
+        _mark(values, at, sorted({value for _, value in values}, reverse=True)[:places])
+
+
+def rank_spread(rows: Sequence[list[Cell]], at: int, mean_at: int, places: int = 2) -> None:
+    """Mark the lowest spreads, higher mean first: a method that serves everybody badly is even, but not best.
+
+    So only rows with the highest mean are marked, and none of them if a row with a lower mean has the lowest spread.
+    """
+    pairs = [(row, row[mean_at].value, row[at].value) for row in rows]
+    values = [(row, round(m, 2), round(s, 2)) for row, m, s in pairs if isinstance(m, float) and isinstance(s, float)]
+    if len(values) > 1:
+        highest = max(mean for _, mean, _ in values)
+        first = [(row, spread) for row, mean, spread in values if mean == highest]
+        order = sorted({spread for _, spread in first})
+        if order[0] == min(spread for _, _, spread in values):
+            _mark(first, at, order[:places])
+
+
+def _mark(values: Sequence[tuple[list[Cell], float]], at: int, order: Sequence[float]) -> None:
     for row, value in values:
-        if len(values) > 1 and value in order:
+        if value in order:
             row[at] = replace(row[at], place=order.index(value) + 1)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from fednh.report.cells import DASH, measured, number, percent, probability, rank, size, word
+from fednh.report.cells import DASH, measured, number, percent, probability, rank, rank_spread, size, word
 from fednh.report.groups import Group, Row, TableLayout, lay_out
 from fednh.report.load import Run
 from fednh.report.pairs import HELD_OUT, METRICS, Comparison, compare
@@ -28,7 +28,7 @@ class Metric:
 
     name: str
     values: Callable[[Group], list[float]]
-    lowest_is_best: bool = False
+    spread_of: str | None = None  # a spread over clients: the heading of its mean, which is ranked first
     paper: str | None = None
     paper_prints: str = "mean"  # or "std": the paper's metric is the spread that it prints
 
@@ -40,13 +40,16 @@ ACCURACY = (
 )
 FAIRNESS = (
     Metric("PM(L)", lambda g: g.values("pm_l"), paper="fairness"),
-    Metric("spread", lambda g: g.values("pm_l_std"), lowest_is_best=True, paper="fairness", paper_prints="std"),
+    Metric("spread", lambda g: g.values("pm_l_std"), spread_of="PM(L)", paper="fairness", paper_prints="std"),
     Metric("worst 10%", lambda g: [worst_tenth(values) for values in g.by_client("pm_l")]),
 )
 HELD = (
     *(Metric(name, partial(Group.values, metric=key)) for key, name in HELD_OUT.items()),
-    Metric("spread", lambda g: g.values("held_share_std"), lowest_is_best=True),
+    Metric("spread", lambda g: g.values("held_share_std"), spread_of="held-out share"),
     Metric("worst 10%", lambda g: [worst_tenth(values) for values in g.by_client("held_share")]),
+)
+_MEAN_FIRST = (
+    "Lower is more even, but the higher mean comes first: a spread is marked only where its method has the highest mean."
 )
 _HELD_WORDS = (
     "On samples that every client holds out of its own data. Macro: its classes alike; share: plain accuracy, each "
@@ -62,15 +65,15 @@ def accuracy_sheet(runs: Sequence[Run], paper: bool = False) -> Sheet:
 def fairness_sheet(runs: Sequence[Run], paper: bool = False) -> Sheet:
     """Fairness: mean and spread of PM(L) over clients."""
     words = (
-        "PM(L): mean over clients; spread: standard deviation of PM(L) over clients, lower is more even; "
-        "worst 10%: mean PM(L) of the tenth of clients with the lowest."
+        f"PM(L): mean over clients; spread: standard deviation of PM(L) over clients. {_MEAN_FIRST} "
+        "Worst 10%: mean PM(L) of the tenth of clients with the lowest."
     )
     return _metrics("fairness", "Fairness: PM(L) over clients, in percent", words, FAIRNESS, lay_out(runs), paper)
 
 
 def held_out_sheet(runs: Sequence[Run]) -> Sheet:
     """Accuracy on the clients' own held-out samples: not comparable with metrics on a balanced test set."""
-    words = f"{_HELD_WORDS}; spread and worst 10%: of the personal models' share over clients."
+    words = f"{_HELD_WORDS}; spread and worst 10%: of the personal models' share over clients. {_MEAN_FIRST}"
     return _metrics("held-out", "Accuracy on held-out samples in percent", words, HELD, lay_out(runs), False)
 
 
@@ -133,9 +136,10 @@ def comparison_sheet(runs: Sequence[Run]) -> Sheet:
         ]
         for run in runs
     ]
-    for at, key in enumerate(keys, start=4):
-        rank(rows, at, lowest=key == "pm_l_std", places=1)
-    said = f"{_ACCURACY_WORDS}; fairness: standard deviation of PM(L) over clients, lower is more even."
+    place = {key: at for at, key in enumerate(keys, start=4)}
+    for key, at in place.items():
+        rank_spread(rows, at, place["pm_l"], places=1) if key == "pm_l_std" else rank(rows, at, places=1)
+    said = f"{_ACCURACY_WORDS}; fairness: standard deviation of PM(L) over clients. {_MEAN_FIRST}"
     note = " ".join([said] * ("gm" in keys) + [f"{_HELD_WORDS}."] * held)
     columns = ["method", "data", "seed", "rounds", *keys.values(), "samples/s"]
     title = "Test accuracy in percent" if "gm" in keys else "Accuracy on held-out samples in percent"
@@ -153,7 +157,7 @@ def _metrics(name: str, title: str, words: str, metrics: Sequence[Metric], layou
             shown.append((column, metric, False))
             if paper and metric.paper and any(published(group, metric.paper) for group in here):
                 shown.append((column, metric, True))
-    uneven = len({group.n for group in layout.groups}) > 1
+    uneven, before = len({group.n for group in layout.groups}) > 1, len(_lead(layout)) + 1
     rows = []
     for row in layout.rows:
         cells = _lead_cells(layout, row)
@@ -166,11 +170,14 @@ def _metrics(name: str, title: str, words: str, metrics: Sequence[Metric], layou
             else:
                 cells.append(measured(spread(metric.values(group)), say_n=uneven))
         rows.append(cells)
+    place = {(column, metric.name): at for at, (column, metric, printed) in enumerate(shown, before) if not printed}
     for block in dict.fromkeys((row.data, row.rate) for row in layout.rows):
         rivals = [cells for row, cells in zip(layout.rows, rows, strict=True) if (row.data, row.rate) == block]
-        for at, (_, metric, printed) in enumerate(shown, start=len(_lead(layout)) + 1):
-            if not printed:
-                rank(rivals, at, metric.lowest_is_best)
+        for column, metric, printed in shown:
+            if metric.spread_of and not printed:
+                rank_spread(rivals, place[column, metric.name], place[column, metric.spread_of])
+            elif not printed:
+                rank(rivals, place[column, metric.name])
     several = len(layout.columns) > 1
     heads = [
         (f"{column} " if several else "") + metric.name + (", paper (diff.)" if printed else "")
