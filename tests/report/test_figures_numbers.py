@@ -14,7 +14,7 @@ from fednh.report.figures.base import Choice, NotAllowed
 from fednh.report.figures.convergence import norms
 from fednh.report.figures.curves import curve
 from fednh.report.figures.frequency import global_groups, personal_groups, shot_group
-from fednh.report.figures.partition import shares, two_clients
+from fednh.report.figures.partition import chosen_clients, shares
 from fednh.report.figures.representations import principal, shared_classes
 from fednh.report.figures.sensitivity import gains, swept
 from fednh.report.figures.similarity import cosines, semantics
@@ -124,9 +124,16 @@ def test_default_classes_are_those_that_both_clients_hold() -> None:
 def test_shares_and_clients(tmp_path: Path) -> None:
     assert shares(np.array([[3, 1], [1, 1]]), 0).tolist() == [75, 25]
     run = fake_run(tmp_path / "r", {})
-    assert two_clients([run], Choice()) == (0, 1)
+    assert chosen_clients(run, Choice()) == (0, 1)
     with pytest.raises(NotAllowed, match="no client 7"):
-        two_clients([run], Choice(clients=(0, 7)))
+        chosen_clients(run, Choice(clients=(0, 7)))
+    eight = fake_run(tmp_path / "eight", {}, counts=[(5, 5)] * 8)
+    assert chosen_clients(eight, Choice()) == (0, 1, 2, 3, 4, 5, 6, 7)  # all, up to eight
+    nine = fake_run(tmp_path / "nine", {}, counts=[(5, 5)] * 9)
+    assert chosen_clients(nine, Choice()) == (0, 1)
+    assert chosen_clients(nine, Choice(clients=(8, 2, 5))) == (8, 2, 5)
+    with pytest.raises(NotAllowed, match="9 clients are too many"):
+        chosen_clients(nine, Choice(clients=tuple(range(9))))
 
 
 def test_cifar100_ships_with_its_twenty_groups_of_five() -> None:

@@ -58,7 +58,9 @@ def test_an_evenly_bad_method_is_not_the_best_in_spread(tmp_path: Path) -> None:
     assert [row[1:] for row in places(fairness_sheet(runs))] == [[2, 0, 2], [1, 0, 1]]  # spreads 0 (Local) and 10
     assert "the higher mean comes first" in fairness_sheet(runs).note
     assert [row[6:8] for row in places(comparison_sheet(runs))] == [[1, 0], [0, 0]]
-    even = fake_run(tmp_path / "c", "fedavg", 0, 80.0, pm_l=(71.0, 71.0))  # the highest mean and no spread: first in both
+    even = fake_run(
+        tmp_path / "c", "fedavg", 0, 80.0, pm_l=(71.0, 71.0)
+    )  # the highest mean and no spread: first in both
     assert [row[2] for row in places(fairness_sheet([even, runs[0]]))] == [1, 0]
 
 

@@ -222,9 +222,10 @@ def _recorded(run: Run) -> int:
 
 
 def _words(run: Run) -> str:
-    """For example: digits, Dirichlet(0.3), 20 clients, 50% a round."""
+    """For example: digits, Dirichlet(0.3), 20 clients, 50% a round; or csv:a.csv, 4 natural sites, 100% a round."""
     how, rate = run.config.partition, run.config.participation.rate
-    return f"{run.summary['data']}, {how.kind.words()}, {run.clients} clients, {percent(rate)} a round"
+    divided = f"{run.clients} {how.kind.words()}" if run.natural else f"{how.kind.words()}, {run.clients} clients"
+    return f"{run.summary['data']}, {divided}, {percent(rate)} a round"
 
 
 def varying(settings: Sequence[Mapping[str, Any]]) -> list[str]:

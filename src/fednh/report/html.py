@@ -112,7 +112,7 @@ def _figures(runs: Sequence[Run], choice: Choice) -> tuple[list[dict[str, Any]],
             except NotAllowed as error:
                 lacking[kind.title, str(error)] = None
                 continue
-            entry = {"id": name, "title": kind.title, "reading": kind.reading, "panes": panes}
+            entry = {"id": name, "title": kind.title, "reading": panes[0]["reading"], "panes": panes}
             drawn.setdefault(label, []).append(entry)
     return [{"label": label, "drawn": entries} for label, entries in drawn.items()], list(lacking), files
 
@@ -126,7 +126,8 @@ def _panes(kind: Kind, name: str, runs: Sequence[Run], choice: Choice, files: di
             drawing = kind.draw(runs, replace(choice, x=x))
             svg = style.inline_svg(drawing.figure, pane)
         files[pane] = to_csv(drawing)
-        panes.append({"id": pane, "tab": TABS[x], "caption": drawing.caption, "svg": Markup(svg)})
+        words = {"caption": drawing.caption, "reading": drawing.reading or kind.reading}
+        panes.append({"id": pane, "tab": TABS[x], "svg": Markup(svg), **words})
     return panes
 
 

@@ -22,7 +22,7 @@ class Run:
     config: Config
     summary: dict[str, Any]
     records: list[dict[str, Any]]  # the lines of metrics.jsonl
-    partition: dict[str, Any]  # {"classes": [names], "counts": [[samples by class] by client]}
+    partition: dict[str, Any]  # {"classes": [names], "counts": [[samples by class] by client], "sites": [names]}
     environment: dict[str, Any]
 
     @property
@@ -37,8 +37,22 @@ class Run:
     @property
     def clients(self) -> int:
         """The number of clients; for natural sites it is not in the config."""
-        how = self.config.partition
-        return len(self.partition["counts"]) if how.name == "site" else how.clients
+        return len(self.partition["counts"]) if self.natural else self.config.partition.clients
+
+    @property
+    def natural(self) -> bool:
+        """Whether the clients are sites that the data names."""
+        return self.config.partition.kind.natural
+
+    @property
+    def sites(self) -> dict[int, str]:
+        """The names of clients that have one: natural sites, and the sites of a federation."""
+        if "sites" in self.partition:
+            return dict(enumerate(self.partition["sites"]))
+        return {row["client"]: row["site"] for row in self.summary.get("sites", ())}
+
+    def client_name(self, client: int) -> str:
+        return self.sites.get(client, f"client {client}")
 
     def has(self, *metrics: str) -> bool:
         return any(self.summary.get(metric) is not None for metric in metrics)

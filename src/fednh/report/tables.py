@@ -48,9 +48,7 @@ HELD = (
     Metric("spread", lambda g: g.values("held_share_std"), spread_of="held-out share"),
     Metric("worst 10%", lambda g: [worst_tenth(values) for values in g.by_client("held_share")]),
 )
-_MEAN_FIRST = (
-    "Lower is more even, but the higher mean comes first: a spread is marked only where its method has the highest mean."
-)
+_MEAN_FIRST = "A lower spread is more even, but the higher mean comes first: only with the highest mean is it marked."
 _HELD_WORDS = (
     "On samples that every client holds out of its own data. Macro: its classes alike; share: plain accuracy, each "
     "class by its share; personal models, and the global model (GM) on the same samples, mean over clients"
@@ -290,8 +288,8 @@ def _common(layout: TableLayout, data: bool = True) -> str:
         return ""
     facts = [
         {group.data for group in layout.groups} if data else set(),
-        {group.column for group in layout.groups},
-        {f"{group.clients} clients" for group in layout.groups},
+        {group.column for group in layout.groups if not group.runs[0].natural},
+        {f"{group.clients} {'sites' if group.runs[0].natural else 'clients'}" for group in layout.groups},
         {f"{percent(group.rate)} a round" for group in layout.groups},
         {_rounds(group) for group in layout.groups} if data else set(),
     ]

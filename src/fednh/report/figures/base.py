@@ -31,11 +31,25 @@ def stated_n(counts: Iterable[int]) -> str:
     return f"n = {low}" if low == high else f"n = {low} to {high}"
 
 
+def whom(run: Run, several: bool = True) -> str:
+    """What a figure calls the clients of a run."""
+    return ("site" if run.sites else "client") + "s" * several
+
+
+def identified(run: Run, client: int) -> list[int | str]:
+    """A client in a figure's table: its number, and its name if it has one. `identity` has the columns."""
+    return [client, run.sites[client]] if client in run.sites else [client]
+
+
+def identity(run: Run) -> list[str]:
+    return ["client", "site"] if run.sites else ["client"]
+
+
 @dataclass(frozen=True)
 class Choice:
     """What a person may choose about a figure; None leaves it to the figure."""
 
-    clients: tuple[int, int] | None = None  # partition, representations
+    clients: tuple[int, ...] | None = None  # partition, representations (two)
     classes: tuple[str, ...] | None = None  # representations
     x: str = "round"  # curves: round, bytes or seconds
     groups: Path | None = None  # similarity: a mapping file {"group": ["class", ...]}
@@ -52,6 +66,7 @@ class Drawing:
     caption: str  # n, the spread, and what else was measured
     columns: list[str]
     rows: list[list[Any]] = field(default_factory=list)
+    reading: str = ""  # how to read this drawing; empty: the kind's sentence
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from fednh.errors import UserError, did_you_mean
 from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, metrics_of, stated_n
-from fednh.report.figures.style import DASHES, colours, grid, legend_below, panels
+from fednh.report.figures.style import DASHES, colours, grid, legend_below, side_by_side
 from fednh.report.groups import by_variant, seeds
 from fednh.report.load import Run
 
@@ -65,8 +65,8 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     if max(len(points) for points in curves.values()) < 2:
         raise NotAllowed("no run evaluated more than one round that its other seeds evaluated too (see eval.every)")
     paint = colours(list(variants), [group[0].method for group in variants.values()])
-    figure, axes = panels(1, len(metrics), 3.1, 3.1)
-    for ax, (metric, name) in zip(axes[0], metrics.items(), strict=True):
+    figure, axes = side_by_side(len(metrics), 3.1)
+    for ax, (metric, name) in zip(axes.flat, metrics.items(), strict=True):
         for i, label in enumerate(variants):
             points = curves[label, metric]
             if not points:
@@ -77,24 +77,28 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         grid(ax)
         ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=choice.x == "round"))
         ax.set(title=name, xlabel=AXES[choice.x][0])
-    axes[0, 0].set_ylabel("test accuracy, %" if "gm" in metrics else "accuracy, %")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("test accuracy, %" if "gm" in metrics else "held-out accuracy, %")
     legend_below(figure, variants)
     several = max(map(len, variants.values())) > 1
     band = "the band is ± one standard deviation over seeds" if several else "one seed, so no band"
-    whom = sorted({str(run.config.eval.clients) for run in runs})
+    clients = sorted({str(run.config.eval.clients) for run in runs})
     caption = (
-        f"Mean over {stated_n(map(len, variants.values()))} runs a method (seeds {', '.join(map(str, seeds(runs)))}); "
-        f"{band}. Personal models before the end are those of eval.clients = {', '.join(whom)}."
+        f"Mean over {stated_n(map(len, variants.values()))} run(s) a method (seed {', '.join(map(str, seeds(runs)))}); "
+        f"{band}. Personal models before the end are those of eval.clients = {', '.join(clients)}."
     )
     rows = [[label, metrics[metric], p.x, p.mean, p.spread, p.n] for (label, metric), ps in curves.items() for p in ps]
-    return Drawing(figure, caption, ["method", "metric", choice.x, "mean", "sd_over_seeds", "n"], rows)
+    reading = f"{_READING} {_TESTED if 'gm' in metrics else _HELD}"
+    return Drawing(figure, caption, ["method", "metric", choice.x, "mean", "sd_over_seeds", "n"], rows, reading)
 
 
-CURVES = Kind(
-    "curves",
-    "Accuracy as training goes on",
-    "Higher is better, and further left is cheaper. GM is the global model on all classes; PM(V) and PM(L) are the "
-    "personal models on their owners' classes, all alike or by their share; held-out figures are on each client's own "
-    "held-out samples.",
-    draw,
+_READING = "Higher is better, and further left is cheaper."
+_TESTED = (
+    "GM is the global model on all classes; PM(V) and PM(L) are the personal models on their owners' classes, all "
+    "alike or by their share."
 )
+_HELD = (
+    "All four are means over what each client holds out of its own data: macro counts its classes alike, share is "
+    "plain accuracy. The upper two are the personal models, the lower two (GM) the global model on the same samples."
+)
+CURVES = Kind("curves", "Accuracy as training goes on", _READING, draw)

@@ -6,8 +6,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, metrics_of, stated_n
-from fednh.report.figures.style import ALARM, colours, ink, muted, panels
+from fednh.report.figures.base import (
+    Choice,
+    Drawing,
+    Kind,
+    NotAllowed,
+    identified,
+    identity,
+    metrics_of,
+    stated_n,
+    whom,
+)
+from fednh.report.figures.style import ALARM, colours, ink, muted, panels, shortened
 from fednh.report.groups import by_variant
 from fednh.report.load import Run
 from fednh.report.stats import lowest_tenth, worst_tenth
@@ -19,46 +29,64 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     metric_key = "pm_l" if "pm_l" in metrics_of(runs) else "held_share"
     name = {"pm_l": "PM(L)", "held_share": "held-out accuracy"}[metric_key]
     able = [run for run in runs if run.people(metric_key)]
-    variants = by_variant(able)
-    if not variants:
-        raise NotAllowed("no client took part in any run")
+    if not able:
+        raise NotAllowed("no client took part in any run, or no accuracy of single clients was measured")
+    variants = dict(sorted(by_variant(able).items(), key=lambda item: -_mean(item[1], metric_key)))
     paint = colours(list(variants), [group[0].method for group in variants.values()])
     figure, axes = panels(1, 1, 7.6, 0.9 + 0.46 * len(variants))
     ax, rows = axes[0, 0], []
     total = sum(len(run.people(metric_key)) for group in variants.values() for run in group)
     for place, (label, group) in enumerate(variants.items()):
-        people = [(run.config.seed, *person) for run in group for person in run.people(metric_key)]
+        people = [
+            (run.config.seed, *identified(run, client), value)
+            for run in group
+            for client, value in run.people(metric_key)
+        ]
         by_seed = [[value for _, value in run.people(metric_key)] for run in group]
         values, marked = np.concatenate(by_seed), np.concatenate([lowest_tenth(column) for column in by_seed])
-        mean, worst = (float(np.mean([of(column) for column in by_seed])) for of in (np.mean, worst_tenth))
+        mean, worst = _mean(group, metric_key), float(np.mean([worst_tenth(column) for column in by_seed]))
         height = place + np.random.default_rng(0).uniform(-0.27, 0.27, len(values))
         dots = {"s": 13, "linewidths": 0, "rasterized": total > RASTER}
         ax.scatter(values[~marked], height[~marked], color=paint[label], alpha=0.6, **dots)
         ax.scatter(values[marked], height[marked], color=ALARM, marker="D", **dots)
         ax.plot([mean] * 2, [place - 0.38, place + 0.38], color=ink(), linewidth=1.6)
         spread = float(np.mean([run.summary[f"{metric_key}_std"] for run in group if run.has(metric_key)]))
-        note = f"{mean:.1f} ± {spread:.1f}, worst 10% {worst:.1f}"
+        note = f"{mean:.1f} ± {spread:.1f}, {_worst(group, metric_key)} {worst:.1f}"
         ax.annotate(note, (1.01, place), xycoords=("axes fraction", "data"), va="center", fontsize=8, color=muted())
         rows += [[label, *person, bool(mark)] for person, mark in zip(people, marked, strict=True)]
     ax.set_yticks(range(len(variants)), variants, color=ink())
     ax.set_ylim(len(variants) - 0.5, -0.5)
-    ax.set_xlabel(f"{name} of one client, %")
+    ax.set_xlabel(f"{name} of one {whom(able[0], several=False)}, %")
     ax.grid(True, axis="x")
     ax.set_axisbelow(True)
     ax.tick_params(length=0)
     ax.spines["left"].set_visible(False)
+    whose = whom(able[0])
     caption = (
-        f"One dot a client and seed, {total:,} in all ({stated_n(map(len, variants.values()))} seeds a method); "
-        "the bar is the mean, ± the standard deviation over clients, beside it the mean of the worst 10% of clients, "
-        "all three averaged over seeds; red diamonds are the worst 10% of each seed."
+        f"One dot a {whom(able[0], several=False)} and seed, {total:,} in all ({stated_n(map(len, variants.values()))} "
+        f"seed(s) a method); higher mean first. The bar is the mean, ± the standard deviation over {whose}, beside it "
+        f"the mean of the worst 10% of {whose} (at least one), all three averaged over seeds; red diamonds are the "
+        "worst 10% of each seed."
     )
-    return Drawing(figure, caption, ["method", "seed", "client", metric_key, "worst_tenth"], rows)
+    return Drawing(figure, caption, ["method", "seed", *identity(able[0]), metric_key, "worst_tenth"], rows)
+
+
+def _mean(runs: Sequence[Run], metric: str) -> float:
+    return float(np.mean([np.mean([value for _, value in run.people(metric)]) for run in runs]))
+
+
+def _worst(runs: Sequence[Run], metric: str) -> str:
+    """ "worst 10%", or the name of the site where that is one."""
+    people = runs[0].people(metric)
+    if len(runs) > 1 or len(people) > 10 or not runs[0].sites:
+        return "worst 10%"
+    return f"worst: {shortened(runs[0].client_name(min(people, key=lambda person: person[1])[0]), 16)}"
 
 
 FAIRNESS = Kind(
     "fairness",
     "How evenly clients are served",
-    "A narrow cloud far to the right serves everybody well. Look at the red diamonds: two methods with the same mean "
-    "may treat their worst-off clients very differently.",
+    "A narrow cloud far to the right serves everybody well; a narrow cloud further left serves everybody badly. Look "
+    "at the red diamonds: two methods with the same mean may treat those whom they serve worst very differently.",
     draw,
 )

@@ -49,7 +49,7 @@ def global_groups(run: Run, bounds: tuple[int, int]) -> dict[str, tuple[float, i
 def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     able = [run for run in runs if run.summary["clients"] and run.summary["clients"][0].get("per_class")]
     if not able:
-        raise NotAllowed("the runs' summaries do not hold the personal models' accuracy by class")
+        raise NotAllowed("no personal model was measured by class on a test set that all clients share")
     variants = by_variant(able)
     paint = colours(list(variants), [group[0].method for group in variants.values()])
     figure, axes = panels(1, 2, 4.4, 3.3)

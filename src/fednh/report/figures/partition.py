@@ -1,4 +1,4 @@
-"""Who holds what: clients by classes, and the class distributions of two clients."""
+"""Who holds what: clients by classes, and the class distributions of a few clients."""
 
 from __future__ import annotations
 
@@ -9,63 +9,80 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed
-from fednh.report.figures.style import CYCLE, fading, grid, panels
+from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, identified, identity, whom
+from fednh.report.figures.style import CYCLE, fading, grid, panels, shortened
 from fednh.report.load import Run
 
-BUBBLES = 800  # above so many, a heat map is easier to read (and to draw)
+Counts = NDArray[np.int64]  # (K, C)
+MOST_BUBBLES = 800  # above so many, or so many clients, a heat map is easier to read (and to draw)
+MOST_COLUMNS = 60
+MOST_NAMES = 24  # more names than this cannot be read below an axis
+MOST_TOGETHER = 8  # so many clients' distributions can be told apart
 
 
-def two_clients(runs: Sequence[Run], choice: Choice) -> tuple[int, int]:
-    """The chosen clients, or the first two; they must exist."""
-    count = len(runs[0].partition["counts"])
+def chosen_clients(run: Run, choice: Choice, most: int = MOST_TOGETHER) -> tuple[int, ...]:
+    """The chosen clients; without a choice all of them, or the first two of more than `most`. They must exist."""
+    count = len(run.partition["counts"])
+    if count == 0:
+        raise NotAllowed("only the sites of a federation know what they hold")
     if count < 2:
-        raise NotAllowed("there is only one client")
-    pair = choice.clients or (0, 1)
-    for client in pair:
+        raise NotAllowed(f"there is only one {whom(run, several=False)}")
+    chosen = choice.clients or (tuple(range(count)) if count <= most else (0, 1))
+    for client in chosen:
         if not 0 <= client < count:
             raise NotAllowed(f"there is no client {client}; they are numbered 0 to {count - 1}")
-    return pair
+    if len(chosen) > most:
+        raise NotAllowed(f"{len(chosen)} clients are too many to tell apart; choose up to {most}")
+    return chosen
 
 
-def shares(counts: NDArray[np.int64], client: int) -> NDArray[np.float64]:
+def shares(counts: Counts, client: int) -> NDArray[np.float64]:
     """A client's class distribution in percent."""
     return np.asarray(100 * counts[client] / counts[client].sum(), np.float64)
 
 
 def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     run = min(runs, key=lambda r: r.config.seed)
-    pair = two_clients([run], choice)
+    chosen = chosen_clients(run, choice)
     classes: list[str] = run.partition["classes"]
-    counts = np.array(run.partition["counts"], np.int64)  # (K, C)
+    counts = np.array(run.partition["counts"], np.int64)
     figure, axes = panels(1, 2, 4.4, 3.6)
-    _overview(axes[0, 0], counts, classes)
-    _pair(axes[0, 1], counts, classes, pair)
+    bubbles = _overview(axes[0, 0], run, counts, classes)
+    _together(axes[0, 1], run, counts, classes, chosen)
     sizes = counts.sum(1)
     owned = (counts > 0).sum(1)
     caption = (
-        f"Seed {run.config.seed}; all methods of that seed share it. {len(counts)} clients hold {sizes.sum():,} "
-        f"samples: {sizes.min():,} to {sizes.max():,} each, of {owned.min()} to {owned.max()} classes (median "
-        f"{np.median(owned):g})."
+        f"Seed {run.config.seed}; all methods of that seed share it. {len(counts)} {whom(run)} hold {sizes.sum():,} "
+        f"training samples: {_from_to(sizes)} each, of {_from_to(owned)} classes (median {np.median(owned):g})."
     )
-    rows = [[k, name, int(counts[k, c])] for k in range(len(counts)) for c, name in enumerate(classes)]
-    return Drawing(figure, caption, ["client", "class", "samples"], rows)
+    if run.sites and len(counts) > MOST_NAMES:
+        caption += " Sites are in the order of their names; the CSV file has them."
+    table = [
+        [*identified(run, k), name, int(counts[k, c])] for k in range(len(counts)) for c, name in enumerate(classes)
+    ]
+    mark = "larger" if bubbles else "darker"
+    right = f"all {len(chosen)}" if len(chosen) == len(counts) else f"{len(chosen)} of them"
+    reading = (
+        f"Each column is a {whom(run, several=False)}, each row a class; the {mark} the mark, the more samples. An "
+        f"even federation would be an even pattern. On the right, the same for {right}, as shares."
+    )
+    return Drawing(figure, caption, [*identity(run), "class", "samples"], table, reading)
 
 
-def _overview(ax: Axes, counts: NDArray[np.int64], classes: list[str]) -> None:
+def _from_to(values: Counts) -> str:
+    low, high = values.min(), values.max()
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _overview(ax: Axes, run: Run, counts: Counts, classes: list[str]) -> bool:
+    """Every client's samples by class; returns whether they are drawn as bubbles."""
     where = np.argwhere(counts.T > 0)  # rows of (class, client)
-    if len(where) <= BUBBLES:
+    bubbles = len(where) <= MOST_BUBBLES and len(counts) <= MOST_COLUMNS
+    if bubbles:
         size = counts.T[where[:, 0], where[:, 1]]
         largest = min(180.0, 24000 / max(counts.shape[0], 1) ** 1.35)
-        ax.scatter(
-            where[:, 1],
-            where[:, 0],
-            s=largest * size / size.max(),
-            color=CYCLE[0],
-            alpha=0.75,
-            linewidths=0,
-            clip_on=False,
-        )
+        area = largest * size / size.max()
+        ax.scatter(where[:, 1], where[:, 0], s=area, color=CYCLE[0], alpha=0.75, linewidths=0, clip_on=False)
         ax.margins(0.04)
         ax.invert_yaxis()
     else:
@@ -73,29 +90,45 @@ def _overview(ax: Axes, counts: NDArray[np.int64], classes: list[str]) -> None:
         bar = ax.figure.colorbar(image, ax=ax, shrink=0.8)
         bar.outline.set_visible(False)
         bar.set_label("samples")
-    ax.set(xlabel="client", ylabel="class", title="Samples of each class on every client")
+    one = whom(run, several=False)
+    ax.set(xlabel=one, ylabel="class", title=f"Samples of each class on every {one}")
     if len(classes) <= 20:
-        ax.set_yticks(range(len(classes)), classes)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.set_yticks(range(len(classes)), map(shortened, classes))
+    if run.sites and len(counts) <= MOST_NAMES:
+        _names(ax, [run.client_name(k) for k in range(len(counts))])
+    else:
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.tick_params(length=0)
+    return bubbles
 
 
-def _pair(ax: Axes, counts: NDArray[np.int64], classes: list[str], pair: tuple[int, int]) -> None:
-    place = np.arange(len(classes))
-    for i, client in enumerate(pair):
-        label = f"client {client} (n = {counts[client].sum():,})"
-        ax.bar(place + (i - 0.5) * 0.42, shares(counts, client), 0.4, color=CYCLE[i], label=label)
+def _together(ax: Axes, run: Run, counts: Counts, classes: list[str], chosen: Sequence[int]) -> None:
+    place, width = np.arange(len(classes)), 0.84 / len(chosen)
+    for i, client in enumerate(chosen):
+        label = f"{shortened(run.client_name(client))} (n = {counts[client].sum():,})"
+        at = place + (i - (len(chosen) - 1) / 2) * width
+        ax.bar(at, shares(counts, client), 0.95 * width, color=CYCLE[i], label=label)
     grid(ax)
     if len(classes) <= 20:
-        ax.set_xticks(place, classes, rotation=0 if max(map(len, classes)) <= 3 else 60)
-    ax.set(xlabel="class", ylabel="share of its samples, %", title="Two clients' class distributions")
+        _names(ax, classes)
+    of = f"every {whom(run, several=False)}" if len(chosen) == len(counts) else f"{len(chosen)} {whom(run)}"
+    title = f"Class distribution of {of}"
+    ax.set(xlabel="class", ylabel="share of its samples, %", title=title)
     ax.legend()
+
+
+def _names(ax: Axes, names: Sequence[str]) -> None:
+    """Names below an axis: upright where they are short, slanted where they are not."""
+    ax.set_xticks(range(len(names)), map(shortened, names))
+    if max(map(len, names)) > 3:
+        for text in ax.get_xticklabels():
+            text.set(rotation=50, ha="right", rotation_mode="anchor")
 
 
 PARTITION = Kind(
     "partition",
     "Who holds what",
-    "Each column is a client, each row a class; the larger (or darker) the mark, the more samples. An even federation "
-    "would be an even pattern. On the right, the same for two clients, as shares.",
+    "Each column is a client, each row a class; the larger (or darker) the mark, the more samples. On the right, the "
+    "same for a few clients, as shares.",
     draw,
 )

@@ -18,9 +18,9 @@ from fednh.errors import UserError
 from fednh.methods import Method
 from fednh.models import Net
 from fednh.report.cells import percent
-from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed
-from fednh.report.figures.partition import two_clients
-from fednh.report.figures.style import CYCLE, MARKERS, muted, panels
+from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, identified, identity, whom
+from fednh.report.figures.partition import chosen_clients
+from fednh.report.figures.style import CYCLE, MARKERS, muted, panels, shortened
 from fednh.report.groups import by_variant
 from fednh.report.load import Run
 from fednh.storage.model_file import Card, architecture, read_model
@@ -57,7 +57,7 @@ def shared_classes(counts: NDArray[np.int64], pair: tuple[int, int], how_many: i
 def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     variants = {label: min(group, key=lambda r: r.config.seed) for label, group in by_variant(runs).items()}
     first = next(iter(variants.values()))
-    pair = two_clients([first], choice) if choice.clients else _saved_pair(list(variants.values()))
+    pair = _chosen_pair(first, choice) if choice.clients else _saved_pair(list(variants.values()))
     names: list[str] = first.partition["classes"]
     chosen = _classes(choice, names, np.array(first.partition["counts"]), pair)
     data = _load(first)
@@ -80,7 +80,9 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
             columns["before training"] = principal(representations(net, start, samples, rows))
         columns[label] = principal(*clouds)
     if len(columns) < 2:
-        raise NotAllowed(f"no run has saved personal models of clients {pair[0]} and {pair[1]}")
+        raise NotAllowed(
+            f"no run has saved personal models of {first.client_name(pair[0])} and {first.client_name(pair[1])}"
+        )
     width = min(ACROSS, len(columns))
     figure, axes = panels(2 * -(-len(columns) // width), width, 2.15, 2.0)
     for ax in axes.flat:
@@ -96,22 +98,29 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
             for i, c in enumerate(chosen):
                 mine = clouds[row][labels == c]
                 ax.scatter(*mine.T, s=9, color=CYCLE[i], marker=MARKERS[i], alpha=0.7, linewidths=0, label=names[c])
-            who = "all" if len(clouds) == 1 else pair[row]
-            table += [[label, who, names[c], *point] for c, point in zip(labels, clouds[row].tolist(), strict=True)]
+            who = ["all"] * len(identity(first)) if len(clouds) == 1 else identified(first, pair[row])
+            table += [[label, *who, names[c], *point] for c, point in zip(labels, clouds[row].tolist(), strict=True)]
             if row == 0:
                 ax.set_title(label)
             if row == len(clouds) - 1:
                 ax.set_xlabel(f"{percent(held)} of variance")
             if len(clouds) == 2 and (column == 0 or place == 1):
-                ax.set_ylabel(f"client {pair[row]}")
+                ax.set_ylabel(shortened(first.client_name(pair[row])))
     handles, texts = axes[0, 0].get_legend_handles_labels()
     axes[1, 0].legend(handles, texts, loc="upper left", title="class", labelcolor=muted())
     caption = (
-        f"Test samples, up to {PER_CLASS} of each of {len(chosen)} classes, through the personal models of clients "
-        f"{pair[0]} and {pair[1]} (n = one run a method, its lowest seed). Both clients of a method share one pair "
-        f"of axes; axes of different methods cannot be compared."
+        f"Test samples, up to {PER_CLASS} of each of {len(chosen)} classes, through the personal models of "
+        f"{first.client_name(pair[0])} and {first.client_name(pair[1])} (n = one run a method, its lowest seed). Both "
+        f"{whom(first)} of a method share one pair of axes; axes of different methods cannot be compared."
     )
-    return Drawing(figure, caption, ["method", "client", "class", "pc1", "pc2"], table)
+    return Drawing(figure, caption, ["method", *identity(first), "class", "pc1", "pc2"], table)
+
+
+def _chosen_pair(run: Run, choice: Choice) -> tuple[int, int]:
+    chosen = chosen_clients(run, choice)
+    if len(chosen) != 2:
+        raise UserError(f"representations compare two clients, and {len(chosen)} were chosen")
+    return chosen[0], chosen[1]
 
 
 def _saved_pair(runs: list[Run]) -> tuple[int, int]:
@@ -138,7 +147,7 @@ def _load(run: Run) -> Dataset:
     try:
         data = load_data(run.config)
         if not len(data.y_test):
-            raise NotAllowed("there is no test set")
+            raise NotAllowed("there is no test set that all clients share")
         return fit(data, *divide(data, run.config), run.config.partition.name == "site")[0]
     except NotAllowed:
         raise

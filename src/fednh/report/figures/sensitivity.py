@@ -9,7 +9,7 @@ import numpy as np
 
 from fednh.errors import UserError
 from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, metrics_of, stated_n
-from fednh.report.figures.style import CYCLE, DASHES, MARKERS, grid, legend_below, line, panels
+from fednh.report.figures.style import CYCLE, DASHES, MARKERS, grid, legend_below, line, side_by_side
 from fednh.report.groups import Group, group_runs, method_name, show, varying
 from fednh.report.load import Run
 
@@ -68,9 +68,9 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     if base not in values:
         raise UserError(f"no run has {key} = {base:g}; the base may be {', '.join(f'{v:g}' for v in values)}")
     metrics = metrics_of(runs)
-    figure, axes = panels(1, len(metrics), 3.0, 2.9)
+    figure, axes = side_by_side(len(metrics), 2.9)
     rows, counts = [], set()
-    for ax, (metric, name) in zip(axes[0], metrics.items(), strict=True):
+    for ax, (metric, name) in zip(axes.flat, metrics.items(), strict=True):
         ax.axhline(0, color=line(), linewidth=1)
         for i, (label, groups) in enumerate(lines.items()):
             points = gains([run for group in groups for run in group.runs], key, metric, base)
@@ -84,7 +84,8 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         grid(ax)
         ax.set_xticks(values, [f"{v:g}" for v in values])
         ax.set(title=name, xlabel=key)
-    axes[0, 0].set_ylabel(f"gain over {base:g}, percentage points")
+    for ax in axes[:, 0]:
+        ax.set_ylabel(f"gain over {base:g}, percentage points")
     legend_below(figure, lines)
     if not counts:
         raise NotAllowed(f"no run of another value has a seed in common with {key} = {base:g}")

@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 
 from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, stated_n
 from fednh.report.figures.style import ALARM, CYCLE, fading, muted, panels
-from fednh.report.groups import by_variant
+from fednh.report.groups import by_variant, method_name
 from fednh.report.load import Run
 from fednh.report.superclasses import load_groups
 from fednh.storage.model_file import read_model
 
 Matrix = NDArray[np.float64]
+HEADLESS = ("fedper", "fedrep", "fedbabu")  # these upload no head
 
 
 def prototypes(run: Run) -> Matrix | None:  # (C, D)
@@ -86,7 +87,8 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     bar = figure.colorbar(image, ax=axes, shrink=0.7, aspect=30)
     bar.outline.set_visible(False)
     bar.set_label("cosine", color=muted())
-    return Drawing(figure, _caption(found, scores), ["method", "class", *classes], rows)
+    reading = f"{_READING} {_BOXES if groups else _NO_BOXES}"
+    return Drawing(figure, _caption(found, runs, scores), ["method", "class", *classes], rows, reading)
 
 
 def _boxes(ax: Axes, groups: dict[str, list[int]]) -> None:
@@ -100,7 +102,7 @@ def _boxes(ax: Axes, groups: dict[str, list[int]]) -> None:
         start += len(members)
 
 
-def _caption(found: dict[str, list[Matrix]], scores: dict[str, Matrix]) -> str:
+def _caption(found: dict[str, list[Matrix]], runs: Sequence[Run], scores: dict[str, Matrix]) -> str:
     n = stated_n(map(len, found.values()))
     text = "The picture shows each method's lowest seed. "
     if scores:
@@ -109,16 +111,21 @@ def _caption(found: dict[str, list[Matrix]], scores: dict[str, Matrix]) -> str:
             for label, v in scores.items()
         ]
         text += f"Semantics captured (mean ± standard deviation over {n} seeds): {'; '.join(said)}. "
-    else:
-        text += "No super-classes are known for this data set, so there are no boxes (give a mapping file). "
-    return text + "FedPer, FedRep and FedBABU upload no head; theirs is the one they started from."
+    headless = list(dict.fromkeys(method_name(run.method) for run in runs if run.method in HEADLESS))
+    return text + (
+        f"No head is uploaded by {', '.join(headless)}: it is the one they started from." if headless else ""
+    )
 
 
+_READING = "Red is alike, blue is opposed, blank is unrelated."
+_BOXES = (
+    "Boxes hold the classes of one super-class: warm boxes on a blank ground mean that the method has found the "
+    "kinship. The number is the mean cosine within boxes minus that outside."
+)
+_NO_BOXES = "With super-classes (--groups FILE) a number would say whether the method has found the kinship."
 SIMILARITY = Kind(
     "similarity",
     "Which classes are taken for kin",
-    "Red is alike, blue is opposed, blank is unrelated. Boxes hold the classes of one super-class: warm boxes on a "
-    "blank ground mean that the method has found the kinship. The number is the mean cosine within boxes minus that "
-    "outside.",
+    _READING,
     draw,
 )

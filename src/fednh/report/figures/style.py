@@ -110,11 +110,22 @@ def line() -> str:
     return str(mpl.rcParams["grid.color"])
 
 
+def shortened(name: str, most: int = 24) -> str:
+    """A name that fits beside an axis; tables have the whole of it."""
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
 def panels(rows: int, columns: int, width: float, height: float) -> tuple[Figure, NDArray[Any]]:
     """A figure of rows by columns axes, each `width` by `height` inches."""
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     return figure, axes
+
+
+def side_by_side(count: int, height: float) -> tuple[Figure, NDArray[Any]]:
+    """Panels in one row; four stand two by two, where a row would shrink them on a page."""
+    across = 2 if count == 4 else count
+    return panels(count // across, across, 9.2 / across, height)
 
 
 def colours(labels: Sequence[str], methods: Sequence[str]) -> dict[str, str]:
