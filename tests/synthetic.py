@@ -18,6 +18,8 @@ from fednh.screen import Silent
 from fednh.storage.model_file import write_model
 from fednh.storage.run_folder import RunFolder, environment
 
+DOMAINS = ("art", "cartoon", "photo", "sketch")
+
 
 def record(round_: int, **figures: Any) -> dict[str, Any]:
     """A line of metrics.jsonl with plain defaults."""
@@ -32,14 +34,16 @@ def fake_run(
     counts: Sequence[Sequence[int]] = ((5, 5), (2, 0)),
     classes: Sequence[str] = ("a", "b"),
     people: Sequence[dict[str, Any]] = (),
+    sites: Sequence[str] = (),
     **summary: Any,
 ) -> Run:
     """A finished run folder that nobody computed."""
-    config: Config = load("digits", {"partition.clients": len(counts), **overrides})
+    config: Config = load("digits", overrides if sites else {"partition.clients": len(counts), **overrides})
     path.mkdir(parents=True)
     (path / "config.toml").write_text(dump(config))
     (path / "environment.json").write_text(json.dumps(environment(config)))
     partition = {"classes": list(classes), "counts": [list(row) for row in counts]}
+    partition |= {"sites": list(sites)} if sites else {}
     (path / "partition.json").write_text(json.dumps(partition))
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
     full = {
@@ -70,6 +74,19 @@ def fake_run(
 
 def person(client: int, pm_l: float, per_class: Sequence[float], pm_v: float = 0.0) -> dict[str, Any]:
     return {"client": client, "pm_v": pm_v, "pm_l": pm_l, "per_class": list(per_class), "samples": 10}
+
+
+def fake_sites(path: Path, method: str, held: Sequence[float], sites: Sequence[str] = DOMAINS) -> Run:
+    """A finished run of natural sites without a shared test set; `held` has each site's held-out accuracy."""
+    people = [{"client": k, "pm_v": None, "pm_l": None, "per_class": None} for k in range(len(held))]
+    people = [{**p, "held_share": v, "held_macro": v, "samples": 7} for p, v in zip(people, held, strict=True)]
+    mean = float(np.mean(held))
+    lacks: dict[str, Any] = dict.fromkeys(("gm", "pm_v", "pm_l", "pm_l_std", "per_class"))
+    measured = {"held_share": mean, "held_macro": mean, "held_share_std": float(np.std(held))}
+    records = [record(r, held_share=mean, held_macro=mean) for r in (1, 2)]
+    overrides = {"partition.name": "site", "method.name": method}
+    counts = [(3, 4)] * len(held)
+    return fake_run(path, overrides, records, counts, people=people, sites=sites[: len(held)], **lacks, **measured)
 
 
 def real_run(path: Path, overrides: dict[str, Any]) -> Run:

@@ -19,7 +19,7 @@ from fednh.report.figures import FIGURES
 from fednh.report.html import render, sheet_csv, write_report
 from fednh.report.load import load_runs
 from fednh.report.sheet import Cell, Sheet
-from synthetic import fake_run, many_runs, person, record
+from synthetic import DOMAINS, fake_run, fake_sites, many_runs, person, record
 
 ARTEFACTS = Path(__file__).parents[2] / "artifacts"
 needs_browser = pytest.mark.skipif(find() is None, reason="no Chromium here (Debian: apt-get install chromium)")
@@ -84,6 +84,50 @@ def test_the_explorer_knows_every_clients_classes_and_pm(tmp_path: Path) -> None
     assert group["counts"] == [[5, 5], [2, 0]]
     [method] = group["methods"]
     assert (method["label"], method["values"]) == ("FedNH", {"pm_l": {"1": 81.23}, "pm_v": {"1": 44.4}})
+
+
+@pytest.fixture(scope="module")
+def of_sites(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The report on four natural sites without a shared test set."""
+    runs = tmp_path_factory.mktemp("sites")
+    fake_sites(runs / "fednh", "fednh", [80.0, 60.0, 70.0, 90.0])
+    fake_sites(runs / "local", "local", [50.0, 50.0, 50.0, 52.0])
+    return render(load_runs([runs]), "Four domains")
+
+
+def test_sites_are_named_wherever_clients_are(of_sites: str) -> None:
+    page = Page(of_sites)
+    [group] = page.data["explorer"]
+    assert group["sites"] == list(DOMAINS)
+    assert "<dt>sites</dt><dd>4</dd>" in of_sites
+    assert "One site at a time" in of_sites
+    assert page.data["csv"]["partition"].splitlines()[:2] == ["client,site,class,samples", "0,art,a,3"]
+    assert page.data["csv"]["fairness"].splitlines()[1] == "FedNH,0,0,art,80,False"
+    for name in DOMAINS:
+        assert f"{name} (n = 7)" in of_sites  # all four distributions, in the legend
+    assert "worst: cartoon 60.0" in of_sites
+
+
+def test_what_does_not_apply_to_sites_is_not_shown(of_sites: str) -> None:
+    """There is no shared test set and no super-class, so nothing explains their metrics and boxes."""
+    shown = of_sites[: of_sites.index("<details><summary>Figures that these runs do not allow")]
+    for word in ("PM(V)", "PM(L)", "Boxes", "super-class.", "client 0"):
+        assert word not in shown
+    assert (
+        "Who loses when a class is rare: no personal model was measured by class on a test set that all clients share"
+        in of_sites
+    )
+
+
+def test_means_come_before_spread_in_the_page(of_sites: str) -> None:
+    """FedNH 75 on average, Local 50.5 but more evenly: Local's spread is not the best, and FedNH is drawn first."""
+    table = of_sites[of_sites.index('id="table-held-out"') :]
+    assert re.findall(r'class="place(\d)">(11\.18|0\.87)<', table[: table.index("</table>")]) == [
+        ("0", "0.87"),
+        ("0", "11.18"),
+    ]
+    drawn = of_sites[of_sites.index('id="figure-fairness"') :]
+    assert drawn.index(">FedNH<") < drawn.index(">Local<")
 
 
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>'

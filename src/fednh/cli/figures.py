@@ -29,7 +29,9 @@ def figure(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="A .svg, .pdf or .png file; a folder for 'all'.")
     ] = None,
-    clients: Annotated[str | None, typer.Option(help="Two clients, such as 0,1 (partition, representations).")] = None,
+    clients: Annotated[
+        str | None, typer.Option(help="Clients, such as 0,1 (partition: up to eight; representations: two).")
+    ] = None,
     classes: Annotated[str | None, typer.Option(help="Class names, such as bear,leopard (representations).")] = None,
     x: Annotated[str, typer.Option(help="round, bytes or seconds (curves).")] = "round",
     groups: Annotated[
@@ -51,7 +53,7 @@ def figure(
         raise UserError(f"there is no figure {name!r}{did_you_mean(name, ('list', 'all', *FIGURES))}")
     few, many = _two_numbers(shots, "--shots")
     choice = Choice(
-        clients=None if clients is None else _two_numbers(clients, "--clients"),
+        clients=None if clients is None else _numbers(clients, "--clients"),
         classes=None if classes is None else tuple(word.strip() for word in classes.split(",")),
         x=x,
         groups=groups,
@@ -96,8 +98,14 @@ def report(
 
 
 def _two_numbers(text: str, option: str) -> tuple[int, int]:
+    numbers = _numbers(text, option)
+    if len(numbers) != 2:
+        raise UserError(f"{option} {text!r} should be two whole numbers, such as 20,100")
+    return numbers[0], numbers[1]
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
     try:
-        first, second = (int(word) for word in text.split(","))
+        return tuple(int(word) for word in text.split(","))
     except ValueError:
-        raise UserError(f"{option} {text!r} should be two whole numbers, such as 0,1") from None
-    return first, second
+        raise UserError(f"{option} {text!r} should be whole numbers, such as 0,1") from None

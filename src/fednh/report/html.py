@@ -67,6 +67,7 @@ def render(runs: Sequence[Run], title: str, paper: bool = False, groups: Path | 
         title=title,
         version=fednh.__version__,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        one=_one(runs),
         lead=_lead(runs),
         facts=_facts(runs),
         sheets=[_shown(sheet) for sheet in sheets],
@@ -140,6 +141,11 @@ def _lead(runs: Sequence[Run]) -> str:
     return f"{_and(names)} on {_and(data)}."
 
 
+def _one(runs: Sequence[Run]) -> str:
+    """What the page calls a participant."""
+    return "site" if all(run.names for run in runs) else "client"
+
+
 def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     moved = sum(run.summary["bytes_up"] + run.summary["bytes_down"] for run in runs)
     rounds = sorted({run.summary["rounds"] for run in runs})
@@ -149,7 +155,7 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
         ("methods", str(len({run.method for run in runs}))),
         ("settings", str(len(by_setting(runs)))),
         ("seeds", str(len(seeds(runs)))),
-        ("clients", _range(clients)),
+        (f"{_one(runs)}s", _range(clients)),
         ("rounds", _range(rounds)),
         ("time in all", duration(sum(run.summary["seconds"] for run in runs))),
         ("sent in all", size(moved)),
@@ -221,8 +227,16 @@ def _explorer(runs: Sequence[Run]) -> list[dict[str, Any]]:
             for variant, (run, *_) in variants.items():
                 values = {key: _by_client(run, key) for key in shown}
                 methods.append({"label": variant, "colour": paint[variant], "values": values})
-            partition, names = same[0].partition, {key: EXPLORED[key] for key in shown}
-            found.append({"label": f"{label}, seed {seed}", **partition, "figures": names, "methods": methods})
+            held, names = {key: same[0].partition[key] for key in ("classes", "counts")}, same[0].names
+            found.append(
+                {
+                    "label": f"{label}, seed {seed}",
+                    **held,
+                    "sites": [names.get(k) for k in range(len(held["counts"]))] if names else None,
+                    "figures": {key: EXPLORED[key] for key in shown},
+                    "methods": methods,
+                }
+            )
     return found
 
 

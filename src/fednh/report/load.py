@@ -45,14 +45,14 @@ class Run:
         return self.config.partition.kind.natural
 
     @property
-    def sites(self) -> dict[int, str]:
-        """The names of clients that have one: natural sites, and the sites of a federation."""
-        if "sites" in self.partition:
-            return dict(enumerate(self.partition["sites"]))
-        return {row["client"]: row["site"] for row in self.summary.get("sites", ())}
+    def names(self) -> dict[int, str]:
+        """The clients' names, where they are natural sites or real ones."""
+        found = dict(enumerate(self.partition.get("sites", ())))
+        rows = (*([] if self.partition["counts"] else self.summary.get("sites", ())), *self.summary["clients"])
+        return found | {row["client"]: row["site"] for row in rows if "site" in row}
 
     def client_name(self, client: int) -> str:
-        return self.sites.get(client, f"client {client}")
+        return self.names.get(client, f"client {client}")
 
     def has(self, *metrics: str) -> bool:
         return any(self.summary.get(metric) is not None for metric in metrics)

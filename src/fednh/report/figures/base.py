@@ -33,16 +33,16 @@ def stated_n(counts: Iterable[int]) -> str:
 
 def whom(run: Run, several: bool = True) -> str:
     """What a figure calls the clients of a run."""
-    return ("site" if run.sites else "client") + "s" * several
+    return ("site" if run.names else "client") + "s" * several
 
 
 def identified(run: Run, client: int) -> list[int | str]:
     """A client in a figure's table: its number, and its name if it has one. `identity` has the columns."""
-    return [client, run.sites[client]] if client in run.sites else [client]
+    return [client, run.names[client]] if client in run.names else [client]
 
 
 def identity(run: Run) -> list[str]:
-    return ["client", "site"] if run.sites else ["client"]
+    return ["client", "site"] if run.names else ["client"]
 
 
 @dataclass(frozen=True)

@@ -78,14 +78,14 @@ def _mean(runs: Sequence[Run], metric: str) -> float:
 def _worst(runs: Sequence[Run], metric: str) -> str:
     """ "worst 10%", or the name of the site where that is one."""
     people = runs[0].people(metric)
-    if len(runs) > 1 or len(people) > 10 or not runs[0].sites:
+    if len(runs) > 1 or len(people) > 10 or not runs[0].names:
         return "worst 10%"
     return f"worst: {shortened(runs[0].client_name(min(people, key=lambda person: person[1])[0]), 16)}"
 
 
 FAIRNESS = Kind(
     "fairness",
-    "How evenly clients are served",
+    "How evenly everybody is served",
     "A narrow cloud far to the right serves everybody well; a narrow cloud further left serves everybody badly. Look "
     "at the red diamonds: two methods with the same mean may treat those whom they serve worst very differently.",
     draw,

@@ -55,7 +55,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         f"Seed {run.config.seed}; all methods of that seed share it. {len(counts)} {whom(run)} hold {sizes.sum():,} "
         f"training samples: {_from_to(sizes)} each, of {_from_to(owned)} classes (median {np.median(owned):g})."
     )
-    if run.sites and len(counts) > MOST_NAMES:
+    if run.names and len(counts) > MOST_NAMES:
         caption += " Sites are in the order of their names; the CSV file has them."
     table = [
         [*identified(run, k), name, int(counts[k, c])] for k in range(len(counts)) for c, name in enumerate(classes)
@@ -94,7 +94,7 @@ def _overview(ax: Axes, run: Run, counts: Counts, classes: list[str]) -> bool:
     ax.set(xlabel=one, ylabel="class", title=f"Samples of each class on every {one}")
     if len(classes) <= 20:
         ax.set_yticks(range(len(classes)), map(shortened, classes))
-    if run.sites and len(counts) <= MOST_NAMES:
+    if run.names and len(counts) <= MOST_NAMES:
         _names(ax, [run.client_name(k) for k in range(len(counts))])
     else:
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -48,6 +48,18 @@
     });
   }
 
+  // --- long tables: show the rows that contain what is typed
+  for (const input of $$("[data-find]")) {
+    const place = input.closest(".find"), rows = [...place.nextElementSibling.querySelector("tbody").rows];
+    place.hidden = false;
+    input.addEventListener("input", () => {
+      const sought = input.value.trim().toLowerCase();
+      for (const row of rows) row.hidden = !row.textContent.toLowerCase().includes(sought);
+      const shown = rows.filter((row) => !row.hidden).length;
+      place.querySelector("span").textContent = sought ? `${shown} of ${rows.length} rows` : "";
+    });
+  }
+
   // --- tabs
   for (const list of $$("[role=tablist]")) {
     const tabs = $$("[role=tab]", list);
@@ -76,9 +88,10 @@
   const explorer = document.getElementById("explorer");
   if (!explorer) return;
   const pick = { group: explorer.querySelector("#pick-group"), client: explorer.querySelector("#pick-client") };
-  const fill = (select, texts) => select.replaceChildren(...texts.map((text, i) => {
+  const find = explorer.querySelector("#find-client");
+  const fill = (select, options) => select.replaceChildren(...options.map(([value, text]) => {
     const option = element("option", text);
-    option.value = i;
+    option.value = value;
     return option;
   }));
   const bars = (target, rows, largest, show) => target.replaceChildren(...rows.flatMap(([name, value, colour]) => {
@@ -90,7 +103,7 @@
     track.append(bar);
     return [element("b", name), track, element("span", value === null ? "not measured" : show(value))];
   }));
-  const name = (group, client) => group.sites ? `${group.sites[client]} (client ${client})` : `Client ${client}`;
+  const name = (group, client) => group.sites?.[client] ?? `Client ${client}`;
   const showClient = () => {
     const group = data.explorer[pick.group.value], client = Number(pick.client.value);
     const counts = group.counts[client], total = counts.reduce((a, b) => a + b, 0);
@@ -110,16 +123,27 @@
   };
   const showGroup = () => {
     const group = data.explorer[pick.group.value];
-    fill(pick.client, group.counts.map((_, i) => name(group, i)));
+    const many = group.counts.length > 12;
+    for (const node of [find, explorer.querySelector("label[for=find-client]")]) node.hidden = !many;
+    find.value = "";
+    fill(pick.client, group.counts.map((_, i) => [i, name(group, i)]));
     showClient();
   };
-  fill(pick.group, data.explorer.map((group) => group.label));
+  find.addEventListener("input", () => {
+    const group = data.explorer[pick.group.value], sought = find.value.trim().toLowerCase(), now = pick.client.value;
+    const all = group.counts.map((_, i) => [i, name(group, i)]);
+    const some = all.filter(([, text]) => text.toLowerCase().includes(sought));
+    fill(pick.client, some.length ? some : all);
+    if (some.some(([i]) => String(i) === now)) pick.client.value = now;
+    showClient();
+  });
+  fill(pick.group, data.explorer.map((group, i) => [i, group.label]));
   pick.group.addEventListener("change", showGroup);
   pick.client.addEventListener("change", showClient);
   for (const [id, step] of [["earlier", -1], ["later", 1]]) {
     explorer.querySelector(`#${id}`).addEventListener("click", () => {
       const count = pick.client.options.length;
-      pick.client.value = (Number(pick.client.value) + step + count) % count;
+      pick.client.selectedIndex = (pick.client.selectedIndex + step + count) % count;
       showClient();
     });
   }
