@@ -159,7 +159,7 @@ def test_a_killed_server_goes_on_and_ends_as_if_nothing_had_happened(method: str
 
     out = tmp_path / "flower"
     nodes = {1000 + k: {"partition-id": k, "num-partitions": 5} for k in range(5)}
-    app = client_app(out / "clients", out / "models" / "personal")
+    app = client_app(out / "clients", out)
     wire_of = [Wire(nodes, app, kill)]
     with pytest.raises(Killed):
         serve(config, wire_of[0], out, simulated=True)
@@ -182,7 +182,7 @@ def test_an_order_that_comes_twice_gives_the_same_answer(tmp_path: Path) -> None
 
     out = tmp_path / "twice"
     nodes = {1000 + k: {"partition-id": k, "num-partitions": 5} for k in range(5)}
-    wire_of = [Wire(nodes, client_app(out / "clients", out / "models" / "personal"), twice)]
+    wire_of = [Wire(nodes, client_app(out / "clients", out), twice)]
     serve(config, wire_of[0], out, simulated=True)
     compare(tmp_path / "once", out)
 

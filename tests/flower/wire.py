@@ -103,7 +103,7 @@ def federate(config: Config, out: Path, tamper: Tamper | None = None, simulated:
     """The config as a federation of divided sites over a Wire, in the run folder `out`."""
     sites = config.partition.clients
     nodes = {1000 + k: {"partition-id": k, "num-partitions": sites} for k in range(sites)}
-    wire = Wire(nodes, client_app(out / "clients", out / "models" / "personal" if simulated else None), tamper)
+    wire = Wire(nodes, client_app(out / "clients", out if simulated else None), tamper)
     return wire, serve(config, wire, out, simulated)
 
 

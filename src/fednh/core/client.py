@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
+import numpy as np
 import torch
 
 from fednh.core import evaluate
@@ -22,6 +22,7 @@ from fednh.core.tree import Tree, arranged, finite
 from fednh.data.batches import ClientData, Samples
 from fednh.methods.base import Method
 from fednh.models.net import Net
+from fednh.storage.outcomes import Classes, Outcomes
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,19 @@ def correct_per_class(
     method: Method, net: Net, model: Tree, test: Samples, tick: Callable[[int], None] = unhurried
 ) -> torch.Tensor:  # (C,)
     """How many test samples of each class a model gets right; `tick` is called before every batch."""
+    return evaluate.hits_per_class(_predicted(method, net, model, test, tick), test)
+
+
+def _predicted(
+    method: Method, net: Net, model: Tree, test: Samples, tick: Callable[[int], None]
+) -> torch.Tensor:  # (N,)
     model = arranged(model)
 
     def predict(x: torch.Tensor) -> torch.Tensor:
         tick(len(x))
         return method.logits(net, model, x)
 
-    return evaluate.correct_per_class(predict, test)
+    return evaluate.predicted(predict, test)
 
 
 def measured(
@@ -108,11 +115,13 @@ def measured(
     """What a client's own `model` achieves on the balanced test set and, like the `shared` one, on held-out samples."""
     total = evaluate.total_per_class(test)
     correct = correct_per_class(method, net, model, test, tick) if len(test) else torch.zeros_like(total)
-    found: dict[str, Any] = {}
-    for prefix, tree in (("held", model), ("held_gm", shared)):
-        if tree is not None and len(held):
-            right = correct_per_class(method, net, tree, held, tick)
-            macro, share = evaluate.held_accuracy(right, evaluate.total_per_class(held))
-            found |= {f"{prefix}_macro": macro, f"{prefix}_share": share}
     person = evaluate.personal(client, correct, total, data.counts)
-    return replace(person, samples=len(data), **found)
+    if not len(held):
+        return replace(person, samples=len(data))
+    trees = (model,) if shared is None else (model, shared)
+    outcomes = Outcomes(*map(_classes, (held.y, *(_predicted(method, net, tree, held, tick) for tree in trees))))
+    return replace(person, samples=len(data), outcomes=outcomes, **evaluate.held_metrics(outcomes, held.num_classes))
+
+
+def _classes(column: torch.Tensor) -> Classes:
+    return column.cpu().numpy().astype(np.int32)

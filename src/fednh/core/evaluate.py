@@ -10,19 +10,21 @@ Fairness is the standard deviation of PM(L) over clients.
 What clients hold out of their own data is another measure, with names of its own and never mixed with these:
     held_macro   the mean over the classes in the held-out samples of the accuracy on each
     held_share   plain accuracy on them, so every class counts by its share
-for the personal model, and held_gm_macro and held_gm_share for the global model on the same samples.
+for the personal model, and held_gm_macro and held_gm_share for the global model on the same samples. Their means leave
+out natural sites with a single class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fednh.data.batches import EVAL_BATCH, Samples
+from fednh.storage.outcomes import Outcomes
 
 HELD = ("held_macro", "held_share", "held_gm_macro", "held_gm_share")
 
@@ -40,24 +42,33 @@ class Personal:
     held_gm_macro: float | None = None  # the global model on the same samples
     held_gm_share: float | None = None
     samples: int = 0  # training samples of the client
+    outcomes: Outcomes | None = field(default=None, compare=False, repr=False)  # sample by sample, where these are here
 
     @property
     def measures_held_out(self) -> bool:
         return any(getattr(self, key) is not None for key in HELD)
 
     def record(self) -> dict[str, Any]:
-        """For the summary: held-out metrics only where there are some."""
-        return {key: v for key, v in asdict(self).items() if v is not None or not key.startswith("held_")}
+        """For the summary: held-out metrics only where there are some, and nothing about single samples."""
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "outcomes"}
+        return {key: v for key, v in found.items() if v is not None or not key.startswith("held_")}
 
 
 @torch.no_grad()
+def predicted(predict: Callable[[Tensor], Tensor], test: Samples) -> Tensor:  # (N,)
+    """The class that `predict` (x -> logits) takes each sample for."""
+    found = [predict(test.floats(x)).argmax(1) for x in torch.split(test.x, EVAL_BATCH)]
+    return torch.cat(found)
+
+
+def hits_per_class(guessed: Tensor, test: Samples) -> Tensor:  # (C,)
+    """How many samples of each class were taken for what they are."""
+    return torch.bincount(test.y[guessed == test.y], minlength=test.num_classes).cpu().to(torch.float64)
+
+
 def correct_per_class(predict: Callable[[Tensor], Tensor], test: Samples) -> Tensor:  # (C,)
     """How many test samples of each class `predict` (x -> logits) gets right."""
-    hits = torch.zeros(test.num_classes, dtype=torch.float64)
-    for x, y in zip(torch.split(test.x, EVAL_BATCH), torch.split(test.y, EVAL_BATCH), strict=True):
-        right = y[predict(test.floats(x)).argmax(1) == y]
-        hits += torch.bincount(right, minlength=test.num_classes).cpu()
-    return hits
+    return hits_per_class(predicted(predict, test), test)
 
 
 def total_per_class(test: Samples) -> Tensor:  # (C,)
@@ -86,6 +97,18 @@ def held_accuracy(correct: Tensor, total: Tensor) -> tuple[float, float] | tuple
     return float(100 * (correct[there] / total[there]).mean()), float(100 * correct.sum() / total.sum())
 
 
+def held_metrics(found: Outcomes, num_classes: int) -> dict[str, Any]:
+    """HELD, from the predictions for a client's held-out samples."""
+    label, metrics = torch.from_numpy(found.label), dict[str, Any]()
+    total = torch.bincount(label, minlength=num_classes).to(torch.float64)
+    for prefix, guessed in (("held", found.personal), ("held_gm", found.shared)):
+        if guessed is not None:
+            right = torch.bincount(label[torch.from_numpy(guessed) == label], minlength=num_classes)
+            macro, share = held_accuracy(right.to(torch.float64), total)
+            metrics |= {f"{prefix}_macro": macro, f"{prefix}_share": share}
+    return metrics
+
+
 def personal(client: int, correct: Tensor, total: Tensor, counts: Tensor) -> Personal:
     """PM(V) and PM(L) of one client, from its training counts per class."""
     if not total.any():
@@ -96,19 +119,32 @@ def personal(client: int, correct: Tensor, total: Tensor, counts: Tensor) -> Per
     return Personal(client, accuracy(correct, total, owned), by_share, per_class(correct, total))
 
 
-def metrics(correct: Tensor | None, total: Tensor | None, people: Sequence[Personal]) -> dict[str, float | None]:
-    """A round's metrics: GM of the global model's `correct`, and the means over these personal models."""
+def metrics(
+    correct: Tensor | None, total: Tensor | None, people: Sequence[Personal], one_class: Sequence[int] = ()
+) -> dict[str, float | None]:
+    """A round's metrics: GM of the global model's `correct`, and the means over these personal models.
+
+    Clients of `one_class`, natural sites with a single class, are left out of held-out means.
+    """
     gm = None if correct is None or total is None else accuracy(correct, total, torch.ones_like(total))
     keys = ("pm_v", "pm_l", *(HELD if any(person.measures_held_out for person in people) else ()))
-    return {"gm": gm, **{key: mean_and_spread(getattr(p, key) for p in people)[0] for key in keys}}
+    return {"gm": gm, **{key: mean_and_spread(_values(people, key, one_class))[0] for key in keys}}
 
 
-def final_metrics(correct: Tensor | None, total: Tensor | None, people: Sequence[Personal]) -> dict[str, Any]:
+def _values(people: Sequence[Personal], key: str, one_class: Sequence[int]) -> list[float | None]:
+    left_out = one_class if key in HELD else ()
+    return [getattr(person, key) for person in people if person.client not in left_out]
+
+
+def final_metrics(
+    correct: Tensor | None, total: Tensor | None, people: Sequence[Personal], one_class: Sequence[int] = ()
+) -> dict[str, Any]:
     """The same with spreads, by class and by client: for a run's summary."""
-    found: dict[str, Any] = metrics(correct, total, people)
+    found: dict[str, Any] = metrics(correct, total, people, one_class)
     found["pm_l_std"] = mean_and_spread(p.pm_l for p in people)[1]
     if "held_share" in found:
-        found["held_share_std"] = mean_and_spread(p.held_share for p in people)[1]
+        found["held_share_std"] = mean_and_spread(_values(people, "held_share", one_class))[1]
+        found |= {"one_class": list(one_class)} if one_class else {}
     found["per_class"] = None if correct is None or total is None else per_class(correct, total)
     return {**found, "clients": [person.record() for person in people]}
 

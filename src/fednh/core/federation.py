@@ -52,6 +52,10 @@ class Federation:
     def measures_held_out(self) -> bool:
         return any(map(len, self.held_out))
 
+    def name(self, client: int) -> str:
+        """What messages call a client."""
+        return f"site {self.sites[client]} (client {client})" if self.sites else f"client {client}"
+
     def class_counts(self) -> list[list[int]]:
         """Training samples of each class (columns) on every client (rows)."""
         return class_counts(self.dataset, self.parts)
@@ -105,6 +109,15 @@ class ServerSide:
     notes: tuple[str, ...] = ()  # about the data, for the user
     train: Samples | None = None  # the training samples, where all are in one place
     trained_on: Indices | None = None  # those of them that clients train on
+
+    @property
+    def one_class(self) -> list[int]:
+        """The natural sites with a single class, which any model can learn to name: means over sites leave them out.
+
+        None if all sites are like that, and none where only the sites know their classes.
+        """
+        few = [client for client, row in enumerate(self.counts) if self.sites and np.count_nonzero(row) < 2]
+        return few if len(few) < len(self.counts) else []
 
 
 def initial_state(method: Method, net: Net, seed: int, device: str = "cpu") -> Tree:

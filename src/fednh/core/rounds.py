@@ -63,6 +63,7 @@ class Rounds:
                 self._exchange()
             self.checkpoints.wait()
             self.summary |= self.executor.finished(self.progress.round)
+            self._name_sites()
             self.folder.write_summary(self.summary)
         check_lost(self.summary)
         return self.summary
@@ -341,11 +342,13 @@ class Rounds:
         started, progress = time.perf_counter(), self.progress
         correct, people = self._global(), answers.people()
         chosen, record = set(self._of_the_round()), progress.records[-1]
-        record |= evaluate.metrics(correct, self.total, [p for p in people if p.client in chosen])
+        few = self.side.one_class
+        record |= evaluate.metrics(correct, self.total, [p for p in people if p.client in chosen], few)
         last = progress.round == self.config.rounds
         if last:
             self._write_models(answers)
-            self.folder.remove_other_models(person.client for person in people)
+            self.folder.write_outcomes({p.client: p.outcomes for p in people if p.outcomes is not None})
+            self.folder.remove_others(person.client for person in people)
         record["eval_seconds"] = round(time.perf_counter() - started, 4)
         progress.eval_seconds += record["eval_seconds"]
         progress.seconds += time.perf_counter() - started
@@ -382,10 +385,20 @@ class Rounds:
             "data": self.side.name,
             "seed": self.config.seed,
             "rounds": self.progress.round,
-            **evaluate.final_metrics(correct, self.total, people),
+            **evaluate.final_metrics(correct, self.total, people, self.side.one_class),
             **self.progress.totals(),
             **({"lost": lost} if lost else {}),
         }
+
+    def _name_sites(self) -> None:
+        """Put the sites' names beside the clients' numbers."""
+        names = dict(enumerate(self.side.sites))
+        if self.executor.deployed:
+            names |= {site["client"]: site["site"] for site in self.summary.get("sites", ())}
+        self.summary["clients"] = [
+            {"client": row["client"], **({"site": names[row["client"]]} if row["client"] in names else {}), **row}
+            for row in self.summary["clients"]
+        ]
 
     def _write_line(self, record: dict[str, Any]) -> None:
         self.folder.append_metrics(record)

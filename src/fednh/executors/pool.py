@@ -104,7 +104,7 @@ class Pool:
         return {}
 
     def name(self, client: int) -> str:
-        return f"client {client}"
+        return self.fed.name(client)
 
     def note(self, text: str, client: int | None = None, round_: int = 0) -> None:
         self.watcher.note(text)
@@ -134,7 +134,7 @@ class PoolAnswers:
             if update is None:
                 raise Interrupted
             if isinstance(update, Exception):
-                told = failures.sentence(self.method, update, f"client {client} failed in round {round_}")
+                told = failures.sentence(self.method, update, f"{pool.name(client)} failed in round {round_}")
                 yield client, Missing("failed", told, update)
                 continue
             pool.store.put(client, update.keep, round_)
@@ -158,7 +158,7 @@ class PoolAnswers:
 
     def _person(self, shared: Tree | None, client: int) -> Personal:
         round_, fed, meter = self.asked.done, self.fed, self.pool.meter
-        with failures.named(self.method, f"the personal model of client {client} failed after round {round_}"):
+        with failures.named(self.method, f"the personal model of {self.pool.name(client)} failed after round {round_}"):
             data = ClientData(fed.train, fed.parts[client], self.config.seed, round_, client, "personal")
             kept, sgd = self.pool.store.get(client), self.config.train.sgd(round_)
             model = clients.personal_model(self.method, self.net, kept, self.asked.down, data, sgd, meter)

@@ -51,7 +51,7 @@ def simulate(
     def main(grid: Grid, context: Context) -> None:
         rounds(config, grid, folder, watcher, manner, stop, federation).run()
 
-    sites = client_app(home=folder.clients.absolute(), models=folder.personal_models.absolute())
+    sites = client_app(home=folder.clients.absolute(), run=folder.path.absolute())
     resources = {"num_cpus": 1, "num_gpus": 0.0 if config.device == "cpu" else 1.0}
     with _quiet(), _ray(config):
         run_simulation(server_app, sites, len(federation.parts), backend_config={"client_resources": {**resources}})

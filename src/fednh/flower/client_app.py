@@ -42,10 +42,10 @@ class Duty:
 Handler = Callable[[Duty], RecordDict]
 
 
-def client_app(home: Path | None = None, models: Path | None = None) -> ClientApp:
-    """A ClientApp. A simulation passes the folders for its sites' states and models; its orders need no signature."""
+def client_app(home: Path | None = None, run: Path | None = None) -> ClientApp:
+    """A ClientApp. A simulation passes a folder for its sites' states, and its run folder; orders need no signature."""
     app = ClientApp()
-    handle = partial(_simulated, home, models) if home is not None else _deployed
+    handle = partial(_simulated, home, run) if home is not None else _deployed
     app.query()(partial(handle, _hello))
     app.query(messages.NOTICE.partition(".")[2])(partial(handle, _notice))
     app.train()(partial(handle, _answer))
@@ -71,11 +71,11 @@ def _answer(duty: Duty) -> RecordDict:
     return site.answer(order, down, more).write()
 
 
-def _simulated(home: Path, models: Path | None, work: Handler, message: Message, context: Context) -> Message:
+def _simulated(home: Path, run: Path | None, work: Handler, message: Message, context: Context) -> Message:
     """In a simulation the user is server and sites at once: nothing is signed, and errors are sent in full."""
     try:
         with one_thread():
-            content = work(Duty(read_place(context.node_config, home, models), message.content, None))
+            content = work(Duty(read_place(context.node_config, home, run), message.content, None))
     except (UserError, RunError) as error:
         content = messages.sorry(str(error))
     except Exception as error:

@@ -280,7 +280,9 @@ class Sites:
         return {"sites": [{"client": m.number, "site": m.site, "rounds": len(m.rounds)} for m in self.membership]}
 
     def name(self, client: int) -> str:
-        return f"site {self.membership.site(client)} (client {client})" if self.deployed else f"client {client}"
+        if self.deployed or self.fed is None:
+            return f"site {self.membership.site(client)} (client {client})"
+        return self.fed.name(client)
 
     def note(self, text: str, client: int | None = None, round_: int = 0) -> None:
         """Write to the log and to the run folder's federation.log; about a client, to the audit log too."""
@@ -338,7 +340,7 @@ def _when(order: Order) -> int:
 def _person(answer: Answer, classes: int) -> Personal:
     """A site's metrics, without implausible values: accuracies lie between 0 and 100 percent."""
     found, samples = answer.figures, answer.figures.get("samples")
-    percent = {
+    percent: dict[str, Any] = {
         key: float(value)
         for key in ("pm_v", "pm_l", *HELD)
         if isinstance(value := found.get(key), int | float) and 0 <= value <= 100

@@ -14,6 +14,7 @@ What a site keeps, HOME being its `state`:
   HOME/orders-KEY-SITE.json                            the last order that it took
   HOME/FEDERATION/SITE/state.round-000007.safetensors  what the client kept after round 7; never leaves this disk
   HOME/FEDERATION/SITE/personal.safetensors            its personal model, with its model card
+  HOME/FEDERATION/SITE/outcomes.safetensors            what the models make of its held-out samples, one by one
   HOME/FEDERATION/SITE/fingerprint.json                a fingerprint of its data, to notice changes
 
 No other module spells these names.
@@ -138,6 +139,7 @@ class KeptState(Layout):
     """What a site keeps of one federation."""
 
     personal_model = Inside("personal.safetensors")
+    outcomes_file = Inside("outcomes.safetensors")
     fingerprint_file = Inside(RunLayout.fingerprint_file.name)
 
     def state(self, round_: int) -> Path:

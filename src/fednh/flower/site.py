@@ -39,8 +39,9 @@ from fednh.flower.messages import Answer, Hello, Number, Order, Task
 from fednh.flower.policy import KEYS, Policy, read_policy
 from fednh.storage import fingerprint
 from fednh.storage.files import expanded, read_tree, write_tree
-from fednh.storage.layout import personal_model
+from fednh.storage.layout import RunLayout
 from fednh.storage.model_file import write_model
+from fednh.storage.outcomes import Outcomes, write_outcomes
 from fednh.words import name_problem
 
 log = logging.getLogger("flwr")
@@ -58,7 +59,7 @@ class Place:
     test: str | None = None  # a source whose test part is the balanced test set
     device: str | None = None
     encoding: str | None = None  # of the site's own CSV files; None: the config's
-    models: Path | None = None  # a simulation collects personal models here
+    run: Path | None = None  # a simulation collects personal models and outcomes in this run folder
     policy: Policy | None = None  # None in a simulation, where all orders are the user's
     orders: Path = SiteFolder.orders  # the server's public key, which verifies orders
     key: Path = SiteFolder.key  # the private key that signs this site's replies
@@ -78,7 +79,7 @@ class Place:
 TEXT = ("data", "site", "state", "test", "device", "encoding", "orders", "key")
 
 
-def read_place(node: Mapping[str, Any], home: Path | None = None, models: Path | None = None) -> Place:
+def read_place(node: Mapping[str, Any], home: Path | None = None, run: Path | None = None) -> Place:
     """Read a node-config; a simulation gives `home`, and then no policy applies."""
     known = {*TEXT, "partition-id", "num-partitions", *KEYS}
     if unknown := sorted(set(node) - known):
@@ -111,7 +112,7 @@ def read_place(node: Mapping[str, Any], home: Path | None = None, models: Path |
         test=with_prefix(text["test"]) if "test" in text else None,
         device=text.get("device"),
         encoding=text.get("encoding"),
-        models=models,
+        run=run,
         policy=policy,
         orders=expanded(text.get("orders", SiteFolder.orders)).absolute(),
         key=expanded(text.get("key", SiteFolder.key)).absolute(),
@@ -191,6 +192,7 @@ class Site:
         shared = fed.method.global_model({**self._initial(), **down})
         shared = None if shared is None else {**shared, **more}
         person = clients.measured(fed.method, fed.net, order.client, data, model, shared, test, held)
+        self._keep_outcomes(person.outcomes, order)
         numbers: dict[str, Number | None] = {key: getattr(person, key) for key in ("pm_v", "pm_l", *HELD)}
         if self.place.divided and person.per_class is not None:  # -1: the test set lacks the class
             numbers["per_class"] = [-1.0 if right is None else right for right in person.per_class]
@@ -216,10 +218,19 @@ class Site:
         fed = self.fed
         about = novelty.look(fed.method, fed.net, model, fed.train, self.index, self.config.seed)
         card = {**fed.card(self.config, max(self.place.part, 0)), "client": order.client, "novelty": about}
-        if self.place.models is None:
+        if self.place.run is None:
             write_model(self.kept.personal_model, model, card)
         elif order.final:
-            write_model(personal_model(self.place.models, order.client), model, card, sync=False)
+            write_model(RunLayout(self.place.run).personal_model(order.client), model, card, sync=False)
+
+    def _keep_outcomes(self, found: Outcomes | None, order: Order) -> None:
+        """Write down what the models make of the site's held-out samples; no message holds anything of it."""
+        if found is None:
+            return
+        if self.place.run is None:
+            write_outcomes(self.kept.outcomes_file, found)
+        elif order.final:
+            write_outcomes(RunLayout(self.place.run).outcomes_of(order.client), found, sync=False)
 
     def _initial(self) -> Tree:
         return initial_state(self.fed.method, self.fed.net, self.config.seed, self.config.device)
@@ -247,7 +258,7 @@ class Site:
 
     def _tell_changed_data(self, order: Order) -> None:
         """Warn in the site's log if its data have changed since earlier rounds: the held-out samples change too."""
-        if self.place.models is not None or self.fed.as_read is None:  # a simulation compares them once, at its start
+        if self.place.run is not None or self.fed.as_read is None:  # a simulation compares them once, at its start
             return
         told = fingerprint.changed_since(self.kept.fingerprint_file, self.fed.as_read, anew=order.last == 0)
         if told:

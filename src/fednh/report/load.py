@@ -11,6 +11,7 @@ from typing import Any
 from fednh.config import Config
 from fednh.errors import UserError
 from fednh.storage.layout import RunLayout
+from fednh.storage.outcomes import Outcomes, read_outcomes
 from fednh.storage.run_folder import read_config, read_metrics, read_summary
 
 
@@ -53,6 +54,11 @@ class Run:
 
     def client_name(self, client: int) -> str:
         return self.names.get(client, f"client {client}")
+
+    def outcomes(self, client: int) -> Outcomes | None:
+        """What became of a client's held-out samples, one by one; None where that is not recorded."""
+        file = self.layout.outcomes_of(client)
+        return read_outcomes(file) if file.exists() else None
 
     def has(self, *metrics: str) -> bool:
         return any(self.summary.get(metric) is not None for metric in metrics)

@@ -5,6 +5,7 @@ environment.json   versions, commit, CPU, threads      summary.json    the final
 partition.json     how many samples of each class every client holds
 fingerprint.json   what the run depends on             weights.safetensors   those that it started from, if any
 models/            global and personal, safetensors    checkpoints/, clients/   to go on from
+outcomes/          what the models make of every held-out sample, a file a client
 failure.json       why the last attempt ended, if an error ended it            .lock   who works in it
 federation.log, audit.jsonl   of a federation: what the server had to say, and who was sent what
 tensorboard/, wandb/          of trackers, where they were asked for
@@ -56,6 +57,7 @@ class RunLayout(Layout):
     global_model = Inside("models/global.safetensors")
     broadcast_model = Inside("models/broadcast.safetensors")  # what a newcomer would be sent
     personal_models = Inside("models/personal")
+    outcomes = Inside("outcomes")
     checkpoints = Inside("checkpoints")
     clients = Inside("clients")
     tensorboard = Inside("tensorboard")
@@ -71,12 +73,18 @@ class RunLayout(Layout):
         return self.summary_file.exists()
 
     def personal_model(self, client: int) -> Path:
-        return personal_model(self.personal_models, client)
+        return _of_client(self.personal_models, client)
 
     def clients_with_models(self) -> dict[int, Path]:
         """The files of the personal models that are there, by client."""
-        found = sorted(self.personal_models.glob("client-*.safetensors"))
-        return {int(path.stem.partition("-")[2]): path for path in found}
+        return _by_client(self.personal_models)
+
+    def outcomes_of(self, client: int) -> Path:
+        """What became of the client's held-out samples: see outcomes.py."""
+        return _of_client(self.outcomes, client)
+
+    def clients_with_outcomes(self) -> dict[int, Path]:
+        return _by_client(self.outcomes)
 
 
 class SweepLayout(Layout):
@@ -116,9 +124,14 @@ class CheckpointLayout(Layout):
         return sorted(self.path.glob("server.round-*.safetensors"))
 
 
-def personal_model(folder: Path, client: int) -> Path:
-    """The personal model of a client, in the folder that holds those of all clients."""
+def _of_client(folder: Path, client: int) -> Path:
+    """A client's file in a folder that has one for each."""
     return folder / f"{_CLIENT.format(client)}.safetensors"
+
+
+def _by_client(folder: Path) -> dict[int, Path]:
+    """The files of such a folder, by client."""
+    return {int(path.stem.partition("-")[2]): path for path in sorted(folder.glob("client-*.safetensors"))}
 
 
 def client_state(folder: Path, client: int, round_: int) -> Path:

@@ -24,6 +24,7 @@ from fednh.storage.files import sync_below, sync_path, write_bytes, write_json
 from fednh.storage.layout import RunLayout
 from fednh.storage.lock import only_user
 from fednh.storage.model_file import write_model
+from fednh.storage.outcomes import Outcomes, write_outcomes
 from fednh.words import one_line
 
 
@@ -171,16 +172,19 @@ class RunFolder(RunLayout):
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """The last thing that a run writes, when all else is safely on disk: a folder with a summary is finished."""
-        sync_below(self.models)
+        for folder in (self.models, self.outcomes):
+            sync_below(folder)
         for file in [path for path in self.path.iterdir() if path.is_file()]:  # what was appended to: metrics, logs
             sync_path(file)
         sync_path(self.path)
         write_json(self.summary_file, summary)
 
-    def remove_other_models(self, clients: Iterable[int]) -> None:
-        """Delete personal models of clients other than these: an earlier end of the run may have saved more."""
-        for client in self.clients_with_models().keys() - set(clients):
-            self.personal_model(client).unlink(missing_ok=True)
+    def remove_others(self, clients: Iterable[int]) -> None:
+        """Delete models and outcomes of clients other than these: an earlier end of the run may have saved more."""
+        these = set(clients)
+        for found in (self.clients_with_models(), self.clients_with_outcomes()):
+            for client in found.keys() - these:
+                found[client].unlink(missing_ok=True)
 
     def write_model(self, file: Path, tree: Tree, card: dict[str, Any]) -> None:
         """A model with what is needed to use it: `card` says its method, architecture, classes and preprocessing.
@@ -188,6 +192,11 @@ class RunFolder(RunLayout):
         It is on disk for good when the summary is: all models are synced together.
         """
         write_model(file, tree, card, sync=False)
+
+    def write_outcomes(self, found: Mapping[int, Outcomes]) -> None:
+        """What became of each client's held-out samples; on disk for good when the summary is."""
+        for client, outcomes in found.items():
+            write_outcomes(self.outcomes_of(client), outcomes, sync=False)
 
 
 def _of_a_beginning(path: Path) -> bool:
