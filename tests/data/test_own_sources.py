@@ -46,7 +46,7 @@ def test_a_folder_of_classes(tmp_path: Path) -> None:
     assert data.x_train[:, 0, 0, 0].tolist() == [50, 51, 52, 53, 150, 151, 152, 153]
     assert (len(data.y_test), data.sites) == (0, ())
     assert data.preprocessing == {"kind": "image", "size": [5, 6], "channels": 1}
-    assert "1 files that are no JPEG or PNG" in data.notes[0]
+    assert "1 files that are no images of a known kind are left out (.txt)" in data.notes[0]
     cut = own(f"folder:{tmp_path}", test_share=0.25)
     assert np.bincount(cut.y_test).tolist() == [1, 1]
     assert np.bincount(cut.y_train).tolist() == [3, 3]
@@ -81,6 +81,9 @@ def test_a_folder_of_sites(tmp_path: Path) -> None:
         (["a/0.png", "b/c/0.png"], "is a mixture"),
         (["train/a/0.png", "train/b/0.png", "dogs/c/0.png"], "holds train and also dogs"),
         (["test/a/0.png"], "test but no train"),
+        (["train/val/0.png", "train/b/0.png", "test/a/b/0.png"], "is a mixture: train/b/0.png beside test/a/b/0.png"),
+        (["cat/train/0.png", "dog/train/0.png"], "2 folders deep, .* such as CLASS/PART$"),
+        (["n/train/a/0.png", "n/train/b/0.png", "s/a/0.png"], "is a mixture|could be|folders deep"),
         (["a/b/c/0.png"], "3 folders deep"),
         (["a/0.png"], "holds only the class 'a'"),
         (["a/p1/0.png", "b/p2/0.png"], "could be SITE/CLASS/image or CLASS/something/image"),
@@ -122,7 +125,7 @@ def test_the_cache_answers_until_something_changes(tmp_path: Path, monkeypatch: 
         paint(photos / label / "0.png", 7)
     first = own(f"folder:{photos}")
     with monkeypatch.context() as patch:
-        patch.setattr("fednh.data.sources.folder.decode_all", lambda *_: pytest.fail("decoded again"))
+        patch.setattr("fednh.data.sources.pictures.decode_all", lambda *_: pytest.fail("decoded again"))
         assert np.array_equal(own(f"folder:{photos}").x_train, first.x_train)
     paint(photos / "b" / "0.png", 9)
     assert own(f"folder:{photos}").x_train[1, 0, 0, 0] == 9

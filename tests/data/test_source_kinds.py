@@ -190,16 +190,18 @@ def test_the_settings_of_data_are_those_of_the_kinds() -> None:
     """By hand: which keys there are, which of them a server may decide for sites, and which a kind uses."""
     fixed = {"name", "dir", "augment", "holdout"}
     of_kinds = {"size", "label", "site", "classes", "columns", "encoding", "test_share", "sites", "without"}
+    of_kinds |= {"fit", "on_bad", "layout"}
     assert set(type(Config().data).model_fields) == fixed | of_kinds
-    assert set(SAFE_DATA) == {"augment", "holdout", "size", "classes", "encoding", "test_share"}
+    assert set(SAFE_DATA) == {"augment", "holdout", "size", "fit", "classes", "encoding", "test_share"}
     common, table = {"classes", "test_share", "sites", "without"}, {"label", "site", "columns"}
+    pictures = {"size", "fit", "on_bad"}
     expected = {
         "npz": common,
         "py": common,
-        "folder": common | {"size"},
+        "folder": common | pictures | {"layout"},
         "csv": common | table | {"encoding"},
         "parquet": common | table | {"encoding"},
-        "hf": common | table | {"size"},
+        "hf": common | table | pictures,
     }
     assert {name: {f.name for f in dataclasses.fields(kind)} for name, kind in SOURCES.items()} == expected
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,10 @@ from PIL import Image, ImageOps
 
 import fednh
 from fednh.data.sources import load
+from fednh.errors import UserError
 from fednh.trained import inputs
 from fednh.trained.export import real_samples
+from fednh.trained.own import reading
 from forked import fednh as command
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "using-models.md"
@@ -86,12 +89,61 @@ def test_every_way_gives_the_same_input(photos: tuple[Path, list[Path], Path]) -
         assert np.array_equal(recipe(file, how), by_path), file
 
 
+@pytest.mark.parametrize("fit", ["crop", "pad"])
+def test_how_images_get_their_size_is_in_the_card(
+    photos: tuple[Path, list[Path], Path], tmp_path: Path, fit: str
+) -> None:
+    root, files, stretched = photos
+    trained = load(f"folder:{root}", Path("unused"), {"size": (24, 32), "fit": fit})
+    run = tmp_path / "run"
+    settings = [f"data.fit={fit}", "data.size=24,32", "data.holdout=0", "model.name=mlp", "partition.min_samples=1"]
+    many = [word for setting in settings for word in ("--set", setting)]
+    args = ["run", "--data", f"folder:{root}", "--method", "fedavg", "--clients", "1", "--rounds", "1", "--epochs", "1"]
+    said = command([*args, "--partition", "iid", *many, "--out", str(run), "--quiet"], tmp_path / "io")
+    assert said.code == 0, said.stderr
+    model = fednh.load_model(run)
+    how = model.info["preprocessing"]
+    assert (how["resize"]["rule"], "fit" in how) == (fit, False)
+    for file, stored in zip(files, trained.x_train, strict=True):
+        with Image.open(file) as picture:
+            pixels = np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))[None]
+            for raw in (file, picture, pixels):
+                assert np.array_equal(inputs.samples(raw, model.card)[0], stored), file
+        assert np.array_equal(documented()(file, how), stored), file
+    assert not np.array_equal(
+        inputs.samples(files, model.card), inputs.samples(files, fednh.load_model(stretched).card)
+    )
+    assert reading(model.card, f"folder:{root}").data.fit == fit  # what evaluate and personalize read others by
+    checked, origin = real_samples(model)
+    assert (origin, np.array_equal(checked, trained.x_train)) == (f"samples of folder:{root}", True)
+    told = command(["predict", str(run), str(root), "--format", "json"], tmp_path / "io")
+    probabilities = model.predict_proba(files)
+    for row, mine in zip(json.loads(told.stdout), probabilities, strict=True):
+        assert row["probability"] == round(float(mine.max()), 6)
+
+
+def test_a_rule_of_another_version_is_refused(photos: tuple[Path, list[Path], Path]) -> None:
+    _, files, run = photos
+    model = fednh.load_model(run)
+    how = {"resize": {"rule": "swirl"}, "size": [24, 32], "channels": 3}
+    other = SimpleNamespace(shape=model.card.shape, preprocessing=SimpleNamespace(scale=255.0, model_extra=how))
+    with pytest.raises(UserError, match="resizes images by 'swirl', which this version does not know"):
+        inputs.samples(files, other)
+    how.pop("resize")  # a card of an older version: stretched
+    assert np.array_equal(inputs.samples(files, other), inputs.samples(files, model.card))
+
+
 def test_sixteen_bits_grey_and_other_ranges_by_the_recipe(tmp_path: Path) -> None:
     levels = np.arange(40 * 30, dtype=np.uint16).reshape(40, 30) * 50
     Image.fromarray(levels).save(tmp_path / "deep.png")
     picture(1, 64, 48).save(tmp_path / "colour.jpg")
     for scale in (255.0, 16.0):
-        how = {"size": [8, 8], "channels": 1, "scale": scale, "resize": {"mode": "L", "filter": "BILINEAR"}}
+        how = {
+            "size": [8, 8],
+            "channels": 1,
+            "scale": scale,
+            "resize": {"mode": "L", "filter": "BILINEAR", "rule": "stretch"},
+        }
         card = SimpleNamespace(shape=(1, 8, 8), preprocessing=SimpleNamespace(scale=scale, model_extra=how))
         for name in ("deep.png", "colour.jpg"):
             assert np.array_equal(inputs.image(tmp_path / name, card), documented()(tmp_path / name, how))

@@ -1,6 +1,8 @@
-"""Image files as arrays: JPEG and PNG of any size and kind, turned upright, resized as a whole, decoded in parallel.
+"""Image files as arrays: of any size and kind, turned upright, brought to one size, decoded in parallel.
 
 One way for training and prediction, for files, PIL images and arrays; `recipe` says in a model's card what it is.
+Pixels of 16 bits keep their upper eight; CMYK becomes RGB by Pillow's plain formula; an alpha channel is dropped, the
+colours stay as they are stored; of several pages or frames the first is used. Pixels without a known range are refused.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ import io
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,110 +23,200 @@ from rich.progress import Progress
 
 from fednh.errors import UserError
 
-SUFFIXES = (".jpg", ".jpeg", ".png")
-GREY = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
+# What folders are searched for.
+SUFFIXES = (
+    *(".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".tif", ".tiff", ".webp", ".gif"),
+    *(".ppm", ".pgm", ".pbm", ".pnm"),
+)
+GREY = ("1", "L", "LA", "I", "I;16", "I;16L", "I;16B")
 FILTER = "BILINEAR"  # of Pillow, which widens it when an image shrinks
 KEPT = 64  # images that all have one size, at most this, keep it
 DEFAULT = (32, 32)  # else they get this one, the paper's
 # Fixed, not measured: reveals nothing about anybody's images, and all sites agree without exchanging anything.
 MEAN, STD = 0.5, 0.25
-_BROKEN = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
+BROKEN = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)  # what reading an image may raise
 _UPRIGHT, _LYING = 0x0112, (5, 6, 7, 8)  # the EXIF tag of the orientation, and its values that swap the sides
+_BITS, _PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0  # tags of TIFF
+_SOME, _MANY = 5, 50  # how many files are named when they are refused, and when they are left out
 
 ImageFile = Path | bytes
+Fit = Literal["stretch", "crop", "pad"]  # how an image of another shape gets the size
 A = TypeVar("A")
 
 
-def decode(source: ImageFile, size: tuple[int, int], channels: int) -> NDArray[np.uint8]:  # (H, W, C)
-    """One image, upright, as a whole resized to (height, width); raises what PIL raises."""
+class Decoded(NamedTuple):
+    """Images of one size."""
+
+    x: NDArray[np.uint8]  # (N, H, W, C)
+    kept: list[int]  # which of the sources they are: all, unless unreadable ones are left out
+    notes: tuple[str, ...]  # what was decided, in words
+
+
+class _Seen(NamedTuple):
+    """What an image's header says."""
+
+    height: int  # when it is upright
+    width: int
+    grey: bool
+    pages: int
+
+
+def decode(source: ImageFile, size: tuple[int, int], channels: int, fit: Fit = "stretch") -> NDArray[np.uint8]:
+    """One image, upright, brought to (height, width), as (H, W, C); raises one of BROKEN."""
     with Image.open(_opened(source)) as image:
         # Decoded in full: Image.draft would be faster for large JPEG, but gives other pixels than the decoded image.
-        return fitted(image, size, channels)
+        return fitted(image, size, channels, fit)
 
 
-def fitted(image: Image.Image, size: tuple[int, int], channels: int) -> NDArray[np.uint8]:  # (H, W, C)
-    """An opened image, upright, as a whole resized to (height, width)."""
+def fitted(image: Image.Image, size: tuple[int, int], channels: int, fit: Fit = "stretch") -> NDArray[np.uint8]:
+    """An opened image, upright, brought to (height, width), as (H, W, C)."""
+    _refuse_unknown_range(image)
     upright = ImageOps.exif_transpose(image)
-    if upright.mode.startswith("I;16") or upright.mode == "I":  # 16 bits: the upper eight are kept
-        upright = Image.fromarray((np.asarray(upright).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+    if upright.mode.startswith("I"):  # 16 bits: the upper eight are kept
+        upright = Image.fromarray(_upper_bits(np.asarray(upright)))
+    upright.info.pop("transparency", None)  # of a palette: Pillow would warn that it is dropped
     upright = upright.convert(_mode(channels))
-    if upright.size != (size[1], size[0]):
-        upright = upright.resize((size[1], size[0]), Image.Resampling[FILTER])
+    across, how = (size[1], size[0]), Image.Resampling[FILTER]
+    if upright.size != across:
+        if fit == "crop":  # the largest part in the middle that has the shape
+            upright = ImageOps.fit(upright, across, how)
+        elif fit == "pad":  # all of it in the middle, with black beside or above and below
+            upright = ImageOps.pad(upright, across, how)
+        else:
+            upright = upright.resize(across, how)
     return np.asarray(upright, np.uint8).reshape(*size, channels)
 
 
-def recipe(channels: int) -> dict[str, Any]:
+def recipe(channels: int, fit: str = "stretch") -> dict[str, Any]:
     """What `fitted` does, for the card: Pillow's names, so that it can be done without fednh."""
-    return {"upright": "exif_transpose", "mode": _mode(channels), "filter": FILTER, "rule": "stretch", "draft": False}
+    return {"upright": "exif_transpose", "mode": _mode(channels), "filter": FILTER, "rule": fit, "draft": False}
+
+
+def rule(preprocessing: dict[str, Any]) -> Fit:
+    """How a model's images get their size, from its card."""
+    found = (preprocessing.get("resize") or {}).get("rule", "stretch")
+    if found not in get_args(Fit):
+        raise UserError(f"the model's card resizes images by {found!r}, which this version does not know")
+    chosen: Fit = found
+    return chosen
+
+
+def decode_all(
+    sources: Sequence[ImageFile],
+    names: Sequence[str],
+    size: tuple[int, int] | None,
+    where: str,
+    fit: Fit = "stretch",
+    skip: bool = False,
+) -> Decoded:
+    """All images, grey only if all are; unreadable ones are named, and refused unless they may be skipped."""
+    files, before = _Files(sources, names, where, skip), -1
+    while len(files.left) != before:  # once more where some were left out: nothing of them decides size and colour
+        before = len(files.left)
+        seen = files.each(_look, "looking at")
+        chosen, channels, notes = _decided(seen, size)
+        pixels = files.each(partial(decode, size=chosen, channels=channels, fit=fit), "decoding")
+    if files.bad:
+        lost = f"{len(files.bad)} of {len(sources)} images cannot be read and are left out"
+        notes.insert(0, f"{where}: {lost}: {_named(files.bad, _MANY)}")
+    pages = [f"{names[k]} has {image.pages}" for k, image in zip(files.left, seen, strict=True) if image.pages > 1]
+    if pages:
+        notes.append(f"{where}: of files with several pages or frames the first is used: {_named(pages, _SOME)}")
+    return Decoded(np.stack(pixels), files.left, tuple(notes))
+
+
+class _Files:
+    """Images to work on: those that are left, and in words those that could not be read."""
+
+    def __init__(self, sources: Sequence[ImageFile], names: Sequence[str], where: str, skip: bool):
+        self.sources, self.names, self.where, self.skip = sources, names, where, skip
+        self.left, self.bad = list(range(len(sources))), list[str]()
+
+    def each(self, work: Callable[[ImageFile], A], verb: str) -> list[A]:
+        """What the work gives for every image that is left; unreadable ones are left out from now on, or refused."""
+        results = _each(work, [self.sources[k] for k in self.left], verb)
+        broken = {k: why for k, why in zip(self.left, results, strict=True) if isinstance(why, _Broken)}
+        self.bad += [f"{self.names[k]} ({why.words})" for k, why in broken.items()]
+        if broken and (not self.skip or len(broken) == len(self.left)):
+            way = "" if self.skip else ", or leave them out with data.on_bad=skip"
+            lost = f"{len(self.bad)} of {len(self.names)} images cannot be read: {_named(self.bad, _SOME)}"
+            raise UserError(f"{self.where}: {lost}; repair or remove them{way}")
+        self.left = [k for k in self.left if k not in broken]
+        return [result for result in results if not isinstance(result, _Broken)]
+
+
+def _decided(seen: Sequence[_Seen], size: tuple[int, int] | None) -> tuple[tuple[int, int], int, list[str]]:
+    """The size and the number of channels of all images, and what to say about it."""
+    channels = 1 if all(image.grey for image in seen) else 3
+    if size is not None:
+        return size, channels, []
+    (first, *others) = {(image.height, image.width) for image in seen}
+    chosen = first if not others and max(first) <= KEPT else DEFAULT
+    if chosen == first and not others:
+        return chosen, channels, []
+    what = f"of {len(others) + 1} sizes" if others else f"of {first[0]}x{first[1]} pixels"
+    return chosen, channels, [f"images {what} are resized to {chosen[0]}x{chosen[1]}; choose with data.size"]
+
+
+def _look(source: ImageFile) -> _Seen:
+    """Its size when it is upright, whether it is grey, and how many pages or frames it has."""
+    with Image.open(_opened(source)) as image:
+        _refuse_unknown_range(image)
+        width, height = image.size
+        if image.getexif().get(_UPRIGHT) in _LYING and image.format != "TIFF":  # Pillow has turned a TIFF's sides
+            width, height = height, width
+        grey = image.mode in GREY
+        # A telephone's JPEG may carry a second picture, such as a depth map (MPO).
+        pages = 1 if image.format in ("JPEG", "MPO") else getattr(image, "n_frames", 1)
+        return _Seen(height, width, grey, pages)
+
+
+def _refuse_unknown_range(image: Image.Image) -> None:
+    """Pixels of 32 bits, signed ones and fractions have no agreed black and white."""
+    tiff = image.format == "TIFF"
+    if image.mode == "F" or (tiff and image.mode == "I"):
+        raise ValueError("its pixels are signed, fractions or of 32 bits; save it with 8 or 16, from black to white")
+    if tiff and image.mode.startswith("I;16"):
+        tags: Any = getattr(image, "tag_v2", {})
+        if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO or tuple(tags.get(_BITS, (16,))) != (16,):
+            raise ValueError("its pixels have 12 bits, or 0 is white; save it with 8 or 16 bits, from black to white")
+
+
+def _upper_bits(pixels: NDArray[Any]) -> NDArray[np.uint8]:
+    """The upper eight of sixteen bits."""
+    if pixels.size and not 0 <= int(pixels.min()) <= int(pixels.max()) < 1 << 16:
+        raise ValueError(f"its pixels go from {pixels.min()} to {pixels.max()}; save it with 8 or 16 bits")
+    return (pixels.astype(np.int64) >> 8).astype(np.uint8)
 
 
 def _mode(channels: int) -> str:
     return "L" if channels == 1 else "RGB"
 
 
-def decode_all(
-    sources: Sequence[ImageFile], names: Sequence[str], size: tuple[int, int] | None, where: str
-) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
-    """All images as (N, H, W, C), grey only if all are, and what was decided, in words; broken ones are named."""
-    seen = _each(_look, sources, names, "looking at", where)
-    channels = 1 if all(grey for *_, grey in seen) else 3
-    sizes = {(height, width) for height, width, _ in seen}
-    notes: tuple[str, ...] = ()
-    if size is None:
-        (first, *others) = sizes
-        size = first if not others and max(first) <= KEPT else DEFAULT
-        if size != first or others:
-            what = f"of {len(sizes)} sizes" if others else f"of {first[0]}x{first[1]} pixels"
-            notes = (f"images {what} are resized to {size[0]}x{size[1]}; choose with data.size",)
-    wanted = size
-    out = np.empty((len(sources), *wanted, channels), np.uint8)
-    for at, image in enumerate(_each(lambda s: decode(s, wanted, channels), sources, names, "decoding", where)):
-        out[at] = image
-    return out, notes
-
-
-def _look(source: ImageFile) -> tuple[int, int, bool]:
-    """Height and width after turning it upright, and whether it is grey."""
-    with Image.open(_opened(source)) as image:
-        width, height = image.size
-        if image.getexif().get(_UPRIGHT) in _LYING:
-            width, height = height, width
-        return height, width, image.mode in GREY
-
-
 def _opened(source: ImageFile) -> Path | io.BytesIO:
     return io.BytesIO(source) if isinstance(source, bytes) else source
 
 
-def _each(
-    work: Callable[[ImageFile], A], sources: Sequence[ImageFile], names: Sequence[str], verb: str, where: str
-) -> list[A]:
-    """`work` on every image, in parallel (PIL lets other threads run), with a bar on a terminal."""
-    found: list[A] = []
-    broken: list[str] = []
+def _named(files: Sequence[str], most: int) -> str:
+    return ", ".join(files[:most]) + (f" and {len(files) - most} more" if len(files) > most else "")
 
-    def attempt(source: ImageFile) -> A | Exception:
+
+class _Broken(NamedTuple):
+    words: str  # why an image cannot be read
+
+
+def _each(work: Callable[[ImageFile], A], sources: Sequence[ImageFile], verb: str) -> list[A | _Broken]:
+    """`work` on every image, in parallel (PIL lets other threads run), with a bar on a terminal."""
+
+    def attempt(source: ImageFile) -> A | _Broken:
         try:
             return work(source)
-        except _BROKEN as error:
-            return error
+        except BROKEN as error:
+            return _Broken(str(error).splitlines()[0] if str(error) else type(error).__name__)
 
     console = Console(stderr=True)
     with (
         ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
         Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
-        for name, result in zip(
-            names, bar.track(pool.map(attempt, sources), len(sources), description=verb), strict=True
-        ):
-            if isinstance(result, Exception):
-                broken.append(f"{name} ({str(result).splitlines()[0] if str(result) else type(result).__name__})")
-            else:
-                found.append(result)
-    if broken:
-        more = f" and {len(broken) - 5} more" if len(broken) > 5 else ""
-        raise UserError(
-            f"{where}: {len(broken)} of {len(names)} images cannot be read: {', '.join(broken[:5])}{more}; "
-            "repair or remove them"
-        )
-    return found
+        return list(bar.track(pool.map(attempt, sources), len(sources), description=verb))

@@ -191,6 +191,7 @@ def site_toml(facts: Mapping[str, Any], config: Config) -> str:
     """A new site's site.toml: the facts, what the federation's config says about its data, and rules to choose from."""
     data = config.data
     own = {"label": data.label, "site-column": data.site, "columns": ", ".join(data.columns or ()) or None}
+    own |= {"layout": data.layout, "on-bad": None if data.on_bad == "refuse" else data.on_bad}
     public = {"set": data.name}
     known = _known(federation=config.federation.name, **(own if "data" in facts else public))
     return f"""\

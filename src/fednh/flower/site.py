@@ -30,7 +30,6 @@ from fednh.core.tree import Tree
 from fednh.data.agreement import not_agreed
 from fednh.data.batches import ClientData, Samples, samples_of, subset
 from fednh.data.dataset import Dataset, one_site
-from fednh.data.encoding import known as known_encoding
 from fednh.data.sources import with_prefix
 from fednh.errors import Refused, UserError
 from fednh.flower import leaving, messages
@@ -58,7 +57,7 @@ class Place:
     parts: int = 0
     test: str | None = None  # a source whose test part is the balanced test set
     device: str | None = None
-    encoding: str | None = None  # of the site's own CSV files; None: the config's
+    reading: tuple[tuple[str, str], ...] = ()  # settings below [data] that say how the site's own files are read
     run: Path | None = None  # a simulation collects personal models and outcomes in this run folder
     policy: Policy | None = None  # None in a simulation, where all orders are the user's
     orders: Path = SiteFolder.orders  # the server's public key, which verifies orders
@@ -75,8 +74,10 @@ class Place:
         return self.data is None
 
 
+# Keys of a node-config that say how the site's own files are read, and the settings below [data] that they are.
+READING = {"encoding": "encoding", "on-bad": "on_bad", "layout": "layout"}
 # The keys of a node-config that are not rules.
-TEXT = ("data", "site", "state", "test", "device", "encoding", "orders", "key")
+TEXT = ("data", "site", "state", "test", "device", *READING, "orders", "key")
 
 
 def read_place(node: Mapping[str, Any], home: Path | None = None, run: Path | None = None) -> Place:
@@ -95,10 +96,7 @@ def read_place(node: Mapping[str, Any], home: Path | None = None, run: Path | No
         )
     if "site" in text and (problem := name_problem(text["site"])):
         raise UserError(f"node-config: site= cannot be the site's name: {problem}")
-    if "encoding" in text and not known_encoding(text["encoding"]):
-        raise UserError(
-            f"node-config: encoding={text['encoding']} is not an encoding that Python knows, such as cp1252"
-        )
+    reading = {setting: _checked(key, setting, text[key]) for key, setting in READING.items() if key in text}
     if "state" in text:
         home = expanded(text["state"]).absolute()
     if home is None:
@@ -111,12 +109,21 @@ def read_place(node: Mapping[str, Any], home: Path | None = None, run: Path | No
         parts=0 if "data" in text else parts,
         test=with_prefix(text["test"]) if "test" in text else None,
         device=text.get("device"),
-        encoding=text.get("encoding"),
+        reading=tuple(reading.items()),
         run=run,
         policy=policy,
         orders=expanded(text.get("orders", SiteFolder.orders)).absolute(),
         key=expanded(text.get("key", SiteFolder.key)).absolute(),
     )
+
+
+def _checked(key: str, setting: str, value: str) -> str:
+    """A value of a node-config that is a setting below [data]."""
+    try:
+        validate({"data": {setting: value}})
+    except UserError as error:
+        raise UserError(f"node-config: {str(error).replace(f'data.{setting}', key)}") from error
+    return value
 
 
 class Site:
@@ -280,7 +287,7 @@ def _config(toml: str, place: Place) -> Config:
         config = validate(tomllib.loads(toml), "the server's config: ")
     else:
         config = place.policy.config(toml, place.data)
-    data = _changed(config.data, encoding=place.encoding or config.data.encoding)
+    data = _changed(config.data, **dict(place.reading))
     return config.model_copy(update={"device": place.device or config.device, "data": data})
 
 

@@ -88,7 +88,8 @@ def card_of(
 ) -> dict[str, Any]:
     """The metadata that a saved model needs to be used elsewhere."""
     if preprocessing.get("kind") == "image":
-        preprocessing = {**preprocessing, "resize": recipe(shape[0])}
+        rest = {key: value for key, value in preprocessing.items() if key != "fit"}
+        preprocessing = {**rest, "resize": recipe(shape[0], preprocessing.get("fit", "stretch"))}
     return {
         "format": FORMAT,
         "fednh": __version__,

@@ -28,6 +28,7 @@ from fednh.core import novelty
 from fednh.core.tree import Tree
 from fednh.data import scaling
 from fednh.data.dataset import Inputs
+from fednh.data.images import rule
 from fednh.data.sources import build, find, load
 from fednh.errors import UserError
 from fednh.storage.cache import data_folder
@@ -106,8 +107,9 @@ def _raw(card: Card, name: str) -> Any:
     kind, address = found
     if kind.runs_code:
         raise UserError("a model file may come from anybody, and names no code to run")
-    settings = {"size": how.get("size"), "encoding": card.trained_on.get("encoding")}
-    source = build(kind, {**settings, "classes": card.classes if kind.named else None})
+    settings = {"size": how.get("size"), "fit": rule(how), "on_bad": "skip"}
+    settings |= {"encoding": card.trained_on.get("encoding"), "classes": card.classes if kind.named else None}
+    source = build(kind, settings)
     return source.inputs(name, address, how)
 
 

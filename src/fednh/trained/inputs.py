@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fednh.data.dataset import Inputs
-from fednh.data.images import decode, fitted
+from fednh.data.images import BROKEN, SUFFIXES, decode, fitted, rule
 from fednh.data.sources import build, of_file
 from fednh.data.sources.base import Source
 from fednh.data.sources.tables import as_table, encode, read, told
@@ -26,7 +26,6 @@ from fednh.errors import UserError
 from fednh.storage.model_file import Card
 
 BATCH = 256
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 T = TypeVar("T")
 
 
@@ -84,12 +83,13 @@ def image(source: str | Path | Image.Image, card: Card) -> NDArray[np.uint8]:  #
     channels, height, width = card.shape
     if channels not in (1, 3):
         raise UserError(f"this model takes images of {channels} channels, which no image file has; give it an array")
+    fit = rule(card.preprocessing.model_extra or {})
     try:
         if isinstance(source, Image.Image):
-            pixels = fitted(source, (height, width), channels)
+            pixels = fitted(source, (height, width), channels, fit)
         else:
-            pixels = decode(Path(source), (height, width), channels)
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+            pixels = decode(Path(source), (height, width), channels, fit)
+    except BROKEN as error:
         raise UserError(f"{source} is not an image that can be read: {error}") from error
     scale = card.preprocessing.scale
     return pixels if scale == 255 else np.rint(pixels * (scale / 255)).astype(np.uint8)
@@ -110,7 +110,8 @@ def _images(x: NDArray[Any], card: Card) -> NDArray[np.uint8]:
     if x.shape[3] not in (1, 3, 4) or channels not in (1, 3):
         raise UserError(f"this model takes {wanted}, not an array of shape {x.shape}")
     rows = (Image.fromarray(row[..., 0] if x.shape[3] == 1 else row) for row in x)
-    found = [fitted(row, (height, width), channels) for row in rows]
+    fit = rule(card.preprocessing.model_extra or {})
+    found = [fitted(row, (height, width), channels, fit) for row in rows]
     return np.stack(found) if found else np.empty((0, height, width, channels), np.uint8)
 
 
@@ -131,11 +132,11 @@ def _walk(folder: Path, failed: Callable[[str], None]) -> Iterator[Path]:
     """The image files below a folder, in a stable order, found as they are asked for."""
     found = False
     for file in walk(folder, failed, hidden=True):
-        if file.name.lower().endswith(IMAGES):
+        if file.name.lower().endswith(SUFFIXES):
             found = True
             yield file
     if not found:
-        failed(f"{folder} holds no image files ({', '.join(IMAGES)})")
+        failed(f"{folder} holds no image files ({', '.join(SUFFIXES)})")
 
 
 def _image_files(files: Iterable[Path], card: Card, failed: Callable[[str], None]) -> Iterator[Batch]:

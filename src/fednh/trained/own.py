@@ -12,6 +12,7 @@ import numpy as np
 from fednh.config import Config, load
 from fednh.core.federation import load_data
 from fednh.data.dataset import Dataset, Labels
+from fednh.data.images import rule
 from fednh.data.sources import find, uses
 from fednh.errors import Notice, UserError
 from fednh.storage.model_file import Card
@@ -62,7 +63,7 @@ def _as_in(card: Card, source: str) -> dict[str, Any]:
         return {}
     settings: dict[str, Any] = {"classes": list(card.classes)}  # a site may lack some
     if "size" in how:
-        settings["size"] = list(how["size"])
+        settings |= {"size": list(how["size"]), "fit": rule(how)}
     if "columns" in how:
         agreed = {c["name"]: list(c["values"]) if c["kind"] == "category" else "number" for c in how["columns"]}
         settings["columns"] = agreed

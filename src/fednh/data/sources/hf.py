@@ -6,19 +6,16 @@ With a local path nothing is asked of the network.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
-
 from fednh import extras
 from fednh.data import columns, site_choice
 from fednh.data.dataset import Dataset
-from fednh.data.images import MEAN, STD, decode_all
-from fednh.data.labels import in_order, numbered
-from fednh.data.sources.settings import Size
+from fednh.data.images import ImageFile
+from fednh.data.sources.pictures import Pictures
 from fednh.data.sources.tables import Tabular, find_column, from_table, joined
 from fednh.data.walk import walk
 from fednh.errors import UserError
@@ -26,14 +23,12 @@ from fednh.storage.files import expanded
 
 
 @dataclass(frozen=True)
-class HuggingFace(Tabular):
+class HuggingFace(Tabular, Pictures):
     prefix = "hf"
     address = "NAME"
     example = "saved/folder"
     help = "Hugging Face, by name or a local path"
     extra = "hf"
-
-    size: Size = None
 
     def read(self, name: str, address: str) -> Dataset:
         return dataset(name, address, self)
@@ -101,38 +96,22 @@ def _assembled(datasets: Any, name: str, splits: Any, where: str, options: Huggi
     names = features[label].names if isinstance(features[label], datasets.ClassLabel) else None
     if not pictures:
         return _tabular(name, used, label, names, where, options)
-    found: list[tuple[Any, str, str, bool]] = []  # of every row: image, class, site, whether it is a test row
+    found: list[tuple[ImageFile, str, str | None, bool]] = []  # of every row: image, class, site, if it is a test row
     site = find_column(where, list(features), options.site, "site", needed=False)
     for split, rows in used.items():
         for row in rows.cast_column(pictures[0], datasets.Image(decode=False)):
             image = row[pictures[0]]
             source = image["bytes"] if image["bytes"] is not None else Path(image["path"])
             word = names[row[label]] if names else columns.word(row[label])
-            found.append((source, word, columns.word(row[site]) if site else "", split == "test"))
+            found.append((source, word, columns.word(row[site]) if site else None, split == "test"))
     if site_choice.is_made(options):
-        here = site_choice.rows_of([row[2] for row in found] if site else [], options, where)
+        here = site_choice.rows_of([str(row[2]) for row in found] if site else [], options, where)
         found = [row for row, kept in zip(found, here, strict=True) if kept]
-    sources, words, site_words, test = map(list, zip(*found, strict=True))
-    size = None if options.size is None else (options.size[0], options.size[1])
-    x, notes = decode_all(sources, [f"image {k}" for k in range(len(sources))], size, where)
-    y, classes = numbered(words, options.classes or tuple(names or ()), where)
-    is_test = np.array(test)
-    sites = tuple(in_order({w for w, t in zip(site_words, test, strict=True) if not t})) if site else ()
-    place = np.array([sites.index(w) if w in sites else -1 for w in site_words], np.int64)
-    channels = x.shape[-1]
-    return Dataset(
-        name,
-        x[~is_test],
-        y[~is_test],
-        x[is_test],
-        y[is_test],
-        classes,
-        (MEAN,) * channels,
-        (STD,) * channels,
-        sites=sites,
-        site_train=place[~is_test] if sites else None,
-        notes=notes,
-    )
+    images, words, sites, test = map(list, zip(*found, strict=True))
+    decoded = options.decoded(images, [f"image {k}" for k in range(len(images))], where)
+    agreed = options.classes or tuple(names or ())
+    # A test set here is everybody's, also where its rows name sites: runs that began so can be resumed.
+    return replace(options.labelled(name, where, decoded, words, sites, test, agreed), site_test=None)
 
 
 def _tabular(

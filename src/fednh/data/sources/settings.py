@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from fednh.data import folder_layout
 from fednh.data.encoding import known
+from fednh.data.images import Fit as HowToFit
 
 AGREED = "agreed"  # marks settings that a federation's config decides for all sites; the others are each site's own
 
@@ -34,6 +36,13 @@ def _encoding(value: str) -> str:
     return value
 
 
+def _layout(value: str) -> str:
+    """The words of a folder's layout."""
+    if problem := folder_layout.problem(value):
+        raise ValueError(problem)
+    return value
+
+
 def _sizes(value: Any) -> Any:
     """[height, width] from that, from one number, or from text such as 32 or 24,32."""
     found = value
@@ -47,6 +56,12 @@ def _sizes(value: Any) -> Any:
 
 # Of images of any size: [height, width].
 Size = Annotated[Annotated[list[int], BeforeValidator(_sizes)] | None, AGREED]
+# Of images of another shape: pulled to the size, cut to its shape, or filled up with black.
+Fit = Annotated[HowToFit, AGREED]
+# What is done about images that cannot be read: the owner of the files decides.
+OnBad = Literal["refuse", "skip"]
+# What the folders above an image mean; None: found by their names and depth.
+Layout = Annotated[str, AfterValidator(_layout)] | None
 # The class names, agreed beforehand: a site may lack some.
 Classes = Annotated[Annotated[list[str], BeforeValidator(_words)] | None, AGREED]
 # Sites by name: those that are read (None: all), and those that are left out.

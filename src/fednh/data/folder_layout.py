@@ -1,0 +1,147 @@
+"""The meaning of the folders above an image: its class, the site that it comes from, and its part (train or test).
+
+A layout is a path of the words CLASS, SITE, PART and * (which has no meaning), from the outermost folder to the image's
+own. It follows from how deep the images lie and from the names of parts, or it is said in data.layout; what could be
+two things is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fednh.errors import UserError
+
+CLASS, SITE, PART, ANY = "CLASS", "SITE", "PART", "*"
+# Names of parts, in any case: what training and test images are below, and what is left out beside them.
+PARTS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
+ASIDE = ("val", "valid", "validation")
+FORMS = (
+    "CLASS/image, SITE/CLASS/image, or one of them with train and test: train/CLASS/image, train/SITE/CLASS/image, "
+    "SITE/train/CLASS/image"
+)
+DEEPEST = 8  # folders
+
+
+class Listed(NamedTuple):
+    """One image of a folder."""
+
+    path: Path
+    name: str  # relative to the folder
+    label: str
+    site: str | None
+    test: bool
+
+
+def problem(layout: str) -> str | None:
+    """Why a text is no layout, or None."""
+    words = layout.split("/")
+    if not 1 <= len(words) <= DEEPEST or set(words) - {CLASS, SITE, PART, ANY}:
+        return "should be a path of the words CLASS, SITE, PART and *, such as SITE/PART/CLASS"
+    if words.count(CLASS) != 1 or words.count(SITE) > 1 or words.count(PART) > 1:
+        return "should name CLASS once, and SITE and PART at most once"
+    return None
+
+
+def listed(
+    root: Path, names: Sequence[str], agreed: Sequence[str], layout: str | None
+) -> tuple[list[Listed], list[str]]:
+    """Images by relative name with class, site and part, and in words what was left out.
+
+    `agreed` classes tell SITE/CLASS from CLASS/something.
+    """
+    said = layout.split("/") if layout else None
+    level = _level_of_parts(root, names) if said is None else said.index(PART) if PART in said else None
+    aside = sorted({folder for name in names if level is not None and _part(folder := _folder(name, level)) == "aside"})
+    left = [name for name in names if level is None or _folder(name, level) not in aside]
+    words = said or _meaning(level, left[0].count("/") if left else 0)
+    _check_depth(root, left, words)
+    found = [_image(root, name, words) for name in left]
+    if all(image.test for image in found):
+        raise UserError(f"{root} holds no training images; it should hold {FORMS}")
+    if SITE in words and said is None:
+        _really_sites(root, found, agreed)
+    return found, [f"{root}: {', '.join(aside)} is left out; only train and test are used"] if aside else []
+
+
+def _image(root: Path, name: str, words: Sequence[str]) -> Listed:
+    at = dict(zip(words, name.split("/"), strict=False))
+    part = _part(at[PART]) if PART in at else "train"
+    if part is None:
+        raise UserError(f"{root}: {name} lies below {at[PART]}, where train or test should be")
+    return Listed(root / name, name, at[CLASS], at.get(SITE), part == "test")
+
+
+def _part(name: str) -> str | None:
+    """train, test, or aside; None for a name that is none of them."""
+    word = name.lower()
+    return "aside" if word in ASIDE else PARTS.get(word)
+
+
+def _folder(name: str, level: int) -> str:
+    """The folder at a level above an image, counted from the outermost; empty if the image lies higher."""
+    folders = name.split("/")[:-1]
+    return folders[level] if level < len(folders) else ""
+
+
+def _level_of_parts(root: Path, names: Sequence[str]) -> int | None:
+    """The level of the folders train and test; None if there are none."""
+    first, second = ({folder for name in names if (folder := _folder(name, level))} for level in (0, 1))
+    if _are_parts(first):
+        return 0
+    if "train" in first:
+        strange = min(name for name in first if _part(name) is None)
+        raise UserError(
+            f"{root} holds train and also {strange}; it should hold {FORMS}, not a mixture; if train is a name like "
+            "the others, say so with data.layout, such as CLASS or SITE/CLASS"
+        )
+    if first and all(map(_part, first)):
+        raise UserError(f"{root} holds {', '.join(sorted(first))} but no train; it should hold {FORMS}")
+    return 1 if _are_parts(second) else None
+
+
+def _are_parts(folders: set[str]) -> bool:
+    """Whether these are train, and perhaps test, and nothing else."""
+    parts = {_part(name) for name in folders}
+    return "train" in parts and None not in parts
+
+
+def _meaning(level: int | None, depth: int) -> list[str]:
+    """The layout of images that lie so deep, with parts at that level."""
+    words = [CLASS] if depth - (level is not None) < 2 else [SITE, CLASS]
+    if level == 0:
+        return [PART, *words]
+    return words if level is None else [SITE, PART, CLASS]
+
+
+def _check_depth(root: Path, names: Sequence[str], words: Sequence[str]) -> None:
+    """All images lie as deep as the layout says."""
+    for name in names:
+        depth = name.count("/")
+        if depth == 0:
+            raise UserError(f"{root}: {name} lies in no class folder; it should hold {FORMS}")
+        if depth == len(words):
+            continue
+        if other := next((n for n in names if n.count("/") == len(words)), None):
+            raise UserError(f"{root} is a mixture: {name} beside {other}; it should hold {FORMS}")
+        deeper = "/".join([*words, *[ANY] * (depth - len(words))])
+        such = deeper if depth > len(words) else (CLASS, f"{CLASS}/{PART}")[depth > 1]
+        raise UserError(
+            f"{root}: {name} lies {depth} folders deep, not as {'/'.join(words)}/image; it should hold {FORMS}, or say "
+            f"what its folders mean with data.layout, such as {such}"
+        )
+
+
+def _really_sites(root: Path, found: Sequence[Listed], agreed: Sequence[str]) -> None:
+    """SITE/CLASS and CLASS/PERSON look alike; sites usually share classes, and `agreed` classes settle it."""
+    if agreed:
+        return  # `numbered` refuses what is not among them
+    by_site: dict[str | None, set[str]] = {}
+    for image in found:
+        by_site.setdefault(image.site, set()).add(image.label)
+    if len(by_site) > 1 and sum(map(len, by_site.values())) == len(set[str]().union(*by_site.values())):
+        raise UserError(
+            f"{root} could be SITE/CLASS/image or CLASS/something/image: no two of its folders have a folder in "
+            "common; name the classes in data.classes, or say what its folders mean with data.layout, such as CLASS/*"
+        )
