@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from torch import nn
 from wire import federate, simulate
 
 from conftest import identical
@@ -47,6 +48,21 @@ def test_same_models_and_figures_as_the_simulator(method: str, tmp_path: Path) -
 
 def test_the_same_sample_is_looked_at_in_the_end(tmp_path: Path) -> None:
     config = small("fedavg", **{"eval.final": 2, "eval.clients": 1})
+    simulate(config, tmp_path / "simulator")
+    federate(config, tmp_path / "flower")
+    compare(tmp_path / "simulator", tmp_path / "flower")
+
+
+class Dropping(nn.Module):
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Dropout(0.3))
+        self.head = nn.Linear(8, num_classes)
+
+
+def test_sites_draw_what_the_simulator_draws(tmp_path: Path) -> None:
+    """Dropout, in FedBABU's rounds and in the fine-tuning of its personal models."""
+    config = small("fedbabu", **{"model.name": f"{__name__}:Dropping", "model.args": {}, "rounds": 2})
     simulate(config, tmp_path / "simulator")
     federate(config, tmp_path / "flower")
     compare(tmp_path / "simulator", tmp_path / "flower")

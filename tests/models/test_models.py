@@ -129,7 +129,6 @@ CASES = {
     "wrong_input": (lambda: Holder(flat(nn.Linear(99, 4)), nn.Linear(4, 5)), "does not accept inputs of shape"),
     "not_flat": (lambda: Holder(nn.Conv2d(3, 4, 1), nn.Linear(2, 5)), r"must return \(batch, features\)"),
     "batch_norm": (lambda: Holder(flat(nn.Linear(12, 4), nn.BatchNorm1d(4)), nn.Linear(4, 5)), "use GroupNorm"),
-    "dropout": (lambda: Holder(flat(nn.Dropout(0.5), nn.Linear(12, 4)), nn.Linear(4, 5)), "is dropout"),
     "odd_head": (lambda: Holder(flat(nn.Linear(12, 5)), nn.ReLU()), "must be a linear layer"),
     "not_a_module": (lambda: 3, "not a torch.nn.Module"),
 }

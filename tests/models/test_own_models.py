@@ -36,16 +36,14 @@ ME = __name__
 class Plain(nn.Module):
     """A module as people write them: layers, and a forward that calls them."""
 
-    def __init__(self, num_classes: int, softmax: bool = False, twice: bool = False, noisy: bool = False):
+    def __init__(self, num_classes: int, softmax: bool = False, twice: bool = False):
         super().__init__()
         self.first = nn.Linear(4, 6)
         self.classifier = nn.Sequential(nn.ReLU(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, num_classes))
-        self.softmax, self.twice, self.noisy = softmax, twice, noisy
+        self.softmax, self.twice = softmax, twice
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
-        if self.noisy:
-            h = F.dropout(h, 0.5, training=self.training)
         y: Tensor = self.classifier(h)
         if self.twice:
             y = y + self.classifier(h + 1)
@@ -96,7 +94,6 @@ def test_the_head_is_found_and_said() -> None:
         ({}, {"head": "classifier"}, "is a Sequential"),
         ({"num_classes": 7}, {}, "no linear layer inside it has 3 outputs"),
         ({"num_classes": 7}, {"head": "classifier.3"}, "a head of 7 classes, but the data has 3"),
-        ({"noisy": True}, {"head": "classifier.3"}, "two different outputs"),
     ],
 )
 def test_what_cannot_be_split(args: dict[str, Any], settings: dict[str, Any], words: str) -> None:

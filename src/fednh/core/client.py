@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ def update(
     """Train one client; returns what it keeps and what it uploads."""
     probe = GradientNorm(data, received) if gradient_norm else None
     with LocalNorm(net, kept, data.index.device) as norm:
-        fit = LocalFit(data, sgd, norm.undisturbed(probe))
+        fit = LocalFit(data, sgd, norm.undisturbed(probe), training=partial(net.training, data.noise))
         keep, upload = method.client_update(net, without_norm(kept), received, data, norm.fit(fit))
     return Update({**keep, **norm.kept()}, upload, fit.samples, fit.loss_sum, probe.value if probe else None)
 
@@ -77,7 +78,7 @@ def personal_model(
     `tick` is called before every step of training, if the method trains here.
     """
     with LocalNorm(net, kept, data.index.device) as norm:
-        fit = norm.fit(LocalFit(data, sgd, tick=tick))
+        fit = norm.fit(LocalFit(data, sgd, tick=tick, training=partial(net.training, data.noise)))
         model = method.personal_model(net, without_norm(kept), received, data, fit)
     return {**model, **norm.state}
 

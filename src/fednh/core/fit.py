@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -49,7 +50,7 @@ class LocalFit:
     """`fit` for one client in one round; it also counts the samples processed and sums their loss.
 
     `watch` is called with (params, loss, only) before the first step of every call; `tick` is called before every step,
-    and may raise Interrupted.
+    and may raise Interrupted. The loss of every step is computed inside of `training()`.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class LocalFit:
         sgd: Sgd,
         watch: Callable[[Tree, Loss, tuple[str, ...]], None] | None = None,
         tick: Callable[[int], None] = unhurried,
+        training: Callable[[], AbstractContextManager[object]] = nullcontext,
     ):
-        self.data, self.sgd, self.watch, self.tick = data, sgd, watch, tick
+        self.data, self.sgd, self.watch, self.tick, self.training = data, sgd, watch, tick, training
         self.samples = 0
         self.loss_sum = 0.0
 
@@ -82,7 +84,8 @@ class LocalFit:
         for _ in range(sgd.epochs if epochs is None else epochs):
             for x, y in self.data.shuffled(sgd.batch_size):
                 self.tick(0)
-                value = loss(working, x, y).mean()
+                with self.training():
+                    value = loss(working, x, y).mean()
                 step(torch.autograd.grad(value, step.params, allow_unused=True))
                 total += value.detach() * len(y)
                 self.samples += len(y)

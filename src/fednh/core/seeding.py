@@ -17,7 +17,7 @@ def numpy_rng(seed: int, purpose: str, *address: int) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence([seed, crc32(purpose.encode()), *address]))
 
 
-def torch_rng(seed: int, purpose: str, *address: int) -> torch.Generator:
-    """A CPU torch generator for one address."""
+def torch_rng(seed: int, purpose: str, *address: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """A torch generator for one address, by default on the CPU."""
     state = np.random.SeedSequence([seed, crc32(purpose.encode()), *address]).generate_state(1, np.uint64)
-    return torch.Generator().manual_seed(int(state[0] >> 1))
+    return torch.Generator(device).manual_seed(int(state[0] >> 1))

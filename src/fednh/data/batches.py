@@ -89,6 +89,7 @@ class ClientData:
         self.counts = torch.bincount(self.y, minlength=samples.num_classes).to(torch.float32)  # (C,)
         self._address = (seed, round_, client)
         self.rng = self._rng(purpose)
+        self.noise = self._rng(f"{purpose} noise", self.index.device)  # of random layers, dropout for example
 
     def __len__(self) -> int:
         return len(self.index)
@@ -116,6 +117,6 @@ class ClientData:
         """Uniform numbers in [0, 1), one a sample: the raw material of a method's own draws."""
         return torch.rand(times, len(self), generator=self._rng("method")).to(self.index.device)
 
-    def _rng(self, purpose: str) -> torch.Generator:
+    def _rng(self, purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
         seed, round_, client = self._address
-        return torch_rng(seed, purpose, round_, client)
+        return torch_rng(seed, purpose, round_, client, device=device)

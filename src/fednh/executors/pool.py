@@ -296,6 +296,8 @@ def _obstacle(config: Config, fed: Federation) -> str | None:
         return "training images are augmented, each client's on its own (data.augment = 'none' turns it off)"
     if config.diagnostics.gradient_norm:
         return "diagnostics.gradient_norm measures one client at a time"
+    if fed.net.random:
+        return "the model has random layers, such as dropout, which each client draws for itself"
     if fed.net.stateful:
         return "model.norm = 'local' gives every client a normalisation of its own"
     return None

@@ -12,7 +12,8 @@ from fednh.core.imports import imported_class
 from fednh.errors import UserError, did_you_mean
 from fednh.models.conv import Conv2
 from fednh.models.mlp import MLP
-from fednh.models.net import Net, seeded
+from fednh.models.net import Net
+from fednh.models.randomness import seeded
 from fednh.models.resnet import ResNet18
 from fednh.models.split import Split, check_head, find_head, is_split
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.func import functional_call
 from fednh.core.tree import Tree, arranged, below
 from fednh.errors import UserError
 from fednh.models.fast_conv import quicken
+from fednh.models.randomness import Draws, not_repeatable, seeded
 from fednh.models.weights import read_weights
 
 BATCH_NORM = nn.modules.batchnorm._NormBase  # what may keep running statistics: batch and instance normalisation
@@ -29,6 +31,8 @@ class Net:
     start as `norm`, and a client at work lends its own to its thread; see `core/local_norm.py`. `head` is the head's
     name in a module that was split; `weights` is a safetensors file to start from. With `convolution="fast"`
     convolutions train by `fast_conv.py` where they can.
+
+    A net with random layers, such as dropout, is `random`: they are off, except in a thread that is `training`.
 
     With precision "bf16" the body's convolutions and matrix products run in bfloat16, forward and backward. Features
     come out as float32, and so does everything that is made of them.
@@ -65,6 +69,7 @@ class Net:
         self.trained_norms = frozenset(self.norm.keys() & parameters)
         self.parameter_shapes = [tuple(value.shape) for value in self._skeleton.parameters()]
         self._mine = threading.local()
+        self.random = False
         self.dim = self._probe()
 
     @property
@@ -106,6 +111,26 @@ class Net:
         self._mine.norm = self.norm if norm is None else norm
         _use_batch_statistics(self._part("body"), training)
 
+    @contextmanager
+    def training(self, rng: torch.Generator) -> Iterator[None]:
+        """Turn random layers on in this thread; all that they draw comes from `rng`."""
+        if not self.random:
+            yield
+            return
+        self._switch(True)
+        try:
+            with Draws(rng):
+                yield
+        finally:
+            self._switch(False)
+
+    def _switch(self, training: bool) -> None:
+        """Set the mode of all layers of this thread but batch normalisation, whose mode `lend` sets."""
+        for part in (self._part("body"), self._part("head")):
+            for layer in part.modules():
+                if not isinstance(layer, BATCH_NORM):
+                    layer.training = training
+
     def _features(self, params: Tree, x: Tensor) -> Tensor:
         body, state = self._part("body"), below(params, "body")
         if self.norm:
@@ -131,11 +156,6 @@ class Net:
         for name, layer in module.named_modules():
             if isinstance(layer, BATCH_NORM):
                 self._check_batch_norm(name, layer, norm)
-            if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
-                raise UserError(
-                    f"model {self.name}: {name} is dropout, which draws from a generator that all workers share, so a "
-                    f"run could not be repeated; set its p to 0 and use train.weight_decay to regularise"
-                )
         return module
 
     def _check_batch_norm(self, name: str, layer: nn.Module, norm: str) -> None:
@@ -152,14 +172,19 @@ class Net:
             )
 
     def _probe(self) -> int:
-        """A forward pass, twice: finds D and reports a model that does not fit the data, before any training."""
+        """Some forward passes: find D and random layers, report a model that does not fit, before any training."""
         x = torch.randn(2, *self.shape, generator=torch.Generator().manual_seed(0))
         body, head = self._part("body"), self._part("head")
         try:
-            with torch.no_grad():
-                features: Tensor = body(x)
-                logits: Tensor = head(features)
-                again: Tensor = body(x)
+            features, logits, draws = self._drawn(x)
+            again = self._drawn(x)[1]
+            if draws:
+                self.random = True
+                for part in (self._skeleton, body, head):
+                    part.eval()
+                with self.training(torch.Generator()):  # refuses what cannot be seeded
+                    head(body(x))
+                *_, draws = self._drawn(x)
         except (RuntimeError, ValueError, TypeError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise UserError(f"model {self.name} does not accept inputs of shape {self.shape}: {reason}") from error
@@ -172,12 +197,26 @@ class Net:
             raise UserError(
                 f"model {self.name} has a head of {logits.shape[1]} classes, but the data has {self.num_classes}"
             )
-        if not torch.equal(features, again):
+        if not torch.equal(logits, again):
+            raise not_repeatable(self.name)
+        if draws:
             raise UserError(
-                f"model {self.name} gives the same input two different outputs (does it draw random numbers, as "
-                f"functional dropout does?), so a run could not be repeated; take that out of its forward"
+                f"model {self.name} draws random numbers also when it is not training, so a prediction could not be "
+                f"repeated; give F.dropout and its like training=self.training"
             )
         return int(features.shape[1])
+
+    @torch.no_grad()
+    def _drawn(self, x: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """Features, logits, and whether PyTorch drew random numbers, which are the same at every call."""
+
+        def forward() -> tuple[Tensor, Tensor, bool]:
+            before = torch.get_rng_state()
+            features: Tensor = self._part("body")(x)
+            logits: Tensor = self._part("head")(features)
+            return features, logits, not torch.equal(before, torch.get_rng_state())
+
+        return seeded(forward, 0)
 
 
 def _use_batch_statistics(module: nn.Module, yes: bool) -> None:
@@ -194,10 +233,3 @@ def _norm_names(module: nn.Module) -> list[str]:
         if isinstance(layer, NORMS)
         for name in layer.state_dict()
     ]
-
-
-def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Build a module from a given seed and leave the global generator as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return build()

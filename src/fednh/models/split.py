@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fednh.errors import Notice, UserError
+from fednh.models.randomness import not_repeatable, seeded
 
 ADVICE = "give the model a .body and a .head, or name another layer with model.head"
 
@@ -62,13 +63,16 @@ def check_head(name: str, module: nn.Module, head: str, shape: tuple[int, ...]) 
     module.eval()
     with torch.no_grad():
         try:
-            whole: Tensor = module(x)
+            whole: Tensor = seeded(lambda: module(x), 0)
+            again: Tensor = seeded(lambda: module(x), 0)
         except Exception as error:  # anything that a user's forward may raise
             reason = str(error).strip().partition("\n")[0]
             raise UserError(f"model {name} does not accept inputs of shape {shape}: {reason}") from error
+        if not torch.equal(whole, again):
+            raise not_repeatable(name)
         try:
             parts = Split(module, head)
-            ours: Tensor = parts.head(parts.body(x))
+            ours: Tensor = seeded(lambda: parts.head(parts.body(x)), 0)
             same = ours.shape == whole.shape and torch.allclose(ours, whole, rtol=1e-4, atol=1e-5)
         except Exception:
             same = False
