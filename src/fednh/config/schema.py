@@ -122,6 +122,8 @@ class EvalConfig(Section):
     )
     final: Literal["all"] | int = "all"  # whose, at the end, to evaluate and to save: all that took part, or n of them
 
+    samples: int | None = Field(None, ge=1, le=MANY)  # of the test set: a class-balanced sample of n; None: all
+
     @field_validator("clients", "final")
     @classmethod
     def _at_least_one(cls, value: str | int, info: ValidationInfo) -> str | int:

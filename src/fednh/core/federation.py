@@ -15,7 +15,8 @@ from fednh.core.seeding import numpy_rng, torch_rng
 from fednh.core.tree import Tree, arranged
 from fednh.data import scaling
 from fednh.data.agreement import not_agreed
-from fednh.data.batches import Samples, samples_of
+from fednh.data.balance import balanced_sample
+from fednh.data.batches import Samples, samples_of, subset
 from fednh.data.dataset import Dataset
 from fednh.data.hold_out import DEFAULT_SHARE, hold_out
 from fednh.data.inspection import about_test_set
@@ -75,6 +76,13 @@ class Federation:
         preprocessing = {**data.preprocessing, **scale}
         return {**card_of(config, self.net, data.shape, data.classes, data.name, preprocessing), **whose}
 
+    def _sampled(self) -> list[str]:
+        """What to say where models are evaluated on a part of the test set."""
+        there, used = len(self.dataset.y_test), len(self.test)
+        return (
+            [f"evaluated on {used:,} of {there:,} test samples, classes alike (eval.samples)"] if used < there else []
+        )
+
     def server_side(self, config: Config) -> ServerSide:
         """What the server knows where all samples are in one place."""
         return ServerSide(
@@ -87,7 +95,7 @@ class Federation:
             counts=self.class_counts(),
             sites=self.sites,
             as_read=self.as_read,
-            notes=tuple(f"{self.dataset.name}: {words}" for words in about_test_set(self.dataset)),
+            notes=tuple(f"{self.dataset.name}: {words}" for words in [*about_test_set(self.dataset), *self._sampled()]),
             train=self.train,
             trained_on=np.concatenate(self.parts),
         )
@@ -148,6 +156,13 @@ def load_data(config: Config) -> Dataset:
     return load(config.data.name, data_folder(config), config.data.model_dump())
 
 
+def test_sample(config: Config, test: Samples) -> Samples:
+    """The test samples to evaluate on: all, or `eval.samples` of them, the same for all methods and rounds."""
+    if config.eval.samples is None or config.eval.samples >= len(test):
+        return test
+    return subset(test, balanced_sample(test.y.numpy(force=True), config.eval.samples, numpy_rng(config.seed, "test")))
+
+
 def data_folder(config: Config) -> Path:
     """The folder in which data sets are looked up by name."""
     return cache.data_folder(config.data.dir)
@@ -180,7 +195,7 @@ def build_federation(config: Config, dataset: Dataset | None = None, run: Path |
     return Federation(
         dataset=data,
         train=samples_of(data, "train", config.data.augment, config.device),
-        test=samples_of(data, "test", device=config.device),
+        test=test_sample(config, samples_of(data, "test", device=config.device)),
         parts=parts,
         net=network(config, data.shape, data.num_classes),
         method=config.build_method(),

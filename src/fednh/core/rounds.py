@@ -385,6 +385,7 @@ class Rounds:
             "data": self.side.name,
             "seed": self.config.seed,
             "rounds": self.progress.round,
+            **({"test_samples": int(self.total.sum())} if self.config.eval.samples and self.total is not None else {}),
             **evaluate.final_metrics(correct, self.total, people, self.side.one_class),
             **self.progress.totals(),
             **({"lost": lost} if lost else {}),

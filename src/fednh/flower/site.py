@@ -25,7 +25,7 @@ from fednh.config import Config, validate
 from fednh.core import checks, novelty
 from fednh.core import client as clients
 from fednh.core.evaluate import HELD
-from fednh.core.federation import Federation, build_federation, initial_state, load_data
+from fednh.core.federation import Federation, build_federation, initial_state, load_data, test_sample
 from fednh.core.tree import Tree
 from fednh.data.agreement import not_agreed
 from fednh.data.batches import ClientData, Samples, samples_of, subset
@@ -358,7 +358,8 @@ def balanced(config: Config, source: str, task: Task) -> Samples:
             f"{source} as a test set has samples of shape {data.shape} and the classes {', '.join(data.classes)}, but "
             f"the sites have {task.shape} and {', '.join(task.classes)}"
         )
-    return samples_of(replace(data, scale=task.scale, mean=task.mean, std=task.std), "test", device=config.device)
+    data = replace(data, scale=task.scale, mean=task.mean, std=task.std)
+    return test_sample(config, samples_of(data, "test", device=config.device))
 
 
 def _changed(section: Any, **values: Any) -> Any:

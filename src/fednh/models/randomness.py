@@ -35,11 +35,11 @@ def not_repeatable(name: str) -> UserError:
     )
 
 
-class Draws(TorchDispatchMode):
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside of it, all that this thread draws comes from `rng`."""
 
     def __init__(self, rng: torch.Generator):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rng = rng
 
     def __torch_dispatch__(
@@ -55,7 +55,8 @@ class Draws(TorchDispatchMode):
 def _with_generator(func: OpOverload) -> OpOverload:
     """The form of a random operation that takes a generator."""
     packet = func.overloadpacket
-    for form in (func, *(getattr(packet, name) for name in packet.overloads())):
+    forms: list[OpOverload] = [func, *(getattr(packet, name) for name in packet.overloads())]
+    for form in forms:
         if any(argument.name == "generator" for argument in form._schema.arguments) and _takes(form) == _takes(func):
             return form
     raise UserError(

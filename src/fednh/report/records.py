@@ -38,6 +38,10 @@ def records(runs: Sequence[Run], reference: str | None = None, paper: bool = Fal
             "method": group.method,
             "settings": "; ".join(f"{k.removeprefix('method.')}={show(v)}" for k, v in group.hyper.items()),
         }
+        if group.settings.get("eval.samples"):
+            setting["settings"] = "; ".join(
+                [f"eval.samples={group.settings['eval.samples']}", *_words(setting["settings"])]
+            )
         if row.apart:
             setting["settings"] = "; ".join(dict.fromkeys([*row.apart.split(", "), *_words(setting["settings"])]))
         for metric in REPORTED:

@@ -118,7 +118,13 @@ def paired_sheet(runs: Sequence[Run], reference: str | None = None) -> Sheet:
         return Sheet("paired", "Paired comparison", columns, [], note)
     rows = [[*_lead_cells(layout, c.row, c.column), *_paired_cells(c)] for c in found]
     names = ", ".join(dict.fromkeys(c.reference.label for c in found))
-    return Sheet("paired", f"Paired comparison with {names}{_common(layout)}", columns, rows, _paired_note(found))
+    return Sheet(
+        "paired",
+        f"Paired comparison with {names}{_common(layout)}",
+        columns,
+        rows,
+        _sampled(layout) + _paired_note(found),
+    )
 
 
 def comparison_sheet(runs: Sequence[Run]) -> Sheet:
@@ -138,10 +144,11 @@ def comparison_sheet(runs: Sequence[Run]) -> Sheet:
     for key, at in place.items():
         rank_spread(rows, at, place["pm_l"], places=1) if key == "pm_l_std" else rank(rows, at, places=1)
     said = f"{_ACCURACY_WORDS}; fairness: standard deviation of PM(L) over clients. {_MEAN_FIRST}"
-    note = " ".join([said] * ("gm" in keys) + [f"{_HELD_WORDS}."] * held)
+    layout = lay_out(runs)
+    note = " ".join([f"{said} {_sampled(layout)}".rstrip()] * ("gm" in keys) + [f"{_HELD_WORDS}."] * held)
     columns = ["method", "data", "seed", "rounds", *keys.values(), "samples/s"]
     title = "Test accuracy in percent" if "gm" in keys else "Accuracy on held-out samples in percent"
-    return Sheet("comparison", title + _common(lay_out(runs), data=False), columns, rows, note)
+    return Sheet("comparison", title + _common(layout, data=False), columns, rows, note)
 
 
 # --- accuracy and fairness -----------------------------------------------------------------------------------------
@@ -182,7 +189,8 @@ def _metrics(name: str, title: str, words: str, metrics: Sequence[Metric], layou
         for column, metric, printed in shown
     ]
     scope = " of each data set and participation" if _lead(layout) else ""
-    note = f"{words} {_counts(layout)} Bold: best{scope}; underlined: second."
+    sampled = "" if metrics is HELD else _sampled(layout)
+    note = f"{words} {sampled}{_counts(layout)} Bold: best{scope}; underlined: second."
     if any(printed for *_, printed in shown):
         note += f" {_paper_note(layout)}"
     return Sheet(name, title + _common(layout), [*_lead(layout), "method", *heads], rows, note)
@@ -300,6 +308,14 @@ def _common(layout: TableLayout, data: bool = True) -> str:
 def _rounds(group: Group) -> str:
     rounds = group.settings["rounds"]
     return "1 round" if rounds == 1 else f"{rounds} rounds"
+
+
+def _sampled(layout: TableLayout) -> str:
+    """Say it where models were evaluated on a part of the test set."""
+    numbers = sorted({n for group in layout.groups for run in group.runs if (n := run.summary.get("test_samples"))})
+    some = "" if all(group.settings.get("eval.samples") for group in layout.groups) else "some runs: "
+    words = "GM and PM are measured on a seeded sample of the test set with equal numbers of every class"
+    return f"{words} (eval.samples; {some}n = {', '.join(map(str, numbers))}). " if numbers else ""
 
 
 def _counts(layout: TableLayout) -> str:
