@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from fednh.core import evaluate
-from fednh.data.batches import Samples
+from fednh.core import client, evaluate
+from fednh.data.batches import ClientData, Samples, subset
+from fednh.methods import METHODS
+from fednh.models import Net
 
 # A hand-made confusion: of class 0 2 of 4 right, of class 1 3 of 3, of class 2 0 of 1.
 CORRECT = torch.tensor([2.0, 3.0, 0.0], dtype=torch.float64)
@@ -70,3 +72,18 @@ def test_correct_per_class_counts_over_batches() -> None:
     right_0 = int(((x[:, 0] <= 0) & (y == 0)).sum())
     assert hits.tolist() == [right_0, right_1, 0]
     assert evaluate.total_per_class(test).tolist() == [500, 500, 0]
+
+
+def test_a_client_is_measured_on_its_own_classes_with_the_same_result(net: Net, tiny: Samples) -> None:
+    """Before the last round no other class is looked at: PM(V) and PM(L) weigh them with 0."""
+    method = METHODS["fedavg"]()
+    model = net.init(torch.Generator().manual_seed(3))
+    mine = np.flatnonzero(np.isin(tiny.y.numpy(), [0, 2]))
+    data, nothing = ClientData(tiny, mine, 0, 1, 0, "personal"), subset(tiny, np.zeros(0, np.int64))
+    seen: list[int] = []
+    whole = client.measured(method, net, 0, data, model, None, tiny, nothing)
+    own = client.measured(method, net, 0, data, model, None, tiny, nothing, seen.append, every_class=False)
+    assert (own.pm_v, own.pm_l) == (whole.pm_v, whole.pm_l)
+    assert sum(seen) == len(mine) < len(tiny)
+    assert own.per_class is None
+    assert whole.per_class is not None

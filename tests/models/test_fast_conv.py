@@ -89,21 +89,21 @@ def step(net: object, n: int) -> dict[str, Tensor]:
     return dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
 
 
-def test_only_training_takes_it_and_a_setting_turns_it_off(calls: list[int]) -> None:
+def test_where_it_is_taken(calls: list[int]) -> None:
     net = build_net("conv2", (3, 32, 32), 4)
     step(net, 16)
     assert calls == [16], "the second of the two convolutions"
-    step(net, 15)
     params, x = net.init(torch.Generator().manual_seed(1)), torch.zeros(64, 3, 32, 32)
     with torch.no_grad():
         net.logits(params, x)
-    net.logits(params, x)
+    assert calls == [16, 64]
+    step(net, 15)
     torch.func.grad(lambda p: net.logits({**params, **p}, x).sum())({"head.weight": params["head.weight"]})
     torch.vmap(lambda one: net.logits(params, one), randomness="error")(x[None])
     net.precision = "bf16"
     step(net, 64)
     step(build_net("conv2", (3, 32, 32), 4, convolution="ordinary"), 64)
-    assert calls == [16], "too small a batch, no gradient, vmap, bfloat16, or switched off"
+    assert calls == [16, 64], "too small a batch, torch.func, vmap, bfloat16, or switched off"
 
 
 def test_training_with_either_convolution_agrees(calls: list[int]) -> None:

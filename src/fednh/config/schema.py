@@ -97,7 +97,7 @@ class ModelConfig(Section):
     head: str | None = None  # of a module without .body and .head: the name of its last linear layer; None: found
     weights: str | None = None  # a safetensors file to start from
     norm: Literal["refuse", "local"] = "refuse"  # batch normalisation is refused, or normalisation stays with clients
-    convolution: Literal["fast", "ordinary"] = "fast"  # how convolutions train on a CPU where both can: same to 1e-5
+    convolution: Literal["fast", "ordinary"] = "fast"  # on a CPU; both give the same to 1e-5
 
 
 class TrainConfig(Section):

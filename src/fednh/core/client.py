@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fednh.core import evaluate
 from fednh.core.diagnostics import GradientNorm
@@ -20,7 +21,7 @@ from fednh.core.fit import LocalFit, Sgd
 from fednh.core.local_norm import LocalNorm, without_norm
 from fednh.core.meter import unhurried
 from fednh.core.tree import Tree, arranged, finite
-from fednh.data.batches import ClientData, Samples
+from fednh.data.batches import ClientData, Samples, subset
 from fednh.methods.base import Method
 from fednh.models.net import Net
 from fednh.storage.outcomes import Classes, Outcomes
@@ -112,16 +113,27 @@ def measured(
     test: Samples,
     held: Samples,
     tick: Callable[[int], None] = unhurried,
+    every_class: bool = True,
 ) -> Personal:
-    """What a client's own `model` achieves on the balanced test set and, like the `shared` one, on held-out samples."""
+    """What a client's own `model` achieves on the balanced test set and, like the `shared` one, on held-out samples.
+
+    PM(V) and PM(L) need the client's own classes alone; without `every_class` only those are looked at.
+    """
     total = evaluate.total_per_class(test)
-    correct = correct_per_class(method, net, model, test, tick) if len(test) else torch.zeros_like(total)
+    looked_at = test if every_class else subset(test, of_own_classes(test, data.counts))
+    correct = correct_per_class(method, net, model, looked_at, tick) if len(looked_at) else torch.zeros_like(total)
     person = evaluate.personal(client, correct, total, data.counts)
+    person = replace(person, samples=len(data), per_class=person.per_class if every_class else None)
     if not len(held):
-        return replace(person, samples=len(data))
+        return person
     trees = (model,) if shared is None else (model, shared)
     outcomes = Outcomes(*map(_classes, (held.y, *(_predicted(method, net, tree, held, tick) for tree in trees))))
-    return replace(person, samples=len(data), outcomes=outcomes, **evaluate.held_metrics(outcomes, held.num_classes))
+    return replace(person, outcomes=outcomes, **evaluate.held_metrics(outcomes, held.num_classes))
+
+
+def of_own_classes(test: Samples, counts: torch.Tensor) -> NDArray[np.int64]:
+    """Which test samples have a class that a client with these training `counts` owns."""
+    return torch.nonzero((counts > 0).to(test.y.device)[test.y]).flatten().cpu().numpy()
 
 
 def _classes(column: torch.Tensor) -> Classes:

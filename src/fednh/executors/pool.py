@@ -165,7 +165,8 @@ class PoolAnswers:
             if self.asked.final:
                 self._save(client, model)
             held = subset(fed.train, fed.held_out[client])
-            return clients.measured(self.method, self.net, client, data, model, shared, fed.test, held, meter)
+            final = self.asked.final
+            return clients.measured(self.method, self.net, client, data, model, shared, fed.test, held, meter, final)
 
     def _save(self, client: int, model: Tree) -> None:
         seed, meter, part = self.config.seed, self.pool.meter, self.fed.parts[client]
@@ -178,7 +179,10 @@ class PoolAnswers:
         """How many forward-passed samples the evaluation of a client's model takes."""
         held = len(self.fed.held_out[client]) * (1 if shared is None else 2)
         saved = novelty.number(self.method, len(self.fed.parts[client])) if self.asked.final else 0
-        return len(self.fed.test) + held + saved
+        test, train = self.fed.test, self.fed.train
+        own = torch.bincount(train.y[torch.from_numpy(self.fed.parts[client])], minlength=train.num_classes)
+        tested = len(test) if self.asked.final else len(clients.of_own_classes(test, own))
+        return tested + held + saved
 
     def novelty(self) -> None:
         """None: the loop has all samples and computes it itself."""

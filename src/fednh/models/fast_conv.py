@@ -1,4 +1,4 @@
-"""Convolutions with fewer multiplications, for training on a CPU: tiles as products of polynomials (Toom-Cook).
+"""Convolutions with fewer multiplications, on a CPU: tiles as products of polynomials (Toom-Cook).
 
 A correlation of n = m + r - 1 inputs with r weights has m outputs. It is a product of polynomials, transposed: evaluate
 at points, multiply there, go back. With R products instead of m * r a line, and R^2 instead of m^2 r^2 a tile:
@@ -33,20 +33,20 @@ NEAR = 0.6  # points are 0, infinity, +-1, +-NEAR, +-1/NEAR and the unit circle:
 
 
 class FastConv2d(nn.Conv2d):
-    """nn.Conv2d that trains by `fast_conv2d` where that pays off.
+    """nn.Conv2d that computes by `fast_conv2d` where that pays off.
 
     The choice depends on shapes and batch size alone, so a run takes the same path every time, with any number of
-    workers. Evaluation, prediction, vmap, export and bfloat16 take the ordinary convolution.
+    workers. vmap, export and bfloat16 take the ordinary convolution.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if _training(x, self.weight) and _pays_off(x, self.weight, int(self.padding[0])):
+        if _plain(x, self.weight) and _pays_off(x, self.weight, int(self.padding[0])):
             return fast_conv2d(x, self.weight, self.bias, int(self.padding[0]))
         return super().forward(x)
 
 
 def quicken(module: nn.Module) -> None:
-    """Have the convolutions in `module` train by `fast_conv2d`, those that it can compute."""
+    """Have the convolutions in `module` compute by `fast_conv2d`, those that it can compute."""
     for layer in module.modules():
         if type(layer) is nn.Conv2d and _computable(layer):
             layer.__class__ = FastConv2d
@@ -72,11 +72,9 @@ def _computable(layer: nn.Conv2d) -> bool:
     )
 
 
-def _training(x: Tensor, weight: Tensor) -> bool:
+def _plain(x: Tensor, weight: Tensor) -> bool:
     return (
-        torch.is_grad_enabled()
-        and (x.requires_grad or weight.requires_grad)
-        and x.device.type == "cpu"
+        x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()

@@ -30,7 +30,7 @@ class Net:
     With `norm="local"` the normalisation layers' parameters and statistics are in no Tree that a method sees: they
     start as `norm`, and a client at work lends its own to its thread; see `core/local_norm.py`. `head` is the head's
     name in a module that was split; `weights` is a safetensors file to start from. With `convolution="fast"`
-    convolutions train by `fast_conv.py` where they can.
+    convolutions compute by `fast_conv.py` where they can.
 
     A net with random layers, such as dropout, is `random`: they are off, except in a thread that is `training`.
 
