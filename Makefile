@@ -6,12 +6,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test lint types unit soak bench docs dist clean
+.PHONY: help setup demo test lint types unit soak bench results docs dist clean
 help:
 	@echo "make demo    four methods on handwritten digits, with a report, in under two minutes"
 	@echo "make test    lint, types and tests, in under six minutes"
 	@echo "make soak    the long versions of the tests, and mutations that the tests must see"
 	@echo "make bench   speed and memory as ratios, in under ten minutes on an idle machine"
+	@echo "make results the campaign of long runs on real data goes on (days), and docs/results.md is written"
 	@echo "make docs    the documents as a site, in site/"
 	@echo "make dist    sdist and wheel in dist/, installed elsewhere and tried there, alone and with each extra"
 	@echo "make clean   remove .venv, caches and the demo's run folders"
@@ -53,6 +54,9 @@ soak: setup
 
 bench: setup
 	@$(BIN)/python -m benchmarks
+
+results: setup
+	@$(BIN)/python tools/results.py
 
 docs: setup
 	@FEDNH_EXECUTE=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -W ignore -m mkdocs build --strict --quiet

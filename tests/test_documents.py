@@ -55,6 +55,7 @@ MAKE = {
     "soak": "the long tests",
     "bench": "a measurement",
     "dist": "tools/dist.py",
+    "results": "a campaign of days",
 }
 
 
