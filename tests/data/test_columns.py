@@ -16,7 +16,7 @@ import pytest
 import fednh
 from fednh.config import dump, load
 from fednh.data.sources import load as load_source
-from fednh.data.sources.tables import read
+from fednh.data.table_files import read
 from fednh.errors import Notice, UserError
 from fednh.trained.own import load_for
 from forked import fednh as command
@@ -136,7 +136,7 @@ def test_awkward_columns_are_one_sentence(tmp_path: Path) -> None:
     for columns, words in (
         ({"when": "number"}, r"'when' should hold numbers, but holds date32"),
         ({"l": ["1"]}, r"'l' holds list<.*convert it to text or leave it out"),
-        ({}, r"'when' holds date32.*neither numbers nor text"),
+        ({}, r"'when' holds dates, neither numbers nor text; .* leave it out with data.ignore"),
     ):
         with pytest.raises(UserError, match=words):
             own(source, columns=columns)
@@ -269,7 +269,7 @@ def test_the_encoding_on_the_command_line(clinic: Path, tmp_path: Path) -> None:
     assert "größe" in command(["inspect", "--data", source, *said, "--format", "json"], tmp_path / "io").stdout
     for wrong, words in {
         "data.encoding=klingon": "data.encoding = 'klingon' is not an encoding that Python knows",
-        "data.label=x": "only data.encoding can be set",
+        "data.label=x": "only data.encoding, data.separator and data.decimal can be set",
     }.items():
         ended = command(["predict", run, file, "--set", wrong], tmp_path / "io")
         assert (ended.code, words in ended.stderr) == (2, True), ended.stderr

@@ -121,7 +121,7 @@ def _train(
     federation = build_federation(config, run=folder.path)
     name = f"{config.method['name']} on {federation.dataset.name}"
     with watcher(console, config.rounds, name, quiet) as screen, Tracking(screen, track, folder, config) as watching:
-        for note in federation.dataset.notes:
+        for note in (*federation.dataset.notes, *federation.dataset.warnings):
             watching.note(note)
         train(config, federation, folder, watching, stop)
 

@@ -81,7 +81,7 @@ def predict(
     from fednh.trained import output
     from fednh.trained.model import load_model
 
-    encoding = _encoding(set_values(settings))
+    text = _form_of_text(set_values(settings))
     used = load_model(model, client)
     threshold = None if reject is None else used.threshold(reject)
     top = min(top, len(used.classes))
@@ -91,7 +91,7 @@ def predict(
         failed.append(sentence)
         typer.echo(f"fednh: {sentence}", err=True)
 
-    done = used.batches(paths, tell, encoding)
+    done = used.batches(paths, tell, text)
     found = (output.records(batch, scores, used.classes, top, threshold) for batch, scores in done)
     if form is PredictionFormat.JSON:
         lines = output.to_json(found)
@@ -217,14 +217,16 @@ def export(
     typer.echo(f"{facts['file']}: agrees within {facts['difference']:.1e} on {facts['samples']} {facts['checked_on']}")
 
 
-def _encoding(settings: dict[str, Any]) -> str | None:
+def _form_of_text(settings: dict[str, Any]) -> dict[str, Any]:
     """All that can be said about inputs; everything else is in the model's card."""
     from fednh.config import load
 
-    if others := [key for key in settings if key != "data.encoding"]:
-        raise UserError(f"--set {others[0]}: inputs are read as the model's card says; only data.encoding can be set")
-    encoding: str | None = load(None, settings).data.encoding
-    return encoding
+    known = ("data.encoding", "data.separator", "data.decimal")
+    if others := [key for key in settings if key not in known]:
+        words = f"only {', '.join(known[:-1])} and {known[-1]} can be set"
+        raise UserError(f"--set {others[0]}: inputs are read as the model's card says; {words}")
+    data = load(None, settings).data
+    return {key.removeprefix("data."): getattr(data, key.removeprefix("data.")) for key in settings}
 
 
 @contextmanager

@@ -74,7 +74,8 @@ class Federation:
             scale = {"scale": self.raw_scale, **mine._asdict()}
         whose = {} if client is None else {"client": client, **({"site": self.sites[client]} if self.sites else {})}
         preprocessing = {**data.preprocessing, **scale}
-        return {**card_of(config, self.net, data.shape, data.classes, data.name, preprocessing), **whose}
+        card = card_of(config, self.net, data.shape, data.classes, data.name, preprocessing, data.reading)
+        return {**card, **whose}
 
     def _sampled(self) -> list[str]:
         """What to say where models are evaluated on a part of the test set."""

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "?")
 TRUTHS = ("true", "false")
 LARGEST = float(np.finfo(np.float32).max)
+FEW_NUMBERS, MOST_NUMBERS, ROWS_OF_A_CLASS = 20, 100, 20  # see `amount`
 _CODE = "^0[0-9]+$"  # digits that are no number: 01
 _DECIMAL = re.compile(r"([+-]?)(0|[1-9]\d*)(?:\.(\d*))?", re.ASCII)
+_FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+_DATE = r"^([0-9]{1,2}[./-][0-9]{1,2}[./-][0-9]{2,4}|[0-9]{4}[./][0-9]{1,2}[./][0-9]{1,2})([ T][0-9:.]+)?$"
 _MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d)(?::(\d\d)(?:\.(\d+))?)?(.*)", re.ASCII)
 
 
@@ -59,14 +62,47 @@ def kind(column: pa.ChunkedArray, name: str, where: str, written: bool) -> str:
         return "number"
     if _is_text(found):
         return "category"
-    raise UserError(f"{where}: the column {name!r} holds {found}, neither numbers nor text; convert it or leave it out")
+    raise UserError(
+        f"{where}: the column {name!r} holds {_called(found)}, neither numbers nor text; turn it into a number, such "
+        "as an age or days, or leave it out with data.ignore"
+    )
+
+
+def _called(kind: pa.DataType) -> str:
+    import pyarrow.types as t
+
+    return "dates" if t.is_date(kind) or t.is_timestamp(kind) else "times" if t.is_time(kind) else str(kind)
+
+
+def date(column: pa.ChunkedArray) -> str | None:
+    """A value of a text column that holds dates as people write them, in an order that nobody can be sure of."""
+    import pyarrow.compute as pc
+
+    text = present(column).drop_null()
+    if not len(text) or not pc.all(pc.match_substring_regex(text, _DATE)).as_py():
+        return None
+    return str(text[0].as_py())
+
+
+def amount(names: Sequence[str]) -> int:
+    """How many different values labels have that are an amount, as in a regression, rather than classes; else 0.
+
+    That is more than a hundred numbers with few rows each, or numbers with fractions of which nearly every row has its
+    own.
+    """
+    found = set(names)
+    if len(found) <= FEW_NUMBERS or not all(_DECIMAL.fullmatch(name) or _FLOAT.fullmatch(name) for name in found):
+        return 0
+    fractions = any(not float(name).is_integer() for name in found)
+    many = len(found) > MOST_NUMBERS and (fractions or len(names) < ROWS_OF_A_CLASS * len(found))
+    return len(found) if many or (fractions and 2 * len(found) > len(names)) else 0
 
 
 def code(column: pa.ChunkedArray) -> str | None:
     """A value whose leading zero makes a column of numbers one of codes."""
     import pyarrow.compute as pc
 
-    text = _present(column)
+    text = present(column)
     codes = text.filter(pc.match_substring_regex(text, _CODE))
     return str(codes[0].as_py()) if len(codes) and _parsed(text) is not None else None
 
@@ -77,7 +113,7 @@ def numbers(column: pa.ChunkedArray, name: str, where: str) -> NDArray[np.float6
 
     column = _plain(column)
     if _is_text(column.type):
-        parsed = _parsed(_present(column))
+        parsed = _parsed(present(column))
         if parsed is None:
             raise UserError(
                 f"{where}: the column {name!r} should hold numbers, but {_no_numbers(column)}; correct that, or agree "
@@ -199,7 +235,7 @@ def _likeness(column: pa.ChunkedArray) -> pa.DataType:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    text = _present(column)
+    text = present(column)
     if text.null_count == len(text):
         return pa.null()
     if _parsed(text) is not None:
@@ -224,7 +260,7 @@ def _no_numbers(text: pa.ChunkedArray) -> str:
     """Which values are not numbers."""
     import pyarrow as pa
 
-    found = words(_present(text), "", "")
+    found = words(present(text), "", "")
     rows = zip(found.values, found.counts().tolist(), strict=True)
     bad = {value: n for value, n in rows if _cast(pa.chunked_array([[value]]), pa.float64()) is None}
     return f"{sum(bad.values())} of {len(text)} values are none, such as {next(iter(bad))!r}"
@@ -239,7 +275,7 @@ def _cast(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray | None:
         return None
 
 
-def _present(column: pa.ChunkedArray) -> pa.ChunkedArray:
+def present(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Trimmed text; null where nothing is there, or a word for that."""
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -51,6 +51,8 @@ class Dataset:
     site_test: Labels | None = None  # the same of test samples, where it is known; -1: of none of the sites
     fitted: bool = False  # mean and std were measured on the training samples, and are again when some are held out
     preprocessing: dict[str, Any] = field(default_factory=dict)  # how a raw input becomes a sample, for model cards
+    reading: dict[str, str] = field(default_factory=dict)  # the form of the file, where it had to be found
+    warnings: tuple[str, ...] = ()  # what in the raw data will hurt, in such sentences
     notes: tuple[str, ...] = ()  # what was done to the raw data, in sentences for the person who owns it
 
     @property

@@ -60,7 +60,7 @@ def inspect(data: Dataset, division: Division | None = None) -> dict[str, Any]:
         "preprocessing": data.preprocessing,
         "notes": list(data.notes),
     }
-    warnings = [*_class_warnings(data, train, test), *_twins(data)]
+    warnings = [*data.warnings, *_class_warnings(data, train, test), *_twins(data)]
     if division is not None:
         facts["clients"], more = _clients(data, division)
         warnings += more

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from fednh.data.dataset import Labels
 from fednh.errors import UserError
+
+
+def alike(names: Iterable[str], what: str) -> list[str]:
+    """One sentence on all names that differ only in case or blanks, or none."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault("".join(name.split()).casefold(), []).append(name)
+    pairs = [" and ".join(map(repr, same)) for same in found.values() if len(same) > 1]
+    more = f" and {len(pairs) - 8} more" if len(pairs) > 8 else ""
+    words = f"{what} that differ only in case or blanks: {', '.join(pairs[:8])}{more}"
+    return [f"{words}; if they mean the same, write them alike"] if pairs else []
 
 
 def numbered(names: Sequence[str], agreed: Sequence[str], where: str) -> tuple[Labels, tuple[str, ...]]:

@@ -39,10 +39,11 @@ METRICS = (
     "novelty",
 )
 # site.toml: what may be read ...
-DATA_KEYS = {"federation", "label", "site-column", "columns", "weights", "set"}
+DATA_KEYS = {"federation", "label", "site-column", "columns", "weights", "set", "ignore", "separator", "decimal"}
 # ... and [allow], what may be run and what may leave.
 ALLOW_KEYS = {"methods", "models", "rounds", "epochs", "metrics", "sites", "privacy"}
 SERVERS_EPOCHS = {"retrain_epochs"}  # CReFF's: epochs at the server, not at the sites
+TEXTS = ("federation", "set", "label", "site-column", "weights", "separator", "decimal")
 KEYS = DATA_KEYS | {f"allow.{key}" for key in ALLOW_KEYS}
 SAFE_DATA = ("augment", "holdout", *agreed())  # the server's data.*: how samples are made, not what is read
 
@@ -56,6 +57,9 @@ class Policy:
     label: str | None = None  # the column of its own data that holds the class
     site_column: str | None = None  # the column that holds the site
     columns: tuple[str, ...] | None = None  # the columns that may be features
+    ignore: tuple[str, ...] | None = None  # the columns that are none
+    separator: str | None = None  # between the values of its own text files; None: found
+    decimal: str | None = None  # of numbers in them; None: found
     weights: str | None = None  # its own copy of the pretrained weights that the federation starts from
     methods: tuple[str, ...] = tuple(METHODS)
     models: tuple[str, ...] = ("auto", *MODELS)
@@ -134,7 +138,9 @@ class Policy:
                 raise Refused(
                     f"data.{key} = {asked[key]!r}: which column that is, this site's site.toml says ({law} =)"
                 )
-        return {**how, "name": source, **_known(label=self.label, site=self.site_column, columns=self._columns(asked))}
+        own = _known(label=self.label, site=self.site_column, separator=self.separator, decimal=self.decimal)
+        own |= _known(columns=self._columns(asked), ignore=None if self.ignore is None else list(self.ignore))
+        return {**how, "name": source, **own}
 
     def _columns(self, asked: Mapping[str, Any]) -> Any:
         """The federation's columns, if all of them may be read."""
@@ -152,7 +158,7 @@ class Policy:
 
 def read_policy(node: Mapping[str, Any]) -> Policy:
     """Read the rules from a node-config; other keys are ignored."""
-    text = {key: _text(node, key) for key in ("federation", "set", "label", "site-column", "weights")}
+    text = {key: _text(node, key) for key in TEXTS}
     most = {key: _count(node, f"allow.{key}") for key in ("rounds", "epochs", "sites")}
     usual, lists = Policy(), {key: _words(node, f"allow.{key}") for key in ("methods", "models", "metrics")}
     if unknown := sorted({*(lists["metrics"] or ())} - {*METRICS}):
@@ -165,6 +171,9 @@ def read_policy(node: Mapping[str, Any]) -> Policy:
         label=text["label"],
         site_column=text["site-column"],
         columns=_words(node, "columns"),
+        ignore=_words(node, "ignore"),
+        separator=text["separator"],
+        decimal=text["decimal"],
         weights=None if text["weights"] is None else str(expanded(text["weights"]).absolute()),
         methods=usual.methods if lists["methods"] is None else lists["methods"],
         models=usual.models if lists["models"] is None else lists["models"],
@@ -192,6 +201,7 @@ def site_toml(facts: Mapping[str, Any], config: Config) -> str:
     data = config.data
     own = {"label": data.label, "site-column": data.site, "columns": ", ".join(data.columns or ()) or None}
     own |= {"layout": data.layout, "on-bad": None if data.on_bad == "refuse" else data.on_bad}
+    own |= {"ignore": ", ".join(data.ignore or ()) or None, "separator": data.separator, "decimal": data.decimal}
     public = {"set": data.name}
     known = _known(federation=config.federation.name, **(own if "data" in facts else public))
     return f"""\

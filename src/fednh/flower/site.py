@@ -343,7 +343,7 @@ def _forms(toml: str, place: Place, task: Task | None) -> tuple[checks.Form, che
 def _loaded(config: Config) -> Dataset:
     """Load the data; notes on how they were read go to the site's own log."""
     data = load_data(config)
-    for note in data.notes:
+    for note in (*data.notes, *data.warnings):
         log.warning("%s", note)
     return data
 

@@ -7,6 +7,7 @@ architecture, the shape of a sample, the class names, the preprocessing, and wha
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from fednh.storage.files import read_tree, write_tree
 from fednh.storage.run_names import run_name
 
 FORMAT = 1  # of the card; a reader refuses a newer one
+REMEMBERED = ("label", "site", "encoding", "separator", "decimal")  # settings by which later files are read, too
 
 
 class Architecture(BaseModel):
@@ -83,10 +85,25 @@ def read_model(path: Path) -> tuple[Tree, Card]:
         raise UserError(f"{path} is not a model saved by fednh: {error}") from error
 
 
+def remembered(card: Card) -> dict[str, Any]:
+    """How the files that a model was trained on were read, for files of the same form: settings below [data]."""
+    return _known({key: card.trained_on.get(key) for key in REMEMBERED})
+
+
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
 def card_of(
-    config: Config, net: Net, shape: tuple[int, ...], classes: tuple[str, ...], data: str, preprocessing: dict[str, Any]
+    config: Config,
+    net: Net,
+    shape: tuple[int, ...],
+    classes: tuple[str, ...],
+    data: str,
+    preprocessing: dict[str, Any],
+    reading: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The metadata that a saved model needs to be used elsewhere."""
+    """The metadata that a saved model needs to be used elsewhere; `reading` is what was found of the file's form."""
     if preprocessing.get("kind") == "image":
         rest = {key: value for key, value in preprocessing.items() if key != "fit"}
         preprocessing = {**rest, "resize": recipe(shape[0], preprocessing.get("fit", "stretch"))}
@@ -104,7 +121,8 @@ def card_of(
             "seed": config.seed,
             "rounds": config.rounds,
             "precision": config.precision,
-            **({"encoding": config.data.encoding} if config.data.encoding else {}),
+            **_known({key: getattr(config.data, key) for key in REMEMBERED}),
+            **(reading or {}),
         },
     }
 

@@ -33,7 +33,7 @@ from fednh.data.sources import build, find, load
 from fednh.errors import UserError
 from fednh.storage.cache import data_folder
 from fednh.storage.files import keep, make_folder
-from fednh.storage.model_file import Card
+from fednh.storage.model_file import Card, remembered
 from fednh.trained import inputs
 from fednh.trained.model import Model
 
@@ -108,7 +108,7 @@ def _raw(card: Card, name: str) -> Any:
     if kind.runs_code:
         raise UserError("a model file may come from anybody, and names no code to run")
     settings = {"size": how.get("size"), "fit": rule(how), "on_bad": "skip"}
-    settings |= {"encoding": card.trained_on.get("encoding"), "classes": card.classes if kind.named else None}
+    settings |= {"classes": card.classes if kind.named else None, **remembered(card)}
     source = build(kind, settings)
     return source.inputs(name, address, how)
 

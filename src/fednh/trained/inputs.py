@@ -6,7 +6,7 @@ data had another range (the digits: 0 to 16), full brightness stays full brightn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fednh.data.dataset import Inputs
+from fednh.data.delimited import Form, Usual
 from fednh.data.images import BROKEN, SUFFIXES, decode, fitted, rule
 from fednh.data.sources import build, of_file
 from fednh.data.sources.base import Source
-from fednh.data.sources.tables import as_table, encode, read, told
+from fednh.data.sources.tables import encode, told
+from fednh.data.table_files import as_table, read
 from fednh.data.walk import walk
 from fednh.errors import UserError
-from fednh.storage.model_file import Card
+from fednh.storage.model_file import Card, remembered
 
 BATCH = 256
 T = TypeVar("T")
@@ -44,7 +46,8 @@ def samples(x: Any, card: Card) -> Inputs:
     """An array, or PIL images or paths of image files, one or many; of a table model a table, or a path of one."""
     if is_table(card) and (isinstance(x, str | Path) or hasattr(x, "__arrow_c_stream__")):
         path = isinstance(x, str | Path)
-        return _encoded(read(Path(x)) if path else as_table(x), card, str(x) if path else "the table")
+        table = read(Path(x), Form(usual=_usual(card))) if path else as_table(x)
+        return _encoded(table, card, str(x) if path else "the table")
     if isinstance(x, str | Path | Image.Image):
         x = [x]
     if isinstance(x, list | tuple) and x and all(isinstance(row, str | Path | Image.Image) for row in x):
@@ -58,14 +61,23 @@ def samples(x: Any, card: Card) -> Inputs:
     return _images(array, card) if is_image(card) else _vectors(array, card)
 
 
+def _usual(card: Card) -> Usual:
+    """The form of the files that the model was trained on."""
+    known = remembered(card)
+    return Usual(**{key: known.get(key) for key in Usual._fields})
+
+
 def is_table(card: Card) -> bool:
     return (card.preprocessing.model_extra or {}).get("kind") == "table"
 
 
 def stream(
-    paths: Sequence[Path], card: Card, failed: Callable[[str], None], encoding: str | None = None
+    paths: Sequence[Path], card: Card, failed: Callable[[str], None], form: Mapping[str, Any] | None = None
 ) -> Iterator[Batch]:
-    """All samples in files and folders, a batch at a time; `failed` is told what could not be read."""
+    """All samples in files and folders, a batch at a time; `failed` is told what could not be read.
+
+    `form` has the encoding, separator and decimal mark of text files, where they are not found or as in training.
+    """
     missing = [str(path) for path in paths if not path.exists()]
     if missing:
         raise UserError(f"{missing[0]} does not exist")
@@ -73,7 +85,8 @@ def stream(
         if path.is_dir():
             yield from _image_files(_walk(path, failed), card, failed)
         elif kind := of_file(path):
-            yield from _source_file(build(kind, {"encoding": encoding}), path, card)
+            known = kind.applicable(str(path), remembered(card), form or {}) if is_table(card) else {}
+            yield from _source_file(build(kind, {**known, **(form or {})}), path, card)
         else:
             yield from _image_files([path], card, failed)
 

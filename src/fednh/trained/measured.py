@@ -21,12 +21,13 @@ from fednh.core.federation import class_counts, divide, fingerprint_of, load_dat
 from fednh.data import scaling
 from fednh.data.dataset import Dataset, Inputs, Labels
 from fednh.data.partitions import Indices
+from fednh.data.sources import absolute
 from fednh.errors import UserError
 from fednh.storage import fingerprint
 from fednh.storage.layout import RunLayout
 from fednh.storage.model_file import Card
 from fednh.storage.run_folder import read_config, read_partition
-from fednh.trained.own import in_terms_of, loaded, reading
+from fednh.trained.own import in_terms_of, loaded, of_run, reading
 
 CHOICE = {"data.sites", "data.without"}
 
@@ -174,15 +175,17 @@ def _held(card: Card, training: Training, index: Indices, source: str) -> Measur
 
 
 def _reading(card: Card, training: Training | None, source: str, settings: Mapping[str, Any] | None) -> Config:
-    """How to read a source: the run's own as the run read it, others as the card says; `settings` overrule both."""
-    config = reading(card, source, settings)
-    if training is None or config.data.name != training.config.data.name:
-        return config
+    """How to read a source: the run's own as the run read it, others as the card says; `settings` overrule both.
+
+    Sites that the run did not read are others, too: their words and classes are the model's.
+    """
+    given = settings or {}
+    if training is None:
+        return reading(card, source, given)
+    if CHOICE & set(given) or absolute(source) != training.config.data.name:
+        return reading(card, source, given, of_run(training.config))
     own = {f"data.{key}": value for key, value in training.config.data.model_dump().items() if value is not None}
-    if CHOICE & set(settings or {}):  # other sites than the run's: their words and classes are the model's
-        how = {key: value for key, value in own.items() if key in ("data.label", "data.site", "data.encoding")}
-        return reading(card, source, {**how, **(settings or {})})
-    return load(None, {**own, **(settings or {})})
+    return load(None, {**own, **given})
 
 
 def _split(data: Dataset, split: str, source: str) -> tuple[Inputs, Labels]:

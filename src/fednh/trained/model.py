@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -121,10 +121,10 @@ class Model:
         return scaling.constants(how.scale, how.mean, how.std)
 
     def batches(
-        self, paths: list[Path], failed: Any, encoding: str | None = None
+        self, paths: list[Path], failed: Any, form: Mapping[str, Any] | None = None
     ) -> Iterator[tuple[inputs.Batch, Scores]]:
         """Predictions for files and folders, a batch at a time; `failed` is told what could not be read."""
-        for batch in inputs.stream(paths, self.card, failed, encoding):
+        for batch in inputs.stream(paths, self.card, failed, form):
             yield batch, self.scores(batch.x)
 
 

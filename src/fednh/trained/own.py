@@ -15,18 +15,32 @@ from fednh.data.dataset import Dataset, Labels
 from fednh.data.images import rule
 from fednh.data.sources import find, uses
 from fednh.errors import Notice, UserError
-from fednh.storage.model_file import Card
+from fednh.storage.model_file import REMEMBERED, Card, remembered
 from fednh.trained import inputs
 
 
-def load_for(card: Card, source: str, settings: Mapping[str, Any] | None = None) -> Dataset:
+def load_for(
+    card: Card, source: str, settings: Mapping[str, Any] | None = None, known: Mapping[str, Any] | None = None
+) -> Dataset:
     """The data of a source with labels by the model's classes and samples of the model's shape, not yet normalised."""
-    return in_terms_of(card, loaded(reading(card, source, settings)), source)
+    return in_terms_of(card, loaded(reading(card, source, settings, known)), source)
 
 
-def reading(card: Card, source: str, settings: Mapping[str, Any] | None = None) -> Config:
-    """A config under which a source is read as the model's own data were, unless `settings` say otherwise."""
-    return load(None, {**_as_in(card, source), "data.name": source, **(settings or {})})
+def reading(
+    card: Card, source: str, settings: Mapping[str, Any] | None = None, known: Mapping[str, Any] | None = None
+) -> Config:
+    """A config under which a source is read as the model's own data were, unless `settings` say otherwise.
+
+    `known` are settings of the run below [data] that its model's card may not have.
+    """
+    given = settings or {}
+    how = _as_in(card, source, {**(known or {}), **remembered(card)}, given)
+    return load(None, {**how, "data.name": source, **given})
+
+
+def of_run(config: Config, *more: str) -> dict[str, Any]:
+    """The settings by which a run's data were read and files of the same form are."""
+    return {key: value for key in (*REMEMBERED, *more) if (value := getattr(config.data, key)) is not None}
 
 
 def loaded(config: Config) -> Dataset:
@@ -56,18 +70,20 @@ def _none(data: Dataset, card: Card) -> Any:
     return inputs.samples(data.x_train[:1], card)[:0]
 
 
-def _as_in(card: Card, source: str) -> dict[str, Any]:
+def _as_in(card: Card, source: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings under which a source is read as the model's own data were."""
     how, found = card.preprocessing.model_extra or {}, find(source)
     if found is None or not found[0].named:
         return {}
-    settings: dict[str, Any] = {"classes": list(card.classes)}  # a site may lack some
+    kind, address = found
+    settings = kind.applicable(address, known, {key.removeprefix("data."): value for key, value in given.items()})
+    settings["classes"] = list(card.classes)  # a site may lack some
     if "size" in how:
         settings |= {"size": list(how["size"]), "fit": rule(how)}
     if "columns" in how:
         agreed = {c["name"]: list(c["values"]) if c["kind"] == "category" else "number" for c in how["columns"]}
         settings["columns"] = agreed
-    return {f"data.{key}": value for key, value in settings.items() if uses(found[0], key)}
+    return {f"data.{key}": value for key, value in settings.items() if uses(kind, key)}
 
 
 def _renamed(labels: Labels, theirs: Sequence[str], ours: Sequence[str], source: str) -> Labels:

@@ -33,7 +33,7 @@ from fednh.storage.layout import RunLayout
 from fednh.storage.model_file import Card, architecture, read_model
 from fednh.storage.run_folder import read_config
 from fednh.trained.measured import Training, trained_on
-from fednh.trained.own import load_for
+from fednh.trained.own import load_for, of_run
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def personalize(
     config, (received, card) = read_config(run), _received(run)
     fingerprint.check_settings(run, config)
     net, method = architecture(card, fingerprint.weights_of(run, config))
-    data, parts = _divided(config, _of_site(load_for(card, source, settings), site, source), holdout)
+    data, parts = _divided(config, _of_site(load_for(card, source, settings, of_run(config)), site, source), holdout)
     known = _trained_on(run, card, data, parts[1])
     if scaling.measured_by_sites(data, config.partition.kind.natural):
         card = _with_scaling(card, scaling.measure(data.x_train[parts[0]], data.scale, data.preprocessing))

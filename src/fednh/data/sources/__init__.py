@@ -11,12 +11,13 @@ kind: a file with a frozen dataclass beside this one, and a line in the registry
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fednh.data.dataset import Dataset
 from fednh.data.kind_settings import declared
+from fednh.data.labels import alike
 from fednh.data.published import PUBLISHED
 from fednh.data.site_choice import restricted
 from fednh.data.sources.base import Source
@@ -55,7 +56,9 @@ def load(name: str, folder: Path, settings: Mapping[str, Any] | None = None) -> 
     kind, address = found
     source = build(kind, settings or {})
     data = source.read(name, address)
-    return with_test_set(data if kind.chooses else restricted(data, source, name), source.test_share)
+    data = with_test_set(data if kind.chooses else restricted(data, source, name), source.test_share)
+    names = [] if source.classes else alike(data.classes, "classes")
+    return replace(data, warnings=(*data.warnings, *(f"{name}: {w}" for w in (*names, *alike(data.sites, "sites")))))
 
 
 def _names_no_sites(name: str, settings: Mapping[str, Any]) -> None:

@@ -44,6 +44,11 @@ class Source(ABC):
         data = self.read(name, address)
         return data.x_test if len(data.x_test) else data.x_train
 
+    @classmethod
+    def applicable(cls, address: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Those settings that a run was `known` by which hold for this address, too, beside those `given` for it."""
+        return dict(known)
+
     def unlabelled(
         self, path: Path, shape: tuple[int, ...], preprocessing: Mapping[str, Any]
     ) -> Iterator[NDArray[Any]]:

@@ -16,7 +16,8 @@ from fednh.data import columns, site_choice
 from fednh.data.dataset import Dataset
 from fednh.data.images import ImageFile
 from fednh.data.sources.pictures import Pictures
-from fednh.data.sources.tables import Tabular, find_column, from_table, joined
+from fednh.data.sources.tables import Tabular, find_column, from_table
+from fednh.data.table_files import joined
 from fednh.data.walk import walk
 from fednh.errors import UserError
 from fednh.storage.files import expanded

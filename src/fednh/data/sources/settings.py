@@ -43,6 +43,21 @@ def _layout(value: str) -> str:
     return value
 
 
+def _separator(value: Any) -> Any:
+    """One character, or its name: a tab cannot be typed everywhere."""
+    mark = {"comma": ",", "semicolon": ";", "tab": "\t", "\\t": "\t", "pipe": "|"}.get(value, value)
+    if not isinstance(mark, str) or len(mark) != 1 or mark.isalnum() or mark in "\"'\r\n.+-":
+        raise ValueError("should be one character: comma, semicolon, tab, pipe, or another one")
+    return mark
+
+
+def _decimal(value: Any) -> Any:
+    mark = {"comma": ",", "point": "."}.get(value, value)
+    if mark not in (",", "."):
+        raise ValueError("should be a comma or a point")
+    return mark
+
+
 def _sizes(value: Any) -> Any:
     """[height, width] from that, from one number, or from text such as 32 or 24,32."""
     found = value
@@ -70,6 +85,9 @@ Names = Annotated[list[str], BeforeValidator(_names)] | None
 TestShare = Annotated[float, Field(ge=0, lt=1), AGREED]
 # Of text files; None: UTF-8.
 Encoding = Annotated[Annotated[str, AfterValidator(_encoding)] | None, AGREED]
+# Between the values of a line, and before the fraction of a number, in a CSV file; None: found.
+Separator = Annotated[str, BeforeValidator(_separator)] | None
+Decimal = Annotated[str, BeforeValidator(_decimal)] | None
 # The columns of a table that are features, agreed beforehand: name = "number" or the list of its values.
 Columns = dict[str, Annotated[str | list[str], BeforeValidator(_column)]] | None
 # The column that holds the class (None: "label"), and the one that holds the site (None: "site", if there is one).

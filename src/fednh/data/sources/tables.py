@@ -7,26 +7,24 @@ values included. `encode` does the same to raw rows later, from a model card's p
 
 from __future__ import annotations
 
-import csv as plain_csv
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fednh import extras
 from fednh.data import columns, site_choice
 from fednh.data.columns import MISSING
 from fednh.data.dataset import Dataset, Inputs
-from fednh.data.encoding import checked
+from fednh.data.delimited import Form, Usual
 from fednh.data.labels import in_order, numbered
 from fednh.data.scaling import measure
 from fednh.data.sources.base import Source
-from fednh.data.sources.settings import Column, Columns, Encoding
+from fednh.data.sources.settings import Column, Columns, Decimal, Encoding, Names, Separator
+from fednh.data.table_files import EXTRA, form_of, is_written, read, rows_of_numbers
 from fednh.data.test_set import test_rows
 from fednh.errors import Notice, UserError, did_you_mean
 from fednh.storage.files import expanded
@@ -34,11 +32,8 @@ from fednh.storage.files import expanded
 if TYPE_CHECKING:
     import pyarrow as pa
 
-EXTRA = "tables"  # of this package: pyarrow
 SPLITS = {"train": "train", "test": "test", "val": "", "valid": "", "validation": ""}
 MANY_VALUES = 100  # a text column with more, in more than half of its rows, is a name or a note
-BLOCK = 256  # rows of numbers that are read at a time
-WRITTEN = {"fednh": "written"}  # metadata of a table from a CSV file: its columns are text, whatever they hold
 
 
 @dataclass(frozen=True)
@@ -51,6 +46,7 @@ class Tabular(Source):
     label: Column = None
     site: Column = None
     columns: Columns = None
+    ignore: Names = None
 
 
 @dataclass(frozen=True)
@@ -61,16 +57,31 @@ class Table(Tabular):
     extra = EXTRA
 
     encoding: Encoding = None
+    separator: Separator = None
+    decimal: Decimal = None
+
+    @property
+    def file_form(self) -> Form:
+        """How its text files are to be read."""
+        return Form(self.encoding, self.separator, self.decimal)
 
     def read(self, name: str, address: str) -> Dataset:
         path = expanded(address)
-        return from_table(name, read(path, self.encoding), str(path), self)
+        return from_table(name, read(path, self.file_form), str(path), self)
+
+    @classmethod
+    def applicable(cls, address: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Columns that the table has; and the form of the file, which may be another than the run's."""
+        said, usual = ({key: which.get(key) for key in Usual._fields} for which in (given, known))
+        table = read(expanded(address), Form(**said, usual=Usual(**usual)))
+        columns = {key: known[key] for key in ("label", "site", "group") if known.get(key) in table.column_names}
+        return {**columns, **form_of(table)}
 
     def inputs(self, name: str, address: str, preprocessing: Mapping[str, Any]) -> Inputs:
         """The rows; which column the label was is not needed."""
         if preprocessing.get("kind") != "table":
             return super().inputs(name, address, preprocessing)
-        return vectors(read(expanded(address), self.encoding), preprocessing)
+        return vectors(read(expanded(address), self.file_form), preprocessing)
 
     def unlabelled(
         self, path: Path, shape: tuple[int, ...], preprocessing: Mapping[str, Any]
@@ -79,8 +90,8 @@ class Table(Tabular):
         if len(shape) == 3:
             raise UserError(f"{path}: this model takes images, not tables")
         if preprocessing.get("kind") == "table":
-            return iter([told(*encode(read(path, self.encoding), preprocessing, str(path)))])
-        return rows_of_numbers(path, shape[0], self.encoding)
+            return iter([told(*encode(read(path, self.file_form), preprocessing, str(path)))])
+        return rows_of_numbers(path, shape[0], self.file_form)
 
 
 @dataclass(frozen=True)
@@ -99,79 +110,6 @@ class Parquet(Table):
     suffixes = (".parquet",)
 
 
-def read(path: Path, encoding: str | None = None) -> pa.Table:
-    """A CSV or Parquet file; a folder's train.* and test.* become one table with a split column."""
-    extras.need(EXTRA, "a table")
-    import pyarrow as pa
-    from pyarrow import csv, parquet
-
-    if path.is_dir():
-        return _parts(path, encoding)
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; check the path of the table")
-    try:
-        if path.suffix == ".parquet" or _starts_with(path, b"PAR1"):
-            return parquet.ParquetFile(path).read()
-        how = csv.ReadOptions(encoding=checked(path, encoding))
-        with csv.open_csv(path, how) as start:
-            text = {name: pa.string() for name in start.schema.names}
-        convert = csv.ConvertOptions(column_types=text, strings_can_be_null=False)
-        return csv.read_csv(path, how, convert_options=convert).replace_schema_metadata(WRITTEN)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as a table: {str(error).splitlines()[0].rstrip('.')}") from error
-
-
-def as_table(frame: Any) -> pa.Table:
-    """A data frame, or whatever else gives Arrow its columns."""
-    import pyarrow as pa
-
-    try:
-        return pa.table(frame)
-    except (pa.ArrowException, TypeError, ValueError) as error:
-        raise UserError(f"the data frame cannot be read as a table: {str(error).splitlines()[0]}") from error
-
-
-def _starts_with(path: Path, start: bytes) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(start)) == start
-
-
-def _parts(folder: Path, encoding: str | None) -> pa.Table:
-    import pyarrow as pa
-
-    found = []
-    for split in ("train", "test"):
-        files = sorted(f for f in folder.glob(f"{split}*") if f.suffix in (".csv", ".parquet"))
-        if not files and split == "train":
-            raise UserError(f"{folder} holds no train.csv or train.parquet; give a file, or a folder with these")
-        for file in files:
-            rows = read(file, encoding)
-            found.append(rows.append_column("split", pa.array([split] * len(rows), pa.string())))
-    return joined(found, str(folder))
-
-
-def joined(parts: Sequence[pa.Table], where: str) -> pa.Table:
-    """One table of all rows; a column that is text in one part and something else in another becomes text."""
-    import pyarrow as pa
-
-    found, text = list(parts), {f.name for rows in parts for f in rows.schema if pa.types.is_string(f.type)}
-    for at, rows in enumerate(found):
-        for name in text & set(rows.column_names):
-            if not pa.types.is_string(rows.schema.field(name).type):
-                values, index = columns.words(rows.column(name), name, where)
-                words = pa.array(values, pa.string()).take(pa.array(index, mask=index < 0))
-                found[at] = rows = rows.set_column(rows.column_names.index(name), name, words)
-    try:
-        whole = pa.concat_tables(found, promote_options="permissive")
-    except pa.ArrowException as error:
-        raise UserError(f"{where}: train and test have different columns: {str(error).splitlines()[0]}") from error
-    return whole.replace_schema_metadata(WRITTEN if any(map(_written, parts)) else None)
-
-
-def _written(table: pa.Table) -> bool:
-    return (table.schema.metadata or {}).get(b"fednh") == b"written"
-
-
 def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Dataset:
     """The rows with what they hold: label, site, split, features."""
     header = _header(table, where)
@@ -180,19 +118,25 @@ def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Data
     table, test, has_split = _split(table, {label, site}, where)
     if len(table) == 0:
         raise UserError(f"{where} holds no row")
-    written = _written(table)
+    written = is_written(table)
     names = columns.names(table.column(site), site, where, written) if site else []
     if site_choice.is_made(options):
         here = site_choice.rows_of(names, options, where)
         table, test, names = table.filter(here), test[here], [n for n, kept in zip(names, here, strict=True) if kept]
     agreed = options.classes or ()
     said = columns.names(table.column(label), label, where, written, agreed)
+    if not agreed and (different := columns.amount(said)):
+        raise UserError(
+            f"{where}: the label column {label!r} holds {different} different numbers in {len(said)} rows, an amount "
+            "to be estimated (regression), not classes; make classes of it, or choose another column with data.label"
+        )
     y, classes = numbered(said, agreed, where)
     if options.test_share and not has_split:
         test = test_rows(y, options.test_share)
     if test.all():
         raise UserError(f"{where} holds test rows only; training rows are those whose split is 'train'")
-    described, told = _described(where, table, {label, site, "split" if has_split else ""}, ~test, options)
+    aside = {label, site, "split" if has_split else "", *_ignored(where, header, {label, site}, options)}
+    described, told = _described(where, table, aside, ~test, options)
     preprocessing: dict[str, Any] = {"kind": "table", "columns": described}
     x, gaps = encode(table, preprocessing, where)
     sites = tuple(in_order({n for n, t in zip(names, test, strict=True) if not t})) if site else ()
@@ -214,6 +158,7 @@ def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Data
         site_test=place[test] if sites else None,
         fitted=True,
         preprocessing=preprocessing,
+        reading=form_of(table),
         notes=(*told, *gaps),
     )
 
@@ -257,32 +202,6 @@ def told(x: NDArray[np.float32], notes: Sequence[str]) -> NDArray[np.float32]:  
     return x
 
 
-def rows_of_numbers(path: Path, width: int, encoding: str | None) -> Iterator[NDArray[np.float64]]:
-    """A CSV file of numbers; a first line without numbers is a heading."""
-    try:
-        name = checked(path, encoding)
-        with path.open(newline="", encoding="utf-8-sig" if name == "utf-8" else name) as file:
-            lines = plain_csv.reader(file)
-            head = next(lines, [])
-            rest = lines if head and not _all_numbers(head) else chain([head], lines)
-            done = 0
-            while block := list(islice(rest, BLOCK)):
-                bad = next((i for i, row in enumerate(block) if not _all_numbers(row) or len(row) != width), None)
-                if bad is not None:
-                    raise UserError(f"{path}: row {done + bad} is not {width} numbers: {','.join(block[bad])}")
-                yield np.array([[float(value) for value in row] for row in block])
-                done += len(block)
-    except (OSError, UnicodeDecodeError, plain_csv.Error, ValueError) as error:
-        raise UserError(f"{path} cannot be read as CSV: {error}") from error
-
-
-def _all_numbers(row: Sequence[str]) -> bool:
-    try:
-        return bool([float(value) for value in row])
-    except ValueError:
-        return False
-
-
 def _unknown(where: str, name: str, rows: int, missing: int, unseen: dict[str, int]) -> list[str]:
     """How many values of a category are unknown, and which."""
     shown = ", ".join(repr(value) for value in list(unseen)[:5]) + ", ..." * (len(unseen) > 5)
@@ -323,6 +242,16 @@ def _split(table: pa.Table, used: set[str], where: str) -> tuple[pa.Table, NDArr
     return table.filter(kept), np.array([word == "test" for word in words if word], bool), True
 
 
+def _ignored(where: str, header: Sequence[str], used: set[str], options: Tabular) -> list[str]:
+    """The columns of data.ignore, which are no features."""
+    for name in options.ignore or ():
+        if name not in header:
+            raise UserError(f"data.ignore: {where} has no column {name!r}{did_you_mean(name, header)}")
+        if name in used or name in (options.columns or ()):
+            raise UserError(f"data.ignore leaves out the column {name!r} of {where}, which another setting uses")
+    return options.ignore or []
+
+
 def _described(
     where: str, table: pa.Table, aside: set[str], train: NDArray[np.bool_], options: Tabular
 ) -> tuple[list[dict[str, Any]], list[str]]:
@@ -338,7 +267,7 @@ def _described(
         ], []
     found: list[dict[str, Any]] = []
     notes: list[str] = []
-    rows, written = table.filter(train), _written(table)
+    rows, written = table.filter(train), is_written(table)
     for name in table.column_names:
         if name in aside:
             continue
@@ -349,6 +278,11 @@ def _described(
             notes.append(
                 f"{where}: the column {name!r} holds codes such as {code!r}, no numbers, and is a category; "
                 f'data.columns.{name} = "number" reads numbers'
+            )
+        if written and (day := columns.date(rows.column(name))):
+            notes.append(
+                f"{where}: the column {name!r} holds dates such as {day!r}, each of which is a word of its own; turn "
+                "it into a number, such as an age or days, or leave it out with data.ignore"
             )
         found.append({"name": name, "kind": "category", "values": _values(where, rows, name, written)})
     if not found:
@@ -363,6 +297,7 @@ def _values(where: str, rows: pa.Table, name: str, written: bool) -> list[str]:
     if len(values) > MANY_VALUES and 2 * len(values) > len(rows):
         raise UserError(
             f"{where}: the text column {name!r} has {len(values)} different values in {len(rows)} rows, so it "
-            "names rows rather than describing them; list the columns to use in data.columns"
+            "names rows rather than describing them; leave it out with data.ignore, or list the columns to use in "
+            "data.columns"
         )
     return values
