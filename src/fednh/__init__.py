@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fednh.api import Model, Result, load_model, load_run, resume, run
+    from fednh.api import Dataset, Model, Result, load_model, load_run, resume, run
 else:
 
     def __getattr__(name):
@@ -22,4 +22,4 @@ else:
         return getattr(api, name)
 
 
-__all__ = ["Model", "Result", "__version__", "load_model", "load_run", "resume", "run"]
+__all__ = ["Dataset", "Model", "Result", "__version__", "load_model", "load_run", "resume", "run"]

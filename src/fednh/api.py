@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,15 +13,19 @@ from rich.console import Console
 
 from fednh.config import Config, load, validate
 from fednh.config.short_options import SHORT_OPTIONS
-from fednh.core.federation import build_federation
+from fednh.core.federation import build_federation, fingerprint_of
+from fednh.data.dataset import Dataset
+from fednh.data.sources import is_given, taken
+from fednh.errors import Notice, UserError
 from fednh.executors import pool
 from fednh.report.load import load_run as _load_run
 from fednh.screen import watcher
+from fednh.storage import fingerprint
 from fednh.storage.run_folder import RunFolder, read_config
 from fednh.storage.run_names import new_folder
 from fednh.trained.model import Model, load_model
 
-__all__ = ["Model", "Result", "load_model", "load_run", "resume", "run"]
+__all__ = ["Dataset", "Model", "Result", "load_model", "load_run", "resume", "run"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Result:
 def run(
     config: str | Path | Mapping[str, Any] | Config | None = None,
     *,
+    data: Any = None,
     out: str | Path | None = None,
     progress: bool = False,
     **overrides: Any,
@@ -55,28 +61,42 @@ def run(
     Overrides are the options of `fednh run` (`method="fedavg", rounds=20, clients=10`), whole sections as dicts
     (`train={"lr": 0.1}`), or any setting with two underscores for the dot (`train__lr=0.1`). The run folder is
     `out`, by default a new one below `runs/`; the same run there is continued, or returned if it is finished.
+
+    `data` is a source as in `--data`, settings as a dict, or the samples themselves: `(x, y)`, `(x, y, site)`,
+    `(x_train, y_train, x_test, y_test)`, a dict of arrays with the names of an .npz file, a data frame (pandas, Polars,
+    Arrow) with a label column (`data__label="diagnosis"`), or a `Dataset`. Labels are numbers from 0, or names. Such
+    samples are not kept: `data.name` is `memory:` and a name or a checksum, and to go on with the run, give them again.
     """
-    settings = _settings(config, overrides)
-    return _run(settings, RunFolder(Path(out) if out is not None else new_folder(settings)), progress)
+    settings, samples = _with_data(config, data, overrides)
+    folder = RunFolder(Path(out) if out is not None else new_folder(settings))
+    return _run(settings, folder, progress, samples=samples)
 
 
-def resume(path: str | Path, *, rounds: int | None = None, progress: bool = False) -> Result:
+def resume(path: str | Path, *, rounds: int | None = None, data: Any = None, progress: bool = False) -> Result:
     """Go on with the run in a folder and return what came out; `rounds` may lie beyond its planned end.
 
-    The result is that of one run of that many rounds without any interruption.
+    The result is that of one run of that many rounds without any interruption. A run that was given its `data` is given
+    the same again.
     """
     folder = RunFolder(Path(path))
     settings = read_config(folder.path)
     if rounds is not None:
         settings = validate({**settings.model_dump(), "rounds": rounds})
-    return _run(settings, folder, progress, extend=rounds is not None)
+    samples = None if data is None else taken(data, settings.data.model_dump())
+    return _run(settings, folder, progress, extend=rounds is not None, samples=samples)
 
 
-def _run(settings: Config, folder: RunFolder, progress: bool, extend: bool = False) -> Result:
-    """The run in this folder, from where it stands to its end."""
+def _run(
+    settings: Config, folder: RunFolder, progress: bool, extend: bool = False, samples: Dataset | None = None
+) -> Result:
+    """The run in this folder, from where it stands to its end; `samples` are those that a program gave."""
+    if samples is not None and folder.started:  # also where it is finished: its result is that of its own data
+        fingerprint.check_data(folder.path, fingerprint_of(settings, samples))
     with folder.opened(settings, extend=extend) as unfinished:
         if unfinished:
-            federation = build_federation(settings, run=folder.path)
+            federation = build_federation(settings, samples, run=folder.path)
+            for note in federation.dataset.notes:
+                warnings.warn(note, Notice, stacklevel=3)
             name = f"{settings.method['name']} on {federation.dataset.name}"
             with watcher(Console(stderr=True), settings.rounds, name, quiet=not progress) as screen:
                 pool.rounds(settings, federation, folder, screen).run()
@@ -87,6 +107,18 @@ def load_run(path: str | Path) -> Result:
     """A finished run from its folder."""
     found = _load_run(Path(path))
     return Result(found.path, found.config, found.summary, found.records)
+
+
+def _with_data(config: Any, data: Any, overrides: Mapping[str, Any]) -> tuple[Config, Dataset | None]:
+    """The settings, and the samples where a program gives them."""
+    if is_given(config) and not isinstance(config, Mapping | Config):
+        raise UserError(f"config is of the type {type(config).__name__}; if these are the data, write data=")
+    if not is_given(data):
+        return _settings(config, overrides if data is None else {**overrides, "data": data}), None
+    settings = _settings(config, {**overrides, "data__name": "memory:given"})
+    samples = taken(data, settings.data.model_dump())
+    named = settings.data.model_copy(update={"name": samples.name})
+    return settings.model_copy(update={"data": named}), samples
 
 
 def _settings(config: str | Path | Mapping[str, Any] | Config | None, overrides: Mapping[str, Any]) -> Config:

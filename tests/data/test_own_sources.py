@@ -339,4 +339,4 @@ def test_settings_reach_the_reader_and_paths_become_absolute(tmp_path: Path, mon
     assert load_config(None, {"data.size": 28}).data.size == [28, 28]
     with pytest.raises(UserError, match=r"data.size = 0 should be a number of pixels"):
         load_config(None, {"data.size": 0})
-    assert set(sources.SOURCES) == {"npz", "folder", "csv", "parquet", "hf", "py"}
+    assert set(sources.SOURCES) == {"npz", "folder", "csv", "parquet", "hf", "py", "memory"}

@@ -202,6 +202,7 @@ def test_the_settings_of_data_are_those_of_the_kinds() -> None:
         "csv": common | table | {"encoding", "separator", "decimal"},
         "parquet": common | table | {"encoding", "separator", "decimal"},
         "hf": common | table | pictures,
+        "memory": common | table,
     }
     assert {name: {f.name for f in dataclasses.fields(kind)} for name, kind in SOURCES.items()} == expected
 

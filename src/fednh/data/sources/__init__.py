@@ -24,6 +24,7 @@ from fednh.data.sources.base import Source
 from fednh.data.sources.builtin import BUILTIN
 from fednh.data.sources.folder import Folder
 from fednh.data.sources.hf import HuggingFace
+from fednh.data.sources.memory import Memory, is_given
 from fednh.data.sources.npz import Npz
 from fednh.data.sources.python import Python
 from fednh.data.sources.settings import AGREED
@@ -32,7 +33,9 @@ from fednh.data.test_set import with_test_set
 from fednh.errors import UserError, did_you_mean
 from fednh.storage.files import expanded
 
-SOURCES: dict[str, type[Source]] = {kind.prefix: kind for kind in (Npz, Folder, Csv, Parquet, HuggingFace, Python)}
+SOURCES: dict[str, type[Source]] = {
+    kind.prefix: kind for kind in (Npz, Folder, Csv, Parquet, HuggingFace, Python, Memory)
+}
 
 
 class Available(NamedTuple):
@@ -61,6 +64,12 @@ def load(name: str, folder: Path, settings: Mapping[str, Any] | None = None) -> 
     return replace(data, warnings=(*data.warnings, *(f"{name}: {w}" for w in (*names, *alike(data.sites, "sites")))))
 
 
+def taken(data: Any, settings: Mapping[str, Any]) -> Dataset:
+    """What a program gives instead of a name, read by the settings below [data]."""
+    source = Memory(**_used(Memory, settings))
+    return with_test_set(source.taken(data), source.test_share)
+
+
 def _names_no_sites(name: str, settings: Mapping[str, Any]) -> None:
     for key in ("sites", "without"):
         if settings.get(key) is not None:
@@ -78,7 +87,11 @@ def find(name: str) -> tuple[type[Source], str] | None:
 
 def build(kind: type[Source], settings: Mapping[str, Any]) -> Source:
     """A source with those of the settings that it uses."""
-    return kind(**{field.name: settings[field.name] for field in fields(kind) if field.name in settings})
+    return kind(**_used(kind, settings))
+
+
+def _used(kind: type[Source], settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {field.name: settings[field.name] for field in fields(kind) if field.name in settings}
 
 
 def settings() -> dict[str, tuple[Any, Any]]:
@@ -158,10 +171,12 @@ __all__ = [
     "build",
     "file_of",
     "find",
+    "is_given",
     "listing",
     "load",
     "of_file",
     "settings",
+    "taken",
     "uses",
     "with_prefix",
 ]
