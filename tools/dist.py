@@ -57,7 +57,12 @@ NEEDS = {
         f"run digits --track wandb {SHORT} --out made/wandb",
         f"sweep digits --method fednh --track wandb {SHORT} --out made/sweep",
     ],
+    "timm": [
+        "run --data folder:photos --partition site --set data.size=32 --set model.name=timm:lcnet_035 "
+        "--set model.norm=local --rounds 1 --epochs 1 --quiet --out made/timm"
+    ],
 }
+BUILDS = {"timm": "torchvision"}  # what an extra brings in a build for one kind of torch: with another it says so
 REFUSED_ONLY = {  # they need a federation that runs, or a run to go on with: tried where the extra is absent
     "flower": [
         "federation up fed --local",
@@ -280,6 +285,17 @@ def base(report: Report, place: Place, wheel: Path, version: str) -> None:
             refused(report, place, command, extra)
 
 
+def fits(place: Place, extra: str) -> bool:
+    """Whether what the extra brings can be imported beside this torch."""
+    return extra not in BUILDS or place.run(str(place.python), "-c", f"import {BUILDS[extra]}").returncode == 0
+
+
+def unfit(report: Report, place: Place, command: str) -> None:
+    told = place.fednh(command)
+    said = told.returncode == 2 and "which cannot be imported here" in told.stderr and "Traceback" not in told.stderr
+    report.check(said, f"{place.name}: says that it does not fit this torch: fednh {command}", told.stderr[-500:])
+
+
 def with_extra(report: Report, place: Place, wheel: Path, below: Place, extra: str) -> None:
     """One extra alone, over the base: what needs it works, what needs another one says so."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -292,7 +308,7 @@ def with_extra(report: Report, place: Place, wheel: Path, below: Place, extra: s
     there = lacking(place)
     report.check(extra not in there, f"{extra}: it is there")
     for command in NEEDS[extra]:
-        works(report, place, command)
+        (works if fits(place, extra) else unfit)(report, place, command)
     program_works(report, place)
     for other in there:
         refused(report, place, NEEDS[other][0], other)

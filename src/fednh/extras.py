@@ -18,6 +18,7 @@ MODULES = {
     "tensorboard": ("tensorboard",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
     "wandb": ("wandb",),
+    "timm": ("timm",),
 }
 
 

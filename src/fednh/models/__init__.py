@@ -10,6 +10,7 @@ from torch import nn
 
 from fednh.core.imports import imported_class
 from fednh.errors import UserError, did_you_mean
+from fednh.models import from_timm
 from fednh.models.conv import Conv2
 from fednh.models.mlp import MLP
 from fednh.models.net import Net
@@ -40,16 +41,16 @@ def build_net(
     weights: str | None = None,
     convolution: str = "fast",
 ) -> Net:
-    """The Net called `name`: "auto", one of MODELS, or "package.module:Class".
+    """The Net called `name`: "auto", one of MODELS, "timm:ARCHITECTURE", or "package.module:Class".
 
     A user's class is called with `shape` or `input_shape` (one sample: (C, H, W) or (F,)) and `num_classes` or
     `n_classes`, whichever its constructor has as parameters, and with `args`. It has .body and .head, or `head` names
     its last linear layer, or that layer is found. For `norm`, `weights` and `convolution` see Net.
     """
     name = choose(shape) if name == "auto" else name
-    factory = MODELS.get(name) or _factory(name)
-    if name in ("conv2", "resnet18") and len(shape) != 3:
+    if (name in ("conv2", "resnet18") or name.startswith(from_timm.PREFIX)) and len(shape) != 3:
         raise UserError(f"model.name = {name!r} needs images, but the data are vectors of {shape[0]} values; use 'mlp'")
+    factory = MODELS.get(name) or _factory(name)
     if name in MODELS and head is not None:
         raise UserError(f"model.head = {head!r} is for models of your own; {name} has a head")
     offered = {"shape": shape, "input_shape": shape, "num_classes": num_classes, "n_classes": num_classes}
@@ -66,7 +67,9 @@ def build_net(
 
     if name not in MODELS:
         whole = seeded(make, 0)
-        if head is None and not is_split(whole):
+        if head is None and name.startswith(from_timm.PREFIX):
+            head = from_timm.classifier(name, whole)
+        elif head is None and not is_split(whole):
             head = find_head(name, whole, num_classes)
         if head is not None:
             check_head(name, whole, head, shape)
@@ -75,10 +78,12 @@ def build_net(
 
 
 def _factory(path: str) -> Callable[..., nn.Module]:
+    if path.startswith(from_timm.PREFIX):
+        return from_timm.factory(path)
     if ":" not in path:
         raise UserError(
             f"model.name = {path!r} is not known{did_you_mean(path, ['auto', *MODELS])} "
-            f"(or give 'package.module:Class')"
+            f"(or give 'timm:ARCHITECTURE' or 'package.module:Class')"
         )
     return imported_class(path, "model.name", nn.Module)
 
