@@ -11,11 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,8 @@ from fednh.core.tree import mean
 from fednh.data.batches import ClientData
 from fednh.data.dataset import Dataset
 from fednh.executors import pool
+from fednh.executors.engine import blocks
+from fednh.executors.work import Material, Training
 from fednh.methods.base import MODEL
 from fednh.storage.run_folder import RunFolder
 
@@ -190,16 +193,20 @@ def small(data: Dataset, parts: Parts, usual: float) -> Iterator[Row]:
     _, fed = federation(data, parts, **{"method.name": "fedavg", "model.name": "mlp", "model.args": {}})
     server = fed.method.init(fed.net, torch_rng(0, "init"))
     down, kept = fed.method.broadcast(server), fed.method.enroll(server)
-    work = pool.Work(fed, down, Sgd(), 0, 1, lambda _: kept, lambda: False)
+    material, everyone = Material.of(fed), range(len(parts))
     with workers() as threads:
 
-        def by(name: str) -> Callable[[], object]:
-            return lambda: mean(
-                update.upload  # type: ignore[union-attr]
-                for _, update in pool.updates(name, threads, work, range(len(parts)), ahead=2 * CORES)
-            )
+        def by(together: bool) -> Callable[[], object]:
+            stage = Training(down, Sgd(), 0, 1, together=together)
+            units = list(blocks(fed, everyone)) if together else [[client] for client in everyone]
 
-        block, loop = best(3, by("vmap"), by("loop"))
+            def work(unit: Sequence[int]) -> list[Any]:
+                return stage(material, unit, [kept] * len(unit))
+
+            done = pool.in_order
+            return lambda: mean(u.upload for some in done(threads, work, units, ahead=2 * CORES) for u in some)
+
+        block, loop = best(3, by(True), by(False))
     each = f"a round: blocks {block:.2f} s, loop {loop:.2f} s, plain {usual:.1f} s (from {PLAIN_SMALL} clients)"
     yield Row("1,000 small clients: blocks against the loop", loop / block, "x", 4.0, False, each)
     yield Row("1,000 small clients: against the plain way", usual / block, "x", 8.0, False, each)

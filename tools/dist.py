@@ -43,8 +43,8 @@ NEEDS = {
     "flower": [
         "federation certs fed",
         "federation status fed",
-        f"run digits --backend flower {SHORT} --out made/flower",
     ],
+    "ray": [f"run digits --backend ray {SHORT} --out made/ray"],
     "tables": [
         "inspect --data csv:table.csv --set data.label=kind",
         f"run --data csv:table.csv --set data.label=kind {SHORT} --out made/table",

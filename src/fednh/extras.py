@@ -12,6 +12,7 @@ from fednh.errors import UserError
 MODULES = {
     "report": ("matplotlib", "jinja2"),
     "flower": ("flwr", "cryptography"),
+    "ray": ("ray",),
     "tables": ("pyarrow",),
     "hf": ("datasets",),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
@@ -22,14 +23,14 @@ MODULES = {
 }
 
 
-def installed(extra: str, *more: str) -> bool:
-    """Whether the extra is installed, with `more` of its modules if given."""
-    return all(_found(module) for module in (*MODULES[extra], *more))
+def installed(extra: str) -> bool:
+    """Whether the extra is installed."""
+    return all(_found(module) for module in MODULES[extra])
 
 
-def need(extra: str, what: str, *more: str) -> None:
+def need(extra: str, what: str) -> None:
     """Refuse `what` ("a figure", "--track mlflow") where the extra is not installed."""
-    if not installed(extra, *more):
+    if not installed(extra):
         raise UserError(f"{what} needs the extra `{extra}`: pip install 'fednh[{extra}]'")
 
 

@@ -24,6 +24,7 @@ from fednh.data.batches import ClientData
 from fednh.errors import RunError
 from fednh.executors import pool
 from fednh.executors.pool import in_order
+from fednh.executors.simulation import SimulationAnswers
 from fednh.methods import METHODS
 from fednh.methods.fedavg import FedAvg
 from fednh.models import Net
@@ -344,13 +345,13 @@ def test_whose_models_are_evaluated(
     whom: str | int, count: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    original = pool.PoolAnswers.people
+    original = SimulationAnswers.people
 
-    def spy(self: pool.PoolAnswers) -> Any:
+    def spy(self: SimulationAnswers) -> Any:
         seen.append(len(self.asked.evaluate))
         return original(self)
 
-    monkeypatch.setattr(pool.PoolAnswers, "people", spy)
+    monkeypatch.setattr(SimulationAnswers, "people", spy)
     simulation, _, _ = play(tmp_path / "r", eval__clients=whom)
     so_far = {k for r in simulation.progress.records[:2] for k in r["clients"]}
     assert seen == [count or len(so_far), len(simulation.executor.store.members)]

@@ -20,9 +20,9 @@ from fednh.core.seeding import torch_rng
 from fednh.core.tree import Tree, Uploads, below, prefix
 from fednh.data.batches import ClientData, Samples
 from fednh.errors import UserError
-from fednh.executors import pool
-from fednh.executors.pool import LARGEST, blocks, choose
+from fednh.executors.engine import LARGEST, blocks, choose
 from fednh.executors.vmap import Block, move, update_block
+from fednh.executors.work import Training
 from fednh.methods import METHODS
 from fednh.methods.base import Method
 from fednh.methods.fedavg import FedAvg
@@ -217,8 +217,10 @@ class Remembering(FedAvg):
 
 def test_newcomers_and_old_hands_in_one_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone: list[int] = []
-    usual = pool.one_client
-    monkeypatch.setattr(pool, "one_client", lambda work, client: alone.append(client) or usual(work, client))
+    usual = Training.one_client
+    monkeypatch.setattr(
+        Training, "one_client", lambda self, on, client, kept: alone.append(client) or usual(self, on, client, kept)
+    )
     states, told = [], None
     for name in ("vmap", "loop"):
         config, fed = federation(

@@ -51,6 +51,19 @@ Track = Annotated[
         help="Also write to tensorboard, mlflow or wandb (extras). Repeatable.", autocompletion=completion.tracker
     ),
 ]
+Backend = Annotated[
+    str,
+    typer.Option(
+        help="Who computes clients: simulator (this machine) or ray, a cluster (extra); the bits are the same."
+    ),
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|HOST:PORT",
+        help="With --backend ray: the cluster to join; default: RAY_ADDRESS, or this machine.",
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but the run folder.")]
 
 

@@ -7,13 +7,25 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fednh.cli.app import app, console_for_people
-from fednh.cli.options import ConfigOrPreset, Given, Quiet, Setting, Short, Track, set_values, with_short_options
+from fednh.cli.options import (
+    Address,
+    Backend,
+    ConfigOrPreset,
+    Given,
+    Quiet,
+    Setting,
+    Short,
+    Track,
+    set_values,
+    with_short_options,
+)
 from fednh.config.short_options import SHORT_OPTIONS
 from fednh.errors import Interrupted, UserError, did_you_mean
 
@@ -23,9 +35,10 @@ if TYPE_CHECKING:
     from fednh.config import Config
     from fednh.core.federation import Federation
     from fednh.core.progress import Watcher
+    from fednh.core.rounds import Rounds
     from fednh.storage.run_folder import RunFolder
 
-    Backend = Callable[[Config, Federation, RunFolder, Watcher, threading.Event], None]
+    Train = Callable[[Config, Federation, RunFolder, Watcher, threading.Event], Rounds]
 
 
 @app.command()
@@ -37,9 +50,8 @@ def run(
     out: Annotated[Path | None, typer.Option(help="The run folder; default: a new one below runs/.")] = None,
     settings: Setting = None,
     track: Track = None,
-    backend: Annotated[
-        str, typer.Option(help="simulator (in this process), or flower: Flower's simulation engine on Ray (extra).")
-    ] = "simulator",
+    backend: Backend = "simulator",
+    address: Address = None,
     quiet: Quiet = False,
 ) -> None:
     """Run one method on one federation, and write a run folder."""
@@ -47,7 +59,7 @@ def run(
     from fednh.storage.run_names import new_folder
 
     config = load(source, given | set_values(settings))
-    _execute(config, out or new_folder(config), track or [], quiet, backend)
+    _execute(config, out or new_folder(config), track or [], quiet, backend, address)
 
 
 @app.command()
@@ -58,30 +70,40 @@ def resume(
     ] = None,
     workers: Annotated[int | None, typer.Option(min=0, help="Clients trained at once; the result is the same.")] = None,
     track: Track = None,
+    backend: Backend = "simulator",
+    address: Address = None,
     quiet: Quiet = False,
 ) -> None:
     """Go on with an interrupted run, or beyond the end of a finished one, as if it had never stopped.
 
     The result is what one run of that many rounds, without any interruption, would have given.
     """
-    from fednh.storage.run_folder import read_backend, read_config
+    from fednh.storage.run_folder import read_config
 
     config = read_config(folder)
     if workers is not None:
         config = config.model_copy(update={"workers": workers})
     if rounds is not None:
         config = config.model_copy(update={"rounds": rounds})
-    _execute(config, folder, track or [], quiet, read_backend(folder), extend=rounds is not None)
+    _execute(config, folder, track or [], quiet, backend, address, extend=rounds is not None)
 
 
-def _execute(config: Config, out: Path, track: list[str], quiet: bool, backend: str, extend: bool = False) -> None:
+def _execute(
+    config: Config,
+    out: Path,
+    track: list[str],
+    quiet: bool,
+    backend: str,
+    address: str | None,
+    extend: bool = False,
+) -> None:
     """Start, continue, or recognise as finished the run in `out`."""
     from fednh.experiments.trackers import check as check_trackers
     from fednh.storage.run_folder import RunFolder, read_summary
 
     console = console_for_people(stderr=quiet)  # with --quiet, standard output has the folder and nothing else
     check_trackers(track)
-    train = _backend(backend)
+    train = chosen_backend(backend, address)
     folder = RunFolder(out)
     try:
         with stop_on_signal() as stop, folder.opened(config, backend, extend) as unfinished:
@@ -90,7 +112,8 @@ def _execute(config: Config, out: Path, track: list[str], quiet: bool, backend: 
             else:
                 console.print(f"{out} is finished already", highlight=False, soft_wrap=True)
     except Interrupted:
-        kept = f"continue with: fednh resume {out}" if config.checkpoint.every else "checkpoint.every = 0: not saved"
+        again = f"fednh resume {out}" + ("" if backend == "simulator" else f" --backend {backend}")
+        kept = f"continue with: {again}" if config.checkpoint.every else "checkpoint.every = 0: not saved"
         typer.echo(f"fednh: interrupted after round {folder.rounds_written()}; {kept}", err=True)
         raise typer.Exit(130) from None
     _tell_losses(console, read_summary(out))
@@ -107,7 +130,7 @@ def _execute(config: Config, out: Path, track: list[str], quiet: bool, backend: 
 def _train(
     config: Config,
     folder: RunFolder,
-    train: Backend,
+    train: Train,
     track: list[str],
     console: Console,
     quiet: bool,
@@ -123,27 +146,29 @@ def _train(
     with watcher(console, config.rounds, name, quiet) as screen, Tracking(screen, track, folder, config) as watching:
         for note in (*federation.dataset.notes, *federation.dataset.warnings):
             watching.note(note)
-        train(config, federation, folder, watching, stop)
+        train(config, federation, folder, watching, stop).run()
 
 
-def _backend(backend: str) -> Backend:
-    """What trains: this process, or Flower's simulation engine."""
+def chosen_backend(backend: str, address: str | None) -> Train:
+    """Who computes the clients: this process, or a Ray cluster; what cannot be is refused at once."""
     if backend == "flower":
-        from fednh.flower import backend as flower
-
-        flower.check()
-        return flower.simulate
+        raise UserError(
+            "--backend flower is gone: use --backend ray for a cluster, and `fednh federation` for real sites on Flower"
+        )
+    if backend not in ("simulator", "ray"):
+        raise UserError(f"--backend {backend!r} is not known{did_you_mean(backend, ('simulator', 'ray'))}")
+    if backend == "simulator" and address is not None:
+        raise UserError(f"--address {address} is a Ray cluster's; add --backend ray")
     if backend == "simulator":
-        return _simulate
-    raise UserError(f"--backend {backend!r} is not known{did_you_mean(backend, ('simulator', 'flower'))}")
+        from fednh.executors import pool
 
+        return pool.rounds
+    from fednh.executors import connection
 
-def _simulate(
-    config: Config, federation: Federation, folder: RunFolder, watcher: Watcher, stop: threading.Event
-) -> None:
-    from fednh.executors import pool
+    connection.check(address)
+    from fednh.executors import cluster
 
-    pool.rounds(config, federation, folder, watcher, stop).run()
+    return partial(cluster.rounds, address=address)
 
 
 def _tell_losses(console: Console, summary: dict[str, Any]) -> None:

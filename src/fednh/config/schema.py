@@ -175,6 +175,20 @@ class FederationConfig(Section):
         return value
 
 
+class RayConfig(Section):
+    """What a client reserves on a Ray cluster (`--backend ray`); the result does not depend on it."""
+
+    cpus_per_client: float = Field(1.0, ge=0, le=MANY)  # it computes in one thread, however many
+    gpus_per_client: float | None = Field(None, ge=0, le=MANY)  # 0.25: four share one; None: 0 on the CPU, else 1
+    resources: dict[str, float] = Field(default_factory=dict)  # of your own, as `ray start --resources` names them
+
+    @model_validator(mode="after")
+    def _something(self) -> RayConfig:
+        if not self.cpus_per_client and not self.gpus_per_client and not any(self.resources.values()):
+            raise ValueError("a client must reserve something: cpus_per_client, gpus_per_client or resources")
+        return self
+
+
 class Config(Section):
     """Everything that a run depends on; the paper's common settings are the defaults."""
 
@@ -199,6 +213,7 @@ class Config(Section):
     store: StoreConfig = StoreConfig()
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
     federation: FederationConfig = FederationConfig()
+    ray: RayConfig = RayConfig()
 
     @model_validator(mode="after")
     def _complete_method(self, info: ValidationInfo) -> Config:

@@ -2,7 +2,8 @@
 
 One exchange says: "these clients evaluate what the last round left, these train the next, this travels down".
 Answers come back in an order that does not depend on which client was fast. The executor decides where clients run and
-where their kept state is stored between rounds: executors/pool.py has threads, flower/executor.py has real sites.
+where their kept state is stored between rounds: executors/pool.py has threads, executors/cluster.py a Ray
+cluster, flower/executor.py real sites.
 """
 
 from __future__ import annotations

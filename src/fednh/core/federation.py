@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,7 @@ class Federation:
         return any(map(len, self.held_out))
 
     def name(self, client: int) -> str:
-        """What messages call a client."""
-        return f"site {self.sites[client]} (client {client})" if self.sites else f"client {client}"
+        return client_name(client, self.sites)
 
     def class_counts(self) -> list[list[int]]:
         """Training samples of each class (columns) on every client (rows)."""
@@ -100,6 +100,11 @@ class Federation:
             train=self.train,
             trained_on=np.concatenate(self.parts),
         )
+
+
+def client_name(client: int, sites: Sequence[str]) -> str:
+    """What messages call a client."""
+    return f"site {sites[client]} (client {client})" if sites else f"client {client}"
 
 
 @dataclass(frozen=True)

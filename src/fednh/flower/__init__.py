@@ -1,4 +1,4 @@
-"""The same methods on Flower: sites that keep their data, and simulations that outgrow one machine."""
+"""The same methods on Flower: a federation of real sites that keep their data."""
 
 import os
 

@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,13 @@ class Net:
         self._mine = threading.local()
         self.random = False
         self.dim = self._probe()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A Net can be sent to another process; what threads have of their own stays here."""
+        return {name: value for name, value in self.__dict__.items() if name != "_mine"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _mine=threading.local())
 
     @property
     def card(self) -> dict[str, str | None]:

@@ -26,6 +26,7 @@ FREE = {  # settings that say where things lie, how the work is done or when it 
     *("workers", "store.memory", "checkpoint.every", "on_error"),
     *("data.name", "data.dir", "model.weights"),  # files may move: their contents are compared
     *("federation.folder", "federation.timeout"),
+    "ray",  # the whole section
 }
 
 
@@ -148,7 +149,9 @@ def settings_changed(
     """
     usual, told = of_settings(Config()), []
     for key in sorted(before.keys() | now.keys()):
-        if key in free or (key not in before and key.startswith("method.") and key != "method.name"):
+        if key in free or key.partition(".")[0] in free:
+            continue
+        if key not in before and key.startswith("method.") and key != "method.name":
             continue
         was, here = before.get(key, usual.get(key)), now.get(key)
         if was != here:

@@ -27,6 +27,8 @@ from fednh.storage.model_file import write_model
 from fednh.storage.outcomes import Outcomes, write_outcomes
 from fednh.words import one_line
 
+SIMULATED = ("simulator", "ray")  # backends whose clients are simulated; the bits are the same
+
 
 class RunFolder(RunLayout):
     """One run's folder, locked while this process works in it."""
@@ -63,7 +65,7 @@ class RunFolder(RunLayout):
             other = read_config(self.path)
             there, here = fingerprint.of_settings(other), fingerprint.of_settings(config)
             words = "{key} is {was} there and {now} here"
-            free = {"workers", "rounds"}
+            free = {"workers", "rounds", "ray"}
             if told := fingerprint.settings_changed(there, here, words, free - (set() if extend else {"rounds"})):
                 only_rounds = not fingerprint.settings_changed(there, here, words, free)
                 longer = f"go on with it: fednh resume {self.path} --rounds {config.rounds}, or " if only_rounds else ""
@@ -71,12 +73,20 @@ class RunFolder(RunLayout):
                     f"{self.path} holds a run with other settings ({told}); {longer}choose another --out, or delete it"
                 )
             fingerprint.check_settings(self.path, other)
-            if backend is not None and (used := read_backend(self.path)) != backend:
-                raise UserError(
-                    f"{self.path} holds a run on the backend {used}; continue with: fednh resume {self.path}"
-                )
+            if backend is not None:
+                self._check_backend(backend)
         elif self.path.exists() and any(not _of_a_beginning(p) for p in self.path.iterdir()):
             raise UserError(f"{self.path} is not empty and holds no run; choose another --out")
+
+    def _check_backend(self, backend: str) -> None:
+        """A simulated run goes on wherever clients are simulated; what real sites keep is with them."""
+        if (was_simulated := read_backend(self.path) in SIMULATED) and backend not in SIMULATED:
+            raise UserError(f"{self.path} holds a simulated run; choose another federation.folder")
+        if backend in SIMULATED and not was_simulated:
+            raise UserError(
+                f"{self.path} holds a run of sites on Flower, whose states are with the sites: it goes on with "
+                f"`fednh federation run`; one that an earlier version made with --backend flower cannot go on"
+            )
 
     def __enter__(self) -> RunFolder:
         """Create the folder if need be and lock it; another process that holds it is named."""
@@ -267,7 +277,7 @@ def environment(config: Config) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: metadata.version(name) for name in packages},
         "platform": platform.platform(),
-        "cpu": _cpu(),
+        "cpu": cpu(),
         "cores": os.cpu_count(),
         "workers": worker_count(config),
         "threads_per_worker": 1,
@@ -293,7 +303,8 @@ def _commit() -> str | None:
         return None
 
 
-def _cpu() -> str:
+def cpu() -> str:
+    """The name of this machine's processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

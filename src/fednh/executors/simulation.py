@@ -1,0 +1,137 @@
+"""A run whose clients are all simulated: what the executors on one machine and on a cluster have in common.
+
+The samples and the store of what clients keep are in this process. An executor decides only who computes: its `map`
+applies a stage (work.py) to units of clients and returns the results in their order, whoever was fast.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from fednh.config import Config, parse_bytes
+from fednh.core import failures, memory
+from fednh.core.evaluate import Personal
+from fednh.core.executor import Exchange, Missing, Outcome
+from fednh.core.federation import Federation, ServerSide
+from fednh.core.meter import Meter
+from fednh.core.progress import Watcher
+from fednh.core.tree import Tree
+from fednh.executors.engine import blocks, choose
+from fednh.executors.work import Failure, Material, Measured, Measuring, Stage, Training, Unit
+from fednh.storage.client_states import Store
+from fednh.storage.run_folder import RunFolder
+
+
+class Simulation:
+    """The executor of simulated clients, without the part that computes them."""
+
+    backend: str
+    deployed, least = False, 1
+    engine: str
+
+    def __init__(
+        self, config: Config, federation: Federation, folder: RunFolder, watcher: Watcher, stop: threading.Event
+    ):
+        self.config, self.fed, self.folder, self.watcher, self.stop = config, federation, folder, watcher, stop
+        self.material = Material.of(federation)
+        self.meter = Meter(stop, watcher.evaluating)
+        memory.keep_freed()
+        budget = parse_bytes(config.store.memory, memory.total())
+        self.store = Store(folder.clients, budget, {}, config.device)
+
+    @abstractmethod
+    def __enter__(self) -> Simulation: ...
+
+    @abstractmethod
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None
+    ) -> None: ...
+
+    @abstractmethod
+    def map(self, stage: Stage, units: Sequence[Unit]) -> Iterator[list[Any]]:
+        """The results of the units, in their order; Interrupted when the run is asked to stop."""
+
+    def kept(self, unit: Unit) -> list[Tree]:
+        return [self.store.get(client) for client in unit]
+
+    def open(self, books: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> ServerSide:
+        return self.fed.server_side(self.config)
+
+    def begin(self, initial: Tree) -> None:
+        self.store.newcomer = self.fed.method.enroll(initial)
+        self.engine = choose(self.config, self.fed, initial)
+
+    def present(self) -> Sequence[int]:
+        return range(len(self.fed.parts))
+
+    def exchange(self, asked: Exchange) -> SimulationAnswers:
+        return SimulationAnswers(self, asked)
+
+    def commit(self, round_: int, clients: Sequence[int]) -> None:
+        self.store.commit(clients)
+
+    def rollback(self) -> None:
+        self.store.rollback()
+
+    def books(self) -> dict[str, Any]:
+        return {}
+
+    def finished(self, rounds: int) -> dict[str, Any]:
+        return {}
+
+    def name(self, client: int) -> str:
+        return self.fed.name(client)
+
+    def note(self, text: str, client: int | None = None, round_: int = 0) -> None:
+        self.watcher.note(text)
+
+
+class SimulationAnswers:
+    """One exchange of simulated clients, which start to work when their answers are asked for."""
+
+    def __init__(self, simulation: Simulation, asked: Exchange):
+        self.simulation, self.asked, self.config, self.fed = simulation, asked, simulation.config, simulation.fed
+
+    def reports(self) -> Iterator[Outcome]:
+        """Every client's report; what it keeps goes to the store and is committed if its upload is used."""
+        config, store, round_ = self.config, self.simulation.store, self.asked.done + 1
+        # The largest first, so that no long job starts last. The order is fixed, so sums have the same bits every time.
+        order = sorted(self.asked.train, key=lambda k: (-len(self.fed.parts[k]), k))
+        together = self.simulation.engine == "vmap"
+        units: list[Unit] = list(blocks(self.fed, order)) if together else [[client] for client in order]
+        look, sgd = config.diagnostics.gradient_norm, config.train.sgd(round_)
+        stage = Training(self.asked.down, sgd, config.seed, round_, look, together)
+        for unit, updates in zip(units, self.simulation.map(stage, units), strict=True):
+            for client, update in zip(unit, updates, strict=True):
+                if isinstance(update, Failure):
+                    yield client, Missing("failed", update.words, update.error)
+                    continue
+                store.put(client, update.keep, round_)
+                yield client, update.report
+
+    def people(self) -> list[Personal]:
+        """The metrics of the personal models; after the last round the models are saved too."""
+        asked, config, simulation, method = self.asked, self.config, self.simulation, self.fed.method
+        with failures.named(method, f"the server failed after round {asked.done}"):
+            shared = method.global_model(asked.server) if self.fed.measures_held_out else None
+        stage = Measuring(asked.down, shared, config.train.sgd(asked.done), config.seed, asked.done, asked.final)
+        simulation.meter.begin(sum(stage.samples(simulation.material, client) for client in asked.evaluate))
+        found = []
+        for unit in simulation.map(stage, [[client] for client in asked.evaluate]):  # stopped, it starts again
+            for measured in unit:
+                self._save(measured)
+                found.append(measured.person)
+        return found
+
+    def _save(self, measured: Measured) -> None:
+        if measured.model is not None:
+            folder, client = self.simulation.folder, measured.person.client
+            card = {**self.fed.card(self.config, client), "novelty": measured.novelty}
+            folder.write_model(folder.personal_model(client), measured.model, card)
+
+    def novelty(self) -> None:
+        """None: the loop has all samples and computes it itself."""

@@ -1,0 +1,171 @@
+"""What the clients of an exchange compute, wherever that is: in a thread of this process, or on another machine.
+
+A `Stage` is what all clients of an exchange do: train a round, or have their personal models measured. It is a value
+that can be sent, and calling it is a pure function of the `Material`, the clients and what they kept. Clients come in
+units: one client, or a block of small ones that are computed together. How clients are divided into units decides the
+last bits of a result; where and when a unit is computed does not.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fednh.core import checks, failures, novelty
+from fednh.core import client as clients
+from fednh.core.client import Update
+from fednh.core.evaluate import Personal
+from fednh.core.federation import Federation, client_name
+from fednh.core.fit import Sgd
+from fednh.core.meter import unhurried
+from fednh.core.tree import Tree
+from fednh.data.batches import ClientData, Samples, subset
+from fednh.data.partitions import Indices
+from fednh.executors.vmap import Block, update_block
+from fednh.methods.base import Method
+from fednh.models.net import Net
+
+Unit = Sequence[int]  # the clients that are computed together
+Tick = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Material:
+    """The part of a federation that clients work on."""
+
+    train: Samples
+    test: Samples
+    parts: Sequence[Indices]  # client -> indices into `train`, to train on
+    held_out: Sequence[Indices]  # client -> indices into `train`, to measure on
+    net: Net
+    method: Method
+    sites: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, fed: Federation) -> Material:
+        return cls(fed.train, fed.test, fed.parts, fed.held_out, fed.net, fed.method, fed.sites)
+
+    def name(self, client: int) -> str:
+        return client_name(client, self.sites)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a client has no update, as a sentence."""
+
+    words: str
+    error: Exception | None = None  # in the process in which it was raised
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A personal model's metrics; after the last round also the model, and what its file says about novelty."""
+
+    person: Personal
+    model: Tree | None = None
+    novelty: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What all clients of an exchange do."""
+
+    down: Tree  # what every client received
+
+    @abstractmethod
+    def __call__(self, on: Material, unit: Unit, kept: Sequence[Tree], tick: Tick = unhurried) -> list[Any]:
+        """The results of the unit's clients, in their order."""
+
+    def samples(self, on: Material, client: int) -> int:
+        """How many samples of a client the progress of an evaluation counts."""
+        return 0
+
+    @property
+    def apart(self) -> bool:
+        """Whether a client's tensors lie in memory of their own; those of a block lie side by side."""
+        return True
+
+
+@dataclass(frozen=True)
+class Training(Stage):
+    """One round of training."""
+
+    sgd: Sgd
+    seed: int
+    round: int
+    gradient_norm: bool = False
+    together: bool = False  # a unit is a block for vmap
+
+    def __call__(
+        self, on: Material, unit: Unit, kept: Sequence[Tree], tick: Tick = unhurried
+    ) -> list[Update | Failure]:
+        if self.together:
+            try:
+                return list(self._block(on, unit, kept))
+            except Exception:  # one by one: the error names the client that fails, and the others succeed
+                pass
+        return [self.one_client(on, client, mine) for client, mine in zip(unit, kept, strict=True)]
+
+    @property
+    def apart(self) -> bool:
+        return not self.together
+
+    def one_client(self, on: Material, client: int, kept: Tree) -> Update | Failure:
+        try:
+            data = ClientData(on.train, on.parts[client], self.seed, self.round, client, "train")
+            checks.check_share(data.share, client)
+            return clients.update(on.method, on.net, kept, self.down, data, self.sgd, self.gradient_norm)
+        except Exception as error:  # anything a method, a model or a disk may raise; the caller reports it
+            words = failures.sentence(on.method, error, f"{on.name(client)} failed in round {self.round}")
+            return Failure(words, error)
+
+    def _block(self, on: Material, unit: Unit, kept: Sequence[Tree]) -> list[Update]:
+        # Group clients that kept the same names: new clients may have kept none. Received names need not be kept.
+        alike: dict[tuple[str, ...], dict[int, Tree]] = {}
+        for client, mine in zip(unit, kept, strict=True):
+            brought = {name: value for name, value in mine.items() if name not in self.down}
+            alike.setdefault(tuple(sorted(brought)), {})[client] = brought
+        done = {client: update for some in alike.values() for client, update in self._together(on, some).items()}
+        return [done[client] for client in unit]
+
+    def _together(self, on: Material, kept: dict[int, Tree]) -> dict[int, Update]:
+        members = list(kept)
+        block = Block(on.train, [on.parts[k] for k in members], members, self.seed, self.round, "train")
+        made = update_block(on.method, on.net, block, list(kept.values()), self.down, self.sgd)
+        return dict(zip(members, made, strict=True))
+
+
+@dataclass(frozen=True)
+class Measuring(Stage):
+    """Personal models as a round left them, measured; `final`: they are also returned, to be saved."""
+
+    shared: Tree | None  # the global model, where held-out samples measure it too
+    sgd: Sgd
+    seed: int
+    round: int
+    final: bool = False
+
+    def __call__(self, on: Material, unit: Unit, kept: Sequence[Tree], tick: Tick = unhurried) -> list[Measured]:
+        return [self._one(on, client, mine, tick) for client, mine in zip(unit, kept, strict=True)]
+
+    def samples(self, on: Material, client: int) -> int:
+        """How many samples pass forward through the network."""
+        held = len(on.held_out[client]) * (1 if self.shared is None else 2)
+        saved = novelty.number(on.method, len(on.parts[client])) if self.final else 0
+        own = torch.bincount(on.train.y[torch.from_numpy(on.parts[client])], minlength=on.train.num_classes)
+        tested = len(on.test) if self.final else len(clients.of_own_classes(on.test, own))
+        return tested + held + saved
+
+    def _one(self, on: Material, client: int, kept: Tree, tick: Tick) -> Measured:
+        method, net, part = on.method, on.net, on.parts[client]
+        with failures.named(method, f"the personal model of {on.name(client)} failed after round {self.round}"):
+            data = ClientData(on.train, part, self.seed, self.round, client, "personal")
+            model = clients.personal_model(method, net, kept, self.down, data, self.sgd, tick)
+            about = novelty.look(method, net, model, on.train, part, self.seed, tick) if self.final else None
+            held = subset(on.train, on.held_out[client])
+            person = clients.measured(method, net, client, data, model, self.shared, on.test, held, tick, self.final)
+        return Measured(person, model if self.final else None, about)

@@ -1,0 +1,106 @@
+"""A Ray cluster of real processes on the loopback, one CPU a machine, for tests: `nodes` starts it, this file runs it.
+
+It listens on 127.0.0.1 alone. Every machine is a raylet with a store of its own, in a folder that knows nothing of any
+run. The process that holds the cluster takes commands on its standard input; when that ends, so does the cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).parents[2] / "src"
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+class Nodes:
+    """The cluster, from outside."""
+
+    def __init__(self, process: subprocess.Popen[str]):
+        self.process = process
+        self.address: str = self.told()["address"]
+
+    def told(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                found: dict[str, Any] = json.loads(line)
+                return found
+        raise RuntimeError("the cluster did not start")
+
+    def do(self, *command: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return self.told()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of a process that joins it."""
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        return {**kept, **LOOPBACK, "PYTHONPATH": str(SOURCE), "FEDNH_CACHE": os.environ.get("FEDNH_CACHE", "")}
+
+
+@contextmanager
+def nodes(*machines: dict[str, Any]) -> Iterator[Nodes]:
+    """A cluster of these machines, the first of which is the head; each is what Ray's `add_node` takes."""
+    # A short path: the names of sockets below it have at most 107 characters.
+    home = Path(tempfile.mkdtemp(prefix="fr-", dir="/tmp"))
+    home.chmod(0o700)
+    elsewhere = home / "elsewhere"
+    elsewhere.mkdir()
+    around = {**os.environ, **LOOPBACK, "PYTHONPATH": str(SOURCE)}
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(home), json.dumps(machines or [{}, {}])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=elsewhere,
+        env=around,
+        start_new_session=True,
+    )
+    try:
+        yield Nodes(process)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _main(home: str, machines: Sequence[dict[str, Any]]) -> None:
+    from ray.cluster_utils import Cluster
+
+    head = {"temp_dir": home, "include_dashboard": False, "include_log_monitor": False}
+    cluster = Cluster(initialize_head=True, head_node_args={**head, **machines[0]})
+    there = [cluster.head_node, *(cluster.add_node(wait=False, **machine) for machine in machines[1:])]
+    cluster.wait_for_nodes(60)
+    print(json.dumps({"address": cluster.address}), flush=True)
+    for line in sys.stdin:
+        what, *rest = json.loads(line)
+        if what == "kill":  # as a machine that loses its power
+            for processes in there[rest[0]].all_processes.values():
+                for each in processes:
+                    each.process.kill()
+        elif what == "add":
+            there.append(cluster.add_node(**rest[0]))
+        print(json.dumps({"done": what}), flush=True)
+    for node in reversed(there):
+        node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], json.loads(sys.argv[2]))
