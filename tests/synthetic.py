@@ -16,6 +16,7 @@ from fednh.executors import pool
 from fednh.report.load import Run, load_run
 from fednh.screen import Silent
 from fednh.storage.model_file import write_model
+from fednh.storage.outcomes import Outcomes, write_outcomes
 from fednh.storage.run_folder import RunFolder, environment
 
 DOMAINS = ("art", "cartoon", "photo", "sketch")
@@ -87,6 +88,12 @@ def fake_sites(path: Path, method: str, held: Sequence[float], sites: Sequence[s
     overrides = {"partition.name": "site", "method.name": method}
     counts = [(3, 4)] * len(held)
     return fake_run(path, overrides, records, counts, people=people, sites=sites[: len(held)], **lacks, **measured)
+
+
+def add_outcomes(run: Run, client: int, label: Sequence[int], personal: Sequence[int], shared: Sequence[int]) -> None:
+    """What became of a client's held-out samples, one by one; no `shared` where the method has no global model."""
+    columns = [np.array(column, np.int32) for column in (label, personal, *([shared] if shared else []))]
+    write_outcomes(run.layout.outcomes_of(client), Outcomes(*columns))
 
 
 def real_run(path: Path, overrides: dict[str, Any]) -> Run:

@@ -19,7 +19,7 @@ from fednh.report.figures import FIGURES
 from fednh.report.html import render, sheet_csv, write_report
 from fednh.report.load import load_runs
 from fednh.report.sheet import Cell, Sheet
-from synthetic import DOMAINS, fake_run, fake_sites, many_runs, person, record
+from synthetic import DOMAINS, add_outcomes, fake_run, fake_sites, many_runs, person, record
 
 ARTEFACTS = Path(__file__).parents[2] / "artifacts"
 needs_browser = pytest.mark.skipif(find() is None, reason="no Chromium here (Debian: apt-get install chromium)")
@@ -86,12 +86,27 @@ def test_the_explorer_knows_every_clients_classes_and_pm(tmp_path: Path) -> None
     assert (method["label"], method["values"]) == ("FedNH", {"pm_l": {"1": 81.23}, "pm_v": {"1": 44.4}})
 
 
+# Held-out samples of each site: true classes, then what the personal, the global and the local model take them for.
+# art: personal 50 of 50, global 30, local 30. cartoon: 2 samples. photo and sketch: all models alike on 4.
+LABELS = [0] * 30 + [1] * 20
+FOUR = [0, 0, 1, 1]
+OUTCOMES = [
+    (LABELS, LABELS, [0] * 50, [0] * 50),
+    ([0, 1], [0, 1], [0, 0], [1, 1]),
+    (FOUR, FOUR, FOUR, FOUR),
+    (FOUR, FOUR, FOUR, FOUR),
+]
+
+
 @pytest.fixture(scope="module")
 def of_sites(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The report on four natural sites without a shared test set."""
     runs = tmp_path_factory.mktemp("sites")
-    fake_sites(runs / "fednh", "fednh", [80.0, 60.0, 70.0, 90.0])
-    fake_sites(runs / "local", "local", [50.0, 50.0, 50.0, 52.0])
+    joint = fake_sites(runs / "fednh", "fednh", [80.0, 60.0, 70.0, 90.0])
+    alone = fake_sites(runs / "local", "local", [50.0, 50.0, 50.0, 52.0])
+    for client, (label, personal, shared, local) in enumerate(OUTCOMES):
+        add_outcomes(joint, client, label, personal, shared)
+        add_outcomes(alone, client, label, local, [])
     return render(load_runs([runs]), "Four domains")
 
 
@@ -106,6 +121,45 @@ def test_sites_are_named_wherever_clients_are(of_sites: str) -> None:
     for name in DOMAINS:
         assert f"{name} (n = 7)" in of_sites  # all four distributions, in the legend
     assert "worst: cartoon 60.0" in of_sites
+
+
+def test_each_site_is_told_which_model_to_use(of_sites: str) -> None:
+    """First of all; marked best only where the samples say so; and everything by name."""
+    assert Page(of_sites).ids.index("sites") < Page(of_sites).ids.index("tables")
+    section = of_sites[of_sites.index('<section id="sites">') : of_sites.index('<section id="tables">')]
+    assert "comes from samples that the site held out: no model was trained on them" in section
+    table = section[: section.index("</table>")]
+    rows = {
+        match[1]: match[0]
+        for match in re.finditer(r'<tr><th scope="row".*?data-group="0">(.*?)</a>.*?</tr>', table, re.DOTALL)
+    }
+    assert list(rows) == list(DOMAINS)
+    assert "+40.0 points" in rows["art"]
+    assert re.findall(r'class="place1">([\d.]+) <span class="best">', table) == ["100.0"]
+    assert "<small>92.9 to 100.0</small>" in rows["art"]  # Wilson, 50 of 50: 50 / (50 + 1.96^2)
+    assert '<td data-value="50">50</td>' in rows["art"]
+    assert "oo few samples to tell" in rows["cartoon"]
+    assert "the personal model is the one to use at 1 site" in section.lower()
+    means = re.findall(r"<td>([\d.]+)</td>", table[table.index("<tfoot>") :])
+    assert means == ["100.0", "77.5", "77.5"]  # global: (60 + 50 + 100 + 100) / 4
+
+
+def test_classes_and_confusions_of_each_site(of_sites: str) -> None:
+    """Global model at art: takes all 50 for class a, of which 30 are right: a recall 100, precision 60; b recall 0."""
+    data = Page(of_sites).data
+    rows = [line.split(",") for line in data["csv"]["sites-classes"].splitlines()]
+    assert rows[0][:6] == ["site", "class", "training samples", "held-out samples", "few", "personal: recall"]
+    assert rows[1] == ["art", "a", "3", "30", "", "100.0", "100.0", "100.0", "60.0", "100.0", "60.0"]
+    assert rows[2] == ["art", "b", "4", "20", "", "100.0", "100.0", "0.0", "–", "0.0", "–"]
+    assert rows[3][3:5] == ["1", "few"]
+    assert ">1 few</td>" in of_sites
+    [group] = data["explorer"]
+    art = group["held"]["clients"]["0"]
+    assert (art["n"], art["held"], art["few"], art["leader"]) == (50, [30, 20], [False, False], "personal")
+    shared = next(model for model in art["models"] if model["label"] == "global")
+    assert shared["confusion"] == [0, 0, 30, 1, 0, 20]  # true, taken for, samples
+    assert (shared["recall"], shared["precision"]) == ([100.0, 0.0], [60.0, None])
+    assert group["held"]["clients"]["1"]["few"] == [True, True]
 
 
 def test_what_does_not_apply_to_sites_is_not_shown(of_sites: str) -> None:

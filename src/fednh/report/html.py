@@ -30,14 +30,16 @@ from fednh.report.groups import by_setting, by_variant, method_name, seeds, sett
 from fednh.report.load import Run
 from fednh.report.pairs import HELD_OUT, METRICS
 from fednh.report.sheet import Cell, Sheet
+from fednh.report.site_page import explored, site_sections
 from fednh.storage.files import write_bytes
 from fednh.words import duration, size
 
 EXPLORED = {
     "pm_l": "PM(L): its own mix of classes",
     "pm_v": "PM(V): its classes, all alike",
-    "held_share": "Its held-out samples",
-    "held_macro": "Its held-out samples, classes alike",
+    "held_share": "Personal models on its held-out samples",
+    "held_macro": "The same, classes alike",
+    "held_gm_share": "Global models on its held-out samples",
 }
 TABS = {"round": "by round", "bytes": "by bytes", "seconds": "by seconds"}
 
@@ -57,11 +59,14 @@ def render(runs: Sequence[Run], title: str, paper: bool = False, groups: Path | 
     sheets = [*tables.result_sheets(runs, paper), tables.cost_sheet(runs)]
     paired = tables.paired_sheet(runs)
     sheets += [paired] if paired.rows else []
+    sites = site_sections(runs)
     listing = _runs_sheet(runs)
     figures, lacking, files = _figures(runs, Choice(groups=groups))
-    files |= {sheet.name: sheet_csv(sheet) for sheet in [*sheets, listing]}
+    by_site = [sheet for entry in sites for sheet in (entry["sheet"], entry["classes_file"])]
+    files |= {sheet.name: sheet_csv(sheet) for sheet in [*sheets, *by_site, listing]}
     files["rounds"] = rounds_csv(runs)
     shared, configs = _settings(runs)
+    explorer, where = _explorer(runs)
     template = _environment().get_template("report.html.j2")
     return template.render(
         title=title,
@@ -70,6 +75,7 @@ def render(runs: Sequence[Run], title: str, paper: bool = False, groups: Path | 
         one=_one(runs),
         lead=_lead(runs),
         facts=_facts(runs),
+        sites=[entry | {"classes": _shown(entry["classes"])} for entry in sites],
         sheets=[_shown(sheet) for sheet in sheets],
         figures=figures,
         lacking=lacking,
@@ -77,7 +83,8 @@ def render(runs: Sequence[Run], title: str, paper: bool = False, groups: Path | 
         shared=shared,
         configs=configs,
         runs=_shown(listing),
-        data=_json({"csv": files, "explorer": _explorer(runs)}),
+        where=where,
+        data=_json({"csv": files, "explorer": explorer}),
         css=Markup(_file("report.css")),
         js=Markup(_file("report.js")),
     )
@@ -214,9 +221,9 @@ def _runs_sheet(runs: Sequence[Run]) -> Sheet:
     )
 
 
-def _explorer(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """For every setting and seed: each client's samples by class, and its PM by method."""
-    found = []
+def _explorer(runs: Sequence[Run]) -> tuple[list[dict[str, Any]], dict[Path, int]]:
+    """For every setting and seed: each client's samples by class, and its PM by method; and where each run stands."""
+    found, where = list[dict[str, Any]](), dict[Path, int]()
     for label, group in by_setting(runs).items():
         for seed in seeds(group):
             same = [run for run in group if run.config.seed == seed]
@@ -235,9 +242,11 @@ def _explorer(runs: Sequence[Run]) -> list[dict[str, Any]]:
                     "sites": [names.get(k) for k in range(len(held["counts"]))] if names else None,
                     "figures": {key: EXPLORED[key] for key in shown},
                     "methods": methods,
+                    "held": explored(same),
                 }
             )
-    return found
+            where |= {run.path: len(found) - 1 for run in same}
+    return found, where
 
 
 def _by_client(run: Run, metric: str) -> dict[int, float]:

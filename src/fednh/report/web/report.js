@@ -28,7 +28,7 @@
     const number = Number(value);
     return value !== "" && Number.isFinite(number) ? number : value;
   };
-  const compare = (a, b) => typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b));
+  const compare = (a, b) => typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
   for (const button of $$("thead button")) {
     button.addEventListener("click", () => {
       const head = button.closest("th"), body = button.closest("table").tBodies[0], column = head.cellIndex;
@@ -103,6 +103,72 @@
     track.append(bar);
     return [element("b", name), track, element("span", value === null ? "not measured" : show(value))];
   }));
+  // --- one client's held-out samples: each class for every model, and what one model takes for what
+  const MOST = 24; // a matrix of more classes cannot be read: its largest confusions are listed instead
+  let chosen = null;
+  const percent = (value) => value === null ? "–" : value.toFixed(1);
+  const tableOf = (className, heads, rows) => {
+    const table = element("table", undefined, className), head = element("tr"), body = element("tbody");
+    head.append(...heads.map((text, i) => { const th = element("th", text, i ? "" : "word"); th.scope = "col"; return th; }));
+    const top = element("thead");
+    top.append(head);
+    body.append(...rows.map((cells) => {
+      const row = element("tr");
+      row.append(...cells.map((cell, i) => {
+        if (cell instanceof Node) return cell;
+        const node = element(i ? "td" : "th", cell);
+        if (!i) { node.scope = "row"; node.className = "word"; }
+        return node;
+      }));
+      return row;
+    }));
+    table.append(top, body);
+    const wide = element("div", undefined, "wide");
+    wide.tabIndex = 0;
+    wide.append(table);
+    return wide;
+  };
+  const byClass = (group, held) => tableOf("", ["class", "n", ...held.models.map((m) => m.label)],
+    held.classes.map((c, i) => {
+      const count = element("td", String(held.held[i]));
+      if (held.few[i]) count.append(element("span", " few", "few"));
+      return [group.classes[c], count, ...held.models.map((m) => `${percent(m.recall[i])} / ${percent(m.precision[i])}`)];
+    }));
+  const confusions = (group, held, model) => {
+    const cells = [];
+    for (let i = 0; i < model.confusion.length; i += 3) cells.push(model.confusion.slice(i, i + 3));
+    if (held.classes.length > MOST) {
+      const wrong = cells.filter(([t, p]) => t !== p).sort((a, b) => b[2] - a[2]).slice(0, MOST);
+      return tableOf("", ["class", "taken for", "samples"], wrong.map(([t, p, n]) => [group.classes[t], group.classes[p], String(n)]));
+    }
+    const count = new Map(cells.map(([t, p, n]) => [`${t} ${p}`, n]));
+    return tableOf("confusion", ["true class, taken for →", ...held.classes.map((c) => group.classes[c])], held.classes.map((t, i) => [
+      group.classes[t],
+      ...held.classes.map((p) => {
+        const n = count.get(`${t} ${p}`) ?? 0, cell = element("td", n ? String(n) : "·", t === p ? "right" : "");
+        cell.style.setProperty("--share", held.held[i] ? n / held.held[i] : 0);
+        return cell;
+      }),
+    ]));
+  };
+  const showHeld = (group, client) => {
+    const place = explorer.querySelector("#client-held"), held = group.held?.clients[client];
+    if (!held?.models.length) return place.replaceChildren();
+    const model = held.models.find((m) => m.label === chosen) ?? held.models.find((m) => m.label === held.leader) ?? held.models[0];
+    const picker = element("div", undefined, "pickers"), label = element("label", "Model"), select = element("select");
+    select.id = "pick-model";
+    label.htmlFor = select.id;
+    fill(select, held.models.map((m) => [m.label, m.label]));
+    select.value = model.label;
+    select.addEventListener("change", () => { chosen = select.value; showHeld(group, client); explorer.querySelector("#pick-model").focus(); });
+    picker.append(label, select);
+    place.replaceChildren(
+      element("h3", `Its ${held.n} held-out samples, class by class`), byClass(group, held),
+      element("p", "Recall / precision of each model in percent, on samples that no model was trained on; few: so few that the numbers say little.", "note"),
+      element("h3", `What is taken for what: ${model.label}`), picker, confusions(group, held, model),
+      element("p", "Rows are what the held-out samples are, columns what the model takes them for; outlined cells are right. The darker, the larger the share of its row.", "note"),
+    );
+  };
   const name = (group, client) => group.sites?.[client] ?? `Client ${client}`;
   const showClient = () => {
     const group = data.explorer[pick.group.value], client = Number(pick.client.value);
@@ -111,15 +177,18 @@
     const shown = owned.slice(0, 20);
     explorer.querySelector("#client-says").textContent =
       `${name(group, client)} holds ${total.toLocaleString("en")} training samples of ${owned.length} of ${group.classes.length} classes` +
-      (owned.length > shown.length ? `; the ${shown.length} largest are shown.` : ".");
+      (owned.length > shown.length ? `; the ${shown.length} largest are shown.` : ".") +
+      (group.held?.clients[client]?.says ? ` ${group.held.clients[client].says}` : "");
     bars(explorer.querySelector("#client-classes"), shown, Math.max(...owned.map(([, n]) => n)), (n) => n.toLocaleString("en"));
     explorer.querySelector("#client-figures").replaceChildren(...Object.entries(group.figures).flatMap(([metric, title]) => {
-      const rows = group.methods.map((m) => [m.label, m.values[metric][client] ?? null, m.colour]).sort((a, b) => (b[1] ?? -1) - (a[1] ?? -1));
+      const measured = group.methods.filter((m) => Object.keys(m.values[metric]).length); // Local has no global model
+      const rows = measured.map((m) => [m.label, m.values[metric][client] ?? null, m.colour]).sort((a, b) => (b[1] ?? -1) - (a[1] ?? -1));
       const chart = element("div", undefined, "bars");
       chart.id = `client-${metric}`;
       bars(chart, rows, 100, (value) => value.toFixed(1));
       return [element("h3", title), chart];
     }));
+    showHeld(group, client);
   };
   const showGroup = () => {
     const group = data.explorer[pick.group.value];
@@ -144,6 +213,14 @@
     explorer.querySelector(`#${id}`).addEventListener("click", () => {
       const count = pick.client.options.length;
       pick.client.selectedIndex = (pick.client.selectedIndex + step + count) % count;
+      showClient();
+    });
+  }
+  for (const link of $$("a[data-client]")) {
+    link.addEventListener("click", () => {
+      pick.group.value = link.dataset.group;
+      showGroup();
+      pick.client.value = link.dataset.client;
       showClient();
     });
   }
