@@ -42,8 +42,8 @@ class Result:
         """The clients that have a personal model."""
         return [int(person["client"]) for person in self.summary["clients"]]
 
-    def model(self, client: int | None = None) -> Model:
-        """The global model, or that client's personal one."""
+    def model(self, client: int | str | None = None) -> Model:
+        """The global model, or that client's personal one, by its number or its site's name."""
         return load_model(self.path, client)
 
 

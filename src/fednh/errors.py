@@ -33,5 +33,15 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; choose from {', '.join(known)}"
 
 
+def nearest(word: str, choices: Iterable[str], most: int = 10) -> str:
+    """`" (did you mean 'photo'?); it has art, photo, sketch and 3 more"`: what is similar, and what there is."""
+    known = list(dict.fromkeys(choices))
+    folded = {name.casefold(): name for name in known}
+    close = get_close_matches(word.strip().casefold(), list(folded), n=1)
+    told = f" (did you mean {folded[close[0]]!r}?)" if close else ""
+    shown, more = known[:most], f" and {len(known) - most} more" if len(known) > most else ""
+    return f"{told}; it has {', '.join(shown)}{more}"
+
+
 class Interrupted(Exception):
     """The run was asked to stop and has saved what it had."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 LONGEST = 200  # characters of a name
 
 
@@ -27,6 +29,11 @@ def one_line(text: str, longest: int = 2000) -> str:
     words = " ".join(text.split())
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
     return shown if len(shown) <= longest else f"{shown[:longest]}..."
+
+
+def some(names: Sequence[str], most: int = 5) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def duration(seconds: float) -> str:

@@ -22,6 +22,7 @@ from fednh.cli import inspect
 from fednh.cli import sweep
 from fednh.cli import watch
 from fednh.cli import report
+from fednh.cli import compare
 from fednh.cli import figures
 from fednh.cli import trained
 from fednh.cli import spiral
@@ -37,6 +38,7 @@ __all__ = [
     "about",
     "app",
     "bench",
+    "compare",
     "deployment",
     "federation",
     "figures",

@@ -21,7 +21,13 @@ if TYPE_CHECKING:
     from fednh.trained.assess import Assessment
 
 ModelPath = Annotated[Path, typer.Argument(metavar="MODEL", help="A model file, or a run folder: its global model.")]
-ClientOption = Annotated[int | None, typer.Option(help="Of a run folder: this client's personal model.")]
+ClientOption = Annotated[
+    str | None,
+    typer.Option(help="Of a run folder: this client's personal model, by its number or its site's name."),
+]
+SiteOption = Annotated[
+    str | None, typer.Option(help="The same by the site's name first; for sites whose names are numbers.")
+]
 DataOption = Annotated[
     str,
     typer.Option(
@@ -74,6 +80,7 @@ def predict(
         str | None, typer.Option(metavar="COS", help="Mark inputs less similar than this to any class: 0.6, auto, 1%.")
     ] = None,
     client: ClientOption = None,
+    site: SiteOption = None,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write to this file.")] = None,
 ) -> None:
@@ -82,7 +89,7 @@ def predict(
     from fednh.trained.model import load_model
 
     text = _form_of_text(set_values(settings))
-    used = load_model(model, client)
+    used = load_model(model, _chosen(model, client, site))
     threshold = None if reject is None else used.threshold(reject)
     top = min(top, len(used.classes))
     failed: list[str] = []
@@ -121,6 +128,7 @@ def evaluate(
     ] = None,
     form: Annotated[AssessmentFormat, typer.Option("--format", help="json is for machines.")] = AssessmentFormat.TABLE,
     client: ClientOption = None,
+    site: SiteOption = None,
     settings: Settings = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Also write evaluation.json, .svg and .png to this folder.")
@@ -137,13 +145,14 @@ def evaluate(
 
     if out is not None:
         extras.need("report", "a drawn evaluation")
-    used = load_model(model, client)
+    used = load_model(model, _chosen(model, client, site))
     chosen = choose(used.card, model, data, None if split is None else split.value, set_values(settings))
     if chosen.warning:
         typer.echo(f"fednh: warning: {chosen.warning}", err=True)
     result = assess(used, chosen.x, chosen.y, slow_evaluation())
     about = {"data": chosen.data, "split": chosen.split, "trained_on": chosen.trained_on}
-    record = {"model": str(model), "client": client, **about, **result.record()}
+    whose = {"client": used.card.client, **({} if used.card.site is None else {"site": used.card.site})}
+    record = {"model": str(model), **whose, **about, **result.record()}
     if out is not None:
         from fednh.report.figures import style
         from fednh.report.figures.assessment import draw
@@ -208,13 +217,31 @@ def export(
         ExportFormat, typer.Option("--format", help="onnx, or torch: a .pt2 of torch.export.")
     ] = ExportFormat.ONNX,
     client: ClientOption = None,
+    site: SiteOption = None,
 ) -> None:
     """Write a model for use without fednh, preprocessing included, checked against the original before it is kept."""
     from fednh.trained.export import export as write
     from fednh.trained.model import load_model
 
-    facts = write(load_model(model, client), form.value, out)
+    facts = write(load_model(model, _chosen(model, client, site)), form.value, out)
     typer.echo(f"{facts['file']}: agrees within {facts['difference']:.1e} on {facts['samples']} {facts['checked_on']}")
+
+
+def _chosen(run: Path, client: str | None, site: str | None) -> int | str | None:
+    """Whose model is meant: behind --client a number is a number, behind --site a name comes first."""
+    if client is None or site is not None:
+        if client is not None:
+            raise UserError("--client and --site mean the same: give one of them")
+        return site
+    if not (client.isascii() and client.isdigit() and str(int(client)) == client):
+        return client
+    from fednh.storage.site_names import read_names
+
+    names = read_names(run) if run.is_dir() else {}
+    if client in names.values() and names.get(int(client)) != client:
+        words = f"--client {client} is taken as a number, the site {names.get(int(client), '?')}"
+        typer.echo(f"fednh: warning: {words}; the site called {client} is --site {client}", err=True)
+    return int(client)
 
 
 def _form_of_text(settings: dict[str, Any]) -> dict[str, Any]:

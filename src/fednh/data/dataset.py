@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.contents import digest
-from fednh.errors import UserError
+from fednh.errors import UserError, nearest
 
 Inputs = NDArray[np.uint8] | NDArray[np.float32]
 Labels = NDArray[np.int64]
@@ -144,7 +144,7 @@ def one_site(data: Dataset, name: str) -> Dataset:
     train, test = np.ones(len(data.y_train), np.bool_), np.ones(len(data.y_test), np.bool_)
     if data.site_train is not None:
         if name not in data.sites:
-            raise UserError(f"{data.name} has no site {name!r}; it has {', '.join(data.sites)}")
+            raise UserError(f"{data.name} has no site {name!r}{nearest(name, data.sites)}")
         train = data.site_train == data.sites.index(name)
         if data.site_test is not None:
             test = data.site_test == data.sites.index(name)

@@ -107,8 +107,8 @@ class Group:
         return [float(run.summary[metric]) for run in self.runs if run.summary.get(metric) is not None]
 
     def by_client(self, metric: str) -> list[list[float]]:
-        """A metric of each client that has it, one list for each seed that has any."""
-        return [values for run in self.runs if (values := [value for _, value in run.people(metric)])]
+        """A metric of each client that has it and counts in means, one list for each seed that has any."""
+        return [values for run in self.runs if (values := run.counted(metric))]
 
 
 @dataclass(frozen=True)

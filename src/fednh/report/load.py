@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from fednh.config import Config
+from fednh.core.evaluate import HELD
 from fednh.errors import UserError
 from fednh.storage.layout import RunLayout
 from fednh.storage.outcomes import Outcomes, read_outcomes
 from fednh.storage.run_folder import read_config, read_metrics, read_summary
+from fednh.storage.site_names import names_of
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,7 @@ class Run:
     @property
     def names(self) -> dict[int, str]:
         """The clients' names, where they are natural sites or real ones."""
-        found = dict(enumerate(self.partition.get("sites", ())))
-        rows = (*([] if self.partition["counts"] else self.summary.get("sites", ())), *self.summary["clients"])
-        return found | {row["client"]: row["site"] for row in rows if "site" in row}
+        return names_of(self.partition, self.summary)
 
     def client_name(self, client: int) -> str:
         return self.names.get(client, f"client {client}")
@@ -66,6 +66,16 @@ class Run:
     def people(self, metric: str) -> list[tuple[int, float]]:
         """The clients that have a metric of the summary, each with its value."""
         return [(p["client"], p[metric]) for p in self.summary["clients"] if p.get(metric) is not None]
+
+    @property
+    def one_class(self) -> list[int]:
+        """The sites with a single class, which the summary's held-out means leave out."""
+        return list(self.summary.get("one_class", ()))
+
+    def counted(self, metric: str) -> list[float]:
+        """A metric of the clients that count in its mean."""
+        left_out = self.one_class if metric in HELD else ()
+        return [value for client, value in self.people(metric) if client not in left_out]
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -19,12 +20,14 @@ from numpy.typing import NDArray
 
 from fednh.config import flat
 from fednh.data.partitions import uses
-from fednh.errors import UserError, did_you_mean
+from fednh.errors import UserError, nearest
 from fednh.report.groups import by_variant
 from fednh.report.load import Run
 from fednh.report.site_stats import Difference, difference, wilson
 from fednh.storage import fingerprint
 from fednh.storage.outcomes import Classes
+from fednh.storage.site_names import find_client
+from fednh.words import some
 
 ModelKind = Literal["personal", "global", "local"]
 Column = tuple[str, ModelKind, Run]  # its label, and the run that made its models
@@ -106,17 +109,32 @@ class SiteTable:
     classes: tuple[str, ...]
     columns: tuple[str, ...]  # labels of models
     rows: tuple[SiteRow, ...]
-    notes: tuple[str, ...]  # what is missing, and what to do about it
+    lacking: tuple[str, ...]  # what is missing, and what to do about it
 
-    def row(self, name: str) -> SiteRow:
-        """The row of a site by its name, or by its number."""
-        for row in self.rows:
-            if name == row.name:
-                return row
-        for row in self.rows:
-            if name == str(row.client):
-                return row
-        raise UserError(f"--site {name!r} is in none of the runs{did_you_mean(name, [r.name for r in self.rows])}")
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences that belong to the table: what is missing, and who is left out of means."""
+        single = [row.name for row in self.rows if row not in self.measured]
+        words = f"A site with one class, which any model can name, is left out of means: {some(single)}."
+        return (*self.lacking, *([words] if single else []))
+
+    def row(self, site: int | str) -> SiteRow:
+        """The row of a site, by its name or its number."""
+        names = {row.client: row.name for row in self.rows}
+        client = find_client(names, site, self.title)
+        if client not in names:
+            raise UserError(f"{self.title} has no client {client}{nearest(str(client), map(str, names))}")
+        return next(row for row in self.rows if row.client == client)
+
+    def has(self, site: int | str) -> bool:
+        with suppress(UserError):
+            self.row(site)
+            return True
+        return False
+
+    def only(self, site: int | str) -> SiteTable:
+        """The table with the row of this site alone."""
+        return replace(self, rows=(self.row(site),))
 
     def kind_of(self, column: str) -> ModelKind:
         return next(model.kind for row in self.rows for model in row.models if model.label == column)
@@ -172,17 +190,17 @@ def site_tables(runs: Sequence[Run]) -> list[SiteTable]:
 
 
 def class_table(row: SiteRow, model: SiteModel, classes: Sequence[str]) -> list[ClassRow]:
-    """The classes that a site has, or that the model sees in its samples; empty where samples are not recorded."""
+    """The classes that a site has, or that one of its models sees there: the same for all of its models.
+
+    Empty where single samples are not recorded.
+    """
     if row.label is None or model.guessed is None:
         return []
-    table = confusion(row, model, len(classes))
-    trained = row.trained or (None,) * len(classes)
-    rows = zip(classes, table.sum(1), table.diagonal(), table.sum(0), trained, strict=True)
-    return [
-        ClassRow(name, int(n), int(right), int(guesses), there)
-        for name, n, right, guesses, there in rows
-        if n or guesses or there
-    ]
+    table, trained = confusion(row, model, len(classes)), row.trained or (None,) * len(classes)
+    columns = [row.label, *(other.guessed for other in row.models if other.guessed is not None)]
+    seen = np.unique(np.concatenate([*columns, np.flatnonzero(row.trained)]))
+    n, right, guesses = table.sum(1), table.diagonal(), table.sum(0)
+    return [ClassRow(classes[c], int(n[c]), int(right[c]), int(guesses[c]), trained[c]) for c in map(int, seen)]
 
 
 def confusion(row: SiteRow, model: SiteModel, classes: int) -> NDArray[np.int64]:  # (C, C)
@@ -221,7 +239,7 @@ def _table(runs: Sequence[Run]) -> SiteTable:
     clients = sorted({client for run in variants.values() for client, _ in run.people("held_share")})
     rows = [_row(client, columns, notes) for client in clients]
     there = {model.label for row in rows for model in row.models}
-    notes += _lacking(list(variants.values()), rows)
+    notes += _lacking(list(variants.values()))
     return SiteTable(
         tuple(variants.values()),
         f"{runs[0].summary['data']}, seed {runs[0].config.seed}",
@@ -274,18 +292,16 @@ def _accuracy(run: Run, client: int, kind: ModelKind) -> float | None:
     return dict(run.people(key)).get(client)
 
 
-def _lacking(runs: Sequence[Run], rows: Sequence[SiteRow]) -> list[str]:
+def _lacking(runs: Sequence[Run]) -> list[str]:
     """What is missing, and what to do about it."""
     notes = [_without_outcomes(run) for run in runs if not run.layout.clients_with_outcomes()]
     first = runs[0]
     if all(run.method != "local" for run in runs) and first.partition["counts"]:
         alone = first.path.with_name(f"{first.path.resolve().name}-local")
         notes.append(
-            "What a site could do alone is not among the runs; this adds it: "
-            f"{_again(first)} --method local --out {shlex.quote(str(alone))}"
+            "What a site could do alone is not among the runs; "
+            f"`{_again(first)} --method local --out {shlex.quote(str(alone))}` adds it."
         )
-    if single := [row.name for row in rows if row.only_class is not None]:
-        notes.append(f"A site with one class, which any model can name, is left out of means: {', '.join(single)}.")
     return notes
 
 
@@ -297,7 +313,7 @@ def _without_outcomes(run: Run) -> str:
         )
     return (
         f"{run.path} was made before runs kept what happened to held-out samples: there are no intervals, and no model "
-        f"is marked; run it again: {_again(run)} --out NEW"
+        f"is marked; run it again with `{_again(run)} --out NEW`."
     )
 
 

@@ -59,6 +59,7 @@ class Card(BaseModel):
     trained_on: dict[str, Any] = Field(default_factory=dict)
     novelty: dict[str, Any] | None = None  # quantiles of training similarities, where logits are cosines
     client: int | None = None  # of a personal model: its client
+    site: str | None = None  # the client's name, where it is a natural site
 
 
 def write_model(path: Path, tree: Tree, card: dict[str, Any], sync: bool = True) -> None:

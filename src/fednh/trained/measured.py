@@ -166,7 +166,8 @@ def trained_on(x: Inputs, y: Labels, samples: set[bytes]) -> int:
 
 def _held(card: Card, training: Training, index: Indices, source: str) -> Measured:
     if not len(index):
-        whose = "the run" if card.client is None else f"client {card.client}"
+        client = f"client {card.client}" if card.site is None else f"site {card.site} (client {card.client})"
+        whose = "the run" if card.client is None else client
         raise UserError(f"{whose} held out no samples (data.holdout); choose --split test, or other --data")
     data = in_terms_of(card, training.data, source)
     x, y = data.x_train[index], data.y_train[index]

@@ -22,6 +22,7 @@ from fednh.methods import Method
 from fednh.models import Net
 from fednh.storage.layout import MODEL, RunLayout
 from fednh.storage.model_file import Card, architecture, read_model
+from fednh.storage.site_names import find_client, read_names
 from fednh.trained import inputs
 
 Floats = NDArray[np.float32]
@@ -128,8 +129,11 @@ class Model:
             yield batch, self.scores(batch.x)
 
 
-def load_model(path: str | Path, client: int | None = None) -> Model:
-    """The model in a file; of a run folder the global one, or with `client` that client's personal one."""
+def load_model(path: str | Path, client: int | str | None = None) -> Model:
+    """The model in a file; of a run folder the global one, or with `client` that client's personal one.
+
+    A client is meant by its number, or by the name of its site; text that is both is taken for the name.
+    """
     file = find_model(Path(path), client)
     params, card = read_model(file)
     try:
@@ -146,28 +150,30 @@ def load_model(path: str | Path, client: int | None = None) -> Model:
     return model
 
 
-def find_model(path: Path, client: int | None = None) -> Path:
+def find_model(path: Path, wanted: int | str | None = None) -> Path:
     """The path of the model file."""
     if not path.is_dir():
-        if client is not None:
-            raise UserError(f"--client {client} picks a model of a run folder, but {path} is not a folder")
+        if wanted is not None:
+            raise UserError(f"--client {wanted} picks a model of a run folder, but {path} is not a folder")
         if not path.exists():
             raise UserError(f"{path} does not exist; give a model file or a run folder")
         return path
     single, run = path / MODEL, RunLayout(path)
-    if client is None and single.exists():
+    if wanted is None and single.exists():
         return single
-    if client is None and run.global_model.exists():
+    if wanted is None and run.global_model.exists():
         return run.global_model
     personal = run.clients_with_models()
     if not personal:
         raise UserError(f"{path} holds no models; give a model file or the folder of a finished run")
+    known, names = _listed(sorted(personal)), read_names(path)
+    if wanted is None:
+        raise UserError(f"{path} has no global model (its method makes none); pick a client's with --client, {known}")
+    client = find_client(names, wanted, path, personal)
     if client in personal:
         return personal[client]
-    known = _listed(sorted(personal))
-    if client is None:
-        raise UserError(f"{path} has no global model (its method makes none); pick a client's with --client, {known}")
-    raise UserError(f"{path} has no personal model of client {client}; there are those of {known}")
+    who = f"site {names[client]} (client {client})" if client in names else f"client {client}"
+    raise UserError(f"{path} has no personal model of {who}; there are those of {known}")
 
 
 def _listed(numbers: list[int], most: int = 20) -> str:

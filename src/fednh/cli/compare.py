@@ -1,0 +1,60 @@
+"""The command that answers a site's question: which model serves it best, and how sure that is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fednh.cli.app import app, console_for_people
+from fednh.cli.report import TableFormat
+from fednh.errors import UserError
+
+if TYPE_CHECKING:
+    from fednh.report.sites import SiteTable
+
+
+@app.command()
+def compare(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders of them.")],
+    site: Annotated[
+        str | None, typer.Option(help="This site alone, by its name or number, and each of its classes.")
+    ] = None,
+    form: Annotated[TableFormat, typer.Option("--format", help="csv has a line for every site and model.")] = (
+        TableFormat.RICH
+    ),
+) -> None:
+    """Say for every site which model to use: its personal one, the global one, or one trained there alone.
+
+    All figures are of samples that the site held out. A run of the method local beside the others adds what a site
+    could do alone.
+    """
+    from fednh.report import render, site_sheets
+    from fednh.report.load import load_runs
+    from fednh.report.sites import site_tables
+
+    tables = site_tables(load_runs(folders))
+    if not tables:
+        raise UserError(
+            f"{', '.join(map(str, folders))}: no run measured samples that its clients held out; run again with "
+            "--set data.holdout=0.2"
+        )
+    chosen = tables if site is None else _of(tables, site)
+    if form is TableFormat.CSV:
+        typer.echo(site_sheets.to_csv(chosen), nl=False)
+        return
+    sheets = [sheet for table in chosen for sheet in site_sheets.sheets(table, classes=site is not None)]
+    if form is TableFormat.RICH:
+        console = console_for_people()
+        for sheet in sheets:
+            console.print(render.to_rich(sheet, console.width), "")
+        return
+    write = render.to_markdown if form is TableFormat.MARKDOWN else render.to_latex
+    typer.echo("\n".join(write(sheet) for sheet in sheets), nl=False)
+
+
+def _of(tables: list[SiteTable], site: str) -> list[SiteTable]:
+    """The tables that have the site, with its row alone."""
+    found = [table.only(site) for table in tables if table.has(site)]
+    return found or [tables[0].only(site)]  # which names the sites that there are

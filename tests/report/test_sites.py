@@ -1,0 +1,221 @@
+"""Which model serves a site best: figures, marks and sentences from outcomes that are written down by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fednh.config import load
+from fednh.errors import UserError
+from fednh.report.load import Run, load_run
+from fednh.report.site_sheets import class_sheet, site_sheet, to_csv
+from fednh.report.site_words import verdict
+from fednh.report.sites import SiteTable, class_table, confusion, site_tables
+from fednh.report.tables import held_out_sheet
+from fednh.storage.outcomes import Outcomes
+from fednh.storage.run_folder import RunFolder
+
+CLASSES = ("cat", "dog", "horse")
+SITES = ("art", "Plant 4", "3")
+
+
+def hits(label: np.ndarray, right: int, first: int = 0) -> np.ndarray:
+    """Predictions that are right for `right` samples from `first` on; elsewhere the next class."""
+    guessed = (label + 1) % len(CLASSES)
+    guessed[first : first + right] = label[first : first + right]
+    return guessed
+
+
+def held(n: int, personal: int, shared: int | None, first: int = 0) -> Outcomes:
+    """n samples, of which the personal model gets the first ones right, and the global one those from `first` on."""
+    label = np.arange(n) % len(CLASSES)
+    return Outcomes(label, hits(label, personal), None if shared is None else hits(label, shared, first))
+
+
+def run_of(
+    folder: Path,
+    outcomes: Mapping[int, Outcomes],
+    method: str = "fednh",
+    counts: Sequence[Sequence[int]] = ((9, 9, 9),) * 3,
+    sites: Sequence[str] = SITES,
+    keep: bool = True,
+    backend: str = "simulator",
+    **settings: Any,
+) -> Run:
+    """A finished run with these outcomes, written by the library's own functions."""
+    natural = {"data.name": "npz:x.npz", "partition.name": "site", "method.name": method}
+    config = load(None, natural | {key.replace("__", "."): value for key, value in settings.items()})
+    run = RunFolder(folder)
+    folder.mkdir(parents=True)
+    run.begin(config, CLASSES, counts, sites, backend)
+    run.write_metrics([{"round": 1, "clients": [0]}])
+    if keep:
+        run.write_outcomes(outcomes)
+    people = []
+    for client, found in outcomes.items():
+        shared = {} if found.shared is None else {"held_gm_share": 100 * float((found.shared == found.label).mean())}
+        own = {"held_share": 100 * float((found.personal == found.label).mean())}
+        people.append({"client": client, "site": sites[client], **own, **shared, "samples": 27})
+    summary = dict.fromkeys(("gm", "pm_v", "pm_l", "pm_l_std"))
+    common = {"held_share": np.mean([p["held_share"] for p in people]), "rounds": 1, "data": "npz:x.npz"}
+    run.write_summary({**summary, **common, "clients": people})
+    return load_run(folder)
+
+
+def one_table(*runs: Run) -> SiteTable:
+    (table,) = site_tables(runs)
+    return table
+
+
+def sentence(table: SiteTable, site: str) -> str:
+    return verdict(table.row(site), table.classes).sentence
+
+
+def test_a_site_is_told_which_model_to_use_and_how_sure_that_is(tmp_path: Path) -> None:
+    """art: personal 300 of 400, global 260, the same ones: 40 gained, none lost: +10 points, about +7 to +13."""
+    outcomes = {0: held(400, 300, 260), 1: held(400, 259, 293), 2: held(14, 10, 9, first=5)}
+    table = one_table(run_of(tmp_path / "r", outcomes))
+    art = table.row("art")
+    assert (table.columns, art.n, art.best) == (("personal", "global"), 400, art.models[0])
+    assert [(m.label, m.accuracy) for m in art.models] == [("personal", 75.0), ("global", 65.0)]
+    ((_, gap),) = art.rivals
+    assert gap is not None
+    half = 1.96 * (0.1 * 0.9 / 400) ** 0.5 * 100  # a share of 10%, of 400
+    assert (gap.low, gap.high) == (pytest.approx(10 - half, abs=0.3), pytest.approx(10 + half, abs=0.3))
+    told = f"Use the personal model: +10.0 points over the global one (n = 400, {gap.low:+.1f} to {gap.high:+.1f})."
+    assert sentence(table, "art") == told
+    assert sentence(table, "Plant 4").startswith("The global model is better here (64.8 against 73.2): +8.5 points")
+    assert table.row("Plant 4").best == table.row("Plant 4").models[1]
+    assert sentence(table, "3").startswith("Too few samples to tell (n = 14): personal 71.4, global 64.3; ")
+    assert table.row("3").best is None
+
+
+def test_a_name_comes_first_and_a_number_is_a_number(tmp_path: Path) -> None:
+    table = one_table(run_of(tmp_path / "r", {k: held(20, 9, 9) for k in range(3)}))
+    assert [table.row(site).client for site in ("3", 0, "0", "Plant 4", 1)] == [2, 0, 0, 1, 1]
+    with pytest.raises(UserError, match=r"has no site 'plant4' \(did you mean 'Plant 4'\?\); it has art, Plant 4, 3$"):
+        table.row("plant4")
+    with pytest.raises(UserError, match=r"has no client 7; it has 0, 1, 2$"):
+        table.row("7")
+
+
+def test_training_alone_comes_from_a_run_of_local_on_the_same_samples(tmp_path: Path) -> None:
+    outcomes = {0: held(400, 300, 260), 1: held(400, 300, 300), 2: held(50, 20, 20)}
+    first = run_of(tmp_path / "r", outcomes)
+    (note,) = one_table(first).notes
+    assert f"`fednh run {tmp_path}/r/config.toml --method local --out {tmp_path}/r-local` adds it." in note
+    alone = run_of(tmp_path / "l", {0: held(400, 200, None), 1: held(400, 300, None), 2: held(50, 45, None)}, "local")
+    table = one_table(alone, first)
+    assert (table.columns, table.notes) == (("personal", "global", "local only"), ())
+    assert sentence(table, "art").startswith("Use the personal model: +10.0 points over the global one (n = 400, ")
+    assert " and +25.0 over training alone (" in sentence(table, "art")
+    assert sentence(table, "Plant 4").startswith("No model is better here: personal 75.0, global 75.0, local only 75.0")
+    assert sentence(table, "3").startswith("Use the model trained here alone: +50.0 points over the personal one (n =")
+    assert table.mean("local only") == pytest.approx((50 + 75 + 90) / 3)
+    assert not set(one_table(run_of(tmp_path / "n", outcomes), alone).columns) ^ set(table.columns)
+
+
+def test_a_model_that_is_clearly_better_than_one_and_not_than_the_other_is_not_marked(tmp_path: Path) -> None:
+    runs = [
+        run_of(tmp_path / "r", {0: held(400, 300, 260)}),
+        run_of(tmp_path / "l", {0: held(400, 297, None)}, "local"),
+    ]
+    table = one_table(*runs)
+    assert table.row("art").best is None
+    assert sentence(table, "art").startswith("Use the personal model: +10.0 points over the global one")
+    assert "; it is as good as training alone (+0.8, " in sentence(table, "art")
+    assert all(cell.place == 0 for row in site_sheet(table).rows for cell in row)
+
+
+def test_other_seeds_and_other_splits_hold_out_other_samples_and_are_not_compared(tmp_path: Path) -> None:
+    outcomes = {0: held(60, 30, 30)}
+    runs = [run_of(tmp_path / "a", outcomes), run_of(tmp_path / "b", outcomes, "local", seed=1)]
+    runs.append(run_of(tmp_path / "c", outcomes, "local", data__holdout=0.3))
+    assert [table.columns for table in site_tables(runs)] == [("personal", "global"), ("local only",), ("local only",)]
+    other = Outcomes(np.array([2, 2, 1] * 20), np.zeros(60, int))
+    table = one_table(runs[0], run_of(tmp_path / "d", {0: other}, "local"))
+    assert table.columns == ("personal", "global")
+    assert "d held out other samples of art: they are not compared." in table.notes[0]
+
+
+def test_several_methods_say_whose_model_it_is(tmp_path: Path) -> None:
+    runs = [
+        run_of(tmp_path / "a", {0: held(400, 300, 260)}),
+        run_of(tmp_path / "b", {0: held(400, 380, 250)}, "fedavg"),
+    ]
+    table = one_table(*runs)
+    assert table.columns == ("FedAvg personal", "FedAvg global", "FedNH personal", "FedNH global")
+    told = sentence(table, "art")
+    assert told.startswith("Use the personal model of FedAvg: +20.0 points over the personal one of FedNH (n = 400, ")
+
+
+def test_a_one_class_site_is_left_out_of_means_and_named(tmp_path: Path) -> None:
+    single = Outcomes(np.zeros(20, int), np.zeros(20, int), np.ones(20, int))
+    counts = [(9, 9, 9), (80, 0, 0), (9, 9, 0)]
+    run = run_of(tmp_path / "r", {0: held(40, 30, 20), 1: single, 2: held(40, 20, 20)}, counts=counts)
+    table = one_table(run)
+    assert (table.mean("personal"), table.mean("global")) == (62.5, 50.0)
+    assert table.row("Plant 4").best is None
+    assert sentence(table, "Plant 4").startswith("This site has one class, cat:")
+    assert "left out of means: Plant 4." in site_sheet(table).note
+    assert site_sheet(table).rows[-1][0].text == "mean of 2 sites"
+    alone = one_table(run_of(tmp_path / "s", {1: single}, counts=counts)).only("Plant 4")
+    assert alone.mean("personal") == 100.0, "if all sites are like that, there is nobody else"
+
+
+def test_runs_without_single_samples_have_no_intervals_and_say_why(tmp_path: Path) -> None:
+    outcomes = {0: held(400, 300, 200), 1: held(400, 100, 200)}
+    old = one_table(run_of(tmp_path / "old", outcomes, keep=False))
+    assert (old.row("art").n, old.row("art").best) == (None, None)
+    assert sentence(old, "art").startswith("Personal 75.0, global 50.0: how sure that is cannot be said here")
+    assert "was made before runs kept what happened to held-out samples" in old.notes[0]
+    far = one_table(run_of(tmp_path / "far", outcomes, keep=False, backend="flower", counts=(), seed=3))
+    assert "The sites of" in far.notes[0]
+    assert "without numbers of samples, so there are no intervals" in far.notes[0]
+    assert not any("--method local" in note for note in far.notes), "the server has no data to train on"
+    assert class_sheet(old, old.row("art")) is None
+    assert [cell.text for cell in site_sheet(old).rows[0]] == ["art", "–", "75.0", "50.0"]
+
+
+def test_recall_precision_and_confusion_of_a_class_at_a_site(tmp_path: Path) -> None:
+    """Twelve cats and three dogs; two cats are taken for dogs and one for a horse, all dogs are recognised."""
+    label = np.array([0] * 12 + [1] * 3)
+    personal = np.array([0] * 9 + [1, 1, 2] + [1] * 3)
+    run = run_of(tmp_path / "r", {0: Outcomes(label, personal, np.zeros(15, int))}, counts=[(48, 12, 0)] * 3)
+    table = one_table(run)
+    art = table.row("art")
+    assert confusion(art, art.models[0], 3).tolist() == [[9, 2, 1], [0, 3, 0], [0, 0, 0]]
+    cat, dog, horse = class_table(art, art.models[0], CLASSES)
+    assert (cat.n, cat.recall, cat.precision, cat.few, cat.trained) == (12, 75.0, 100.0, False, 48)
+    assert (dog.n, dog.recall, dog.precision, dog.few) == (3, 100.0, 60.0, True)
+    assert (horse.n, horse.recall, horse.precision, horse.guesses) == (0, None, 0.0, 1)
+    sheet = class_sheet(table, art)
+    assert sheet is not None
+    assert [[cell.text for cell in row] for row in sheet.rows] == [
+        ["cat", "48", "12", "75.0", "100.0", "100.0", "80.0"],
+        ["dog", "12", "3*", "100.0", "60.0", "0.0", "–"],
+        ["horse", "0", "0*", "–", "0.0", "–", "–"],
+    ]
+
+
+def test_programs_read_a_line_for_each_site_and_model(tmp_path: Path) -> None:
+    table = one_table(run_of(tmp_path / "r", {0: held(400, 300, 260), 1: held(8, 4, None)}))
+    lines = to_csv([table]).splitlines()
+    assert lines[0] == "federation,site,client,n,model,accuracy,low,high,best,sentence"
+    assert lines[1].startswith('"npz:x.npz, seed 0",art,0,400,personal,75.0,70.5')
+    parts = [line.split(",") for line in lines[1:]]
+    assert [(p[2], p[5]) for p in parts] == [("art", "personal"), ("art", "global"), ("Plant 4", "personal")]
+
+
+def test_the_worst_tenth_leaves_out_sites_with_one_class(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "r", {0: held(40, 30, 20), 1: held(40, 0, 20), 2: held(40, 20, 20)})
+    summary = json.loads(run.layout.summary_file.read_text()) | {"one_class": [1]}
+    run.layout.summary_file.write_text(json.dumps(summary))
+    sheet = held_out_sheet([load_run(run.path)])
+    assert "50.00" in [cell.text for cell in sheet.rows[0]]
+    assert "A site with one class, which any model can name, is left out: Plant 4." in sheet.note
