@@ -13,6 +13,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from fednh.config.schema import WRITTEN, Config, explain
+from fednh.data.image_groups import is_file
 from fednh.data.sources import absolute
 from fednh.errors import Ignored, UserError, did_you_mean
 from fednh.storage.files import expanded
@@ -52,6 +53,8 @@ def _make_paths_absolute(tree: dict[str, Any]) -> None:
         data["dir"] = str(expanded(data["dir"]).absolute())
     if isinstance(data.get("name"), str):
         data["name"] = absolute(data["name"])
+        if data["name"].startswith("folder:") and isinstance(data.get("group"), str) and is_file(data["group"]):
+            data["group"] = str(expanded(data["group"]).absolute())
 
 
 def _natural_sites(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from fednh.config import Config
 from fednh.core.machine import check_machine
 from fednh.core.seeding import numpy_rng, torch_rng
 from fednh.core.tree import Tree, arranged
-from fednh.data import scaling
+from fednh.data import groups, scaling
 from fednh.data.agreement import not_agreed
 from fednh.data.balance import balanced_sample
 from fednh.data.batches import Samples, samples_of, subset
@@ -196,6 +196,10 @@ def build_federation(config: Config, dataset: Dataset | None = None, run: Path |
     if natural and dataset is None:
         _tell_what_is_not_agreed(data, config)
     parts, held_out = divide(data, config)
+    for words in groups.not_divided(
+        data, parts, held_out, client_names(data, config, len(parts)), _share(data, config)
+    ):
+        warnings.warn(words, Notice, 2)
     raw_scale = data.scale
     data, scalings = scaling.fit(data, parts, held_out, natural)
     return Federation(
@@ -221,14 +225,23 @@ def _tell_what_is_not_agreed(data: Dataset, config: Config) -> None:
 
 def divide(data: Dataset, config: Config) -> tuple[list[Indices], list[Indices]]:
     """Each client's samples to train on, and those that it holds out."""
-    how, share = config.partition.kind, config.data.holdout
-    owned = how.divide(data, numpy_rng(config.seed, "partition"))
+    owned = config.partition.kind.divide(data, numpy_rng(config.seed, "partition"))
     # By name, so that a site holds out the same samples alone as in the simulation of all sites.
-    names = data.sites if how.natural else [f"client {k}" for k in range(len(owned))]
-    if share is None:
-        share = 0.0 if len(data.y_test) else DEFAULT_SHARE
+    names, share = client_names(data, config, len(owned)), _share(data, config)
     both = [
-        hold_out(data.y_train, part, share, numpy_rng(config.seed, f"holdout {name}"))
+        hold_out(data.y_train, part, share, numpy_rng(config.seed, f"holdout {name}"), data.group_train)
         for part, name in zip(owned, names, strict=True)
     ]
     return [train for train, _ in both], [held for _, held in both]
+
+
+def client_names(data: Dataset, config: Config, clients: int) -> list[str]:
+    """The clients' names: the sites', where they are natural ones."""
+    return list(data.sites) if config.partition.kind.natural else [f"client {k}" for k in range(clients)]
+
+
+def _share(data: Dataset, config: Config) -> float:
+    """The share of its samples that every client holds out."""
+    if config.data.holdout is not None:
+        return config.data.holdout
+    return 0.0 if len(data.y_test) else DEFAULT_SHARE

@@ -65,6 +65,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
         "inputs": "the training samples are others, or in another order",
         "labels": "the labels of the training samples are others",
         "order": "the training samples of the sites follow each other in another order",
+        "groups": "the groups that training samples belong to are others",
         "test_samples": "the test samples are others, or in another order",
         "scale": "they are normalised in another way",
     }

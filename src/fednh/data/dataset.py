@@ -49,6 +49,7 @@ class Dataset:
     sites: tuple[str, ...] = ()  # where the samples come from, sorted
     site_train: Labels | None = None  # the site number of every training sample
     site_test: Labels | None = None  # the same of test samples, where it is known; -1: of none of the sites
+    group_train: Labels | None = None  # the number of every training sample's group, which is never separated
     fitted: bool = False  # mean and std were measured on the training samples, and are again when some are held out
     preprocessing: dict[str, Any] = field(default_factory=dict)  # how a raw input becomes a sample, for model cards
     reading: dict[str, str] = field(default_factory=dict)  # the form of the file, where it had to be found
@@ -81,6 +82,7 @@ class Dataset:
             "test": len(self.y_test),
             "test_samples": digest(self.x_test, self.y_test, *sites),
             "scale": [self.scale, *self.mean, *self.std],
+            **({} if self.group_train is None else {"groups": digest(self.group_train)}),
         }
         if self.site_train is None:
             return {**found, "inputs": digest(self.x_train), "labels": digest(self.y_train)}
@@ -95,6 +97,8 @@ class Dataset:
         if not self.preprocessing:
             object.__setattr__(self, "preprocessing", self._described())
         self._check_sites()
+        if self.group_train is not None and len(self.group_train) != len(self.y_train):
+            raise UserError(f"{self.name}: {len(self.y_train)} training samples but {len(self.group_train)} groups")
         for part, x, y in (("train", self.x_train, self.y_train), ("test", self.x_test, self.y_test)):
             where = f"{self.name}: {part}"
             image = x.ndim == 4 and x.dtype == np.uint8
@@ -149,6 +153,7 @@ def one_site(data: Dataset, name: str) -> Dataset:
         if data.site_test is not None:
             test = data.site_test == data.sites.index(name)
     rows: dict[str, Any] = {"x_train": data.x_train[train], "y_train": data.y_train[train]}
+    rows["group_train"] = None if data.group_train is None else data.group_train[train]
     rows |= {"x_test": data.x_test[test], "y_test": data.y_test[test]}
     here, there = np.zeros(int(train.sum()), np.int64), np.zeros(int(test.sum()), np.int64)
     return replace(data, sites=(name,), site_train=here, site_test=there, **rows)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Dataset, Inputs
+from fednh.data.groups import not_divided
 from fednh.data.partitions.base import Indices
 
 FEW = 10  # samples of a class: with fewer, its accuracy is mostly chance
@@ -143,7 +144,7 @@ def _clients(data: Dataset, how: Division) -> tuple[dict[str, Any], list[str]]:
 
 
 def _client_warnings(data: Dataset, how: Division, table: NDArray[Any], held: NDArray[Any]) -> list[str]:
-    found, has = [], (table > 0).astype(np.int64)
+    found, has = not_divided(data, how.parts, how.held_out, how.names, float(held.any())), (table > 0).astype(np.int64)
     if single := [name for name, row in zip(how.names, has, strict=True) if row.sum() == 1]:
         found.append(f"clients with one class only, whose own model has nothing to decide: {_some(single)}")
     if len(table) > 1:

@@ -8,6 +8,7 @@ What is accepted, and nothing else:
 - labels of any integer type, or floats that are whole numbers, of shape (N,) or (N, 1), counted from 0;
 - optionally `classes`, an array of strings that names the classes;
 - optionally `site_train`, the site of every training sample as a number or a name, and `sites`, the numbers' names;
+- optionally an array that data.group names, with the group of every training sample as a number or a name;
 - x_test and y_test may both be absent: clients then hold out some of their own samples;
 - MedMNIST's key names (train_images, train_labels, test_images, test_labels); its validation part is left out.
 
@@ -43,14 +44,17 @@ DEFLATE_LIMIT = 1032
 BROKEN = (zipfile.BadZipFile, zlib.error, LZMAError, EOFError, OSError, ValueError, RuntimeError, MemoryError)
 
 
-def dataset(name: str, path: Path, classes: Sequence[str] = ()) -> Dataset:
-    """The file at `path` as a data set; `classes` are names agreed beforehand."""
-    return from_arrays(name, str(path), _members(path), classes)
+def dataset(name: str, path: Path, classes: Sequence[str] = (), group: str | None = None) -> Dataset:
+    """The file at `path` as a data set; `classes` are names agreed beforehand, `group` is the array of groups."""
+    return from_arrays(name, str(path), _members(path, group), classes, group)
 
 
-def from_arrays(name: str, where: str, members: dict[str, Any], agreed: Sequence[str] = ()) -> Dataset:
+def from_arrays(
+    name: str, where: str, members: dict[str, Any], agreed: Sequence[str] = (), group: str | None = None
+) -> Dataset:
     """Named arrays as a data set: the four of `KEYS`, of which the test ones may be absent, and optionally `classes`,
-    `site_train` (site numbers or names) and `sites` (the names of the numbers).
+    `site_train` (site numbers or names), `sites` (the names of the numbers) and `group`, with every training sample's
+    group.
 
     Normalised by the mean and deviation of the training part. Images of natural sites are not: no site's images
     should affect how another site's are normalised.
@@ -79,6 +83,7 @@ def from_arrays(name: str, where: str, members: dict[str, Any], agreed: Sequence
         scale,
         sites=sites,
         site_train=site_train,
+        group_train=None if group is None else _groups(where, members, group, len(y_train)),
         fitted=fitted,
     )
 
@@ -91,7 +96,20 @@ def read(path: Path) -> Arrays:
     return found
 
 
-def _members(path: Path) -> dict[str, NDArray[Any]]:
+def _groups(where: str, arrays: dict[str, NDArray[Any]], name: str, samples: int) -> Labels:
+    """Every training sample's group as a number."""
+    if name not in arrays:
+        raise UserError(f"data.group: {where} has no array {name!r} with the group of every training sample")
+    given = arrays[name].reshape(-1)
+    if len(given) != samples or given.dtype.kind not in "Uiu":
+        raise UserError(
+            f"data.group: {where}: {name} holds {len(given)} entries of type {given.dtype}; it needs a name or a whole "
+            f"number for each of {samples} training samples"
+        )
+    return np.unique(given, return_inverse=True)[1].astype(np.int64)
+
+
+def _members(path: Path, group: str | None = None) -> dict[str, NDArray[Any]]:
     """The arrays of the file that have a meaning here."""
     try:
         if not path.exists():
@@ -101,7 +119,7 @@ def _members(path: Path) -> dict[str, NDArray[Any]]:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
             _keys(str(path), members)
-            wanted = (*KEYS, *MEDMNIST_KEYS, "classes", "sites", "site_train")
+            wanted = (*KEYS, *MEDMNIST_KEYS, "classes", "sites", "site_train", *([group] if group else []))
             return {key: _array(path, archive, members[key]) for key in wanted if key in members}
     except BROKEN as error:
         raise UserError(

@@ -70,6 +70,7 @@ def restricted(data: Dataset, choice: Choice, where: str) -> Dataset:
     assert data.site_train is not None  # a data set that names sites says so of every training sample
     train = place[data.site_train] >= 0
     rows: dict[str, Any] = {"x_train": data.x_train[train], "y_train": data.y_train[train]}
+    rows["group_train"] = None if data.group_train is None else data.group_train[train]
     rows["site_train"] = place[data.site_train][train]
     if data.site_test is not None:
         theirs = np.where(data.site_test < 0, -1, place[data.site_test])

@@ -9,12 +9,22 @@ from numpy.typing import NDArray
 
 from fednh.core.seeding import numpy_rng
 from fednh.data.dataset import Dataset, Labels
+from fednh.data.groups import cut_off
 from fednh.data.scaling import measure
+from fednh.errors import UserError
 
 
-def test_rows(labels: Labels, share: float) -> NDArray[np.bool_]:
-    """Marks `share` of every class, the same rows for every seed; a class keeps a training sample."""
+def test_rows(labels: Labels, share: float, groups: Labels | None) -> NDArray[np.bool_]:
+    """Marks `share` of every class, the same rows for every seed; classes keep some, and groups all or none."""
     chosen, rng = np.zeros(len(labels), bool), numpy_rng(0, "test share")
+    if groups is not None:
+        chosen = cut_off(labels, groups, share, rng)
+        if not chosen.any():
+            raise UserError(
+                f"data.test_share = {share:g}: the {len(np.unique(groups))} groups of data.group are too few or too "
+                "large to cut a test set off without separating one; leave it out"
+            )
+        return chosen
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
         chosen[rng.choice(members, min(int(share * len(members) + 0.5), len(members) - 1), replace=False)] = True
@@ -25,8 +35,8 @@ def with_test_set(data: Dataset, share: float) -> Dataset:
     """`share` of every class of a data set without a test set, cut off as one."""
     if not share or len(data.y_test):
         return data
-    test = test_rows(data.y_train, share)
-    site = data.site_train
+    test = test_rows(data.y_train, share, data.group_train)
+    site, group = data.site_train, data.group_train
     mean, std = measure(data.x_train[~test], data.scale, data.preprocessing) if data.fitted else (data.mean, data.std)
     return replace(
         data,
@@ -36,6 +46,7 @@ def with_test_set(data: Dataset, share: float) -> Dataset:
         y_test=data.y_train[test],
         site_train=None if site is None else site[~test],
         site_test=None if site is None else site[test],
+        group_train=None if group is None else group[~test],
         mean=mean,
         std=std,
     )

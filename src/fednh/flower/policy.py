@@ -39,11 +39,22 @@ METRICS = (
     "novelty",
 )
 # site.toml: what may be read ...
-DATA_KEYS = {"federation", "label", "site-column", "columns", "weights", "set", "ignore", "separator", "decimal"}
+DATA_KEYS = {
+    "federation",
+    "label",
+    "site-column",
+    "columns",
+    "weights",
+    "set",
+    "ignore",
+    "separator",
+    "decimal",
+    "group",
+}
 # ... and [allow], what may be run and what may leave.
 ALLOW_KEYS = {"methods", "models", "rounds", "epochs", "metrics", "sites", "privacy"}
 SERVERS_EPOCHS = {"retrain_epochs"}  # CReFF's: epochs at the server, not at the sites
-TEXTS = ("federation", "set", "label", "site-column", "weights", "separator", "decimal")
+TEXTS = ("federation", "set", "label", "site-column", "weights", "separator", "decimal", "group")
 KEYS = DATA_KEYS | {f"allow.{key}" for key in ALLOW_KEYS}
 SAFE_DATA = ("augment", "holdout", *agreed())  # the server's data.*: how samples are made, not what is read
 
@@ -57,6 +68,7 @@ class Policy:
     label: str | None = None  # the column of its own data that holds the class
     site_column: str | None = None  # the column that holds the site
     columns: tuple[str, ...] | None = None  # the columns that may be features
+    group: str | None = None  # what says which of its samples belong together: a column, a pattern or a file
     ignore: tuple[str, ...] | None = None  # the columns that are none
     separator: str | None = None  # between the values of its own text files; None: found
     decimal: str | None = None  # of numbers in them; None: found
@@ -138,8 +150,12 @@ class Policy:
                 raise Refused(
                     f"data.{key} = {asked[key]!r}: which column that is, this site's site.toml says ({law} =)"
                 )
+        if asked.get("group") not in (None, "") and self.group is None:  # or samples of one person would be separated
+            raise Refused("data.group: which samples belong together, this site's site.toml says (group =)")
         own = _known(label=self.label, site=self.site_column, separator=self.separator, decimal=self.decimal)
-        own |= _known(columns=self._columns(asked), ignore=None if self.ignore is None else list(self.ignore))
+        own |= _known(
+            group=self.group, columns=self._columns(asked), ignore=None if self.ignore is None else list(self.ignore)
+        )
         return {**how, "name": source, **own}
 
     def _columns(self, asked: Mapping[str, Any]) -> Any:
@@ -172,6 +188,7 @@ def read_policy(node: Mapping[str, Any]) -> Policy:
         site_column=text["site-column"],
         columns=_words(node, "columns"),
         ignore=_words(node, "ignore"),
+        group=text["group"],
         separator=text["separator"],
         decimal=text["decimal"],
         weights=None if text["weights"] is None else str(expanded(text["weights"]).absolute()),
@@ -187,9 +204,10 @@ def read_policy(node: Mapping[str, Any]) -> Policy:
 def for_sites(config: Config) -> Config:
     """The config that the server sends: without its own paths and sources."""
     weights = None if config.model.weights is None else "pretrained"
+    group = None if config.data.group is None else "group"  # that there are groups; each site says which
     return config.model_copy(
         update={
-            "data": config.data.model_copy(update={"dir": None}),
+            "data": config.data.model_copy(update={"dir": None, "group": group}),
             "model": config.model.model_copy(update={"weights": weights}),
             "federation": config.federation.model_copy(update={"folder": None, "key": None, "test": None}),
         }
@@ -201,7 +219,12 @@ def site_toml(facts: Mapping[str, Any], config: Config) -> str:
     data = config.data
     own = {"label": data.label, "site-column": data.site, "columns": ", ".join(data.columns or ()) or None}
     own |= {"layout": data.layout, "on-bad": None if data.on_bad == "refuse" else data.on_bad}
-    own |= {"ignore": ", ".join(data.ignore or ()) or None, "separator": data.separator, "decimal": data.decimal}
+    own |= {
+        "group": data.group,
+        "ignore": ", ".join(data.ignore or ()) or None,
+        "separator": data.separator,
+        "decimal": data.decimal,
+    }
     public = {"set": data.name}
     known = _known(federation=config.federation.name, **(own if "data" in facts else public))
     return f"""\

@@ -77,6 +77,11 @@ def _as_in(card: Card, source: str, known: Mapping[str, Any], given: Mapping[str
         return {}
     kind, address = found
     settings = kind.applicable(address, known, {key.removeprefix("data."): value for key, value in given.items()})
+    if "group" in known and "group" not in settings and "data.group" not in given:
+        words = (
+            f"{source} has no {known['group']!r}, by which the run kept samples together: they are held out one by one"
+        )
+        warnings.warn(f"{words}; say which column it is with data.group", Notice, stacklevel=4)
     settings["classes"] = list(card.classes)  # a site may lack some
     if "size" in how:
         settings |= {"size": list(how["size"]), "fit": rule(how)}

@@ -60,7 +60,9 @@ def personalize(
     config, (received, card) = read_config(run), _received(run)
     fingerprint.check_settings(run, config)
     net, method = architecture(card, fingerprint.weights_of(run, config))
-    data, parts = _divided(config, _of_site(load_for(card, source, settings, of_run(config)), site, source), holdout)
+    data, parts = _divided(
+        config, _of_site(load_for(card, source, settings, of_run(config, "group")), site, source), holdout
+    )
     known = _trained_on(run, card, data, parts[1])
     if scaling.measured_by_sites(data, config.partition.kind.natural):
         card = _with_scaling(card, scaling.measure(data.x_train[parts[0]], data.scale, data.preprocessing))
@@ -140,9 +142,12 @@ def _divided(config: Config, data: Dataset, holdout: float | None) -> tuple[Data
         return data, (everything, None)
     rng = numpy_rng(config.seed, "holdout personalize")
     share = DEFAULT_SHARE if holdout is None else holdout
-    train, held = hold_out(data.y_train, everything, share, rng)
+    train, held = hold_out(data.y_train, everything, share, rng, data.group_train)
     if len(held) == 0:
-        raise UserError(f"{data.name}: --holdout {share:g} of {len(everything)} samples leaves none to compare on")
+        whole = "" if data.group_train is None else ", as data.group keeps groups whole"
+        raise UserError(
+            f"{data.name}: --holdout {share:g} of {len(everything)} samples leaves none to compare on{whole}"
+        )
     return data, (train, held)
 
 

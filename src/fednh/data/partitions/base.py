@@ -6,8 +6,8 @@ A new kind is such a file and a line in the registry, PARTITIONS in __init__.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,19 +58,52 @@ class Drawn(Partition):
     clients: Count = 100
 
     def divide(self, data: Dataset, rng: np.random.Generator) -> list[Indices]:
-        return self.draw(data.y_train, rng)
+        return self.draw(data.y_train, rng, data.group_train)
 
-    def draw(self, labels: Indices, rng: np.random.Generator) -> list[Indices]:
-        """The clients' indices, if there are enough samples for all."""
+    def draw(self, labels: Indices, rng: np.random.Generator, groups: Indices | None = None) -> list[Indices]:
+        """The clients' indices, if there are enough samples for all; samples of one group go to one client."""
         if len(labels) < self.clients * self.min_samples:
             raise UserError(
                 f"partition: {len(labels)} training samples cannot give {self.clients} clients at least "
                 f"{self.min_samples} each; lower --clients or partition.min_samples"
             )
-        return self._draw(labels, rng)
+        return self._draw(labels, rng) if groups is None else self._draw_groups(labels, groups, rng)
 
     @abstractmethod
     def _draw(self, labels: Indices, rng: np.random.Generator) -> list[Indices]: ...
+
+    def _draw_groups(self, labels: Indices, groups: Indices, rng: np.random.Generator) -> list[Indices]:
+        """Whole groups are dealt, each as one sample of the class that most of its samples have.
+
+        They are dealt again until every client has the samples (and classes) that it needs.
+        """
+        group = np.unique(groups, return_inverse=True)[1].astype(np.int64)
+        table = class_table(labels, group, int(group.max()) + 1)  # (G, C)
+        whole = f"with data.group whole groups are dealt, and there are {len(table)}"
+        if len(table) < self.clients:
+            raise UserError(f"partition: {self.clients} clients cannot each have a group: {whole}; lower --clients")
+        for _ in range(self.tries):
+            try:
+                parts = self._easier()._draw(table.argmax(axis=1), rng)
+            except UserError as error:
+                raise UserError(f"{error} ({whole})") from error
+            if not self._short(np.stack([table[part].sum(axis=0) for part in parts])).any():
+                owner = np.empty(len(table), np.int64)
+                owner[np.concatenate(parts)] = np.repeat(np.arange(self.clients), [len(part) for part in parts])
+                return by_owner(owner[group], self.clients)
+        raise UserError(
+            f"partition: no draw in {self.tries} gave all {self.clients} clients what they need ({whole}, of up to "
+            f"{table.sum(axis=1).max()} samples); lower --clients or partition.min_samples"
+        )
+
+    def _easier(self) -> Self:
+        """The same partition without demands on what every client has: samples are not yet counted."""
+        return replace(self, min_samples=1)
+
+    def _short(self, table: NDArray[np.int64]) -> NDArray[np.bool_]:  # (K, C) -> (K,)
+        """The clients that have not what they need, given how many samples of each class all have."""
+        lacking: NDArray[np.bool_] = table.sum(axis=1) < self.min_samples
+        return lacking
 
     def _large_enough(self, parts: list[Indices]) -> list[Indices]:
         smallest = min(range(len(parts)), key=lambda k: len(parts[k]))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fednh.data.partitions.base import Beta, Count, Drawn, Indices, by_owner, class_table
 from fednh.errors import UserError
@@ -46,7 +48,7 @@ class Dirichlet(Drawn):
         for tried in range(1, self.tries + 1):
             owner = self._owner(labels, present, rng)
             table = class_table(labels, owner, clients)
-            short = int(((table.sum(1) < least) | ((table > 0).sum(1) < self.min_classes)).sum())
+            short = int(self._short(table).sum())
             if short == 0:
                 return by_owner(owner, clients)
             fewest = min(fewest, short)
@@ -56,6 +58,13 @@ class Dirichlet(Drawn):
             f"partition: no Dirichlet({self.beta:g}) draw in {tried} gave all {clients} clients at least {least} "
             f"samples of {self.min_classes} classes; use fewer clients, a larger beta, or lower partition.min_samples"
         )
+
+    def _easier(self) -> Self:
+        return replace(self, min_samples=1, min_classes=1)
+
+    def _short(self, table: NDArray[np.int64]) -> NDArray[np.bool_]:
+        few: NDArray[np.bool_] = (table > 0).sum(axis=1) < self.min_classes
+        return super()._short(table) | few
 
     def _owner(self, labels: Indices, present: Indices, rng: np.random.Generator) -> Indices:
         owner, held = np.empty(len(labels), np.int64), np.zeros(self.clients, np.int64)

@@ -59,6 +59,8 @@ def load(name: str, folder: Path, settings: Mapping[str, Any] | None = None) -> 
     kind, address = found
     source = build(kind, settings or {})
     data = source.read(name, address)
+    if source.group and data.group_train is None:
+        raise UserError(f"data.group = {source.group!r}, but {name} does not say which samples belong together")
     data = with_test_set(data if kind.chooses else restricted(data, source, name), source.test_share)
     names = [] if source.classes else alike(data.classes, "classes")
     return replace(data, warnings=(*data.warnings, *(f"{name}: {w}" for w in (*names, *alike(data.sites, "sites")))))
@@ -71,6 +73,9 @@ def taken(data: Any, settings: Mapping[str, Any]) -> Dataset:
 
 
 def _names_no_sites(name: str, settings: Mapping[str, Any]) -> None:
+    """Refuse settings that a data set by name cannot heed: what they should keep apart would be mixed in silence."""
+    if settings.get("group"):
+        raise UserError(f"data.group = {settings['group']!r}, but {name} does not say which samples belong together")
     for key in ("sites", "without"):
         if settings.get(key) is not None:
             raise UserError(f"data.{key} chooses sites, but {name} does not say which site a sample comes from")

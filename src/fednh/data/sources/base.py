@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Dataset, Inputs
-from fednh.data.sources.settings import Classes, Names, TestShare
+from fednh.data.sources.settings import Classes, Group, Names, TestShare
 from fednh.errors import UserError
 from fednh.storage.files import expanded
 
@@ -34,6 +34,7 @@ class Source(ABC):
     test_share: TestShare = 0.0
     sites: Names = None
     without: Names = None
+    group: Group = None
 
     @abstractmethod
     def read(self, name: str, address: str) -> Dataset:

@@ -18,6 +18,7 @@ import numpy as np
 from fednh.data import folder_layout, site_choice
 from fednh.data.dataset import Dataset
 from fednh.data.folder_layout import FORMS, Listed
+from fednh.data.image_groups import of_images
 from fednh.data.images import SUFFIXES, Decoded
 from fednh.data.labels import in_order, numbered
 from fednh.data.sources.pictures import Pictures
@@ -52,7 +53,8 @@ def dataset(name: str, root: Path, options: Folder) -> Dataset:
     images = _images(root, listed, options)
     sites, test = [image.site for image in listed], [image.test for image in listed]
     images = images._replace(notes=(*notes, *images.notes))
-    return options.labelled(name, str(root), images, labels, sites, test, agreed)
+    groups = of_images([image.name for image in listed], options.group, str(root)) if options.group else []
+    return options.labelled(name, str(root), images, labels, sites, test, agreed, groups)
 
 
 def listing(root: Path, options: Folder) -> tuple[list[Listed], list[str]]:

@@ -97,22 +97,27 @@ def _assembled(datasets: Any, name: str, splits: Any, where: str, options: Huggi
     names = features[label].names if isinstance(features[label], datasets.ClassLabel) else None
     if not pictures:
         return _tabular(name, used, label, names, where, options)
-    found: list[tuple[ImageFile, str, str | None, bool]] = []  # of every row: image, class, site, if it is a test row
+    # Of every row: image, class, site, whether it is a test row, group.
+    found: list[tuple[ImageFile, str, str | None, bool, str]] = []
+    group = find_column(where, list(features), options.group, "group", needed=False) if options.group else ""
     site = find_column(where, list(features), options.site, "site", needed=False)
     for split, rows in used.items():
         for row in rows.cast_column(pictures[0], datasets.Image(decode=False)):
             image = row[pictures[0]]
             source = image["bytes"] if image["bytes"] is not None else Path(image["path"])
             word = names[row[label]] if names else columns.word(row[label])
-            found.append((source, word, columns.word(row[site]) if site else None, split == "test"))
+            together = columns.word(row[group]) if group else ""
+            found.append((source, word, columns.word(row[site]) if site else None, split == "test", together))
     if site_choice.is_made(options):
         here = site_choice.rows_of([str(row[2]) for row in found] if site else [], options, where)
         found = [row for row, kept in zip(found, here, strict=True) if kept]
-    images, words, sites, test = map(list, zip(*found, strict=True))
+    images, words, sites, test, groups = map(list, zip(*found, strict=True))
     decoded = options.decoded(images, [f"image {k}" for k in range(len(images))], where)
     agreed = options.classes or tuple(names or ())
     # A test set here is everybody's, also where its rows name sites: runs that began so can be resumed.
-    return replace(options.labelled(name, where, decoded, words, sites, test, agreed), site_test=None)
+    return replace(
+        options.labelled(name, where, decoded, words, sites, test, agreed, groups if group else []), site_test=None
+    )
 
 
 def _tabular(

@@ -28,7 +28,7 @@ class Npz(Source):
     suffixes = (".npz",)
 
     def read(self, name: str, address: str) -> Dataset:
-        return npz.dataset(name, expanded(address), self.classes or ())
+        return npz.dataset(name, expanded(address), self.classes or (), self.group)
 
     def unlabelled(
         self, path: Path, shape: tuple[int, ...], preprocessing: Mapping[str, Any]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fednh.data.dataset import Dataset
+from fednh.data.groups import numbered_groups, torn
 from fednh.data.images import MEAN, STD, Decoded, ImageFile, decode_all
 from fednh.data.labels import in_order, numbered
 from fednh.data.sources.base import Source
@@ -36,9 +37,11 @@ class Pictures(Source):
         sites: Sequence[str | None],
         test: Sequence[bool],
         classes: Sequence[str] = (),
+        groups: Sequence[str] = (),
     ) -> Dataset:
-        """A data set of the images that could be read; labels, sites and parts are those of all."""
+        """A data set of the images that could be read; labels, sites, parts and groups, if any, are those of all."""
         kept = images.kept
+        together = [groups[k] for k in kept] if groups else []
         y, known = numbered([labels[k] for k in kept], classes, where)
         is_test = np.array([test[k] for k in kept])
         places = tuple(in_order({site for k in kept if (site := sites[k]) is not None and not test[k]}))
@@ -58,6 +61,8 @@ class Pictures(Source):
             sites=places,
             site_train=place[~is_test] if places else None,
             site_test=place[is_test] if places and is_test.any() else None,
+            group_train=numbered_groups(together)[~is_test] if groups else None,
+            warnings=tuple(torn(together, is_test, where)),
             preprocessing=how if self.fit == "stretch" else {**how, "fit": self.fit},
             notes=(*_lost(labels, kept), *images.notes),
         )

@@ -26,14 +26,14 @@ class Python(Source):
     runs_code = True
 
     def read(self, name: str, address: str) -> Dataset:
-        return dataset(name, address, self.classes or ())
+        return dataset(name, address, self.classes or (), self.group)
 
     @classmethod
     def file(cls, address: str) -> Path | None:
         return None
 
 
-def dataset(name: str, address: str, agreed: Sequence[str]) -> Dataset:
+def dataset(name: str, address: str, agreed: Sequence[str], group: str | None = None) -> Dataset:
     """What the function at `address` returns, checked."""
     module, _, function = address.partition(":")
     if not module or not function:
@@ -54,4 +54,4 @@ def dataset(name: str, address: str, agreed: Sequence[str]) -> Dataset:
             f"{name} returned {type(found).__name__}; it should return a Dataset, a dict of arrays, or "
             "(x_train, y_train) with or without (x_test, y_test)"
         )
-    return from_arrays(name, name, found, agreed)
+    return from_arrays(name, name, found, agreed, group)

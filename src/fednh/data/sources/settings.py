@@ -92,3 +92,5 @@ Decimal = Annotated[str, BeforeValidator(_decimal)] | None
 Columns = dict[str, Annotated[str | list[str], BeforeValidator(_column)]] | None
 # The column that holds the class (None: "label"), and the one that holds the site (None: "site", if there is one).
 Column = str | None
+# Which samples belong together: a column, an array, a pattern of file names or a CSV file of them; empty: none do.
+Group = Annotated[str | None, BeforeValidator(lambda value: None if value == "" else value)]

@@ -20,6 +20,7 @@ from fednh.data import columns, site_choice
 from fednh.data.columns import MISSING
 from fednh.data.dataset import Dataset, Inputs
 from fednh.data.delimited import Form, Usual
+from fednh.data.groups import numbered_groups, torn
 from fednh.data.labels import in_order, numbered
 from fednh.data.scaling import measure
 from fednh.data.sources.base import Source
@@ -115,7 +116,8 @@ def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Data
     header = _header(table, where)
     label = find_column(where, header, options.label, "label", needed=True)
     site = find_column(where, header, options.site, "site", needed=False)
-    table, test, has_split = _split(table, {label, site}, where)
+    group = find_column(where, header, options.group, "group", needed=True) if options.group else ""
+    table, test, has_split = _split(table, {label, site, group}, where)
     if len(table) == 0:
         raise UserError(f"{where} holds no row")
     written = is_written(table)
@@ -131,11 +133,16 @@ def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Data
             "to be estimated (regression), not classes; make classes of it, or choose another column with data.label"
         )
     y, classes = numbered(said, agreed, where)
+    groups = columns.names(table.column(group), group, where, written) if group else []
+    together = numbered_groups(groups) if group else None
     if options.test_share and not has_split:
-        test = test_rows(y, options.test_share)
+        test = test_rows(y, options.test_share, together)
     if test.all():
         raise UserError(f"{where} holds test rows only; training rows are those whose split is 'train'")
-    aside = {label, site, "split" if has_split else "", *_ignored(where, header, {label, site}, options)}
+    used = {label, site, group}
+    aside = {*used, "split" if has_split else "", *_ignored(where, header, used, options)}
+    if group and group in (options.columns or ()):
+        raise UserError(f"data.group: the column {group!r} of {where} says what belongs together, and is no feature")
     described, told = _described(where, table, aside, ~test, options)
     preprocessing: dict[str, Any] = {"kind": "table", "columns": described}
     x, gaps = encode(table, preprocessing, where)
@@ -156,7 +163,9 @@ def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Data
         sites=sites,
         site_train=place[~test] if sites else None,
         site_test=place[test] if sites else None,
+        group_train=None if together is None else together[~test],
         fitted=True,
+        warnings=tuple(torn(groups, test, where)),
         preprocessing=preprocessing,
         reading=form_of(table),
         notes=(*told, *gaps),
