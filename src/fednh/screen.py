@@ -28,6 +28,9 @@ class Silent:
     def round_done(self, record: dict[str, Any]) -> None:
         pass
 
+    def training(self, done: int, total: int) -> None:
+        pass
+
     def evaluating(self, done: int, total: int) -> None:
         pass
 
@@ -85,8 +88,12 @@ class RunLines(Silent):
         super().__init__(console)
         self.clock, self.rounds, self.name, self.patience = _Clock(rounds), rounds, name, Patience()
 
+    def training(self, done: int, total: int) -> None:
+        if self.patience.over():  # a long round should not look like a hang
+            self.console.print(f"training: {done} of {total} clients", markup=False, highlight=False)
+
     def evaluating(self, done: int, total: int) -> None:
-        if self.patience.over():  # a long evaluation should not look like a hang
+        if self.patience.over():
             self.console.print(f"evaluating: {share(done, total)}", markup=False, highlight=False)
 
     def round_done(self, record: dict[str, Any]) -> None:
@@ -100,7 +107,7 @@ class RunBar(Silent):
 
     def __init__(self, console: Console, rounds: int, name: str):
         super().__init__(console)
-        self.clock, self.latest = _Clock(rounds), dict[str, Any]()
+        self.clock, self.latest, self.patience = _Clock(rounds), dict[str, Any](), Patience()
         self.progress = Progress(
             TextColumn("[bold]{task.description}[/bold]"),
             BarColumn(bar_width=24),
@@ -122,6 +129,11 @@ class RunBar(Silent):
         self.latest |= {key: value for key, value in record.items() if value is not None}
         words = [*metric_words({**record, **self.latest}), *self.clock.line(record)]
         self.progress.update(self.task, completed=record["round"], metrics="  ".join(words))
+        self.patience = Patience()
+
+    def training(self, done: int, total: int) -> None:
+        if self.patience.over():  # short rounds show the metrics of the last one instead
+            self.progress.update(self.task, metrics=f"training: {done} of {total} clients")
 
     def evaluating(self, done: int, total: int) -> None:
         self.progress.update(self.task, metrics=f"evaluating: {share(done, total)}")

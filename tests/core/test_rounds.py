@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from conftest import DISTINCT, identical
 from fednh.config import Config, load
@@ -28,6 +29,7 @@ from fednh.executors.simulation import SimulationAnswers
 from fednh.methods import METHODS
 from fednh.methods.fedavg import FedAvg
 from fednh.models import Net
+from fednh.screen import Patience, RunLines
 from fednh.storage.files import read_tree
 from fednh.storage.run_folder import RunFolder
 
@@ -40,9 +42,14 @@ class Told:
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
         self.notes: list[str] = []
+        self.trained: list[tuple[int, int]] = []
 
     def round_done(self, record: dict[str, Any]) -> None:
         self.records.append(record)
+
+    def training(self, done: int, total: int) -> None:
+        assert 1 <= done <= total
+        self.trained.append((done, total))
 
     def evaluating(self, done: int, total: int) -> None:
         assert 1 <= done <= total
@@ -93,6 +100,17 @@ def test_any_number_of_workers_gives_the_same_bits(method: str, tmp_path: Path) 
     names = sorted(p.name for p in (tmp_path / "1/models/personal").iterdir())
     for name in names:
         identical(read_tree(tmp_path / "1/models/personal" / name), read_tree(tmp_path / "4/models/personal" / name))
+
+
+def test_the_clients_of_a_round_are_counted_as_they_finish(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So that a round that takes minutes does not look like a hang; a short one says nothing."""
+    _, _, told = play(tmp_path, rounds=2, partition__clients=6, participation__rate=0.5, eval__every=0)
+    assert told.trained == [(1, 3), (2, 3), (3, 3)] * 2
+    lines = RunLines(Console(), rounds=2, name="fedavg")
+    lines.training(1, 3)
+    lines.patience = Patience(seconds=0.0)
+    lines.training(2, 3)
+    assert capsys.readouterr().out == "training: 2 of 3 clients\n"
 
 
 def test_another_seed_gives_another_result(tmp_path: Path) -> None:

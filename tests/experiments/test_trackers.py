@@ -34,6 +34,7 @@ class Screen:
     def round_done(self, record: dict[str, Any]) -> None:
         self.rounds.append(record["round"])
 
+    def training(self, done: int, total: int) -> None: ...
     def evaluating(self, done: int, total: int) -> None: ...
 
     def note(self, text: str) -> None:

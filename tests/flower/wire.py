@@ -93,6 +93,7 @@ class Quiet:
     def round_done(self, record: dict[str, Any]) -> None:
         self.records.append(record)
 
+    def training(self, done: int, total: int) -> None: ...
     def evaluating(self, done: int, total: int) -> None: ...
 
     def note(self, text: str) -> None:

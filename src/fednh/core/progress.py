@@ -15,6 +15,7 @@ class Watcher(Protocol):
     """Receives the progress of a run."""
 
     def round_done(self, record: dict[str, Any]) -> None: ...
+    def training(self, done: int, total: int) -> None: ...  # clients of the round
     def evaluating(self, done: int, total: int) -> None: ...  # in samples; called from any thread
     def note(self, text: str) -> None: ...
 

@@ -105,7 +105,10 @@ class SimulationAnswers:
         units: list[Unit] = list(blocks(self.fed, order)) if together else [[client] for client in order]
         look, sgd = config.diagnostics.gradient_norm, config.train.sgd(round_)
         stage = Training(self.asked.down, sgd, config.seed, round_, look, together)
+        done = 0
         for unit, updates in zip(units, self.simulation.map(stage, units), strict=True):
+            done += len(unit)
+            self.simulation.watcher.training(done, len(order))
             for client, update in zip(unit, updates, strict=True):
                 if isinstance(update, Failure):
                     yield client, Missing("failed", update.words, update.error)

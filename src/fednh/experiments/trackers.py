@@ -182,6 +182,9 @@ class Tracking:
                 self._open[name] = TRACKERS[name](self.folder, self.config)
                 self._open[name].log(read_metrics(self.folder.path))  # up to and with this round
 
+    def training(self, done: int, total: int) -> None:
+        self.screen.training(done, total)
+
     def evaluating(self, done: int, total: int) -> None:
         self.screen.evaluating(done, total)
 

@@ -51,6 +51,9 @@ class LogWatcher:
     def round_done(self, record: dict[str, Any]) -> None:
         log.info("%s", "  ".join([f"round {record['round']}/{self.rounds}", *metric_words(record)]))
 
+    def training(self, done: int, total: int) -> None:
+        pass
+
     def evaluating(self, done: int, total: int) -> None:
         pass
 
