@@ -162,7 +162,8 @@ def prepare(folder: Path) -> None:
     """Photographs sorted by site and class, a site's own file, and a config: what the documents' examples are about."""
     data = digits()
     for i in range(240):
-        path = folder / "photos" / f"site-{i % 3}" / f"digit-{data.classes[data.y_train[i]]}" / f"{i}.png"
+        site = ("art", "cartoon", "photo", "sketch")[i % 4]
+        path = folder / "photos" / site / f"digit-{data.classes[data.y_train[i]]}" / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray((data.x_train[i, ..., 0] * (255 / 16)).astype(np.uint8)).save(path)
     arrays = {"x_train": data.x_train[:200], "y_train": data.y_train[:200], "x_test": data.x_test[:50]}

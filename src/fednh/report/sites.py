@@ -297,11 +297,12 @@ def _lacking(runs: Sequence[Run]) -> list[str]:
     notes = [_without_outcomes(run) for run in runs if not run.layout.clients_with_outcomes()]
     first = runs[0]
     if all(run.method != "local" for run in runs) and first.partition["counts"]:
-        alone = first.path.with_name(f"{first.path.resolve().name}-local")
-        notes.append(
-            "What a site could do alone is not among the runs; "
-            f"`{_again(first)} --method local --out {shlex.quote(str(alone))}` adds it."
-        )
+        alone = shlex.quote(str(first.path.with_name(f"{first.path.resolve().name}-local")))
+        lacks = "What a site could do alone is not among the runs"
+        if first.config.data.name.startswith("memory:"):
+            notes.append(f"{lacks}: run the method local on the same data.")
+        else:
+            notes.append(f"{lacks}; `{_again(first)} --method local --out {alone}` adds it.")
     return notes
 
 
