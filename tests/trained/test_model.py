@@ -78,7 +78,9 @@ def test_the_same_image_in_every_form(finished: dict[str, Path], tmp_path: Path)
         (np.zeros((2, 8, 8), np.float32), "not float32"),
         (np.zeros((8, 8), np.uint8), r"not an array of shape \(8, 8\); for one image, x\[None\]"),
         (np.zeros((2, 8, 8, 7), np.uint8), "not an array of shape"),
-        ("nowhere.png", "nowhere.png is not an image that can be read"),
+        ("nowhere.png", "nowhere.png does not exist"),
+        (np.zeros((2, 3, 8, 9), np.uint8), r"channels come last, x.transpose\(0, 2, 3, 1\)"),
+        (np.zeros((9, 8, 3), np.uint8), r"not an array of shape \(9, 8, 3\); for one image, x\[None\]"),
         ([[1], [2, 3]], "cannot be made one array"),
     ],
 )

@@ -71,7 +71,9 @@ class ExportFormat(StrEnum):
 @app.command()
 def predict(
     model: ModelPath,
-    paths: Annotated[list[Path], typer.Argument(metavar="INPUT...", help="Images, folders of them, .npz or .csv.")],
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="INPUT...", help="Images, folders of them, .npz, .csv, .parquet.")
+    ],
     top: Annotated[int, typer.Option(min=1, help="How many classes to name.")] = 1,
     form: Annotated[
         PredictionFormat, typer.Option("--format", help="csv and json are for machines.")

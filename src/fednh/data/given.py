@@ -58,9 +58,25 @@ def table(frame: Any) -> pa.Table:
         raise UserError(f"the data frame cannot be read as a table: {str(error).splitlines()[0]}") from error
 
 
-def rows(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> pa.Table:
-    """Rows as dicts, of which the columns of these names are used; None is a missing value."""
+def is_dicts(value: Any) -> bool:
+    """Whether it is a row as a dict, a list of rows, or a dict of columns."""
+    rows = value if isinstance(value, list | tuple) else [value]
+    return bool(rows) and all(isinstance(row, Mapping) for row in rows)
+
+
+def dicts(value: Any, names: Sequence[str]) -> pa.Table:
+    """A row as a dict, a list of rows, or a dict of columns, of which those of these names are used."""
     extras.need(EXTRA, "rows as dicts")
+    if isinstance(value, Mapping):
+        columns = [not isinstance(each, str) and np.ndim(each) > 0 for each in value.values()]
+        if columns and all(columns):
+            return table(dict(value))
+        value = [value]
+    return _rows(value, names)
+
+
+def _rows(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> pa.Table:
+    """Rows as dicts; None is a missing value."""
     import pyarrow as pa
 
     columns = {}

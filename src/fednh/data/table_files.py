@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +40,7 @@ def read(path: Path, form: Form = FOUND) -> pa.Table:
     if not path.is_file():
         raise UserError(f"{path} does not exist; check the path of the table")
     try:
-        if path.suffix == ".parquet" or _starts_with(path, b"PAR1"):
+        if is_parquet(path):
             return parquet.ParquetFile(path).read()
         return _text(path, form)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -71,19 +71,12 @@ def form_of(table: pa.Table) -> dict[str, str]:
     return {key: about[key] for key, usual in USUAL.items() if about.get(key, usual) != usual}
 
 
-def as_table(frame: Any) -> pa.Table:
-    """A data frame, or whatever else gives Arrow its columns."""
-    import pyarrow as pa
-
-    try:
-        return pa.table(frame)
-    except (pa.ArrowException, TypeError, ValueError) as error:
-        raise UserError(f"the data frame cannot be read as a table: {str(error).splitlines()[0]}") from error
-
-
-def _starts_with(path: Path, start: bytes) -> bool:
+def is_parquet(path: Path) -> bool:
+    """Whether a file is Parquet, by its suffix or its first bytes."""
+    if path.suffix == ".parquet":
+        return True
     with path.open("rb") as file:
-        return file.read(len(start)) == start
+        return file.read(4) == b"PAR1"
 
 
 def _parts(folder: Path, form: Form) -> pa.Table:
@@ -144,6 +137,16 @@ def rows_of_numbers(path: Path, width: int, form: Form = FOUND) -> Iterator[NDAr
                 done += len(block)
     except (OSError, UnicodeDecodeError, plain_csv.Error, ValueError) as error:
         raise UserError(f"{path} cannot be read as CSV: {error}") from error
+
+
+def numbers_of(table: pa.Table, width: int, where: str) -> NDArray[np.float64]:  # (N, F)
+    """The rows of a table for a model of arrays, which knows no names of columns."""
+    names = table.column_names
+    if len(names) != width:
+        some = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
+        takes = f"this model was trained on arrays and takes rows of {width} numbers"
+        raise UserError(f"{where}: {takes}, but this table has {len(names)} columns: {some}")
+    return np.stack([columns.numbers(table.column(k), name, where) for k, name in enumerate(names)], axis=1)
 
 
 def _all_numbers(row: Sequence[str]) -> bool:

@@ -1,94 +1,89 @@
-"""Raw inputs of any kind as the samples that a model was trained on: uint8 images (N, H, W, C) or float32 vectors.
+"""What a program gives to a model as the samples that it was trained on: uint8 images (N, H, W, C) or float32 vectors.
 
 Images are brought to the stored size and number of channels. Files hold grey levels from 0 to 255; where the training
-data had another range (the digits: 0 to 16), full brightness stays full brightness.
+data had another range (the digits: 0 to 16), full brightness stays full brightness. Files are read in files.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+import os
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from fednh.data import given
 from fednh.data.dataset import Inputs
-from fednh.data.delimited import Form, Usual
-from fednh.data.images import BROKEN, SUFFIXES, decode, fitted, rule
-from fednh.data.sources import build, of_file
-from fednh.data.sources.base import Source
+from fednh.data.images import BROKEN, decode, fitted, rule
 from fednh.data.sources.tables import encode, told
-from fednh.data.table_files import as_table, read
-from fednh.data.walk import walk
+from fednh.data.table_files import numbers_of
 from fednh.errors import UserError
-from fednh.storage.model_file import Card, remembered
+from fednh.storage.model_file import Card
 
-BATCH = 256
-T = TypeVar("T")
-
-
-class Batch(NamedTuple):
-    """Samples with what to call them: a file, or a file and the number of the row in it."""
-
-    names: list[str]
-    x: Inputs
+CHANNELS = (1, 3, 4)  # that an image may have
 
 
 def is_image(card: Card) -> bool:
     return len(card.shape) == 3
 
 
-def samples(x: Any, card: Card) -> Inputs:
-    """An array, or PIL images or paths of image files, one or many; of a table model a table, or a path of one."""
-    if is_table(card) and (isinstance(x, str | Path) or hasattr(x, "__arrow_c_stream__")):
-        path = isinstance(x, str | Path)
-        table = read(Path(x), Form(usual=_usual(card))) if path else as_table(x)
-        return _encoded(table, card, str(x) if path else "the table")
-    if isinstance(x, str | Path | Image.Image):
-        x = [x]
-    if isinstance(x, list | tuple) and x and all(isinstance(row, str | Path | Image.Image) for row in x):
-        if not is_image(card):
-            raise UserError(f"this model takes vectors of {card.shape[0]} values, not images")
-        return np.stack([image(row, card) for row in x])
-    try:
-        array = np.asarray(x)
-    except ValueError as error:
-        raise UserError(f"the inputs cannot be made one array: {error}") from error
-    return _images(array, card) if is_image(card) else _vectors(array, card)
-
-
-def _usual(card: Card) -> Usual:
-    """The form of the files that the model was trained on."""
-    known = remembered(card)
-    return Usual(**{key: known.get(key) for key in Usual._fields})
-
-
 def is_table(card: Card) -> bool:
     return (card.preprocessing.model_extra or {}).get("kind") == "table"
 
 
-def stream(
-    paths: Sequence[Path], card: Card, failed: Callable[[str], None], form: Mapping[str, Any] | None = None
-) -> Iterator[Batch]:
-    """All samples in files and folders, a batch at a time; `failed` is told what could not be read.
+def wanted(card: Card) -> str:
+    """What a model takes, in words."""
+    if is_image(card):
+        channels, height, width = card.shape
+        return f"images: files, folders of them, PIL images, or uint8 arrays (N, {height}, {width}, {channels})"
+    if is_table(card):
+        names = _columns(card)
+        some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        return f"rows with the columns {some}: a .csv or .parquet file, a data frame, or dicts"
+    return f"rows of {card.shape[0]} numbers: an .npz, .csv or .parquet file, or an array"
 
-    `form` has the encoding, separator and decimal mark of text files, where they are not found or as in training.
-    """
-    missing = [str(path) for path in paths if not path.exists()]
-    if missing:
-        raise UserError(f"{missing[0]} does not exist")
-    for path in paths:
-        if path.is_dir():
-            yield from _image_files(_walk(path, failed), card, failed)
-        elif kind := of_file(path):
-            known = kind.applicable(str(path), remembered(card), form or {}) if is_table(card) else {}
-            yield from _source_file(build(kind, {**known, **(form or {})}), path, card)
-        else:
-            yield from _image_files([path], card, failed)
+
+def paths_of(x: Any) -> list[Path] | None:
+    """The paths, if it is a path or a list of paths and nothing else."""
+    if isinstance(x, str | os.PathLike):
+        return [Path(x)]
+    if isinstance(x, list | tuple) and x and all(isinstance(path, str | os.PathLike) for path in x):
+        return [Path(path) for path in x]
+    return None
+
+
+def samples(x: Any, card: Card) -> Inputs:
+    """Arrays, tensors, PIL images and paths of image files, one or many; data frames, Arrow tables and dicts."""
+    if given.is_frame(x):
+        return _rows(given.table(x), card) if not is_image(card) else _refused("a table", card)
+    if given.is_dicts(x):
+        return _rows(given.dicts(x, _columns(card)), card) if is_table(card) else _refused("dicts", card)
+    if isinstance(x, str | os.PathLike | Image.Image):
+        x = [x]
+    if isinstance(x, list | tuple) and x and all(isinstance(row, str | os.PathLike | Image.Image) for row in x):
+        return np.stack([image(row, card) for row in x]) if is_image(card) else _refused("images", card)
+    array = given.array(x, "the inputs")
+    if array.shape == (0,):  # an empty list
+        array = np.empty((0, *card.shape[1:], card.shape[0]) if is_image(card) else (0, *card.shape), np.uint8)
+    return _images(array, card) if is_image(card) else _vectors(array, card)
+
+
+def _refused(what: str, card: Card) -> Inputs:
+    raise UserError(f"this model takes {wanted(card)}; it was given {what}")
+
+
+def _columns(card: Card) -> list[str]:
+    """The columns of the table that a model was trained on."""
+    return [column["name"] for column in (card.preprocessing.model_extra or {})["columns"]]
+
+
+def _rows(table: Any, card: Card) -> NDArray[np.float32]:
+    """Rows as the card says; what is missing or was never seen is told. Of a model of arrays, rows of numbers."""
+    if not is_table(card):
+        return _vectors(numbers_of(table, card.shape[0], "the table"), card)
+    return _vectors(told(*encode(table, card.preprocessing.model_extra or {}, "the table")), card)
 
 
 def image(source: str | Path | Image.Image, card: Card) -> NDArray[np.uint8]:  # (H, W, C)
@@ -111,17 +106,21 @@ def image(source: str | Path | Image.Image, card: Card) -> NDArray[np.uint8]:  #
 def _images(x: NDArray[Any], card: Card) -> NDArray[np.uint8]:
     """An array of images, resized and with its channels converted where they are others than the model's."""
     channels, height, width = card.shape
-    wanted = f"uint8 images (N, {height}, {width}, {channels})"
-    if x.ndim == 3:
+    what = f"this model takes uint8 images (N, {height}, {width}, {channels})"
+    one = x.ndim == 3 and x.shape[2] in CHANNELS and x.shape[1:] != (height, width)  # (H, W, C), not (N, H, W)
+    if x.ndim == 3 and not one:
         x = x[..., None]
-    if x.ndim != 4 or x.shape[3] not in (1, 3, 4, channels):
-        raise UserError(f"this model takes {wanted}, not an array of shape {x.shape}; for one image, x[None]")
+    known = (*CHANNELS, channels)
+    if x.ndim != 4 or x.shape[3] not in known:
+        last = x.ndim == 4 and x.shape[1] in known
+        hint = "channels come last, x.transpose(0, 2, 3, 1)" if last else "for one image, x[None]"
+        raise UserError(f"{what}, not an array of shape {x.shape}; {hint}")
     if x.dtype != np.uint8:
-        raise UserError(f"this model takes {wanted}, not {x.dtype}; convert, for example (x * 255).astype('uint8')")
+        raise UserError(f"{what}, not {x.dtype}; convert, for example (x * 255).astype('uint8')")
     if x.shape[1:] == (height, width, channels):
         return np.ascontiguousarray(x)
-    if x.shape[3] not in (1, 3, 4) or channels not in (1, 3):
-        raise UserError(f"this model takes {wanted}, not an array of shape {x.shape}")
+    if x.shape[3] not in CHANNELS or channels not in (1, 3):
+        raise UserError(f"{what}, not an array of shape {x.shape}")
     rows = (Image.fromarray(row[..., 0] if x.shape[3] == 1 else row) for row in x)
     fit = rule(card.preprocessing.model_extra or {})
     found = [fitted(row, (height, width), channels, fit) for row in rows]
@@ -131,9 +130,10 @@ def _images(x: NDArray[Any], card: Card) -> NDArray[np.uint8]:
 def _vectors(x: NDArray[Any], card: Card) -> NDArray[np.float32]:
     (features,) = card.shape
     if x.ndim != 2 or x.shape[1] != features or x.dtype.kind not in "fiu":
-        raise UserError(
-            f"this model takes numbers of shape (N, {features}), not {x.dtype} of shape {x.shape}; for one, x[None]"
-        )
+        takes = f"numbers of shape (N, {features})"
+        if is_table(card):
+            raise UserError(f"this model takes {wanted(card)}, or {takes} as its card encodes them, not {_form(x)}")
+        raise UserError(f"this model takes {takes}, not {_form(x)}; for one, x[None]")
     with np.errstate(over="ignore"):  # what overflows becomes infinite and is refused in the next line
         vectors = x.astype(np.float32)
     if not (np.isfinite(vectors) | (np.isnan(vectors) & is_table(card))).all():  # a table's gap takes the mean
@@ -141,61 +141,5 @@ def _vectors(x: NDArray[Any], card: Card) -> NDArray[np.float32]:
     return vectors
 
 
-def _walk(folder: Path, failed: Callable[[str], None]) -> Iterator[Path]:
-    """The image files below a folder, in a stable order, found as they are asked for."""
-    found = False
-    for file in walk(folder, failed, hidden=True):
-        if file.name.lower().endswith(SUFFIXES):
-            found = True
-            yield file
-    if not found:
-        failed(f"{folder} holds no image files ({', '.join(SUFFIXES)})")
-
-
-def _image_files(files: Iterable[Path], card: Card, failed: Callable[[str], None]) -> Iterator[Batch]:
-    if not is_image(card):
-        raise UserError(f"this model takes vectors of {card.shape[0]} values, as .npz or .csv, not images")
-
-    def read(path: Path) -> NDArray[np.uint8] | str:
-        try:
-            return image(path, card)
-        except UserError as error:
-            return str(error)
-
-    with ThreadPoolExecutor() as pool:
-        for chunk in _chunks(files):
-            names, pixels = [], []
-            for path, found in zip(chunk, pool.map(read, chunk), strict=True):
-                if isinstance(found, str):
-                    failed(found)
-                else:
-                    names.append(str(path))
-                    pixels.append(found)
-            if names:
-                yield Batch(names, np.stack(pixels))
-
-
-def _source_file(source: Source, path: Path, card: Card) -> Iterator[Batch]:
-    """The samples in a file of one of the kinds of sources."""
-    first = 0
-    for block in source.unlabelled(path, card.shape, card.preprocessing.model_extra or {}):
-        x = samples(block, card)
-        yield from _rows(path, x, first)
-        first += len(x)
-
-
-def _rows(path: Path, x: Inputs, first: int = 0) -> Iterator[Batch]:
-    for start in range(0, len(x), BATCH):
-        part = x[start : start + BATCH]
-        yield Batch([f"{path}[{first + start + i}]" for i in range(len(part))], part)
-
-
-def _encoded(table: Any, card: Card, where: str) -> NDArray[np.float32]:
-    """Raw rows as the card says; what is missing or was never seen is told."""
-    return _vectors(told(*encode(table, card.preprocessing.model_extra or {}, where)), card)
-
-
-def _chunks(items: Iterable[T]) -> Iterator[list[T]]:
-    rest = iter(items)
-    while chunk := list(islice(rest, BATCH)):
-        yield chunk
+def _form(x: NDArray[Any]) -> str:
+    return f"{x.dtype} of shape {x.shape}"

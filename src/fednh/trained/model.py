@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,13 +17,14 @@ from fednh.core import novelty
 from fednh.core.tree import Tree
 from fednh.data import scaling
 from fednh.data.dataset import Inputs
+from fednh.data.walk import refuse
 from fednh.errors import UserError
 from fednh.methods import Method
 from fednh.models import Net
 from fednh.storage.layout import MODEL, RunLayout
 from fednh.storage.model_file import Card, architecture, read_model
 from fednh.storage.site_names import find_client, read_names
-from fednh.trained import inputs
+from fednh.trained import files, inputs
 
 Floats = NDArray[np.float32]
 
@@ -36,13 +37,21 @@ class Scores(NamedTuple):
     similarity: Floats | None  # (N,), the cosine to the nearest prototype, where the method has them
 
 
+def joined(parts: Sequence[Scores]) -> Scores:
+    """The scores of several batches as one."""
+    near = [part.similarity for part in parts if part.similarity is not None]
+    logits, probabilities = (np.concatenate([part[k] for part in parts]) for k in (0, 1))
+    return Scores(logits, probabilities, np.concatenate(near) if near else None)
+
+
 @dataclass(frozen=True)
 class Model:
     """A trained model, complete: tensors, network, method, class names and preprocessing.
 
-    `x` below is an array of uint8 images (N, H, W) or (N, H, W, C), or of vectors (N, F), with values as in the
-    training data; or PIL images or paths of image files, one or a list. Images of another size are resized. A model
-    of a table also takes a data frame (pandas, Polars, Arrow) or the path of a table with its columns.
+    `x` below is an array or tensor of uint8 images (N, H, W) or (N, H, W, C), or of vectors (N, F), with values as in
+    the training data; PIL images; paths of what `fednh predict` takes, files and folders; one or a list. Images of
+    another size are brought to the model's as in training. A model of a table takes a data frame (pandas, Polars,
+    Arrow), a dict a row, one or a list, or a dict of columns. The results are those of `fednh predict`, to the bit.
     """
 
     params: Tree
@@ -67,14 +76,22 @@ class Model:
 
     def predict_proba(self, x: Any) -> Floats:  # (N, C)
         """The probability of every class for every input."""
-        return self.scores(inputs.samples(x, self.card)).probabilities
+        return self._scores_of(x).probabilities
 
     def similarity(self, x: Any) -> Floats:  # (N,)
         """The cosine of every input to its nearest class prototype: low for what looks like no known class."""
-        found = self.scores(inputs.samples(x, self.card)).similarity
+        found = self._scores_of(x).similarity
         if found is None:
             raise UserError(self.no_similarity)
         return found
+
+    def _scores_of(self, x: Any) -> Scores:
+        """Everything about inputs; files are read and computed in the batches in which `fednh predict` does it."""
+        paths = inputs.paths_of(x)
+        if paths is None:
+            return self.scores(inputs.samples(x, self.card))
+        found = [scores for _, scores in self.batches(paths, refuse)]
+        return joined(found) if found else self.scores(inputs.samples([], self.card))
 
     @property
     def no_similarity(self) -> str:
@@ -101,8 +118,8 @@ class Model:
     def scores(self, samples: Inputs, tell: Callable[[int, int], None] | None = None) -> Scores:
         """Everything about samples as `inputs` makes them; `tell` hears after each batch how many of all are done."""
         found = [torch.zeros(0, len(self.classes))]
-        for at in range(0, len(samples), inputs.BATCH):
-            part = torch.from_numpy(samples[at : at + inputs.BATCH])
+        for at in range(0, len(samples), files.BATCH):
+            part = torch.from_numpy(samples[at : at + files.BATCH])
             found.append(self.logits(part, self.params, self.normalisation))
             if tell is not None:
                 tell(at + len(part), len(samples))
@@ -123,9 +140,9 @@ class Model:
 
     def batches(
         self, paths: list[Path], failed: Any, form: Mapping[str, Any] | None = None
-    ) -> Iterator[tuple[inputs.Batch, Scores]]:
+    ) -> Iterator[tuple[files.Batch, Scores]]:
         """Predictions for files and folders, a batch at a time; `failed` is told what could not be read."""
-        for batch in inputs.stream(paths, self.card, failed, form):
+        for batch in files.stream(paths, self.card, failed, form):
             yield batch, self.scores(batch.x)
 
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from fednh.trained.inputs import Batch
+from fednh.trained.files import Batch
 from fednh.trained.model import Scores
 
 Prediction = dict[str, Any]

@@ -25,7 +25,7 @@ from fednh.data.labels import in_order, numbered
 from fednh.data.scaling import measure
 from fednh.data.sources.base import Source
 from fednh.data.sources.settings import Column, Columns, Decimal, Encoding, Names, Separator
-from fednh.data.table_files import EXTRA, form_of, is_written, read, rows_of_numbers
+from fednh.data.table_files import EXTRA, form_of, is_parquet, is_written, numbers_of, read, rows_of_numbers
 from fednh.data.test_set import test_rows
 from fednh.errors import Notice, UserError, did_you_mean
 from fednh.storage.files import expanded
@@ -89,9 +89,13 @@ class Table(Tabular):
     ) -> Iterator[NDArray[Any]]:
         """Rows with the columns that the model was trained on, or, where it was trained on arrays, rows of numbers."""
         if len(shape) == 3:
-            raise UserError(f"{path}: this model takes images, not tables")
+            raise UserError(
+                f"{path}: this model takes images, not tables: image files, folders of them, or .npz arrays"
+            )
         if preprocessing.get("kind") == "table":
             return iter([told(*encode(read(path, self.file_form), preprocessing, str(path)))])
+        if is_parquet(path):
+            return iter([numbers_of(read(path), shape[0], str(path))])
         return rows_of_numbers(path, shape[0], self.file_form)
 
 
