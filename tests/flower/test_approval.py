@@ -88,10 +88,11 @@ def test_what_a_site_lacks_is_told_before_it_starts(fed: Path, tmp_path: Path) -
 
 def test_a_finished_run_is_not_begun_again(fed: Path, tmp_path: Path) -> None:
     (fed / "run").mkdir()
+    (fed / "run/config.toml").write_text("rounds = 10")  # as many as the scaffold's
     (fed / "run/summary.json").write_text("{}")
     ended = fednh(["federation", "run", str(fed)], tmp_path / "io")
     assert ended.code == 2
-    assert "holds a finished run; move it away" in " ".join(ended.stderr.split())
+    assert "holds a finished run; raise rounds in" in " ".join(ended.stderr.split())
 
 
 def test_a_run_with_rounds_that_changed_nothing_is_no_success(tmp_path: Path) -> None:
