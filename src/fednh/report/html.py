@@ -234,12 +234,14 @@ def _explorer(runs: Sequence[Run]) -> tuple[list[dict[str, Any]], dict[Path, int
             for variant, (run, *_) in variants.items():
                 values = {key: _by_client(run, key) for key in shown}
                 methods.append({"label": variant, "colour": paint[variant], "values": values})
-            held, names = {key: same[0].partition[key] for key in ("classes", "counts")}, same[0].names
+            measured = (person["client"] for run in same for person in run.summary["clients"])
             found.append(
                 {
                     "label": f"{label}, seed {seed}",
-                    **held,
-                    "sites": [names.get(k) for k in range(len(held["counts"]))] if names else None,
+                    "classes": same[0].partition["classes"],
+                    "counts": same[0].partition["counts"],  # empty: only the sites of a federation know
+                    "clients": sorted({*range(len(same[0].partition["counts"])), *measured}),
+                    "sites": same[0].names,
                     "figures": {key: EXPLORED[key] for key in shown},
                     "methods": methods,
                     "held": explored(same),

@@ -33,6 +33,7 @@ def site_sections(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "title": table.title,
             "again": any(one["table"].runs[0].summary["data"] == table.runs[0].summary["data"] for one in found),
             "digest": digest(table),
+            "sure": any(row.n is not None for row in table.rows),
             "table": table,
             "rows": [_row(row, table) for row in table.rows],
             "means": [table.mean(column) for column in table.columns],

@@ -84,6 +84,7 @@ def _overview(ax: Axes, run: Run, counts: Counts, classes: list[str]) -> bool:
         area = largest * size / size.max()
         ax.scatter(where[:, 1], where[:, 0], s=area, color=CYCLE[0], alpha=0.75, linewidths=0, clip_on=False)
         ax.margins(0.04)
+        ax.set_xlim(-0.5, len(counts) - 0.5)
         ax.invert_yaxis()
     else:
         image = ax.imshow(counts.T, aspect="auto", cmap=fading(CYCLE[0]), interpolation="nearest", vmin=0)
@@ -118,9 +119,10 @@ def _together(ax: Axes, run: Run, counts: Counts, classes: list[str], chosen: Se
 
 
 def _names(ax: Axes, names: Sequence[str]) -> None:
-    """Names below an axis: upright where they are short, slanted where they are not."""
+    """Names below an axis, slanted where they would touch."""
     ax.set_xticks(range(len(names)), map(shortened, names))
-    if max(map(len, names)) > 3:
+    longest = max(map(len, names))
+    if longest > 3 and len(names) * (longest + 2) > 48:
         for text in ax.get_xticklabels():
             text.set(rotation=50, ha="right", rotation_mode="anchor")
 

@@ -169,16 +169,17 @@
       element("p", "Rows are what the held-out samples are, columns what the model takes them for; outlined cells are right. The darker, the larger the share of its row.", "note"),
     );
   };
-  const name = (group, client) => group.sites?.[client] ?? `Client ${client}`;
+  const name = (group, client) => group.sites[client] ?? `Client ${client}`;
   const showClient = () => {
     const group = data.explorer[pick.group.value], client = Number(pick.client.value);
-    const counts = group.counts[client], total = counts.reduce((a, b) => a + b, 0);
+    const counts = group.counts[client] ?? [], total = counts.reduce((a, b) => a + b, 0);
     const owned = counts.map((n, c) => [group.classes[c], n]).filter(([, n]) => n > 0).sort((a, b) => b[1] - a[1]);
     const shown = owned.slice(0, 20);
     explorer.querySelector("#client-says").textContent =
-      `${name(group, client)} holds ${total.toLocaleString("en")} training samples of ${owned.length} of ${group.classes.length} classes` +
-      (owned.length > shown.length ? `; the ${shown.length} largest are shown.` : ".") +
+      (counts.length ? `${name(group, client)} holds ${total.toLocaleString("en")} training samples of ${owned.length} of ${group.classes.length} classes` +
+      (owned.length > shown.length ? `; the ${shown.length} largest are shown.` : ".") : `What ${name(group, client)} holds, only the site knows.`) +
       (group.held?.clients[client]?.says ? ` ${group.held.clients[client].says}` : "");
+    explorer.querySelector("#client-classes").parentElement.hidden = !counts.length;
     bars(explorer.querySelector("#client-classes"), shown, Math.max(...owned.map(([, n]) => n)), (n) => n.toLocaleString("en"));
     explorer.querySelector("#client-figures").replaceChildren(...Object.entries(group.figures).flatMap(([metric, title]) => {
       const measured = group.methods.filter((m) => Object.keys(m.values[metric]).length); // Local has no global model
@@ -192,15 +193,15 @@
   };
   const showGroup = () => {
     const group = data.explorer[pick.group.value];
-    const many = group.counts.length > 12;
+    const many = group.clients.length > 12;
     for (const node of [find, explorer.querySelector("label[for=find-client]")]) node.hidden = !many;
     find.value = "";
-    fill(pick.client, group.counts.map((_, i) => [i, name(group, i)]));
+    fill(pick.client, group.clients.map((i) => [i, name(group, i)]));
     showClient();
   };
   find.addEventListener("input", () => {
     const group = data.explorer[pick.group.value], sought = find.value.trim().toLowerCase(), now = pick.client.value;
-    const all = group.counts.map((_, i) => [i, name(group, i)]);
+    const all = group.clients.map((i) => [i, name(group, i)]);
     const some = all.filter(([, text]) => text.toLowerCase().includes(sought));
     fill(pick.client, some.length ? some : all);
     if (some.some(([i]) => String(i) === now)) pick.client.value = now;
