@@ -145,7 +145,7 @@ def test_the_command(real_runs: Path, tmp_path: Path) -> None:
     for words, complaint in [
         (["figure", "curvs", str(real_runs)], "did you mean 'curves'"),
         (["figure", "curves", str(real_runs), "-o", str(tmp_path / "c.gif")], ".svg, .pdf or .png"),
-        (["figure", "partition", str(real_runs), "--clients", "0,zebra"], "should be whole numbers"),
+        (["figure", "partition", str(real_runs), "--clients", "0,zebra"], "have no names: choose one by its number"),
         (["figure", "representations", str(real_runs), "--clients", "0,1,2"], "two clients, and 3 were chosen"),
         (["figure", "frequency", str(real_runs), "--shots", "20"], "two whole numbers"),
     ]:

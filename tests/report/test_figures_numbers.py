@@ -22,7 +22,7 @@ from fednh.report.figures.style import COLOURS, colours
 from fednh.report.groups import by_setting, by_variant
 from fednh.report.stats import lowest_tenth
 from fednh.report.superclasses import load_groups
-from synthetic import fake_run, person, record
+from synthetic import fake_run, fake_sites, person, record
 
 
 def test_curve_is_mean_and_spread_over_seeds_at_rounds_that_all_evaluated(tmp_path: Path) -> None:
@@ -132,6 +132,10 @@ def test_shares_and_clients(tmp_path: Path) -> None:
     nine = fake_run(tmp_path / "nine", {}, counts=[(5, 5)] * 9)
     assert chosen_clients(nine, Choice()) == (0, 1)
     assert chosen_clients(nine, Choice(clients=(8, 2, 5))) == (8, 2, 5)
+    named = fake_sites(tmp_path / "named", "fednh", [1.0, 2.0, 3.0])
+    assert chosen_clients(named, Choice(clients=("photo", "0"))) == (2, 0)  # by name, and numbers stay valid
+    with pytest.raises(UserError, match=r"no site 'phot'.*'photo'"):
+        chosen_clients(named, Choice(clients=("phot",)))
     with pytest.raises(NotAllowed, match="9 clients are too many"):
         chosen_clients(nine, Choice(clients=tuple(range(9))))
 

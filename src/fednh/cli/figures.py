@@ -30,7 +30,8 @@ def figure(
         Path | None, typer.Option("--out", "-o", help="A .svg, .pdf or .png file; a folder for 'all'.")
     ] = None,
     clients: Annotated[
-        str | None, typer.Option(help="Clients, such as 0,1 (partition: up to eight; representations: two).")
+        str | None,
+        typer.Option(help="Numbers or sites, such as 0,1 (partition: up to eight; representations: two)."),
     ] = None,
     classes: Annotated[str | None, typer.Option(help="Class names, such as bear,leopard (representations).")] = None,
     x: Annotated[str, typer.Option(help="round, bytes or seconds (curves).")] = "round",
@@ -53,7 +54,7 @@ def figure(
         raise UserError(f"there is no figure {name!r}{did_you_mean(name, ('list', 'all', *FIGURES))}")
     few, many = _two_numbers(shots, "--shots")
     choice = Choice(
-        clients=None if clients is None else _numbers(clients, "--clients"),
+        clients=None if clients is None else tuple(word.strip() for word in clients.split(",")),
         classes=None if classes is None else tuple(word.strip() for word in classes.split(",")),
         x=x,
         groups=groups,
@@ -98,14 +99,8 @@ def report(
 
 
 def _two_numbers(text: str, option: str) -> tuple[int, int]:
-    numbers = _numbers(text, option)
-    if len(numbers) != 2:
-        raise UserError(f"{option} {text!r} should be two whole numbers, such as 20,100")
-    return numbers[0], numbers[1]
-
-
-def _numbers(text: str, option: str) -> tuple[int, ...]:
     try:
-        return tuple(int(word) for word in text.split(","))
+        first, second = (int(word) for word in text.split(","))
     except ValueError:
-        raise UserError(f"{option} {text!r} should be whole numbers, such as 0,1") from None
+        raise UserError(f"{option} {text!r} should be two whole numbers, such as 20,100") from None
+    return first, second

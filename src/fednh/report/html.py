@@ -62,8 +62,8 @@ def render(runs: Sequence[Run], title: str, paper: bool = False, groups: Path | 
     sites = site_sections(runs)
     listing = _runs_sheet(runs)
     figures, lacking, files = _figures(runs, Choice(groups=groups))
-    by_site = [sheet for entry in sites for sheet in (entry["sheet"], entry["classes_file"])]
-    files |= {sheet.name: sheet_csv(sheet) for sheet in [*sheets, *by_site, listing]}
+    files |= {sheet.name: sheet_csv(sheet) for sheet in [*sheets, *(e["classes_file"] for e in sites), listing]}
+    files |= {entry["id"]: entry["file"] for entry in sites}
     files["rounds"] = rounds_csv(runs)
     shared, configs = _settings(runs)
     explorer, where = _explorer(runs)

@@ -15,6 +15,7 @@ from fednh.storage.layout import RunLayout
 from fednh.storage.outcomes import Outcomes, read_outcomes
 from fednh.storage.run_folder import read_config, read_metrics, read_summary
 from fednh.storage.site_names import names_of
+from fednh.words import some
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,12 @@ class Run:
 
     def counted(self, metric: str) -> list[float]:
         """A metric of the clients that count in its mean."""
+        return [value for _, value in self.counted_people(metric)]
+
+    def counted_people(self, metric: str) -> list[tuple[int, float]]:
+        """The clients that count in a metric's mean, each with its value."""
         left_out = self.one_class if metric in HELD else ()
-        return [value for client, value in self.people(metric) if client not in left_out]
+        return [(client, value) for client, value in self.people(metric) if client not in left_out]
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
@@ -108,3 +113,11 @@ def load_run(path: Path) -> Run:
 
 def load_runs(folders: Sequence[Path]) -> list[Run]:
     return [load_run(path) for path in find_runs(folders)]
+
+
+def left_out(runs: Sequence[Run]) -> str:
+    """Who is left out of held-out means, as a sentence that may follow another one."""
+    names = list(dict.fromkeys(run.client_name(client) for run in runs for client in run.one_class))
+    if not names:
+        return ""
+    return f" A site with one class, which any model can name, is left out: {some(names)}."

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fednh.report import site_sheets
 from fednh.report.cells import DASH, number, word
 from fednh.report.load import Run
 from fednh.report.sheet import Cell, Sheet
@@ -38,7 +39,7 @@ def site_sections(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "rows": [_row(row, table) for row in table.rows],
             "means": [table.mean(column) for column in table.columns],
             "left_out": len(table.rows) - len(table.measured),
-            "sheet": site_csv_sheet(table, name),
+            "file": site_sheets.to_csv([table]),
             "classes": by_class,
             "classes_file": class_sheet(table, f"{name}-classes", apart=True),
             "too_long": len(by_class.rows) > MOST_ROWS,
@@ -69,33 +70,17 @@ def digest(table: SiteTable) -> str:
     return f"{sentence[:1].upper()}{sentence[1:]}."
 
 
-def site_csv_sheet(table: SiteTable, name: str) -> Sheet:
-    """The site table as it is downloaded: every number in a column of its own."""
-    columns = ["client", "site", "n"]
-    columns += [f"{column}{more}" for column in table.columns for more in ("", ", low", ", high")]
-    rows = []
-    for row in table.rows:
-        cells = [word(row.client), word(row.name), Cell("" if row.n is None else str(row.n))]
-        for column in table.columns:
-            model = row.model(column)
-            values = (None, None, None) if model is None else (model.accuracy, model.low, model.high)
-            cells += [Cell("" if value is None else f"{value:.4f}") for value in values]
-        best = row.best
-        rows.append([*cells, Cell(best.label if best else ""), Cell(verdict(row, table.classes).sentence)])
-    return Sheet(name, table.title, [*columns, "best", "sentence"], rows)
-
-
 def class_sheet(table: SiteTable, name: str, apart: bool = False) -> Sheet:
     """Recall and precision of every class at every site, for each model; `apart` gives each a column, for a file."""
     rates = [f": {rate}" for rate in _RATES] if apart else [""]
     columns = ["site", "class", "training samples", "held-out samples", *(["few"] if apart else [])]
     rows = []
     for row in table.rows:
-        models, classes = _by_class(row, table)
-        for label, some in classes.items():
-            cells = [word(row.name), word(label), _count(some.trained), *_held(some, apart)]
+        models = _by_class(row, table)
+        for at, some in enumerate(next(iter(models.values()), [])):
+            cells = [word(row.name), word(some.name), _count(some.trained), *_held(some, apart)]
             for column in table.columns:
-                one = models.get(column, {}).get(label)
+                one = models[column][at] if column in models else None
                 both = [number(getattr(one, rate, None), "{:.1f}") for rate in _RATES]
                 cells += both if apart else [Cell(" / ".join(cell.text for cell in both), both[0].value)]
             rows.append(cells)
@@ -118,36 +103,31 @@ def explored(runs: Sequence[Run]) -> dict[str, Any] | None:
 
 
 def _client(row: SiteRow, table: SiteTable) -> dict[str, Any]:
-    models, classes = _by_class(row, table)
-    number_of = {label: number for number, label in enumerate(table.classes)}
+    models = _by_class(row, table)
+    classes = next(iter(models.values()), [])
     told = []
-    for model in row.models:
-        if model.label in models:
-            found = [models[model.label].get(label) for label in classes]
-            counts = confusion(row, model, len(table.classes))
-            rates = {rate: [_rounded(getattr(one, rate, None)) for one in found] for rate in _RATES}
-            cells = [int(value) for t, p in np.argwhere(counts) for value in (t, p, counts[t, p])]
-            told.append({"label": model.label, **rates, "confusion": cells})
+    for label, found in models.items():
+        model = row.model(label)
+        assert model is not None
+        counts = confusion(row, model, len(table.classes))
+        rates = {rate: [_rounded(getattr(one, rate)) for one in found] for rate in _RATES}
+        cells = [int(value) for t, p in np.argwhere(counts) for value in (t, p, counts[t, p])]
+        told.append({"label": label, **rates, "confusion": cells})
     return {
         "n": row.n,
         "leader": row.leader.label if row.leader is not None else None,
         "says": verdict(row, table.classes).sentence if table.runs[0].names else None,
-        "classes": [number_of[label] for label in classes],
-        "held": [one.n for one in classes.values()],
-        "few": [one.few for one in classes.values()],
+        "classes": [table.classes.index(one.name) for one in classes],
+        "held": [one.n for one in classes],
+        "few": [one.few for one in classes],
         "models": told,
     }
 
 
-def _by_class(row: SiteRow, table: SiteTable) -> tuple[dict[str, dict[str, ClassRow]], dict[str, ClassRow]]:
-    """For each model its classes by name; and the classes that any model has, in the data's order, with counts."""
-    models = {
-        model.label: {one.name: one for one in class_table(row, model, table.classes)}
-        for model in row.models
-        if model.guessed is not None
-    }
-    everything = {name: one for found in models.values() for name, one in found.items()}
-    return models, {name: everything[name] for name in table.classes if name in everything}
+def _by_class(row: SiteRow, table: SiteTable) -> dict[str, list[ClassRow]]:
+    """For each model whose predictions are recorded the classes of the site: the same classes for all of them."""
+    found = {model.label: class_table(row, model, table.classes) for model in row.models}
+    return {label: classes for label, classes in found.items() if classes}
 
 
 def _row(row: SiteRow, table: SiteTable) -> dict[str, Any]:

@@ -11,12 +11,11 @@ from functools import partial
 
 from fednh.report.cells import DASH, measured, number, percent, probability, rank, rank_spread, size, word
 from fednh.report.groups import Group, Row, TableLayout, lay_out
-from fednh.report.load import Run
+from fednh.report.load import Run, left_out
 from fednh.report.pairs import HELD_OUT, METRICS, Comparison, compare
 from fednh.report.published import departures, published
 from fednh.report.sheet import Cell, Sheet
 from fednh.report.stats import WILCOXON_FROM, spread, worst_tenth
-from fednh.words import some
 
 _ACCURACY_WORDS = (
     "GM: global model; PM(V), PM(L): personal models, owned classes alike or by their share, mean over clients"
@@ -73,7 +72,7 @@ def fairness_sheet(runs: Sequence[Run], paper: bool = False) -> Sheet:
 def held_out_sheet(runs: Sequence[Run]) -> Sheet:
     """Accuracy on the clients' own held-out samples: not comparable with metrics on a balanced test set."""
     words = f"{_HELD_WORDS}; spread and worst 10%: of the personal models' share over clients. {_MEAN_FIRST}"
-    words += _left_out(runs)
+    words += left_out(runs)
     return _metrics("held-out", "Accuracy on held-out samples in percent", words, HELD, lay_out(runs), False)
 
 
@@ -148,18 +147,10 @@ def comparison_sheet(runs: Sequence[Run]) -> Sheet:
     said = f"{_ACCURACY_WORDS}; fairness: standard deviation of PM(L) over clients. {_MEAN_FIRST}"
     layout = lay_out(runs)
     said = f"{said} {_sampled(layout)}".rstrip()
-    note = " ".join([said] * ("gm" in keys) + [f"{_HELD_WORDS}.{_left_out(runs)}"] * held)
+    note = " ".join([said] * ("gm" in keys) + [f"{_HELD_WORDS}.{left_out(runs)}"] * held)
     columns = ["method", "data", "seed", "rounds", *keys.values(), "samples/s"]
     title = "Test accuracy in percent" if "gm" in keys else "Accuracy on held-out samples in percent"
     return Sheet("comparison", title + _common(layout, data=False), columns, rows, note)
-
-
-def _left_out(runs: Sequence[Run]) -> str:
-    """Who is left out of held-out means, as a sentence that may follow another one."""
-    names = list(dict.fromkeys(run.client_name(client) for run in runs for client in run.one_class))
-    if not names:
-        return ""
-    return f" A site with one class, which any model can name, is left out: {some(names)}."
 
 
 # --- accuracy and fairness -----------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def identity(run: Run) -> list[str]:
 class Choice:
     """What a person may choose about a figure; None leaves it to the figure."""
 
-    clients: tuple[int, ...] | None = None  # partition, representations (two)
+    clients: tuple[int | str, ...] | None = None  # numbers or sites' names: partition, representations (two)
     classes: tuple[str, ...] | None = None  # representations
     x: str = "round"  # curves: round, bytes or seconds
     groups: Path | None = None  # similarity: a mapping file {"group": ["class", ...]}

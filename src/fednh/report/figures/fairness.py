@@ -19,7 +19,7 @@ from fednh.report.figures.base import (
 )
 from fednh.report.figures.style import ALARM, colours, ink, muted, panels, shortened
 from fednh.report.groups import by_variant
-from fednh.report.load import Run
+from fednh.report.load import Run, left_out
 from fednh.report.stats import lowest_tenth, worst_tenth
 
 RASTER = 800  # more dots than this are drawn as pixels, which keeps vector files small
@@ -28,21 +28,21 @@ RASTER = 800  # more dots than this are drawn as pixels, which keeps vector file
 def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     metric_key = "pm_l" if "pm_l" in metrics_of(runs) else "held_share"
     name = {"pm_l": "PM(L)", "held_share": "held-out accuracy"}[metric_key]
-    able = [run for run in runs if run.people(metric_key)]
+    able = [run for run in runs if run.counted(metric_key)]
     if not able:
         raise NotAllowed("no client took part in any run, or no accuracy of single clients was measured")
     variants = dict(sorted(by_variant(able).items(), key=lambda item: -_mean(item[1], metric_key)))
     paint = colours(list(variants), [group[0].method for group in variants.values()])
     figure, axes = panels(1, 1, 7.6, 0.9 + 0.46 * len(variants))
     ax, rows = axes[0, 0], []
-    total = sum(len(run.people(metric_key)) for group in variants.values() for run in group)
+    total = sum(len(run.counted(metric_key)) for group in variants.values() for run in group)
     for place, (label, group) in enumerate(variants.items()):
         people = [
             (run.config.seed, *identified(run, client), value)
             for run in group
-            for client, value in run.people(metric_key)
+            for client, value in run.counted_people(metric_key)
         ]
-        by_seed = [[value for _, value in run.people(metric_key)] for run in group]
+        by_seed = [run.counted(metric_key) for run in group]
         values, marked = np.concatenate(by_seed), np.concatenate([lowest_tenth(column) for column in by_seed])
         mean, worst = _mean(group, metric_key), float(np.mean([worst_tenth(column) for column in by_seed]))
         height = place + np.random.default_rng(0).uniform(-0.27, 0.27, len(values))
@@ -68,16 +68,18 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         f"the mean of the worst 10% of {whose} (at least one), all three averaged over seeds; red diamonds are the "
         "worst 10% of each seed."
     )
+    if metric_key == "held_share":
+        caption += left_out(able)
     return Drawing(figure, caption, ["method", "seed", *identity(able[0]), metric_key, "worst_tenth"], rows)
 
 
 def _mean(runs: Sequence[Run], metric: str) -> float:
-    return float(np.mean([np.mean([value for _, value in run.people(metric)]) for run in runs]))
+    return float(np.mean([np.mean(run.counted(metric)) for run in runs]))
 
 
 def _worst(runs: Sequence[Run], metric: str) -> str:
     """ "worst 10%", or the name of the site where that is one."""
-    people = runs[0].people(metric)
+    people = runs[0].counted_people(metric)
     if len(runs) > 1 or len(people) > 10 or not runs[0].names:
         return "worst 10%"
     return f"worst: {shortened(runs[0].client_name(min(people, key=lambda person: person[1])[0]), 16)}"

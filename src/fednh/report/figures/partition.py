@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, identified, identity, whom
 from fednh.report.figures.style import CYCLE, fading, grid, panels, shortened
 from fednh.report.load import Run
+from fednh.storage.site_names import find_client
 
 Counts = NDArray[np.int64]  # (K, C)
 MOST_BUBBLES = 800  # above so many, or so many clients, a heat map is easier to read (and to draw)
@@ -27,7 +28,8 @@ def chosen_clients(run: Run, choice: Choice, most: int = MOST_TOGETHER) -> tuple
         raise NotAllowed("only the sites of a federation know what they hold")
     if count < 2:
         raise NotAllowed(f"there is only one {whom(run, several=False)}")
-    chosen = choice.clients or (tuple(range(count)) if count <= most else (0, 1))
+    asked = choice.clients or (range(count) if count <= most else (0, 1))
+    chosen = tuple(find_client(run.names, client, run.path) for client in asked)
     for client in chosen:
         if not 0 <= client < count:
             raise NotAllowed(f"there is no client {client}; they are numbered 0 to {count - 1}")
