@@ -95,7 +95,7 @@ def _run(
     with folder.opened(settings, extend=extend) as unfinished:
         if unfinished:
             federation = build_federation(settings, samples, run=folder.path)
-            for note in federation.dataset.notes:
+            for note in (*federation.dataset.notes, *federation.dataset.warnings):
                 warnings.warn(note, Notice, stacklevel=3)
             name = f"{settings.method['name']} on {federation.dataset.name}"
             with watcher(Console(stderr=True), settings.rounds, name, quiet=not progress) as screen:

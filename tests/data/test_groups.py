@@ -21,7 +21,7 @@ from fednh.data.dataset import Dataset
 from fednh.data.hold_out import hold_out
 from fednh.data.inspection import Division, inspect
 from fednh.data.partitions import PARTITIONS, Drawn
-from fednh.data.sources import load
+from fednh.data.sources import load, taken
 from fednh.data.test_set import test_rows as cut_rows
 from fednh.errors import Notice, Refused, UserError
 from fednh.flower.policy import for_sites, read_policy, site_toml
@@ -122,7 +122,7 @@ def test_a_share_is_met_as_far_as_groups_allow() -> None:
 PATIENTS = [(k // 3, "ab"[k // 3 % 2], k) for k in range(36)]  # three samples a patient
 
 
-def source(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+def source(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
     """A source of twelve patients with three samples each, and its data.group."""
     if kind.startswith("folder"):
         lines = ["file,group"]
@@ -149,15 +149,17 @@ def source(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[st
         return f"csv:{folder / 't.csv'}", "patient"
     from pyarrow import csv, parquet
 
+    if kind == "memory":
+        return csv.read_csv(folder / "t.csv"), "patient"
     parquet.write_table(csv.read_csv(folder / "t.csv"), folder / "t.parquet")
     return f"{kind}:{folder / 't.parquet'}", "patient"
 
 
-def own(name: str, **options: Any) -> Dataset:
-    return load(name, Path("unused"), options)
+def own(name: Any, **options: Any) -> Dataset:
+    return load(name, Path("unused"), options) if isinstance(name, str) else taken(name, options)
 
 
-@pytest.mark.parametrize("kind", ["folder", "folder path", "folder csv", "csv", "parquet", "hf", "npz", "py"])
+@pytest.mark.parametrize("kind", ["folder", "folder path", "folder csv", "csv", "parquet", "hf", "memory", "npz", "py"])
 def test_every_kind_of_source_has_groups(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, group = source(kind, tmp_path, monkeypatch)
     data = own(name, group=group)

@@ -13,7 +13,7 @@ from PIL import Image
 
 from fednh.config import load as load_config
 from fednh.data.dataset import Dataset
-from fednh.data.sources import SOURCES, load
+from fednh.data.sources import SOURCES, load, taken
 from fednh.errors import UserError
 from fednh.storage.model_file import read_model
 from forked import fednh
@@ -24,8 +24,8 @@ ROWS = [(10 * k + at, "abc"[(k + at) % (3 if site == "west" else 2)], site)
         for at, site in enumerate(SITES) for k in range(6)]  # fmt: skip
 
 
-def written(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """ROWS as a source of a kind."""
+def written(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """ROWS as a source of a kind; what a program gives is a table."""
     folder.mkdir(exist_ok=True)
     values, labels, sites = zip(*ROWS, strict=True)
     if kind == "folder":
@@ -54,21 +54,23 @@ def written(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     from pyarrow import parquet
 
     table = pa.table({"value": values, "word": [s[0] for s in sites], "label": labels, "site": sites})
+    if kind == "memory":
+        return table
     parquet.write_table(table, folder / "t.parquet")
     return f"{kind}:{folder / 't.parquet'}"
 
 
 @pytest.fixture
-def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return written(request.param, tmp_path / "data", monkeypatch)
 
 
-def own(source: str, **options: Any) -> Dataset:
-    return load(source, Path("unused"), options)
+def own(source: Any, **options: Any) -> Dataset:
+    return load(source, Path("unused"), options) if isinstance(source, str) else taken(source, options)
 
 
 @pytest.mark.parametrize("source", SOURCES, indirect=True)
-def test_every_kind_reads_the_chosen_sites_alone(source: str) -> None:
+def test_every_kind_reads_the_chosen_sites_alone(source: Any) -> None:
     whole, two = own(source), own(source, without=["west"])
     assert (whole.sites, two.sites) == (SITES, ("north", "south"))
     assert two.site_train is not None
@@ -81,7 +83,7 @@ def test_every_kind_reads_the_chosen_sites_alone(source: str) -> None:
         assert two.mean[0] == pytest.approx(sum(v for v, _, _ in kept) / 12)  # the other site was not measured
     if two.preprocessing["kind"] == "table":
         assert two.preprocessing["columns"][1]["values"] == ["n", "s"]  # nor are its words known
-    numbered = source.startswith(("npz", "py"))  # their labels are numbers, so classes are not found but counted
+    numbered = str(source).startswith(("npz:", "py:"))  # their labels are numbers, so classes are not found but counted
     assert two.classes == (("a", "b", "c") if numbered else ("a", "b"))
     one = own(source, sites=["west"])
     assert (one.sites, len(one.y_train)) == (("west",), 6)

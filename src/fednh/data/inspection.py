@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from fednh.data.dataset import Dataset, Inputs
 from fednh.data.groups import not_divided
+from fednh.data.near_copies import Found, near_copies
 from fednh.data.partitions.base import Indices
 
 FEW = 10  # samples of a class: with fewer, its accuracy is mostly chance
@@ -62,6 +63,8 @@ def inspect(data: Dataset, division: Division | None = None) -> dict[str, Any]:
         "notes": list(data.notes),
     }
     warnings = [*data.warnings, *_class_warnings(data, train, test), *_twins(data)]
+    if division is None and not len(data.y_test):
+        warnings += _near_itself(data)
     if division is not None:
         facts["clients"], more = _clients(data, division)
         warnings += more
@@ -113,9 +116,29 @@ def _twins(data: Dataset) -> list[str]:
         found.append(f"{len(torn):,} training samples occur under more than one class")
     if extra := len(test) - len(set(test)):
         found.append(f"{extra:,} test samples are exact copies of others")
-    if both := sum(d in seen for d in test):
+    same = np.array([d in seen for d in test], bool)
+    if both := int(same.sum()):
         found.append(f"{both:,} test samples are exact copies of training samples: results on them are too good")
-    return found
+    near = near_copies(data.x_test, data.x_train, data.preprocessing, same)
+    return [*found, *_near(near, "test samples", "training samples")]
+
+
+def _near(found: Found, what: str, others: str) -> list[str]:
+    """A sentence on near copies, with how many samples were compared."""
+    if not found.copies:
+        return []
+    compared = f"{found.copies:,} of {found.samples:,} {what} that were compared with {found.others:,} {others}"
+    return [
+        f"{compared} are nearly copies of some: results are too good if they show the same person or thing; data.group "
+        "keeps such samples together"
+    ]
+
+
+def _near_itself(data: Dataset) -> list[str]:
+    """Where nothing is divided yet: near copies that a hold-out could separate."""
+    counts = Counter(digests := _digests(data.x_train))
+    near = near_copies(data.x_train, None, data.preprocessing, np.array([counts[d] > 1 for d in digests], bool))
+    return _near(near, "training samples", "others")
 
 
 def _digests(x: Inputs) -> list[bytes]:
@@ -163,8 +186,12 @@ def _client_warnings(data: Dataset, how: Division, table: NDArray[Any], held: ND
             found.append(f"clients with fewer than {FEW_HELD} held-out samples, whose figures are luck: {_some(small)}")
         digests = _digests(data.x_train)
         trained = {digests[i] for part in how.parts for i in part}
-        if both := sum(digests[i] in trained for part in how.held_out for i in part):
+        aside, used = np.concatenate(how.held_out), np.concatenate(how.parts)
+        same = np.array([digests[i] in trained for i in aside], bool)
+        if both := int(same.sum()):
             found.append(f"{both:,} held-out samples are exact copies of training samples: results are too good")
+        near = near_copies(data.x_train[aside], data.x_train[used], data.preprocessing, same)
+        found += _near(near, "held-out samples", "training samples")
     return found
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fednh.data.dataset import Dataset
+from fednh.data.identifiers import in_vectors
 from fednh.data.kind_settings import declared
 from fednh.data.labels import alike
 from fednh.data.published import PUBLISHED
@@ -59,17 +60,24 @@ def load(name: str, folder: Path, settings: Mapping[str, Any] | None = None) -> 
     kind, address = found
     source = build(kind, settings or {})
     data = source.read(name, address)
-    if source.group and data.group_train is None:
-        raise UserError(f"data.group = {source.group!r}, but {name} does not say which samples belong together")
-    data = with_test_set(data if kind.chooses else restricted(data, source, name), source.test_share)
-    names = [] if source.classes else alike(data.classes, "classes")
-    return replace(data, warnings=(*data.warnings, *(f"{name}: {w}" for w in (*names, *alike(data.sites, "sites")))))
+    return _complete(data if kind.chooses else restricted(data, source, name), source, name)
 
 
 def taken(data: Any, settings: Mapping[str, Any]) -> Dataset:
     """What a program gives instead of a name, read by the settings below [data]."""
     source = Memory(**_used(Memory, settings))
-    return with_test_set(source.taken(data), source.test_share)
+    return _complete(source.taken(data), source, "data")
+
+
+def _complete(data: Dataset, source: Source, where: str) -> Dataset:
+    """What was read, with a test set if one is to be cut off, and with warnings of what no kind of source can want."""
+    if source.group and data.group_train is None:
+        raise UserError(f"data.group = {source.group!r}, but {where} does not say which samples belong together")
+    found = [] if source.classes else alike(data.classes, "classes")
+    told = [f"{where}: {words}" for words in (*found, *alike(data.sites, "sites"))]
+    if data.preprocessing["kind"] == "vector":
+        told += in_vectors(data.x_train, where, data.site_train)
+    return with_test_set(replace(data, warnings=(*data.warnings, *told)), source.test_share)
 
 
 def _names_no_sites(name: str, settings: Mapping[str, Any]) -> None:

@@ -52,7 +52,7 @@ class Memory(Tabular):
             found = replace(data, name=f"{self.prefix}:{data.name}") if data.name else _called(data)
         else:
             arrays, agreed = _named(_arrays(data), self.classes or [])
-            found = _called(from_arrays("memory", "data", arrays, agreed))
+            found = _called(from_arrays("memory", "data", arrays, agreed, self.group))
         return restricted(found, self, "data")
 
     @classmethod

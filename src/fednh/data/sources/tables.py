@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fednh.data import columns, site_choice
+from fednh.data import columns, identifiers, site_choice
 from fednh.data.columns import MISSING
 from fednh.data.dataset import Dataset, Inputs
 from fednh.data.delimited import Form, Usual
@@ -154,6 +154,7 @@ def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Data
     number = {n: k for k, n in enumerate(sites)}
     place = np.array([number.get(n, -1) for n in names], np.int64)
     mean, std = measure(x[~test], 1.0, preprocessing)
+    suspects = _identifiers(where, table.filter(~test), described, place[~test] if sites else None, options)
     return Dataset(
         name,
         x[~test],
@@ -169,7 +170,7 @@ def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Data
         site_test=place[test] if sites else None,
         group_train=None if together is None else together[~test],
         fitted=True,
-        warnings=tuple(torn(groups, test, where)),
+        warnings=(*torn(groups, test, where), *suspects),
         preprocessing=preprocessing,
         reading=form_of(table),
         notes=(*told, *gaps),
@@ -301,6 +302,22 @@ def _described(
     if not found:
         raise UserError(f"{where} holds no feature beside {', '.join(sorted(filter(None, aside)))}")
     return found, notes
+
+
+def _identifiers(
+    where: str, rows: pa.Table, described: Sequence[Mapping[str, Any]], site: NDArray[np.int64] | None, options: Tabular
+) -> list[str]:
+    """A warning of features that look like identifiers, unless data.columns chose them."""
+    found: list[tuple[str, str]] = []
+    for column in [] if options.columns else described:
+        name = column["name"]
+        if column["kind"] == "number":  # before it becomes float32, which large numbers do not survive
+            why = identifiers.of_numbers(columns.numbers(rows.column(name), name, where), name, site)
+        else:
+            why = identifiers.of_words(len(column["values"]), len(rows), name)
+        found += [(name, why)] if why else []
+    remedy = "leave them out with data.ignore, or name with data.group what belongs together"
+    return identifiers.sentence(where, "columns", found, remedy)
 
 
 def _values(where: str, rows: pa.Table, name: str, written: bool) -> list[str]:
