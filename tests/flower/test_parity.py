@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from torch import nn
 from wire import federate, simulate
 
 from conftest import identical
-from fednh.config import Config, load
+from fednh.config import Config, dump, load
+from fednh.flower.site import Place, Site
 from fednh.methods import METHODS
 from fednh.storage.files import read_tree
 
@@ -47,7 +49,7 @@ def test_same_models_and_figures_as_the_simulator(method: str, tmp_path: Path) -
 
 
 def test_the_same_sample_is_looked_at_in_the_end(tmp_path: Path) -> None:
-    config = small("fedavg", **{"eval.final": 2, "eval.clients": 1})
+    config = small("fedavg", **{"eval.final": 2, "eval.clients": 1, "eval.samples": 40})
     simulate(config, tmp_path / "simulator")
     federate(config, tmp_path / "flower")
     compare(tmp_path / "simulator", tmp_path / "flower")
@@ -66,6 +68,15 @@ def test_sites_draw_what_the_simulator_draws(tmp_path: Path) -> None:
     simulate(config, tmp_path / "simulator")
     federate(config, tmp_path / "flower")
     compare(tmp_path / "simulator", tmp_path / "flower")
+
+
+def test_a_site_measures_on_all_of_its_own_test_part(tmp_path: Path) -> None:
+    """eval.samples bounds a shared test set; what a site holds out, or has as its own test part, is used whole."""
+    x, y = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32), np.arange(60) % 3
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=y, x_test=x[:30], y_test=y[:30])
+    settings = {"data.name": "own", "partition.name": "site", "eval.samples": 6, "model.name": "mlp"}
+    site = Site(Place("a", tmp_path / "state", f"npz:{tmp_path}/a.npz"), dump(load("digits", settings)), None)
+    assert (len(site.fed.test), len(site._held_out())) == (6, 30)
 
 
 def compare(one: Path, other: Path) -> None:

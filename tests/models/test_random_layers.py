@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fednh
-from conftest import CLIENTS, identical
+from conftest import CLIENTS, DISTINCT, identical
 from fednh.core import client
 from fednh.core.client import Update
 from fednh.core.federation import initial_state
@@ -135,7 +135,7 @@ def trained(method: str, net: Net, tiny: Samples, who: int, round_: int = 1, loo
     return client.update(made, net, made.enroll(start), made.broadcast(start), data, SGD, look)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", DISTINCT)
 def test_masks_differ_by_step_client_and_round_and_are_the_same_again(method: str, tiny: Samples) -> None:
     net = build_net(f"{ME}:Dropping", (4,), 4, head="fc")
     seen: list[list[Tensor]] = []
@@ -169,10 +169,8 @@ def test_a_run_is_the_same_for_any_number_of_workers_and_resumed(tmp_path: Path)
     settings = {"data.name": f"csv:{tmp_path}/rows.csv", "partition.name": "site", "rounds": 3, "train.epochs": 2}
     settings |= {"method.name": "fedrep", "model.name": f"{ME}:Usual", "model.norm": "local", "checkpoint.every": 1}
     result = fednh.run({**settings, "workers": 1}, out=tmp_path / "one")
-    fednh.run({**settings, "workers": 1, "rounds": 2}, out=tmp_path / "three")
-    fednh.resume(tmp_path / "three", rounds=3)
-    assert outcome(tmp_path / "one") == outcome(tmp_path / "three")
-    fednh.run({**settings, "workers": 3}, out=tmp_path / "many")
+    fednh.run({**settings, "workers": 3, "rounds": 2}, out=tmp_path / "many")
+    fednh.resume(tmp_path / "many", rounds=3)
     one, many = outcome(tmp_path / "one"), outcome(tmp_path / "many")
     del one["files"]["config.toml"], many["files"]["config.toml"]
     assert one == many

@@ -219,7 +219,9 @@ class Site:
     def _held_out(self) -> Samples:
         """The site's own samples that it does not train on: those held out, or the test part of its own source."""
         held = self.fed.held_out[max(self.place.part, 0)]
-        return self.fed.test if not len(held) and not self.place.divided else subset(self.fed.train, held)
+        if len(held) or self.place.divided:
+            return subset(self.fed.train, held)
+        return samples_of(self.fed.dataset, "test", device=self.config.device)  # all of it, whatever eval.samples is
 
     def _save(self, model: Tree, order: Order) -> None:
         fed = self.fed
