@@ -87,3 +87,18 @@ def test_a_client_is_measured_on_its_own_classes_with_the_same_result(net: Net, 
     assert sum(seen) == len(mine) < len(tiny)
     assert own.per_class is None
     assert whole.per_class is not None
+
+
+def test_held_out_means_leave_out_sites_with_one_class() -> None:
+    """Shares 50 and 70 count, 100 of the site with one class does not; PM(V) and PM(L) count everybody."""
+    shares = (50.0, 100.0, 70.0)
+    people = [
+        evaluate.Personal(k, share, share, None, share, share, 10.0 * k, 10.0 * k) for k, share in enumerate(shares)
+    ]
+    found = evaluate.final_metrics(None, None, people, one_class=[1])
+    assert (found["held_share"], found["held_macro"], found["held_gm_share"]) == (60.0, 60.0, 10.0)
+    assert (found["held_share_std"], found["one_class"]) == (10.0, [1])
+    assert found["pm_l"] == found["pm_v"] == pytest.approx(220 / 3)
+    assert [row["held_share"] for row in found["clients"]] == list(shares)
+    usual = evaluate.final_metrics(None, None, people)
+    assert (usual["held_share"], "one_class" in usual) == (pytest.approx(220 / 3), False)

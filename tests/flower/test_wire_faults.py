@@ -18,6 +18,8 @@ from fednh.errors import RunError
 from fednh.flower.client_app import client_app
 from fednh.flower.messages import FORMAT, to_arrays, to_tree
 from fednh.storage.files import read_tree
+from fednh.storage.outcomes import read_outcomes
+from forked import fednh
 
 
 def upload_of(reply: Message) -> dict[str, torch.Tensor]:
@@ -206,6 +208,30 @@ def test_sites_with_data_of_their_own(tmp_path: Path) -> None:
     heads = [read_tree(path)["head.weight"] for path in models]
     assert not torch.equal(heads[0], heads[1])
     assert json.loads((tmp_path / "run" / "partition.json").read_text())["counts"] == []
+
+
+def test_what_became_of_single_samples_stays_with_the_site(tmp_path: Path) -> None:
+    """The server has accuracies without intervals; the site itself can tell which model to use, on its 20 samples."""
+    wire = own_sites(tmp_path, {"method.name": "fednh"})
+    assert not (tmp_path / "run" / "outcomes").exists()
+    for _, reply in wire.seen:
+        assert reply is not None
+        assert not {"outcomes", "label", "personal"} & {key for record in reply.content.values() for key in record}
+    kept = tmp_path / "state" / "own" / "a" / "outcomes.safetensors"
+    found, summary = read_outcomes(kept), json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert len(found) == 20
+    assert summary["clients"][0]["site"] == "a"
+    assert 100 * float((found.personal == found.label).mean()) == pytest.approx(summary["clients"][0]["held_share"])
+    told = {}
+    for name, folder in (("server", tmp_path / "run"), ("site", tmp_path / "state")):
+        ended = fednh(["compare", str(folder), "--site", "a", "--format", "markdown"], tmp_path / "io")
+        assert ended.code == 0, ended.stderr
+        told[name] = ended.stdout
+    assert "how sure that is cannot be said here" in told["server"]
+    assert "without numbers of samples, so there are no intervals" in told["server"]
+    assert "(n = 20" in told["site"]
+    assert "| a | 20 | " in told["site"]
+    assert "fednh at a" in told["site"]
 
 
 AT_TIMES = ((1, 0, "early0"), (2, 1, "early1"), (9, 2, "late"))

@@ -17,10 +17,11 @@ SITES = ("2", "Plant 4", "north")  # in the order of their names: client 0 is ca
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three sites in a table, one of them with a number for a name."""
+    """Three sites in a table, one of them with a number for a name, and one with a single class."""
     folder = tmp_path_factory.mktemp("names")
     rng = np.random.default_rng(0)
-    rows = [f"{k % 2 * 3 + rng.normal():.3f},{k % 2},{SITES[k % 3]}" for k in range(90)]
+    labels = [0 if k % 3 == 1 else k % 2 for k in range(90)]
+    rows = [f"{label * 3 + rng.normal():.3f},{label},{SITES[k % 3]}" for k, label in enumerate(labels)]
     (folder / "t.csv").write_text("\n".join(["age,label,site", *rows]))
     settings = {"data.name": f"csv:{folder / 't.csv'}", "partition.name": "site", "rounds": 1}
     return fednh.run(settings, out=folder / "r").path
@@ -34,6 +35,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_is_found_by_name_or_number(run: Path, client: int | str, site: str) -> None:
     assert fednh.load_model(run, client=client).info["site"] == site
     assert fednh.load_run(run).model(client).info["site"] == site
+
+
+def test_the_summary_names_sites_and_leaves_out_the_one_with_a_single_class(run: Path) -> None:
+    summary = fednh.load_run(run).summary
+    assert [row["site"] for row in summary["clients"]] == list(SITES)
+    shares = [row["held_share"] for row in summary["clients"]]
+    assert (summary["one_class"], summary["held_share"]) == ([1], pytest.approx((shares[0] + shares[2]) / 2))
 
 
 def test_an_unknown_name_lists_those_that_there_are(run: Path) -> None:

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @app.command()
 def compare(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders of them.")],
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Run folders, folders of them, or the state of a federation's site."),
+    ],
     site: Annotated[
         str | None, typer.Option(help="This site alone, by its name or number, and each of its classes.")
     ] = None,
@@ -34,7 +37,10 @@ def compare(
     from fednh.report.load import load_runs
     from fednh.report.sites import site_tables
 
-    tables = site_tables(load_runs(folders))
+    own = {folder: _at_a_site(folder) for folder in folders}
+    runs = [folder for folder, found in own.items() if not found]
+    tables = [table for found in own.values() for table in found]
+    tables += site_tables(load_runs(runs)) if runs else []
     if not tables:
         raise UserError(
             f"{', '.join(map(str, folders))}: no run measured samples that its clients held out; run again with "
@@ -52,6 +58,14 @@ def compare(
         return
     write = render.to_markdown if form is TableFormat.MARKDOWN else render.to_latex
     typer.echo("\n".join(write(sheet) for sheet in sheets), nl=False)
+
+
+def _at_a_site(folder: Path) -> list[SiteTable]:
+    """What a site of a real federation keeps about itself, if that is the folder's."""
+    from fednh.flower.layout import StateFolder
+    from fednh.report.sites import own_table
+
+    return [own_table(kept.personal_model, kept.outcomes_file) for kept in StateFolder(folder).measured()]
 
 
 def _of(tables: list[SiteTable], site: str) -> list[SiteTable]:

@@ -131,6 +131,10 @@ class StateFolder(Layout):
     def kept(self, federation: str, site: str) -> KeptState:
         return KeptState(self.path / _safe(federation) / _safe(site))
 
+    def measured(self) -> list[KeptState]:
+        """The states that say what became of held-out samples."""
+        return [KeptState(path.parent) for path in sorted(self.path.glob(f"*/*/{KeptState.outcomes_file}"))]
+
     def personal_models(self, federation: str) -> list[Path]:
         return sorted((self.path / _safe(federation)).glob(f"*/{KeptState.personal_model}"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Run:
         """Whether the clients are sites that the data names."""
         return self.config.partition.kind.natural
 
-    @property
+    @cached_property
     def names(self) -> dict[int, str]:
         """The clients' names, where they are natural sites or real ones."""
         return names_of(self.partition, self.summary)

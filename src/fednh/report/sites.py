@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -25,7 +26,8 @@ from fednh.report.groups import by_variant
 from fednh.report.load import Run
 from fednh.report.site_stats import Difference, difference, wilson
 from fednh.storage import fingerprint
-from fednh.storage.outcomes import Classes
+from fednh.storage.model_file import read_model
+from fednh.storage.outcomes import Classes, read_outcomes
 from fednh.storage.site_names import find_client
 from fednh.words import some
 
@@ -114,7 +116,8 @@ class SiteTable:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences that belong to the table: what is missing, and who is left out of means."""
-        single = [row.name for row in self.rows if row not in self.measured]
+        counted = set(self.measured)
+        single = [row.name for row in self.rows if row not in counted]
         words = f"A site with one class, which any model can name, is left out of means: {some(single)}."
         return (*self.lacking, *([words] if single else []))
 
@@ -187,6 +190,18 @@ def site_tables(runs: Sequence[Run]) -> list[SiteTable]:
             found.setdefault(_split(run), []).append(run)
     tables = [_table(same) for same in found.values()]
     return [table for table in tables if table.rows]
+
+
+def own_table(model: Path, outcomes: Path) -> SiteTable:
+    """What a real site knows about itself alone: from its personal model's card and its own outcomes."""
+    _, card = read_model(model)
+    found, name = read_outcomes(outcomes), card.site or f"client {card.client}"
+    guesses: dict[ModelKind, Classes | None] = {"personal": found.personal, "global": found.shared}
+    models = tuple(_measured(kind, kind, guess, found.label) for kind, guess in guesses.items() if guess is not None)
+    row = SiteRow(card.client or 0, name, models, found.label)
+    method = card.method.get("name")
+    columns = tuple(model.label for model in models)
+    return SiteTable((), f"{method} at {name}", card.classes, columns, (row,), ())
 
 
 def class_table(row: SiteRow, model: SiteModel, classes: Sequence[str]) -> list[ClassRow]:
@@ -279,17 +294,22 @@ def _row(client: int, columns: Sequence[Column], notes: list[str]) -> SiteRow:
         if not np.array_equal(outcomes.label, label):
             notes.append(f"{run.path} held out other samples of {run.client_name(client)}: they are not compared.")
         elif guessed is not None:
-            right, n = int((guessed == label).sum()), len(label)
-            models.append(SiteModel(column, kind, 100 * right / n, guessed, *wilson(right, n)))
+            models.append(_measured(column, kind, guessed, label))
     known = [run for _, _, run in columns if client < len(run.partition["counts"])]
     trained = tuple(known[0].partition["counts"][client]) if known else ()
     return SiteRow(client, columns[0][2].client_name(client), tuple(models), label, trained)
 
 
+def _measured(column: str, kind: ModelKind, guessed: Classes, label: Classes) -> SiteModel:
+    right, n = int((guessed == label).sum()), len(label)
+    return SiteModel(column, kind, 100 * right / n, guessed, *wilson(right, n))
+
+
 def _accuracy(run: Run, client: int, kind: ModelKind) -> float | None:
     """The accuracy that the summary has."""
     key = "held_gm_share" if kind == "global" else "held_share"
-    return dict(run.people(key)).get(client)
+    found: list[float | None] = [row.get(key) for row in run.summary["clients"] if row["client"] == client]
+    return found[0] if found else None
 
 
 def _lacking(runs: Sequence[Run]) -> list[str]:
@@ -310,7 +330,8 @@ def _without_outcomes(run: Run) -> str:
     if run.environment.get("backend") == "flower":
         return (
             f"The sites of {run.path} kept what happened to their single samples: these are the accuracies that they "
-            "sent, without numbers of samples, so there are no intervals and no model is marked."
+            "sent, without numbers of samples, so there are no intervals and no model is marked; `fednh compare STATE` "
+            "at a site, on the folder that its site.toml calls state, has them."
         )
     return (
         f"{run.path} was made before runs kept what happened to held-out samples: there are no intervals, and no model "
