@@ -92,7 +92,8 @@ def test_what_cannot_be_extended_is_told_and_stays_as_it_was(three: Path, tmp_pa
         fednh.resume(three, rounds=0)
     with pytest.raises(UserError, match=r"go on with it: fednh resume \S+ --rounds 6, or choose another --out"):
         fednh.run(three / "config.toml", out=three, rounds=6)
-    shutil.rmtree(three / "checkpoints")
-    with pytest.raises(UserError, match="a finished run without checkpoints, so it cannot go on; start another run"):
-        fednh.resume(three, rounds=6)
+    for gone in ("clients", "checkpoints"):
+        shutil.rmtree(three / gone)
+        with pytest.raises(UserError, match="a finished run without checkpoints that can be read, so it cannot go on;"):
+            fednh.resume(three, rounds=6)
     assert outcome(three) == before

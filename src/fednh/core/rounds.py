@@ -29,7 +29,7 @@ from fednh.core.picks import dropped_clients, picked_clients, sampled_clients
 from fednh.core.progress import Progress, Round, Watcher, check_lost
 from fednh.core.tree import Tree, Uploads, size
 from fednh.errors import Interrupted, RunError, UserError
-from fednh.storage.checkpoint import Checkpoints
+from fednh.storage.checkpoint import Checkpoint, Checkpoints
 from fednh.storage.run_folder import RunFolder
 
 
@@ -72,7 +72,7 @@ class Rounds:
 
     def _prepare(self) -> None:
         """Resume from the newest intact checkpoint, or begin; what cannot run is refused before anything is written."""
-        saved = self.checkpoints.latest(self.executor.note, self.config.device)
+        saved = self._saved()
         books: dict[str, Any] = {}
         if saved is not None:
             self.progress, books = Progress.joined(saved.progress, saved.log)
@@ -91,14 +91,24 @@ class Rounds:
         if self.progress.closed < self.progress.round and not self._evaluates(self.progress.round):
             self._write_line(self.progress.records[-1])  # it was the last round before the run was extended
 
-    def _check_end(self) -> None:
-        """Refuse an end that the run has passed, and to go on with a finished run that has kept no checkpoint."""
-        path, rounds, done = self.folder.path, self.config.rounds, self.progress.round
-        if self.folder.finished and done == 0:
+    def _saved(self) -> Checkpoint | None:
+        """The newest intact checkpoint; a finished run, which is to be extended, needs one."""
+        try:
+            saved = self.checkpoints.latest(self.executor.note, self.config.device)
+        except UserError:
+            if not self.folder.finished:
+                raise
+            saved = None
+        if saved is None and self.folder.finished:
             raise UserError(
-                f"{path} holds a finished run without checkpoints, so it cannot go on; start another run with "
-                f"rounds = {rounds}"
+                f"{self.folder.path} holds a finished run without checkpoints that can be read, so it cannot go on; "
+                f"start another run with rounds = {self.config.rounds}"
             )
+        return saved
+
+    def _check_end(self) -> None:
+        """Refuse an end that the run has passed."""
+        path, rounds, done = self.folder.path, self.config.rounds, self.progress.round
         if self.progress.closed >= rounds:
             raise UserError(f"{path} has done {done} rounds, so it cannot end after {rounds}; give more with --rounds")
 
