@@ -77,7 +77,7 @@ def person(client: int, pm_l: float, per_class: Sequence[float], pm_v: float = 0
     return {"client": client, "pm_v": pm_v, "pm_l": pm_l, "per_class": list(per_class), "samples": 10}
 
 
-def fake_sites(path: Path, method: str, held: Sequence[float], sites: Sequence[str] = DOMAINS) -> Run:
+def fake_sites(path: Path, method: str, held: Sequence[float], sites: Sequence[str] = DOMAINS, **summary: Any) -> Run:
     """A finished run of natural sites without a shared test set; `held` has each site's held-out accuracy."""
     people = [{"client": k, "pm_v": None, "pm_l": None, "per_class": None} for k in range(len(held))]
     people = [{**p, "held_share": v, "held_macro": v, "samples": 7} for p, v in zip(people, held, strict=True)]
@@ -87,7 +87,9 @@ def fake_sites(path: Path, method: str, held: Sequence[float], sites: Sequence[s
     records = [record(r, held_share=mean, held_macro=mean) for r in (1, 2)]
     overrides = {"partition.name": "site", "method.name": method}
     counts = [(3, 4)] * len(held)
-    return fake_run(path, overrides, records, counts, people=people, sites=sites[: len(held)], **lacks, **measured)
+    return fake_run(
+        path, overrides, records, counts, people=people, sites=sites[: len(held)], **lacks, **measured, **summary
+    )
 
 
 def add_outcomes(run: Run, client: int, label: Sequence[int], personal: Sequence[int], shared: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from fednh.data.published import PUBLISHED
 from fednh.errors import UserError
+from fednh.report.figures import FIGURES
 from fednh.report.figures.base import Choice, NotAllowed
 from fednh.report.figures.convergence import norms
 from fednh.report.figures.curves import curve
@@ -138,6 +139,17 @@ def test_shares_and_clients(tmp_path: Path) -> None:
         chosen_clients(named, Choice(clients=("phot",)))
     with pytest.raises(NotAllowed, match="9 clients are too many"):
         chosen_clients(nine, Choice(clients=tuple(range(9))))
+
+
+def test_a_site_with_one_class_counts_in_no_mean(tmp_path: Path) -> None:
+    """100% at a site with one class says nothing: FedNH's mean is 60, not 73, and its worst site is cartoon."""
+    run = fake_sites(tmp_path / "fednh", "fednh", [70.0, 50.0, 100.0], one_class=[2])
+    drawn = FIGURES["fairness"].draw([run], Choice())
+    assert [row[3] for row in drawn.rows] == ["art", "cartoon"]
+    assert "is left out: photo." in drawn.caption
+    [note] = [text.get_text() for text in drawn.figure.axes[0].texts]
+    assert note.startswith("60.0 ± ")
+    assert note.endswith("worst: cartoon 50.0")
 
 
 def test_cifar100_ships_with_its_twenty_groups_of_five() -> None:

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from browser import Browser, find
 from typer.testing import CliRunner
@@ -254,6 +255,72 @@ def test_in_a_browser(report: Path, browser: Browser) -> None:
         "document.querySelector('[data-csv=accuracy]').click(); })"
     )
     assert browser.run(saved).startswith("method,GM,PM(V),PM(L)\n")
+    assert browser.errors == []
+
+
+def site_pages(folder: Path) -> Path:
+    """Two hundred sites, each with 30 held-out samples of three classes, and two methods."""
+    names = [f"Plant {k + 1}" for k in range(200)]
+    rng, runs = np.random.default_rng(0), folder / "runs"
+    joint = fake_sites(runs / "fednh", "fednh", rng.uniform(40, 90, 200).tolist(), names)
+    alone = fake_sites(runs / "local", "local", rng.uniform(30, 70, 200).tolist(), names)
+    for client in range(200):
+        label, *guessed = rng.integers(0, 2, (4, 30)).tolist()
+        add_outcomes(joint, client, label, guessed[0], guessed[1])
+        add_outcomes(alone, client, label, guessed[2], [])
+    write_report(load_runs([runs]), folder / "report.html", "Two hundred plants")
+    return folder / "report.html"
+
+
+@needs_browser
+@pytest.mark.soak
+def test_two_hundred_sites_in_a_browser(tmp_path: Path, browser: Browser) -> None:
+    """A site is found by typing; its name leads to it; the matrix follows the model; nothing is wider than the page."""
+    report = site_pages(tmp_path)
+    browser.open(report)
+    typed = "(i => {{ i.value = {!r}; i.dispatchEvent(new Event('input')); }})(document.querySelector({!r}))"
+    every = "[...document.querySelectorAll('#table-sites tbody tr')]"
+    rows = every + ".filter(r => r.checkVisibility()).map(r => r.cells[0].textContent)"
+    assert len(browser.run(rows)) == 200
+    browser.run(typed.format("plant 17", "#table-sites [data-find]"))
+    assert browser.run(rows) == ["Plant 17", *(f"Plant {k}" for k in range(170, 180))]
+    browser.run("document.querySelector('a[data-client=\"172\"]').click()")
+    assert browser.run("document.getElementById('client-says').textContent").startswith(
+        "Plant 173 holds 7 training samples"
+    )
+    heading = "[...document.querySelectorAll('#client-held h3')].map(h => h.textContent)"
+    assert browser.run(heading)[0] == "Its 30 held-out samples, class by class"
+    browser.run(
+        "(s => { s.value = 'local only'; s.dispatchEvent(new Event('change')); })(document.querySelector('#pick-model'))"
+    )
+    assert browser.run(heading)[1] == "What is taken for what: local only"
+    cells = "[...document.querySelectorAll('table.confusion td')].map(c => Number(c.textContent) || 0)"
+    assert sum(browser.run(cells)) == 30
+    browser.run(typed.format("plant 200", "#find-client"))
+    assert browser.run("document.getElementById('client-says').textContent").startswith("Plant 200 holds ")
+    assert browser.run("document.querySelector('#pick-model').value") == "local only"  # the choice stays
+    for look in ({}, {"dark": True}, {"width": 390, "height": 844}):
+        browser.open(report, **look)
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+        assert browser.run("document.querySelector('#table-sites .tall').clientHeight <= innerHeight")
+    assert browser.errors == []
+
+
+@needs_browser
+@pytest.mark.soak
+def test_sites_whose_samples_only_they_know(tmp_path: Path, browser: Browser) -> None:
+    """A federation's server has the sites' names and accuracies, and neither counts nor single samples."""
+    run = fake_sites(tmp_path / "runs" / "fednh", "fednh", [80.0, 60.0])
+    run.layout.partition_file.write_text(json.dumps({"classes": ["a", "b"], "counts": []}))
+    named = {"sites": [{"client": k, "site": name, "rounds": 2} for k, name in enumerate(DOMAINS[:2])]}
+    run.layout.summary_file.write_text(json.dumps({**run.summary, **named}))
+    write_report(load_runs([tmp_path / "runs"]), tmp_path / "report.html", "A federation")
+    browser.open(tmp_path / "report.html")
+    assert "only the site knows" in browser.run("document.getElementById('client-says').textContent")
+    assert browser.run("[...document.querySelectorAll('#pick-client option')].map(o => o.textContent)") == [
+        "art",
+        "cartoon",
+    ]
     assert browser.errors == []
 
 
