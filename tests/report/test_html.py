@@ -145,6 +145,13 @@ def test_each_site_is_told_which_model_to_use(of_sites: str) -> None:
     assert means == ["100.0", "77.5", "77.5"]  # global: (60 + 50 + 100 + 100) / 4
 
 
+def test_sites_without_held_out_samples_are_told_why_there_is_no_table(tmp_path: Path) -> None:
+    fake_run(tmp_path / "r", {"partition.name": "site"}, sites=DOMAINS[:2])
+    text = render(load_runs([tmp_path]), "t")
+    assert "No site held out samples of its own" in text
+    assert 'id="table-sites"' not in text
+
+
 def test_classes_and_confusions_of_each_site(of_sites: str) -> None:
     """Global model at art: takes all 50 for class a, of which 30 are right: a recall 100, precision 60; b recall 0."""
     data = Page(of_sites).data
@@ -290,9 +297,8 @@ def test_two_hundred_sites_in_a_browser(tmp_path: Path, browser: Browser) -> Non
     )
     heading = "[...document.querySelectorAll('#client-held h3')].map(h => h.textContent)"
     assert browser.run(heading)[0] == "Its 30 held-out samples, class by class"
-    browser.run(
-        "(s => { s.value = 'local only'; s.dispatchEvent(new Event('change')); })(document.querySelector('#pick-model'))"
-    )
+    choose = "(s => { s.value = 'local only'; s.dispatchEvent(new Event('change')); })"
+    browser.run(choose + "(document.getElementById('pick-model'))")
     assert browser.run(heading)[1] == "What is taken for what: local only"
     cells = "[...document.querySelectorAll('table.confusion td')].map(c => Number(c.textContent) || 0)"
     assert sum(browser.run(cells)) == 30

@@ -19,6 +19,7 @@ from fednh.report.sites import SiteTable, class_table, confusion, site_tables
 from fednh.report.tables import held_out_sheet
 from fednh.storage.outcomes import Outcomes
 from fednh.storage.run_folder import RunFolder
+from synthetic import fake_sites
 
 CLASSES = ("cat", "dog", "horse")
 SITES = ("art", "Plant 4", "3")
@@ -219,3 +220,13 @@ def test_the_worst_tenth_leaves_out_sites_with_one_class(tmp_path: Path) -> None
     sheet = held_out_sheet([load_run(run.path)])
     assert "50.00" in [cell.text for cell in sheet.rows[0]]
     assert "A site with one class, which any model can name, is left out: Plant 4." in sheet.note
+
+
+def test_runs_that_differ_in_more_than_the_method_are_told_apart(tmp_path: Path) -> None:
+    joint = fake_sites(tmp_path / "a", "fednh", [80.0, 60.0])
+    alone = fake_sites(tmp_path / "b", "local", [50.0, 50.0])
+    said = "The runs differ in more than the method, so this is no comparison of methods: rounds."
+    assert said not in site_tables([joint, alone])[0].notes
+    file = alone.layout.config_file
+    file.write_text(file.read_text().replace("rounds = 40", "rounds = 7"))
+    assert said in site_tables([joint, load_run(alone.path)])[0].notes

@@ -73,6 +73,7 @@ def render(runs: Sequence[Run], title: str, paper: bool = False, groups: Path | 
         version=fednh.__version__,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         one=_one(runs),
+        natural=all(run.natural for run in runs),
         lead=_lead(runs),
         facts=_facts(runs),
         sites=[entry | {"classes": _shown(entry["classes"])} for entry in sites],

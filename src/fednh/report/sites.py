@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from fednh.config import flat
 from fednh.data.partitions import uses
 from fednh.errors import UserError, nearest
-from fednh.report.groups import by_variant
+from fednh.report.groups import by_variant, settings_of, varying
 from fednh.report.load import Run
 from fednh.report.site_stats import Difference, difference, wilson
 from fednh.storage import fingerprint
@@ -315,7 +315,9 @@ def _accuracy(run: Run, client: int, kind: ModelKind) -> float | None:
 def _lacking(runs: Sequence[Run]) -> list[str]:
     """What is missing, and what to do about it."""
     notes = [_without_outcomes(run) for run in runs if not run.layout.clients_with_outcomes()]
-    first = runs[0]
+    first, apart = runs[0], varying([settings_of(run) for run in runs])
+    if others := [key for key in apart if not key.startswith("method.") and key not in _NO_SPLIT]:
+        notes.append(f"The runs differ in more than the method, so this is no comparison of methods: {some(others)}.")
     if all(run.method != "local" for run in runs) and first.partition["counts"]:
         alone = shlex.quote(str(first.path.with_name(f"{first.path.resolve().name}-local")))
         lacks = "What a site could do alone is not among the runs"
