@@ -48,9 +48,10 @@ def test_same_models_and_figures_as_the_simulator(method: str, tmp_path: Path) -
     compare(tmp_path / "simulator", tmp_path / "flower")
 
 
-def test_the_same_sample_is_looked_at_in_the_end(tmp_path: Path) -> None:
-    config = small("fedavg", **{"eval.final": 2, "eval.clients": 1, "eval.samples": 40})
+def test_the_same_sample_is_looked_at_in_the_end_also_of_an_extended_run(tmp_path: Path) -> None:
+    config = small("fedper", **{"eval.final": 2, "eval.clients": 1, "eval.samples": 40})
     simulate(config, tmp_path / "simulator")
+    federate(config.model_copy(update={"rounds": 1}), tmp_path / "flower")
     federate(config, tmp_path / "flower")
     compare(tmp_path / "simulator", tmp_path / "flower")
 
