@@ -38,6 +38,7 @@ def own(source: str, **options: Any) -> Dataset:
         (RNG.integers(0, 10**6, 60), "PatientID", "is called so"),
         (RNG.integers(18, 90, 60), "age", None),
         (RNG.integers(0, 10**6, 60), "income", None),
+        (RNG.integers(15, 60, 200), "body_mass_index", None),
         (RNG.normal(size=60), "id", None),
         (np.repeat([0, 1, 2], 20), "id", None),  # three values do not name anybody
         (np.arange(10), "a", None),  # too few rows to say
@@ -157,4 +158,6 @@ def test_a_large_set_is_sampled_and_chance_is_no_copy(monkeypatch: pytest.Monkey
     monkeypatch.setattr("fednh.data.near_copies.MOST", 300)
     monkeypatch.setattr("fednh.data.near_copies.MOST_OTHERS", 2_000)
     x, others = (RNG.normal(size=(size, 2)).astype(np.float32) for size in (400, 5_000))
-    assert near_copies(x, others, {}, np.zeros(len(x), bool)) == (0, 300, 2_000)
+    assert near_copies(x, np.arange(400), others, np.arange(5_000), {}) == (0, 300, 2_000)
+    monkeypatch.setattr("fednh.data.near_copies.MOST_VALUES", 200)
+    assert near_copies(x, np.arange(400), others, np.arange(5_000), {}) == (0, 100, 100)

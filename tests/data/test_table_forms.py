@@ -69,6 +69,10 @@ def test_marks_have_names_on_the_command_line(key: str, given: str, found: str) 
     assert getattr(load_config(None, {f"data.{key}": given}).data, key) == found
 
 
+def test_empty_text_is_no_column() -> None:
+    assert load_config(None, {"data.site": "", "data.group": "", "data.label": ""}).data.site is None
+
+
 @pytest.mark.parametrize("setting", [{"data.separator": "ab"}, {"data.separator": "x"}, {"data.decimal": ";"}])
 def test_impossible_marks_are_refused(setting: dict[str, str]) -> None:
     with pytest.raises(UserError, match=r"data\.\w+ = .* should be"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,15 +17,21 @@ from fednh.data.dataset import Inputs
 LEAST = 20  # rows; with fewer, everything looks like one
 START = 1000  # rows that rule most features out
 PER_NAME = 20  # rows that one value of a column with a telling name may have, on average
-_TELLING = re.compile(r"(^|[^a-z])(id|ids|uuid|guid|nr|no|idx|index|key|number|name)$|^unnamed\b|^$", re.IGNORECASE)
+_WHOSE = "row|record|case|patient|person|subject|sample|customer|user|member|serial|invoice|order|entry|line"
+_TELLING = re.compile(
+    rf"(^|[^a-z])(id|ids|uuid|guid)$|^({_WHOSE})?[^a-z]*(nr|no|num|number|idx|index|key|name)$|^unnamed\b|^$",
+    re.IGNORECASE,
+)
 _CAMEL = re.compile(r"[a-z](Id|ID|Nr|No)$")
 
 
 def of_numbers(values: NDArray[np.float64], name: str = "x", site: NDArray[np.int64] | None = None) -> str | None:
     """Why a feature of numbers looks like an identifier, or None; `site` has the sites of the rows."""
+    if not possible(values[:START]):
+        return None
     there = np.isfinite(values)
     values = values[there]
-    if len(values) < LEAST or not (_whole(values[:START]) or _steady(values[:START])):
+    if len(values) < LEAST:
         return None
     if _steady(values):
         return "rises or falls from row to row"
@@ -35,6 +42,12 @@ def of_numbers(values: NDArray[np.float64], name: str = "x", site: NDArray[np.in
     if site is not None and _counts_sites(values, site[there]):
         return "is a number of its own in every row of a site"
     return _telling(name, len(np.unique(values)), len(values))
+
+
+def possible(start: NDArray[np.floating[Any]]) -> bool:
+    """Whether a feature may be one, by its first rows."""
+    values = start[np.isfinite(start)]
+    return _whole(values) or _steady(values)
 
 
 def of_words(different: int, rows: int, name: str) -> str | None:
@@ -54,7 +67,8 @@ def sentence(where: str, what: str, found: Iterable[tuple[str, str]], remedy: st
 
 def in_vectors(x: Inputs, where: str, site: NDArray[np.int64] | None) -> list[str]:
     """The same for features without names."""
-    reasons = ((str(k), of_numbers(x[:, k].astype(np.float64), "x", site)) for k in range(x.shape[1]))
+    some = [k for k in range(x.shape[1]) if possible(x[:START, k].astype(np.float64))]
+    reasons = ((str(k), of_numbers(x[:, k].astype(np.float64), "x", site)) for k in some)
     return sentence(where, "features", [(k, why) for k, why in reasons if why], "leave them out")
 
 

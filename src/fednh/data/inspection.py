@@ -119,7 +119,7 @@ def _twins(data: Dataset) -> list[str]:
     same = np.array([d in seen for d in test], bool)
     if both := int(same.sum()):
         found.append(f"{both:,} test samples are exact copies of training samples: results on them are too good")
-    near = near_copies(data.x_test, data.x_train, data.preprocessing, same)
+    near = near_copies(data.x_test, np.flatnonzero(~same), data.x_train, np.arange(len(train)), data.preprocessing)
     return [*found, *_near(near, "test samples", "training samples")]
 
 
@@ -137,7 +137,8 @@ def _near(found: Found, what: str, others: str) -> list[str]:
 def _near_itself(data: Dataset) -> list[str]:
     """Where nothing is divided yet: near copies that a hold-out could separate."""
     counts = Counter(digests := _digests(data.x_train))
-    near = near_copies(data.x_train, None, data.preprocessing, np.array([counts[d] > 1 for d in digests], bool))
+    single = np.array([k for k, digest in enumerate(digests) if counts[digest] == 1], np.int64)
+    near = near_copies(data.x_train, single, data.x_train, np.arange(len(digests)), data.preprocessing)
     return _near(near, "training samples", "others")
 
 
@@ -190,7 +191,7 @@ def _client_warnings(data: Dataset, how: Division, table: NDArray[Any], held: ND
         same = np.array([digests[i] in trained for i in aside], bool)
         if both := int(same.sum()):
             found.append(f"{both:,} held-out samples are exact copies of training samples: results are too good")
-        near = near_copies(data.x_train[aside], data.x_train[used], data.preprocessing, same)
+        near = near_copies(data.x_train, aside[~same], data.x_train, used, data.preprocessing)
         found += _near(near, "held-out samples", "training samples")
     return found
 

@@ -43,6 +43,11 @@ def _layout(value: str) -> str:
     return value
 
 
+def _set(value: Any) -> Any:
+    """Empty text is no setting: `--set data.site=` overrules what a model remembers."""
+    return None if value == "" else value
+
+
 def _separator(value: Any) -> Any:
     """One character, or its name: a tab cannot be typed everywhere."""
     mark = {"comma": ",", "semicolon": ";", "tab": "\t", "\\t": "\t", "pipe": "|"}.get(value, value)
@@ -91,6 +96,6 @@ Decimal = Annotated[str, BeforeValidator(_decimal)] | None
 # The columns of a table that are features, agreed beforehand: name = "number" or the list of its values.
 Columns = dict[str, Annotated[str | list[str], BeforeValidator(_column)]] | None
 # The column that holds the class (None: "label"), and the one that holds the site (None: "site", if there is one).
-Column = str | None
+Column = Annotated[str | None, BeforeValidator(_set)]
 # Which samples belong together: a column, an array, a pattern of file names or a CSV file of them; empty: none do.
-Group = Annotated[str | None, BeforeValidator(lambda value: None if value == "" else value)]
+Group = Annotated[str | None, BeforeValidator(_set)]

@@ -311,6 +311,9 @@ def _identifiers(
     found: list[tuple[str, str]] = []
     for column in [] if options.columns else described:
         name = column["name"]
+        start = rows.column(name).slice(0, identifiers.START)
+        if column["kind"] == "number" and not identifiers.possible(columns.numbers(start, name, where)):
+            continue
         if column["kind"] == "number":  # before it becomes float32, which large numbers do not survive
             why = identifiers.of_numbers(columns.numbers(rows.column(name), name, where), name, site)
         else:
