@@ -18,11 +18,13 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
+import fednh
 from fednh.config import dump
 from fednh.config import load as load_config
 from fednh.data.images import decode
 from fednh.data.sources import load
 from fednh.errors import UserError
+from fednh.trained.export import real_samples
 from forked import fednh as command
 
 
@@ -292,6 +294,24 @@ def test_a_layout_says_what_folders_mean(tmp_path: Path) -> None:
     for layout, words in {"SITE": "should name CLASS once", "class": "a path of the words CLASS, SITE, PART"}.items():
         with pytest.raises(UserError, match=words):
             load_config(None, {"data.layout": layout})
+
+
+def test_a_model_remembers_the_layout(tmp_path: Path) -> None:
+    for k in range(8):
+        put(tmp_path / "people" / ("cat", "dog")[k % 2] / f"p{k}" / "0.png", grey([k, 9 * k, 0]))
+        put(tmp_path / "new" / ("cat", "dog")[k % 2] / f"q{k}" / "0.png", grey([k, 7 * k, 1]))
+        put(tmp_path / "flat" / ("cat", "dog")[k % 2] / f"{k}.png", grey([k, 7 * k, 1]))
+    quick = {"method": "fedavg", "rounds": 1, "epochs": 1, "clients": 1, "partition": "iid", "model__name": "mlp"}
+    quick |= {"participation": 1.0, "partition__min_samples": 1, "data__layout": "CLASS/*"}
+    run = fednh.run(data=f"folder:{tmp_path / 'people'}", out=tmp_path / "run", **quick).path
+    for name in ("new", "flat"):
+        args = ["evaluate", str(run), "--data", f"folder:{tmp_path / name}", "--split", "all", "--format", "json"]
+        ended = command(args, tmp_path / "io")
+        assert ended.code == 0, ended.stderr
+        assert json.loads(ended.stdout)["samples"] == 8
+    assert real_samples(fednh.load_model(run))[1] == f"samples of folder:{tmp_path / 'people'}"
+    with pytest.raises(UserError, match=r"data.layout = 'here' should be a path of the words"):
+        own(tmp_path / "new", layout="here")  # as a card may have it
 
 
 # --- a site of a federation ------------------------------------------------------------------------------------------

@@ -269,6 +269,13 @@ def test_hugging_face_images_and_rows_from_disk(tmp_path: Path, monkeypatch: pyt
     assert (data.x_train[:, 0, 0, 0].tolist(), data.y_train.tolist()) == ([1, 2, 3], [0, 1, 1])
     assert data.site_train.tolist() == [0, 1, 0]
     assert len(data.y_test) == 1
+    damaged = {**rows, "image": [{"bytes": b"no image", "path": None}, *rows["image"][1:]]}
+    hf.Dataset.from_dict(damaged, features=kinds).save_to_disk(str(tmp_path / "damaged"))
+    with pytest.raises(UserError, match=r"1 of 3 images cannot be read: image 0 .*data.on_bad=skip"):
+        own(f"hf:{tmp_path / 'damaged'}")
+    left = own(f"hf:{tmp_path / 'damaged'}", on_bad="skip", size=[2, 4], fit="pad")
+    assert left.x_train[:, 0, :, 0].tolist() == [[0, 2, 2, 0], [0, 3, 3, 0]]
+    assert (left.y_train.tolist(), left.site_train.tolist(), left.preprocessing["fit"]) == ([1, 1], [1, 0], "pad")
     (tmp_path / "parquet").mkdir()
     flat = hf.Dataset.from_dict({"a": [1.0, 2.0, None], "label": ["x", "y", "x"]})
     flat.to_parquet(str(tmp_path / "parquet" / "train-0.parquet"))

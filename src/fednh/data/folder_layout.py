@@ -44,6 +44,11 @@ def problem(layout: str) -> str | None:
     return None
 
 
+def fits(layout: str, names: Sequence[str]) -> bool:
+    """Whether images of these relative names lie as deep as a layout says."""
+    return all(name.count("/") == layout.count("/") + 1 for name in names)
+
+
 def listed(
     root: Path, names: Sequence[str], agreed: Sequence[str], layout: str | None
 ) -> tuple[list[Listed], list[str]]:
@@ -51,16 +56,18 @@ def listed(
 
     `agreed` classes tell SITE/CLASS from CLASS/something.
     """
+    if layout and (words := problem(layout)):  # from a model's card, which may come from anybody
+        raise UserError(f"data.layout = {layout!r} {words}")
     said = layout.split("/") if layout else None
     level = _level_of_parts(root, names) if said is None else said.index(PART) if PART in said else None
     aside = sorted({folder for name in names if level is not None and _part(folder := _folder(name, level)) == "aside"})
     left = [name for name in names if level is None or _folder(name, level) not in aside]
-    words = said or _meaning(level, left[0].count("/") if left else 0)
-    _check_depth(root, left, words)
-    found = [_image(root, name, words) for name in left]
+    form = said or _meaning(level, left[0].count("/") if left else 0)
+    _check_depth(root, left, form)
+    found = [_image(root, name, form) for name in left]
     if all(image.test for image in found):
         raise UserError(f"{root} holds no training images; it should hold {FORMS}")
-    if SITE in words and said is None:
+    if SITE in form and said is None:
         _really_sites(root, found, agreed)
     return found, [f"{root}: {', '.join(aside)} is left out; only train and test are used"] if aside else []
 

@@ -25,7 +25,7 @@ from fednh.storage.files import read_tree, write_tree
 from fednh.storage.run_names import run_name
 
 FORMAT = 1  # of the card; a reader refuses a newer one
-REMEMBERED = ("label", "site", "encoding", "separator", "decimal")  # settings by which later files are read, too
+REMEMBERED = ("label", "site", "encoding", "separator", "decimal", "layout")  # by which later files are read, too
 
 
 class Architecture(BaseModel):

@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +43,14 @@ class Folder(Pictures):
 
     def read(self, name: str, address: str) -> Dataset:
         return dataset(name, expanded(address), self)
+
+    @classmethod
+    def applicable(cls, address: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """The layout, where the folder is as deep as the run's."""
+        root, layout = expanded(address), known.get("layout")
+        if layout and root.is_dir() and folder_layout.fits(str(layout), _files(root, [])[0]):
+            return dict(known)
+        return {key: value for key, value in known.items() if key != "layout"}
 
 
 def dataset(name: str, root: Path, options: Folder) -> Dataset:
