@@ -14,7 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +39,17 @@ class Job:
     checkpoint: int = 5  # checkpoint.every
     classes: int = 10
     hidden: int = 128  # of the mlp's first layer; the second has half of it
+    method: str = "fednh"
+    epochs: int = 1
+    workers: int = 0
+    address: str | None = None  # of a Ray cluster, which then computes the clients
 
 
-def measure(job: Job) -> dict[str, Any]:
+def measure(job: Job, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Run a job in a process of its own: peak memory in bytes, seconds by round, seconds to build the federation."""
     command = [sys.executable, "-m", "benchmarks.scale", json.dumps(asdict(job))]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{job} failed: {done.stderr.strip()[-2000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -55,7 +62,6 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
 
     from fednh.config import load
     from fednh.core.federation import build_federation
-    from fednh.executors import pool
     from fednh.screen import Silent
     from fednh.storage.run_folder import RunFolder
 
@@ -71,7 +77,9 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
             "participation.rate": job.picked / job.clients,
             "model.name": job.model,
             **({"model.args": {"hidden": [job.hidden, job.hidden // 2]}} if job.model == "mlp" else {}),
-            "train.epochs": 1,
+            "method.name": job.method,
+            "workers": job.workers,
+            "train.epochs": job.epochs,
             "eval.every": 0,
             "eval.clients": job.final,
             "eval.final": job.final,
@@ -82,8 +90,14 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     started = time.perf_counter()
     federation = build_federation(config, synthetic(job))
     built = time.perf_counter() - started
+    if job.address is None:
+        from fednh.executors.pool import rounds
+    else:
+        from fednh.executors import cluster
+
+        rounds = partial(cluster.rounds, address=job.address)
     with RunFolder(folder) as place:
-        simulation = pool.rounds(config, federation, place, Silent(Console(stderr=True)))
+        simulation = rounds(config, federation, place, Silent(Console(stderr=True)))
         place.begin(config, federation.dataset.classes, federation.class_counts())
         begun = time.perf_counter() - started
         simulation.run()

@@ -25,8 +25,8 @@ LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED":
 class Nodes:
     """The cluster, from outside."""
 
-    def __init__(self, process: subprocess.Popen[str]):
-        self.process = process
+    def __init__(self, process: subprocess.Popen[str], home: Path):
+        self.process, self.home = process, home
         self.address: str = self.told()["address"]
 
     def told(self) -> dict[str, Any]:
@@ -51,14 +51,17 @@ class Nodes:
 
 
 @contextmanager
-def nodes(*machines: dict[str, Any]) -> Iterator[Nodes]:
-    """A cluster of these machines, the first of which is the head; each is what Ray's `add_node` takes."""
+def nodes(*machines: dict[str, Any], source: Path = SOURCE) -> Iterator[Nodes]:
+    """A cluster of these machines, the first of which is the head; each is what Ray's `add_node` takes.
+
+    They import this package from `source`.
+    """
     # A short path: the names of sockets below it have at most 107 characters.
     home = Path(tempfile.mkdtemp(prefix="fr-", dir="/tmp"))
     home.chmod(0o700)
     elsewhere = home / "elsewhere"
     elsewhere.mkdir()
-    around = {**os.environ, **LOOPBACK, "PYTHONPATH": str(SOURCE)}
+    around = {**os.environ, **LOOPBACK, "PYTHONPATH": str(source)}
     process = subprocess.Popen(
         [sys.executable, __file__, str(home), json.dumps(machines or [{}, {}])],
         stdin=subprocess.PIPE,
@@ -70,7 +73,7 @@ def nodes(*machines: dict[str, Any]) -> Iterator[Nodes]:
         start_new_session=True,
     )
     try:
-        yield Nodes(process)
+        yield Nodes(process, home)
     finally:
         assert process.stdin is not None
         process.stdin.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -124,6 +125,13 @@ def test_the_head_that_does_not_answer_is_noticed() -> None:
         pulse = connection.Pulse(f"127.0.0.1:{server.getsockname()[1]}", patience=0.5)
         assert not pulse.lost.wait(1.2)
     assert pulse.lost.wait(10)
+
+
+def test_the_last_words_of_a_process_that_is_ended(tmp_path: Path) -> None:
+    program = "from fednh.executors.last_words import LastWords; import os, sys; words = LastWords('it is saved'); "
+    for way, told in (("os._exit(1)", "it is saved\n"), ("words.not_needed()", "")):
+        done = subprocess.run([sys.executable, "-c", program + way], capture_output=True, text=True, timeout=60)
+        assert done.stderr == told
 
 
 def test_own_modules_travel_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fednh.cli import app
-from fednh.cli.sweep import share_cores
+from fednh.cli.sweep import share
 from fednh.config import load
 from fednh.core.federation import build_federation, initial_state
 from fednh.core.tree import select
@@ -142,11 +142,18 @@ def test_names_are_safe_and_unlike() -> None:
 
 def test_jobs_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    assert share_cores(1, None, 10) == (1, 8)
-    assert share_cores(3, None, 10) == (3, 2)
-    assert share_cores(4, None, 2) == (2, 4)  # no more at once than there are
-    assert share_cores(16, None, 99) == (16, 1)
-    assert share_cores(2, 3, 10) == (2, 3)
+    assert share(None, None, 10, None) == (1, 8)
+    assert share(3, None, 10, None) == (3, 2)
+    assert share(4, None, 2, None) == (2, 4)  # no more at once than there are
+    assert share(16, None, 99, None) == (16, 1)
+    assert share(2, 3, 10, None) == (2, 3)
+    # On a cluster: the slots are shared, and no run is left without.
+    assert share(None, None, 10, 40) == (8, 5)
+    assert share(None, None, 3, 40) == (3, 13)
+    assert share(20, None, 99, 40) == (20, 2)
+    assert share(20, None, 99, 4) == (4, 1)
+    assert share(20, 10, 99, 40) == (4, 10)
+    assert share(None, 100, 99, 40) == (1, 40)
 
 
 def test_what_is_wrong_is_found_before_the_first_run(tmp_path: Path) -> None:

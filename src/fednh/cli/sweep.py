@@ -11,8 +11,19 @@ import typer
 
 from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
-from fednh.cli.options import ConfigOrPreset, Given, Short, Track, set_option, set_texts, short, with_short_options
-from fednh.cli.run import stop_on_signal
+from fednh.cli.options import (
+    Address,
+    Backend,
+    ConfigOrPreset,
+    Given,
+    Short,
+    Track,
+    set_option,
+    set_texts,
+    short,
+    with_short_options,
+)
+from fednh.cli.run import chosen_backend, stop_on_signal
 from fednh.config.short_options import SHORT_OPTIONS
 from fednh.errors import UserError
 
@@ -45,11 +56,16 @@ def sweep(
     ] = None,
     others: Annotated[Given, Short("data", "data_dir", "partition", "clients", "participation", "rounds", "epochs")],
     out: Annotated[Path, typer.Option(help="The folder that the run folders go to.")] = Path("sweep"),
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time.")] = 1,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at the same time; default: 1, on Ray as many as there is room for.")
+    ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Clients trained at once in each run; default: cores / jobs.")
+        int | None,
+        typer.Option(min=1, help="Clients trained at once in each run; default: cores, on Ray slots, / jobs."),
     ] = None,
     track: Track = None,
+    backend: Backend = "simulator",
+    address: Address = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the time it takes; no run.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the folder.")] = False,
 ) -> None:
@@ -58,7 +74,7 @@ def sweep(
     The same command again skips what is finished, goes on with what was interrupted and tries again what failed.
     """
     from fednh.cli.sweep_screen import sweep_screen
-    from fednh.experiments.sweep import alone, check, combine, execute, values
+    from fednh.experiments.sweep import alone, at, check, combine, execute, values
     from fednh.experiments.trackers import check as check_trackers
     from fednh.methods.registry import listed
     from fednh.report.render import to_rich
@@ -79,25 +95,37 @@ def sweep(
             raise UserError("workers is not a setting of a sweep; use --workers")
         axes[key] = values(text)
     check_trackers(track or [])
+    chosen_backend(backend, address)
     plan = combine(source, axes, named, out)
     console = console_for_people()
     with nullcontext() if dry_run else alone(out):
         check(plan)
-        jobs, each = share_cores(jobs, workers, sum(not run.folder.finished for run in plan))
-        if dry_run:
-            console.print(to_rich(_plan_sheet(plan, jobs, each), console.width))
-            return
-        with stop_on_signal() as stop, sweep_screen(console, plan, quiet) as screen:
-            outcome = execute(plan, jobs, each, track or [], screen, stop)
+        pending = sum(not run.folder.finished for run in plan)
+        with stop_on_signal() as stop, at(backend, address, plan) as place:
+            at_once, each = share(jobs, workers, pending, place.slots)
+            if dry_run:
+                console.print(to_rich(_plan_sheet(plan, at_once, each), console.width))
+                return
+            with sweep_screen(console, plan, quiet) as screen:
+                outcome = execute(plan, at_once, each, track or [], screen, stop, place)
     _tell(outcome, plan, out, quiet)
 
 
-def share_cores(jobs: int, workers: int | None, pending: int) -> tuple[int, int]:
-    """How many runs at once, and how many workers in each: no more in all than there are cores, unless asked for."""
+def share(jobs: int | None, workers: int | None, pending: int, slots: int | None) -> tuple[int, int]:
+    """How many runs at once, and how many workers in each.
+
+    On this machine: no more in all than there are cores, unless asked for. On a cluster: never more than its `slots`,
+    since a run that finds no room gives up; and by default no more runs than this machine, which adds up their rounds,
+    has cores.
+    """
     import os
 
-    jobs = max(1, min(jobs, pending))
-    return jobs, workers or max(1, len(os.sched_getaffinity(0)) // jobs)
+    cores = len(os.sched_getaffinity(0))
+    if slots is None:
+        jobs = max(1, min(jobs or 1, pending))
+        return jobs, workers or max(1, cores // jobs)
+    jobs = max(1, min(jobs or cores, pending, slots // min(workers or 1, slots)))
+    return jobs, min(workers or slots, slots // jobs)
 
 
 def _plan_sheet(plan: Sequence[Planned], jobs: int, workers: int) -> Sheet:

@@ -10,6 +10,7 @@ is computed again elsewhere.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -27,14 +28,15 @@ from fednh.core.progress import Watcher
 from fednh.core.rounds import Rounds
 from fednh.core.tree import Tree, size
 from fednh.errors import Interrupted, RunError, UserError
-from fednh.executors.connection import connected
-from fednh.executors.crew import DEPTH, LOST, Crew, Hand, Ref, in_words, needs
+from fednh.executors.connection import connected, own_cpus
+from fednh.executors.crew import DEPTH, LOST, Crew, Hand, Ref, in_words, needs, room
 from fednh.executors.hand import Done, PackedMaterial, PackedStage
+from fednh.executors.last_words import LastWords
 from fednh.executors.packing import pack
 from fednh.executors.simulation import Simulation
 from fednh.executors.user_code import gather
 from fednh.executors.work import Stage, Unit
-from fednh.storage.run_folder import RunFolder, worker_count
+from fednh.storage.run_folder import RunFolder
 
 JOB_SECONDS = 0.1  # a job of small clients takes about so long: a hundred times what Ray needs to pass it on
 JOB_BYTES = 16 << 20  # of the models in a packed job
@@ -115,8 +117,9 @@ class Cluster(Simulation):
 
     def __enter__(self) -> Cluster:
         self._stack = ExitStack()
-        own = ceil(worker_count(self.config) * (self.config.ray.cpus_per_client or 1))
-        self.pulse = self._stack.enter_context(connected(self.address, own))
+        self.pulse = self._stack.enter_context(connected(self.address, own_cpus(self.config)))
+        told = f"Ray has ended this run, as it does when this machine's part of the cluster is lost; {self.saved}"
+        self._stack.callback(LastWords(f"fednh: {told}").not_needed)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
@@ -128,10 +131,9 @@ class Cluster(Simulation):
         device = self.config.device.partition(":")[0]  # each actor sees its own accelerator alone
         packed = PackedMaterial.of(self.material, gather(), device, cloudpickle.dumps)
         self.crew = Crew(self.needs, self.config.workers, ray.put(packed), self.note)
-        self._stack.callback(self.crew.leave)
+        self._stack.callback(self._dismiss)
+        room(self.config)
         slots = self.crew.call()
-        if not slots:
-            raise UserError(f"no machine of the Ray cluster has room for a client, which needs {in_words(self.needs)}")
         self.crew.assemble(1, START, self.check)
         if not self.crew.ready:
             raise UserError(
@@ -139,6 +141,10 @@ class Cluster(Simulation):
                 f"`ray status` shows who uses it"
             )
         self.crew.assemble(slots, GATHER, self.check)
+
+    def _dismiss(self) -> None:
+        if not self.pulse.gone():
+            self.crew.leave()
 
     def finished(self, rounds: int) -> dict[str, Any]:
         return {"ray": {"machines": len(self.machines), "computed_again": self.computed_again}}
@@ -168,13 +174,23 @@ class Cluster(Simulation):
         if self.pulse.lost.is_set():
             raise self.over(f"its head at {self.pulse.address} does not answer")
 
+    def slots(self) -> int:
+        """The slots of the cluster as it is now, each with an actor; asks the head, so it must be there."""
+        while self.pulse.gone():
+            self.check()
+            time.sleep(TURN)
+        return max(1, self.crew.call())
+
     def over(self, why: str) -> RunError:
         """What the user is told when nothing is left to compute on."""
-        again = f"fednh resume {self.folder.path}"
-        saved = f"the run is saved: continue with `{again} --backend ray`, or on this machine with `{again}`"
+        return RunError(f"the Ray cluster is lost ({why}); {self.saved}")
+
+    @property
+    def saved(self) -> str:
         if not self.config.checkpoint.every:
-            saved = "checkpoint.every = 0: the run is not saved"
-        return RunError(f"the Ray cluster is lost ({why}); {saved}")
+            return "checkpoint.every = 0: the run is not saved"
+        again = f"fednh resume {self.folder.path}"
+        return f"the run is saved: continue with `{again} --backend ray`, or on this machine with `{again}`"
 
 
 @dataclass(eq=False)
@@ -191,7 +207,7 @@ class Flight:
     def jobs(self) -> Iterator[Job]:
         """The jobs with their results, in order."""
         cluster = self.cluster
-        self.slots = max(1, cluster.crew.call())
+        self.slots = cluster.slots()
         self.common = cluster.send(self.stage)
         self.heaviest = max(1, JOB_BYTES // max(1, size(self.stage.down)))
         while self.given < len(self.units) or self.under_way:
@@ -250,7 +266,7 @@ class Flight:
         hand = job.hand
         assert hand is not None
         mine = [other for other in self.under_way if other.hand is hand and other.ref is not None]
-        self.cluster.crew.dismiss(hand)
+        self.cluster.crew.forget(hand)
         for other in mine:
             other.hand, other.ref = None, None
         self.again += mine
@@ -263,12 +279,12 @@ class Flight:
                 f"short there? ({' '.join(str(error).split())[:300]})"
             )
         self.cluster.note(f"lost a worker on {hand.place}; its {number} client(s) are computed again elsewhere")
-        self.slots = max(1, self.cluster.crew.call())
+        self.slots = self.cluster.slots()
 
     def _nobody(self) -> None:
         """No actor is left: wait for one on what remains of the cluster."""
         cluster = self.cluster
-        cluster.crew.call()
+        cluster.slots()
         cluster.crew.assemble(1, START, cluster.check)
         if not cluster.crew.ready:
             raise cluster.over(f"no machine has room for a client, which needs {in_words(cluster.needs)}")

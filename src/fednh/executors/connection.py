@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from math import ceil
 from typing import Any
 
 from fednh import extras
+from fednh.config import Config
 from fednh.errors import UserError
+from fednh.storage.run_folder import worker_count
 
 PATIENCE = 10.0  # seconds that the cluster's head may be out of reach
 LEAVING = 20.0  # seconds for Ray to shut down
@@ -41,6 +46,11 @@ def where(address: str | None) -> str | None:
     return given if address in (None, "auto") and given else address
 
 
+def own_cpus(config: Config) -> int:
+    """How many CPUs Ray has, where a run starts it on this machine."""
+    return ceil(worker_count(config) * (config.ray.cpus_per_client or 1))
+
+
 @contextlib.contextmanager
 def connected(address: str | None, cpus: int) -> Iterator[Pulse]:
     """Ray while a run lasts: the cluster at `address`, or one of this machine alone with so many CPUs."""
@@ -65,15 +75,21 @@ def connected(address: str | None, cpus: int) -> Iterator[Pulse]:
                 for number, handler in handlers.items():  # Ray's own would end the run without saving
                     signal.signal(number, handler)
     pulse = Pulse(ray.get_runtime_context().gcs_address)
+    pulse.environment = OWN if address is None else {}
     try:
         yield pulse
     finally:
         pulse.end()
-        _within(LEAVING, ray.shutdown)
+        if pulse.gone():
+            atexit.register(_end_at_once)  # Ray's own way out speaks to the head, and would crash
+        else:
+            _within(LEAVING, ray.shutdown)
 
 
 class Pulse(threading.Thread):
     """Looks after the head of the cluster; `lost` is set when it has been out of reach for a while."""
+
+    environment: Mapping[str, str] = {}  # of other processes that join the cluster
 
     def __init__(self, address: str, patience: float = PATIENCE):
         super().__init__(daemon=True, name="ray-pulse")
@@ -89,6 +105,10 @@ class Pulse(threading.Thread):
             elif time.monotonic() - seen > self.patience:
                 self.lost.set()
                 return
+
+    def gone(self) -> bool:
+        """Whether the head cannot be reached now: Ray ends a process that asks it for anything."""
+        return self.lost.is_set() or not reachable(self.address, self.patience)
 
     def end(self) -> None:
         self._over.set()
@@ -141,6 +161,12 @@ def _silence() -> None:
     if hasattr(worker, "print_to_stdstream"):
         worker.print_to_stdstream = lambda *_, **__: None
     logging.getLogger("ray").setLevel(logging.CRITICAL)
+
+
+def _end_at_once() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _within(seconds: float, leave: Callable[[], None]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, cast
 import ray
 from ray import exceptions
 
+from fednh.config import Config
 from fednh.config.schema import RayConfig
 from fednh.errors import UserError
 from fednh.executors.hand import SAME, facts
@@ -93,6 +94,15 @@ def nodes() -> list[dict[str, Any]]:
     return found
 
 
+def room(config: Config) -> int:
+    """How many clients of a run fit on the cluster at once."""
+    wanted = needs(config.ray, config.device)
+    number = slots(wanted, [node["Resources"] for node in nodes() if node["Alive"]])
+    if not number:
+        raise UserError(f"no machine of the Ray cluster has room for a client, which needs {in_words(wanted)}")
+    return number
+
+
 def in_words(wanted: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in wanted.items())
 
@@ -143,7 +153,7 @@ class Crew:
             try:
                 hand.about = ray.get(cast(Ref, hand.joining))
             except LOST:
-                self.dismiss(hand)
+                self.forget(hand)
                 continue
             hand.joining = None
             if words := _problem(hand):
@@ -169,10 +179,14 @@ class Crew:
         chosen = min(self.ready, key=lambda hand: hand.jobs, default=None)
         return chosen if chosen is not None and chosen.jobs < DEPTH else None
 
-    def dismiss(self, hand: Hand) -> None:
+    def forget(self, hand: Hand) -> None:
+        """It is lost: Ray knows that, or will end it when nobody knows it any more."""
         if hand in self.hands:
             self.hands.remove(hand)
-            ray.kill(hand.actor)
+
+    def dismiss(self, hand: Hand) -> None:
+        self.forget(hand)
+        ray.kill(hand.actor)
 
     def leave(self) -> None:
         for hand in list(self.hands):

@@ -7,13 +7,14 @@ was interrupted, and tries again what failed.
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -176,8 +177,43 @@ class _Child:
     began: float
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the clients of all runs are computed: on this machine, or on one Ray cluster that they share."""
+
+    slots: int | None = None  # clients that the cluster computes at once
+    options: tuple[str, ...] = ()  # for `fednh run`
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def at(backend: str, address: str | None, plan: Sequence[Planned]) -> Iterator[Place]:
+    """The place of a sweep; a cluster that is started here ends with the sweep."""
+    if backend != "ray":
+        yield Place()
+        return
+    from fednh.executors.connection import connected, own_cpus, where
+    from fednh.executors.crew import room
+
+    cpus = max(own_cpus(run.config) for run in plan)
+    with ExitStack() as stack:
+        ray = stack.enter_context(connected(address, cpus))
+        place = Place(
+            min(room(run.config) for run in plan), ("--backend", "ray", "--address", ray.address), ray.environment
+        )
+        if where(address) is not None:
+            stack.close()  # it lives without us
+        yield place
+
+
 def execute(
-    plan: Sequence[Planned], jobs: int, workers: int, track: Sequence[str], screen: SweepWatcher, stop: threading.Event
+    plan: Sequence[Planned],
+    jobs: int,
+    workers: int,
+    track: Sequence[str],
+    screen: SweepWatcher,
+    stop: threading.Event,
+    place: Place = Place(),  # noqa: B008
 ) -> SweepOutcome:
     """Run what is not finished, at most `jobs` at once, each with `workers`; a crash of one does not touch the others.
 
@@ -191,7 +227,7 @@ def execute(
         while waiting and len(active) < jobs and not stop.is_set():
             run = waiting.pop(0)
             screen.started(run)
-            active.append(_start(run, workers, track))
+            active.append(_start(run, workers, track, place))
         if stop.is_set() and not told:
             told = True
             for child in active:
@@ -218,19 +254,20 @@ def execute(
     return outcome
 
 
-def _start(run: Planned, workers: int, track: Sequence[str]) -> _Child:
+def _start(run: Planned, workers: int, track: Sequence[str], place: Place) -> _Child:
     """`fednh run` on the run's config, in a session of its own, so that Ctrl-C reaches it only through us."""
     sweep = SweepLayout(run.folder.path.parent)
     config, log = sweep.config_file(run.name), sweep.log_file(run.name)
     write_bytes(config, dump(run.config.model_copy(update={"workers": workers})).encode())
     command = [sys.executable, "-m", "fednh", "run", str(config), "--out", str(run.folder.path), "--quiet"]
-    command += [word for name in track for word in ("--track", name)]
+    command += [*place.options, *(word for name in track for word in ("--track", name))]
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
+            env={**os.environ, **place.environment},
             start_new_session=True,
             preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )

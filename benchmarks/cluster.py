@@ -1,0 +1,131 @@
+"""`--backend ray` on two machines of one CPU each, against a pool of two threads: `python -m benchmarks.cluster`.
+
+The machines are Ray processes on the loopback. Pool and cluster take turns, each run in a process of its own; a figure
+is a ratio of medians over the rounds after the first. The results, with what the cost model needs, go to cluster.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.__main__ import shown
+from benchmarks.row import Row
+from benchmarks.scale import GIB, Job, measure
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).with_name("cluster.json")
+sys.path.insert(0, str(ROOT / "tests" / "executors"))
+
+from ray_nodes import Nodes, nodes  # noqa: E402
+
+CONV = Job(clients=16, picked=16, samples=16 * 200, rounds=3, epochs=2, method="fedavg", final=2, workers=2)
+SMALL = Job(clients=1000, picked=1000, samples=50_000, rounds=8, epochs=5, model="mlp", method="fedavg", workers=2)
+
+
+def rows(two: Nodes, quick: bool) -> Iterator[Row]:
+    yield against_pool(
+        two,
+        CONV,
+        "Conv2 on CIFAR-shaped data, two machines / thread pool",
+        0.9,
+        1 if quick else 3,
+        "200 images a client",
+    )
+    yield against_pool(
+        two,
+        SMALL,
+        "1,000 small MLP clients a round, two machines / vmap pool",
+        0.7,
+        1 if quick else 3,
+        "50 samples a client",
+    )
+    yield memory(two)
+    yield first_round(two)
+
+
+def against_pool(two: Nodes, job: Job, name: str, goal: float, turns: int, each: str) -> Row:
+    seconds: dict[str, list[float]] = {"pool": [], "ray": []}
+    for _ in range(turns):
+        for where, found in seconds.items():
+            made = replace(job, address=two.address) if where == "ray" else job
+            found += measure(made, two.environment)["rounds"][1:]
+    pool, ray = (statistics.median(found) for found in seconds.values())
+    detail = f"{each}, {job.epochs} epochs: medians of a round {pool:.3f} s and {ray:.3f} s over {turns} runs each"
+    return Row(name, round(pool / ray, 3), "x", goal, False, detail)
+
+
+def memory(two: Nodes) -> Row:
+    """The driver's peak, with what it has mapped of the object store."""
+    few, many = (
+        measure(
+            Job(clients=picked, picked=picked, samples=2 * picked, rounds=2, address=two.address, workers=2),
+            two.environment,
+        )["peak"]
+        for picked in (100, 1000)
+    )
+    detail = f"FedNH, 2 images a client, all picked: {few / GIB:.2f} GiB and {many / GIB:.2f} GiB"
+    return Row("driver's memory, 1,000 picked Conv2 clients / 100", round(many / few, 3), "x", 1.3, True, detail)
+
+
+def first_round(two: Nodes) -> Row:
+    """From `fednh run` to the first line of metrics.jsonl, on a cluster that is there."""
+    words = ["run", "digits", "--rounds", "1", "--clients", "10", "--epochs", "1", "--backend", "ray", "--quiet"]
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        command = [sys.executable, "-m", "fednh", *words, "--address", two.address, "--out", "run"]
+        with subprocess.Popen(command, cwd=folder, env=two.environment, stdout=subprocess.DEVNULL) as process:
+            metrics = Path(folder) / "run" / "metrics.jsonl"
+            while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None:
+                time.sleep(0.01)
+            took = time.perf_counter() - began
+    return Row("time to the first round on a running cluster", round(took, 2), "s", 10.0, True, "digits, 10 clients")
+
+
+def costs(two: Nodes) -> dict[str, float]:
+    """What the cost model needs, measured in a process that joins the cluster."""
+    command = [sys.executable, "-m", "benchmarks.cost_model", "--measure", two.address]
+    done = subprocess.run(command, cwd=ROOT, env=two.environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip()[-2000:])
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.cluster", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one turn of each")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where to write the results")
+    arguments = parser.parse_args()
+    console = Console() if Console().is_terminal else Console(width=150)
+    began, made = time.perf_counter(), list[Row]()
+    with nodes({"object_store_memory": 1 << 30}, {"object_store_memory": 1 << 30}) as two:
+        for row in rows(two, arguments.quick):
+            made.append(row)
+            console.print(f"{row.name}: {row.value:.2f} {row.unit}", highlight=False)
+        measured = costs(two)
+    console.print(shown(made))
+    result: dict[str, Any] = {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(time.perf_counter() - began, 1),
+        "rows": [{**asdict(row), "reached": row.reached} for row in made],
+        "costs": measured,
+    }
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    console.print(f"see {arguments.out}; `python -m benchmarks.cost_model` makes the cost model's table of it")
+
+
+if __name__ == "__main__":
+    main()

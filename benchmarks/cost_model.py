@@ -1,0 +1,147 @@
+"""Rounds per hour on more machines than we have: a simulation of the schedule of `executors/cluster.py`, on paper.
+
+`python -m benchmarks.cost_model` prints the table of docs/clusters.md from the costs in cluster.json, which
+`python -m benchmarks.cluster` has measured; `--measure ADDRESS` measures them. The network is an assumption.
+
+The model: a slot computes one client after another and has one more waiting. The driver is one machine with one link.
+It sends what clients receive to every machine once a round, hands out jobs, receives each upload over its link, and
+adds up uploads one by one, in the order of the clients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+RESULTS = Path(__file__).with_name("cluster.json")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds and bytes of one client and one machine."""
+
+    client: float  # seconds to compute a client in one slot
+    job: float  # seconds of the driver to hand out a job and to take its answer
+    add: float  # seconds of the driver to copy an upload out of the object store and to add it up
+    model: float  # bytes that travel down and up
+    link: float  # bytes a second of a machine's network link
+    slots: int = 16  # of a machine
+
+
+def round_seconds(costs: Costs, machines: int, clients: int) -> float:
+    """How long a round takes: events in the order in which they happen."""
+    slots = machines * costs.slots
+    wire = costs.model / costs.link
+    ready = [
+        (k // costs.slots + 1) * wire for k in range(slots)
+    ]  # the driver's link sends to one machine after another
+    heapq.heapify(ready)
+    driver = link = 0.0
+    finished: list[float] = []
+    for client in range(clients):
+        if client >= 2 * slots:  # its predecessor by two jobs a slot must have been read
+            driver = max(driver, finished[client - 2 * slots])
+        driver += costs.job
+        free = heapq.heappop(ready)
+        done = max(free, driver) + costs.client
+        heapq.heappush(ready, done)
+        link = max(link, done) + (wire if machines > 1 else 0.0)  # one machine: the driver is on it
+        finished.append(max(link, finished[-1] if finished else 0.0) + costs.add)
+    return finished[-1]
+
+
+def table(costs: Costs, clients: int, machines: tuple[int, ...] = (1, 10, 100)) -> list[tuple[int, float, float]]:
+    """Machines, rounds an hour, and how much faster than on one machine."""
+    alone = round_seconds(costs, 1, clients)
+    return [(m, 3600 / (s := round_seconds(costs, m, clients)), alone / s) for m in machines]
+
+
+def tree(costs: Costs, machines: int, clients: int) -> float:
+    """The next step: every machine adds up its own clients, and the driver adds up one sum a machine."""
+    mine = round_seconds(costs, 1, -(-clients // machines))
+    return mine + machines * (costs.model / costs.link + costs.add)
+
+
+def measured(address: str) -> dict[str, float]:
+    """The costs on this machine: ResNet-18 on CIFAR-100-shaped samples, 5 a client, and jobs of the cluster there."""
+    import numpy as np
+    import torch
+
+    from fednh.config import load
+    from fednh.core.federation import build_federation
+    from fednh.core.seeding import torch_rng
+    from fednh.core.tree import mean, size
+    from fednh.data.dataset import Dataset
+    from fednh.executors.connection import connected
+    from fednh.executors.packing import PackedResults
+    from fednh.executors.work import Material, Training
+
+    torch.set_num_threads(1)
+    rng, each, number = np.random.default_rng(0), 5, 6
+    x, y = rng.integers(0, 256, (each * number, 32, 32, 3), np.uint8), np.arange(each * number) % 100
+    names = tuple(map(str, range(100)))
+    data = Dataset("noise", x, y, x[:100], y[:100], names, (0.0,) * 3, (1.0,) * 3, 255.0)
+    settings = {"data.name": "npz:unused", "data.augment": "none", "model.name": "resnet18", "method.name": "fedavg"}
+    fed = build_federation(
+        load(None, {**settings, "partition.name": "iid", "partition.clients": number, "partition.min_samples": 1}), data
+    )
+    server = fed.method.init(fed.net, torch_rng(0, "init"))
+    stage = Training(fed.method.broadcast(server), load(None, {}).train.sgd(1), 0, 1)
+    material, kept = Material.of(fed), fed.method.enroll(server)
+    stage(material, [0], [kept])
+    began = time.perf_counter()
+    updates = [stage(material, [client], [kept])[0] for client in range(1, number)]
+    client = (time.perf_counter() - began) / (number - 1)
+    with connected(address, 1):
+        import ray
+
+        packed = [PackedResults.of([update]) for update in updates]
+        refs = [ray.put(each) for each in packed]
+        began = time.perf_counter()
+        mean(ray.get(ref).results("cpu", True)[0].upload for ref in refs)
+        add = (time.perf_counter() - began) / len(refs)
+        job = _job_seconds()
+    return {"client": client, "job": job, "add": add, "model": float(size(stage.down))}
+
+
+def _job_seconds(jobs: int = 300) -> float:
+    """What a job costs the driver: nothing is computed, and the actor has the next one already."""
+    import ray
+
+    @ray.remote(num_cpus=1)
+    class Nothing:
+        def work(self, *job: object) -> object:
+            return job
+
+    actor = Nothing.remote()
+    ray.get(actor.work.remote())
+    began, waiting = time.perf_counter(), [actor.work.remote([[0]], []) for _ in range(2)]
+    for _ in range(jobs):
+        ray.get(waiting.pop(0))
+        waiting.append(actor.work.remote([[0]], []))
+    return (time.perf_counter() - began) / jobs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.cost_model", description=__doc__)
+    parser.add_argument("--measure", metavar="ADDRESS", help="measure the costs on this cluster and print them")
+    parser.add_argument("--gigabits", type=float, default=10.0, help="a second, of a machine's link")
+    parser.add_argument("--clients", type=int, default=1000, help="that train in a round")
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(json.dumps(measured(arguments.measure)))
+        return
+    costs = Costs(**json.loads(RESULTS.read_text(encoding="utf-8"))["costs"], link=arguments.gigabits * 1e9 / 8)
+    print(f"{costs}\n{arguments.clients} clients a round\n")
+    print("| machines | rounds an hour | against one machine | with sums on the machines |\n|---|---|---|---|")
+    for machines, rounds, faster in table(costs, arguments.clients):
+        summed = 3600 / tree(costs, machines, arguments.clients)
+        print(f"| {machines} | {rounds:.0f} | {faster:.1f}x | {summed:.0f} |")
+
+
+if __name__ == "__main__":
+    main()
