@@ -21,12 +21,14 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks import cost_model
 from benchmarks.__main__ import shown
 from benchmarks.row import Row
 from benchmarks.scale import GIB, Job, measure
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("cluster.json")
+PAGE, SECTION = ROOT / "docs" / "clusters.md", "## How fast\n"
 sys.path.insert(0, str(ROOT / "tests" / "executors"))
 
 from ray_nodes import Nodes, nodes  # noqa: E402
@@ -104,9 +106,27 @@ def costs(two: Nodes) -> dict[str, float]:
     return found
 
 
+def page(result: dict[str, Any]) -> str:
+    """The last section of docs/clusters.md."""
+    busy = ", while it was busy with other work: the ratios are lower bounds at best" if result["busy"] else ""
+    head = f"Measured by `python -m benchmarks.cluster` on a machine with two cores, {result['when'][:10]}{busy}:"
+    figures = ["| figure | goal | measured | how |", "|---|---|---|---|"]
+    for row in result["rows"]:
+        goal = f"{'at most' if row['at_most'] else 'at least'} {row['goal']:g} {row['unit']}"
+        figures.append(f"| {row['name']} | {goal} | {row['value']:.2f} {row['unit']} | {row['detail']} |")
+    return "\n".join([head, "", *figures, "", *cost_model.page(result["costs"]), ""])
+
+
+def write_page(result: dict[str, Any]) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(f"{text.partition(SECTION)[0]}{SECTION}\n{page(result)}", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.cluster", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one turn of each")
+    parser.add_argument("--docs", action="store_true", help="write the figures into docs/clusters.md, too")
+    parser.add_argument("--busy", action="store_true", help="say there that the machine was busy")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where to write the results")
     arguments = parser.parse_args()
     console = Console() if Console().is_terminal else Console(width=150)
@@ -120,11 +140,14 @@ def main() -> None:
     result: dict[str, Any] = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(time.perf_counter() - began, 1),
+        "busy": arguments.busy,
         "rows": [{**asdict(row), "reached": row.reached} for row in made],
         "costs": measured,
     }
     arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    console.print(f"see {arguments.out}; `python -m benchmarks.cost_model` makes the cost model's table of it")
+    if arguments.docs:
+        write_page(result)
+    console.print(f"see {arguments.out}")
 
 
 if __name__ == "__main__":

@@ -126,6 +126,35 @@ def _job_seconds(jobs: int = 300) -> float:
     return (time.perf_counter() - began) / jobs
 
 
+def page(measured: dict[str, float], gigabits: float = 10.0, clients: int = 1000) -> list[str]:
+    """The cost model as a page shows it."""
+    costs = Costs(**measured, link=gigabits * 1e9 / 8)
+    wire, adds = clients * costs.model / costs.link, clients * (costs.add + costs.job)
+    lines = [
+        f"### On paper: CIFAR-100, ResNet-18, 10,000 clients, {clients:,} of them in a round",
+        "",
+        "A simulation of the schedule (`benchmarks/cost_model.py`) with measured costs: a client of five samples takes "
+        f"{costs.client:.2f} s in one slot, a job costs the driver {1000 * costs.job:.1f} ms, an upload of "
+        f"{costs.model / 1e6:.0f} MB {1000 * costs.add:.0f} ms to take and add up. Assumed: {costs.slots} slots a "
+        f"machine, links of {gigabits:g} Gbit/s. Nothing here was measured on a network.",
+        "",
+        "| machines | rounds an hour | against one machine | if every machine added up its own clients |",
+        "|---|---|---|---|",
+    ]
+    for machines, rounds, faster in table(costs, clients):
+        summed = 3600 / tree(costs, machines, clients)
+        lines.append(f"| {machines} | {rounds:.0f} | {faster:.1f}x | {summed:.0f} |")
+    limit = max(("the driver's link", wire), ("the driver's sum", adds), key=lambda part: part[1])
+    return [
+        *lines,
+        "",
+        f"It stops scaling where {limit[0]} is full: all uploads of a round take {wire:.0f} s over one link and "
+        f"{adds:.0f} s to add up, however many machines compute. The next step would be sums on the machines (the last "
+        "column): the driver then gets one upload a machine. The order of a sum decides its last bits, so such a run "
+        "would have the bits of its number of machines, and not of one machine; it is not built.",
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.cost_model", description=__doc__)
     parser.add_argument("--measure", metavar="ADDRESS", help="measure the costs on this cluster and print them")
@@ -135,12 +164,8 @@ def main() -> None:
     if arguments.measure:
         print(json.dumps(measured(arguments.measure)))
         return
-    costs = Costs(**json.loads(RESULTS.read_text(encoding="utf-8"))["costs"], link=arguments.gigabits * 1e9 / 8)
-    print(f"{costs}\n{arguments.clients} clients a round\n")
-    print("| machines | rounds an hour | against one machine | with sums on the machines |\n|---|---|---|---|")
-    for machines, rounds, faster in table(costs, arguments.clients):
-        summed = 3600 / tree(costs, machines, arguments.clients)
-        print(f"| {machines} | {rounds:.0f} | {faster:.1f}x | {summed:.0f} |")
+    costs = json.loads(RESULTS.read_text(encoding="utf-8"))["costs"]
+    print("\n".join(page(costs, arguments.gigabits, arguments.clients)))
 
 
 if __name__ == "__main__":

@@ -81,9 +81,7 @@ def test_the_head_dies_and_the_run_goes_on_later(tmp_path: Path) -> None:
     told = err.splitlines()[-1]
     # Where Ray itself ends the process at this moment, the sentence comes from outside of it.
     assert told.startswith(("fednh: the Ray cluster is lost (", "fednh: Ray has ended this run, as it does when ")), err
-    assert told.endswith(
-        "the run is saved: continue with `fednh resume ray --backend ray`, or on this machine with `fednh resume ray`"
-    )
+    assert told.endswith("continue with `fednh resume ray --backend ray`, or on this machine with `fednh resume ray`")
     code, _, err = ended(start(["resume", "ray", "--quiet"], tmp_path))
     assert code == 0, err
     assert "going on after round" in err

@@ -118,7 +118,7 @@ class Cluster(Simulation):
     def __enter__(self) -> Cluster:
         self._stack = ExitStack()
         self.pulse = self._stack.enter_context(connected(self.address, own_cpus(self.config)))
-        told = f"Ray has ended this run, as it does when this machine's part of the cluster is lost; {self.saved}"
+        told = f"Ray has ended this run, as it does when this machine's part of the cluster is lost; {self.next}"
         self._stack.callback(LastWords(f"fednh: {told}").not_needed)
         return self
 
@@ -183,14 +183,16 @@ class Cluster(Simulation):
 
     def over(self, why: str) -> RunError:
         """What the user is told when nothing is left to compute on."""
-        return RunError(f"the Ray cluster is lost ({why}); {self.saved}")
+        saved = "the run is saved; " if self.config.checkpoint.every else ""
+        return RunError(f"the Ray cluster is lost ({why}); {saved}{self.next}")
 
     @property
-    def saved(self) -> str:
+    def next(self) -> str:
+        """What the user can do then."""
         if not self.config.checkpoint.every:
-            return "checkpoint.every = 0: the run is not saved"
+            return "checkpoint.every = 0: nothing is saved"
         again = f"fednh resume {self.folder.path}"
-        return f"the run is saved: continue with `{again} --backend ray`, or on this machine with `{again}`"
+        return f"continue with `{again} --backend ray`, or on this machine with `{again}`"
 
 
 @dataclass(eq=False)
