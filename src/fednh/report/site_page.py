@@ -148,7 +148,7 @@ def _count(value: int | None) -> Cell:
 
 
 def _held(one: ClassRow, apart: bool) -> list[Cell]:
-    few = "few" if one.few else ""
+    few = "few" if one.n and one.few else ""
     return [Cell(str(one.n)), Cell(few)] if apart else [Cell(f"{one.n:,} {few}".strip(), float(one.n))]
 
 

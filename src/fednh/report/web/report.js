@@ -131,7 +131,7 @@
   const byClass = (group, held) => tableOf("", ["class", "n", ...held.models.map((m) => m.label)],
     held.classes.map((c, i) => {
       const count = element("td", String(held.held[i]));
-      if (held.few[i]) count.append(element("span", " few", "few"));
+      if (held.few[i] && held.held[i]) count.append(element("span", " few", "few"));
       return [group.classes[c], count, ...held.models.map((m) => `${percent(m.recall[i])} / ${percent(m.precision[i])}`)];
     }));
   const confusions = (group, held, model) => {
@@ -166,7 +166,7 @@
       element("h3", `Its ${held.n} held-out samples, class by class`), byClass(group, held),
       element("p", "Recall / precision of each model in percent, on samples that no model was trained on; few: so few that the numbers say little.", "note"),
       element("h3", `What is taken for what: ${model.label}`), picker, confusions(group, held, model),
-      element("p", "Rows are what the held-out samples are, columns what the model takes them for; outlined cells are right. The darker, the larger the share of its row.", "note"),
+      element("p", "Rows are what the held-out samples are, columns what the model takes them for; outlined cells are right. The stronger the colour, the larger the share of its row.", "note"),
     );
   };
   const name = (group, client) => group.sites[client] ?? `Client ${client}`;
