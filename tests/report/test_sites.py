@@ -230,3 +230,12 @@ def test_runs_that_differ_in_more_than_the_method_are_told_apart(tmp_path: Path)
     file = alone.layout.config_file
     file.write_text(file.read_text().replace("rounds = 40", "rounds = 7"))
     assert said in site_tables([joint, load_run(alone.path)])[0].notes
+
+
+def test_with_many_sites_chance_is_named(tmp_path: Path) -> None:
+    names = [f"plant {k}" for k in range(41)]
+    outcomes = {k: held(20, 15, 15) for k in range(41)}
+    run = run_of(tmp_path / "r", outcomes, counts=[(9, 9, 9)] * 40 + [(9, 0, 0)], sites=names)
+    assert one_table(run).notes[-1].startswith("If all models were equally good, up to 2 of 40 sites")
+    with pytest.raises(UserError, match=r"plant 8, plant 9 and 31 more$"):
+        one_table(run).row("nowhere")

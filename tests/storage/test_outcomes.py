@@ -8,6 +8,7 @@ from safetensors.numpy import save_file
 
 from fednh.errors import UserError
 from fednh.storage.outcomes import Outcomes, read_outcomes, write_outcomes
+from fednh.storage.run_folder import RunFolder
 
 
 @pytest.mark.parametrize("shared", [None, np.array([0, 0, 1])])
@@ -28,3 +29,10 @@ def test_what_is_damaged_is_named(tmp_path: Path) -> None:
     save_file({"label": np.zeros(3, np.int32), "personal": np.zeros(2, np.int32)}, file)
     with pytest.raises(UserError, match="differ in length"):
         read_outcomes(file)
+
+
+def test_a_later_end_of_a_run_removes_outcomes_that_it_does_not_have(tmp_path: Path) -> None:
+    folder, found = RunFolder(tmp_path), Outcomes(np.zeros(2, int), np.zeros(2, int))
+    folder.write_outcomes({0: found, 3: found, 12: found})
+    folder.remove_others([3, 5])
+    assert list(folder.clients_with_outcomes()) == [3]

@@ -38,10 +38,12 @@ def test_a_model_is_found_by_name_or_number(run: Path, client: int | str, site: 
 
 
 def test_the_summary_names_sites_and_leaves_out_the_one_with_a_single_class(run: Path) -> None:
-    summary = fednh.load_run(run).summary
+    found = fednh.load_run(run)
+    summary = found.summary
     assert [row["site"] for row in summary["clients"]] == list(SITES)
     shares = [row["held_share"] for row in summary["clients"]]
     assert (summary["one_class"], summary["held_share"]) == ([1], pytest.approx((shares[0] + shares[2]) / 2))
+    assert found.metrics[-1]["held_share"] == summary["held_share"], "the curve is of the same sites"
 
 
 def test_an_unknown_name_lists_those_that_there_are(run: Path) -> None:

@@ -115,11 +115,13 @@ class SiteTable:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences that belong to the table: what is missing, and who is left out of means."""
+        """Sentences that belong to the table: what is missing, who is left out of means, and what chance does."""
         counted = set(self.measured)
         single = [row.name for row in self.rows if row not in counted]
         words = f"A site with one class, which any model can name, is left out of means: {some(single)}."
-        return (*self.lacking, *([words] if single else []))
+        n = sum(len(row.models) > 1 and row.n is not None for row in self.measured)
+        chance = f"If all models were equally good, up to {n // 20} of {n} sites would still be marked, by chance."
+        return (*self.lacking, *([words] if single else []), *([chance] if n >= 20 else []))
 
     def row(self, site: int | str) -> SiteRow:
         """The row of a site, by its name or its number."""
