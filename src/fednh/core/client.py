@@ -7,6 +7,7 @@ it cannot matter to a method where a client lives.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -60,9 +61,14 @@ def update(
     """Train one client; returns what it keeps and what it uploads."""
     probe = GradientNorm(data, received) if gradient_norm else None
     with LocalNorm(net, kept, data.index.device) as norm:
-        fit = LocalFit(data, sgd, norm.undisturbed(probe), training=partial(net.training, data.noise))
+        fit = LocalFit(data, sgd, norm.undisturbed(probe), training=_training(net, data))
         keep, upload = method.client_update(net, without_norm(kept), received, data, norm.fit(fit))
     return Update({**keep, **norm.kept()}, upload, fit.samples, fit.loss_sum, probe.value if probe else None)
+
+
+def _training(net: Net, data: ClientData) -> Callable[[], AbstractContextManager[object]]:
+    """What turns the net's random layers on, where it has some."""
+    return partial(net.training, data.noise) if net.random else nullcontext
 
 
 def personal_model(
@@ -79,7 +85,7 @@ def personal_model(
     `tick` is called before every step of training, if the method trains here.
     """
     with LocalNorm(net, kept, data.index.device) as norm:
-        fit = norm.fit(LocalFit(data, sgd, tick=tick, training=partial(net.training, data.noise)))
+        fit = norm.fit(LocalFit(data, sgd, tick=tick, training=_training(net, data)))
         model = method.personal_model(net, without_norm(kept), received, data, fit)
     return {**model, **norm.state}
 

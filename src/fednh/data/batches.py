@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -89,10 +90,15 @@ class ClientData:
         self.counts = torch.bincount(self.y, minlength=samples.num_classes).to(torch.float32)  # (C,)
         self._address = (seed, round_, client)
         self.rng = self._rng(purpose)
-        self.noise = self._rng(f"{purpose} noise", self.index.device)  # of random layers, dropout for example
+        self._purpose = purpose
 
     def __len__(self) -> int:
         return len(self.index)
+
+    @cached_property
+    def noise(self) -> torch.Generator:
+        """What random layers draw from, dropout for example."""
+        return self._rng(f"{self._purpose} noise", self.index.device)
 
     @property
     def share(self) -> Tensor:  # (C,)
