@@ -16,6 +16,7 @@ from fednh.data.dataset import Inputs
 
 LEAST = 20  # rows; with fewer, everything looks like one
 START = 1000  # rows that rule most features out
+PER_STEP = 3  # rows that one value of an ordered column may have, on average
 PER_NAME = 20  # rows that one value of a column with a telling name may have, on average
 _WHOSE = "row|record|case|patient|person|subject|sample|customer|user|member|serial|invoice|order|entry|line"
 _TELLING = re.compile(
@@ -40,7 +41,7 @@ def of_numbers(values: NDArray[np.float64], name: str = "x", site: NDArray[np.in
     if _counts(values):
         return "is a number of its own in every row"
     if site is not None and _counts_sites(values, site[there]):
-        return "is a number of its own in every row of a site"
+        return "numbers the rows of every site"
     return _telling(name, len(np.unique(values)), len(values))
 
 
@@ -83,8 +84,10 @@ def _whole(values: NDArray[np.float64]) -> bool:
 
 
 def _steady(values: NDArray[np.float64]) -> bool:
+    """Whether they rise or fall throughout; a few rows in a row may have the same one, as those of one patient."""
     step = np.diff(values)
-    return bool((step > 0).all() or (step < 0).all())
+    ordered = bool((step >= 0).all() or (step <= 0).all())
+    return ordered and PER_STEP * (int(np.count_nonzero(step)) + 1) >= len(values)
 
 
 def _counts(values: NDArray[np.float64]) -> bool:
