@@ -175,6 +175,7 @@ def test_a_run_from_arrays_goes_on_with_the_same_arrays_only(tmp_path: Path) -> 
     assert "were given in Python" in asked.stderr
 
 
+@pytest.mark.soak
 def test_a_dataset_by_its_own_name(tmp_path: Path) -> None:
     digits = load("digits", Path("unused"))
     run = fednh.run("digits", data=digits, rounds=1, epochs=1, clients=4, method="fedavg", out=tmp_path / "run")

@@ -89,7 +89,7 @@ def test_every_way_gives_the_same_input(photos: tuple[Path, list[Path], Path]) -
         assert np.array_equal(recipe(file, how), by_path), file
 
 
-@pytest.mark.parametrize("fit", ["crop", "pad"])
+@pytest.mark.parametrize("fit", ["crop", pytest.param("pad", marks=pytest.mark.soak)])
 def test_how_images_get_their_size_is_in_the_card(
     photos: tuple[Path, list[Path], Path], tmp_path: Path, fit: str
 ) -> None:
