@@ -81,7 +81,7 @@ def test_the_readmes_commands_on_a_folder_of_sites(work: Path, monkeypatch: pyte
     assert report.code == 0, report.stderr
     page = (work / "r.html").read_text()
     assert "GM held-out macro" in page
-    assert '"sites":["east","north","west"]' in page
+    assert '"sites":{"0":"east","1":"north","2":"west"}' in page
 
 
 def test_a_table_end_to_end_and_resumed_by_the_same_command(tmp_path: Path) -> None:
