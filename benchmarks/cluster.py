@@ -43,7 +43,7 @@ def rows(two: Nodes, quick: bool) -> Iterator[Row]:
         CONV,
         "Conv2 on CIFAR-shaped data, two machines / thread pool",
         0.9,
-        1 if quick else 3,
+        1 if quick else 2,
         "200 images a client",
     )
     yield against_pool(
@@ -51,7 +51,7 @@ def rows(two: Nodes, quick: bool) -> Iterator[Row]:
         SMALL,
         "1,000 small MLP clients a round, two machines / vmap pool",
         0.7,
-        1 if quick else 3,
+        1 if quick else 2,
         "50 samples a client",
     )
     yield memory(two)
