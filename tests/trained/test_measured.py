@@ -91,7 +91,7 @@ def test_the_figures_are_those_of_the_run(here: Path, tmp_path: Path) -> None:
     """Of natural sites too, each of which scales by its own statistics; a client is measured on what it held out."""
     summary = json.loads((here / "sites" / "summary.json").read_text())
     ended = command(["evaluate", str(here / "sites"), "--format", "json"], tmp_path / "io")
-    assert (ended.code, ended.stderr) == (0, "")
+    assert (ended.code, "warning" in ended.stderr) == (0, False), ended.stderr  # a slow machine shows progress there
     record = json.loads(ended.stdout)
     assert (record["split"], record["trained_on"], record["samples"]) == ("held", 0, 24)
     held = [len(chosen(here / "sites", client=k).y) for k in range(3)]
@@ -126,9 +126,8 @@ def test_the_command_warns(here: Path, tmp_path: Path) -> None:
     args = ["evaluate", str(here / "mixed"), "--data", f"csv:{here}/rows.csv", "--split"]
     ended = command([*args, "train"], tmp_path / "io")
     assert ended.code == 0
-    assert ended.stderr == (
-        "fednh: warning: the model was trained on 96 of these 120 samples, so the figures are too good\n"
-    )
+    told = [line for line in ended.stderr.splitlines() if "warning" in line]
+    assert told == ["fednh: warning: the model was trained on 96 of these 120 samples, so the figures are too good"]
     ended = command([*args, "test"], tmp_path / "io")
     assert (ended.code, "--split train" in ended.stderr) == (2, False)
 
