@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 import ray
-from ray import cloudpickle
+from ray import cloudpickle, exceptions
 
 from fednh.config import Config
 from fednh.core.federation import Federation
@@ -214,9 +214,12 @@ class Flight:
         self.heaviest = max(1, JOB_BYTES // max(1, size(self.stage.down)))
         while self.given < len(self.units) or self.under_way:
             cluster.check()
-            cluster.crew.welcome()
-            self._give_out()
-            self._collect()
+            try:
+                cluster.crew.welcome()
+                self._give_out()
+                self._collect()
+            except exceptions.RayError as error:  # its store or its disk is full, or a part of it is gone
+                raise cluster.over(" ".join(str(error).split())[:300]) from error
             while self.under_way and self.under_way[0].done is not None:
                 yield self.under_way.popleft()
 
@@ -287,6 +290,6 @@ class Flight:
         """No actor is left: wait for one on what remains of the cluster."""
         cluster = self.cluster
         cluster.slots()
-        cluster.crew.assemble(1, START, cluster.check)
+        cluster.crew.assemble(1, START, cluster.check, strict=False)
         if not cluster.crew.ready:
             raise cluster.over(f"no machine has room for a client, which needs {in_words(cluster.needs)}")

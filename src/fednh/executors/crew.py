@@ -132,7 +132,7 @@ class Crew:
             self.hands.append(Hand(actor, actor.join.remote(mine, SAME, [self.material])))
         return number
 
-    def assemble(self, number: int, seconds: float, check: Callable[[], None]) -> None:
+    def assemble(self, number: int, seconds: float, check: Callable[[], None], strict: bool = True) -> None:
         """Wait until `number` actors are ready; when the time is over, those that are there will do."""
         deadline = time.monotonic() + seconds
         while len(self.ready) < number and time.monotonic() < deadline:
@@ -141,7 +141,7 @@ class Crew:
             if not coming:
                 return
             ray.wait([hand.joining for hand in coming], num_returns=1, timeout=0.1)
-            self.welcome(strict=True)
+            self.welcome(strict)
 
     def welcome(self, strict: bool = False) -> None:
         """Take in the actors that have answered; one on a machine with other versions is refused."""
