@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fednh.cli.app import app, console_for_people
-from fednh.cli.report import TableFormat
+from fednh.cli.app import app
+from fednh.cli.report import TableFormat, show
 from fednh.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def compare(
     All figures are of samples that the site held out. A run of the method local beside the others adds what a site
     could do alone.
     """
-    from fednh.report import render, site_sheets
+    from fednh.report import site_sheets
     from fednh.report.load import load_runs
     from fednh.report.sites import site_tables
 
@@ -50,14 +50,7 @@ def compare(
     if form is TableFormat.CSV:
         typer.echo(site_sheets.to_csv(chosen), nl=False)
         return
-    sheets = [sheet for table in chosen for sheet in site_sheets.sheets(table, classes=site is not None)]
-    if form is TableFormat.RICH:
-        console = console_for_people()
-        for sheet in sheets:
-            console.print(render.to_rich(sheet, console.width), "")
-        return
-    write = render.to_markdown if form is TableFormat.MARKDOWN else render.to_latex
-    typer.echo("\n".join(write(sheet) for sheet in sheets), nl=False)
+    show([sheet for table in chosen for sheet in site_sheets.sheets(table, classes=site is not None)], form)
 
 
 def _at_a_site(folder: Path) -> list[SiteTable]:

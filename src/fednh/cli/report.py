@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fednh.cli.app import app, console_for_people
+
+if TYPE_CHECKING:
+    from fednh.report.sheet import Sheet
 
 
 class TableFormat(StrEnum):
@@ -34,7 +38,7 @@ def table(
 
     Runs that differ in the seed alone are averaged; all others keep a row that says in what they differ.
     """
-    from fednh.report import render, tables
+    from fednh.report import tables
     from fednh.report.load import load_runs
     from fednh.report.records import records, to_csv
 
@@ -47,6 +51,13 @@ def table(
     else:
         sheets = [*tables.result_sheets(runs, paper), tables.cost_sheet(runs)]
         sheets += [sheet for sheet in [tables.paired_sheet(runs, reference)] if sheet.rows]
+    show(sheets, form)
+
+
+def show(sheets: Sequence[Sheet], form: TableFormat) -> None:
+    """Print tables in one of the forms that Sheets have."""
+    from fednh.report import render
+
     if form is TableFormat.RICH:
         console = console_for_people()
         for sheet in sheets:
