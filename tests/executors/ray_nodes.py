@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +77,11 @@ def nodes(*machines: dict[str, Any], source: Path = SOURCE) -> Iterator[Nodes]:
     finally:
         assert process.stdin is not None
         process.stdin.close()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(30)
-        except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):  # whatever of its session is left: helpers of a machine that was killed
             os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
         shutil.rmtree(home, ignore_errors=True)
 
 
