@@ -117,6 +117,7 @@ def test_own_data_from_an_npz_with_every_partition(tmp_path: Path) -> None:
         assert json.loads((out / "summary.json").read_text())["gm"] > 60
 
 
+@pytest.mark.soak
 def test_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_nets.py").write_text(
         "from torch import nn\n"

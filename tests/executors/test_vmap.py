@@ -238,7 +238,7 @@ def test_newcomers_and_old_hands_in_one_round(tmp_path: Path, monkeypatch: pytes
             torch.testing.assert_close(vmap[key], value, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["fednh", "fedrod"])
+@pytest.mark.parametrize("method", ["fednh", pytest.param("fedrod", marks=pytest.mark.soak)])
 def test_vmap_runs_are_reproducible_and_near_the_loop(method: str, tmp_path: Path) -> None:
     runs = {}
     for name, settings in {"one": {"workers": 1}, "two": {"workers": 2}, "loop": {"engine": "loop"}}.items():

@@ -320,6 +320,7 @@ def test_ctrl_c_leaves_everything_resumable(tmp_path: Path) -> None:
     assert list(run.glob("checkpoints/round-*.json"))
 
 
+@pytest.mark.soak
 def test_a_second_sweep_in_the_same_folder_is_refused_by_name_and_nothing_dies(tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     (out / ".sweep").mkdir(parents=True)
@@ -347,6 +348,7 @@ def test_a_sweep_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+@pytest.mark.soak
 def test_a_failed_run_is_told_at_the_end_and_a_finished_one_skipped(uninterrupted: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     fedavg, fednh = sorted(uninterrupted.iterdir())

@@ -104,6 +104,7 @@ def test_entry_points(here: Path) -> None:
     assert "McMahan" in listed.stdout
 
 
+@pytest.mark.soak
 def test_a_new_method_runs_everywhere(here: Path) -> None:
     """Written, tested by plain pytest, run, stopped and resumed, swept, tabled; tables do not need its code."""
     made = fednh(["new-method", "MyMethod"], here / "log")

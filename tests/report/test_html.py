@@ -330,6 +330,7 @@ def test_sites_whose_samples_only_they_know(tmp_path: Path, browser: Browser) ->
     assert browser.errors == []
 
 
+@pytest.mark.soak
 @needs_browser
 def test_it_fits_a_phone_and_follows_the_systems_colours(report: Path, browser: Browser) -> None:
     for name, look in {

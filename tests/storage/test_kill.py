@@ -103,8 +103,8 @@ def survive(method: str, tmp_path: Path, kills: int, seed: int) -> int:
     return hits
 
 
-# They differ in what a checkpoint holds: prototypes, a kept model, corrections at both sides. `make soak` has them all.
-@pytest.mark.parametrize("method", ["fednh", "ditto", "scaffold"])
+# They differ in what a checkpoint holds: prototypes, or a kept model. `make soak` has all methods.
+@pytest.mark.parametrize("method", ["fednh", "ditto"])
 def test_sigkill_at_random_moments(method: str, tmp_path: Path) -> None:
     assert survive(method, tmp_path, KILLS, seed=len(method)) >= 2
 
@@ -116,7 +116,7 @@ def test_sigkill_again_and_again(method: str, tmp_path: Path) -> None:
     assert hits >= 5
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
 def test_asked_to_stop_it_saves_and_says_how_to_go_on(number: int, tmp_path: Path) -> None:
     whole, out = tmp_path / "whole", tmp_path / "stopped"
     assert fednh(command("fednh", whole, rounds=30, every=100), tmp_path / "io").code == 0
@@ -263,7 +263,7 @@ def test_asked_to_stop_between_two_batches_of_the_final_evaluation(at: int, tmp_
 
 
 def test_ctrl_c_in_a_command_that_has_nothing_to_save_is_one_sentence(tmp_path: Path) -> None:
-    process = Process(["prototypes", "--classes", "1000", "--dim", "40"], tmp_path / "io")
+    process = Process(["prototypes", "--classes", "3000", "--dim", "60"], tmp_path / "io")
     wait_for(lambda: (tmp_path / "io" / "stderr.txt").exists())
     time.sleep(1)
     process.kill(signal.SIGINT)
