@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT / "tests" / "executors"))
 from ray_nodes import Nodes, nodes  # noqa: E402
 
 CONV = Job(clients=16, picked=16, samples=16 * 200, rounds=3, epochs=2, method="fedavg", final=2, workers=2)
+PAPER = Job(clients=10, picked=10, samples=10 * 500, rounds=3, epochs=5, method="fedavg", final=2, workers=2)
 SMALL = Job(clients=1000, picked=1000, samples=50_000, rounds=8, epochs=5, model="mlp", method="fedavg", workers=2)
 
 
@@ -45,6 +46,14 @@ def rows(two: Nodes, quick: bool) -> Iterator[Row]:
         0.9,
         1 if quick else 2,
         "200 images a client",
+    )
+    yield against_pool(
+        two,
+        PAPER,
+        "the same with the paper's round, two machines / thread pool",
+        0.9,
+        1 if quick else 2,
+        "10 clients of 500 images",
     )
     yield against_pool(
         two,
