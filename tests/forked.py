@@ -35,6 +35,7 @@ class Process:
 
     def _child(self, args: list[str]) -> None:
         code = 70
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
         try:
             for number, path in ((1, self._out), (2, self._err)):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)

@@ -263,7 +263,7 @@ def test_asked_to_stop_between_two_batches_of_the_final_evaluation(at: int, tmp_
 
 
 def test_ctrl_c_in_a_command_that_has_nothing_to_save_is_one_sentence(tmp_path: Path) -> None:
-    process = Process(["prototypes", "--classes", "2000", "--dim", "40"], tmp_path / "io")
+    process = Process(["prototypes", "--classes", "2000", "--dim", "41"], tmp_path / "io")
     wait_for(lambda: (tmp_path / "io" / "stderr.txt").exists())
     time.sleep(1)
     process.kill(signal.SIGINT)
