@@ -123,6 +123,7 @@ class EvalConfig(Section):
     final: Literal["all"] | int = "all"  # whose, at the end, to evaluate and to save: all that took part, or n of them
 
     samples: int | None = Field(None, ge=1, le=MANY)  # of the test set: a class-balanced sample of n; None: all
+    prior: list[float] = []  # also measure personal models with this much of the log class share in their logits
 
     @field_validator("clients", "final")
     @classmethod

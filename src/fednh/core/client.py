@@ -6,7 +6,7 @@ it cannot matter to a method where a client lives.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from fednh.core.diagnostics import GradientNorm
 from fednh.core.evaluate import Personal
 from fednh.core.fit import LocalFit, Sgd
 from fednh.core.local_norm import LocalNorm, without_norm
+from fednh.core.losses import log_share
 from fednh.core.meter import unhurried
 from fednh.core.tree import Tree, arranged, finite
 from fednh.data.batches import ClientData, Samples, subset
@@ -90,23 +91,17 @@ def personal_model(
     return {**model, **norm.state}
 
 
-def correct_per_class(
+def logits_of(
     method: Method, net: Net, model: Tree, test: Samples, tick: Callable[[int], None] = unhurried
-) -> torch.Tensor:  # (C,)
-    """How many test samples of each class a model gets right; `tick` is called before every batch."""
-    return evaluate.hits_per_class(_predicted(method, net, model, test, tick), test)
-
-
-def _predicted(
-    method: Method, net: Net, model: Tree, test: Samples, tick: Callable[[int], None]
-) -> torch.Tensor:  # (N,)
+) -> torch.Tensor:  # (N, C)
+    """A model's class scores of all samples; `tick` is called before every batch."""
     model = arranged(model)
 
     def predict(x: torch.Tensor) -> torch.Tensor:
         tick(len(x))
         return method.logits(net, model, x)
 
-    return evaluate.predicted(predict, test)
+    return evaluate.logits_of(predict, test)
 
 
 def measured(
@@ -120,20 +115,33 @@ def measured(
     held: Samples,
     tick: Callable[[int], None] = unhurried,
     every_class: bool = True,
+    prior: Sequence[float] = (),
 ) -> Personal:
     """What a client's own `model` achieves on the balanced test set and, like the `shared` one, on held-out samples.
 
-    PM(V) and PM(L) need the client's own classes alone; without `every_class` only those are looked at.
+    PM(V) and PM(L) need the client's own classes alone; without `every_class` only those are looked at. They are also
+    measured with each of `prior` times the log class share added to the logits.
     """
     total = evaluate.total_per_class(test)
     looked_at = test if every_class else subset(test, of_own_classes(test, data.counts))
-    correct = correct_per_class(method, net, model, looked_at, tick) if len(looked_at) else torch.zeros_like(total)
-    person = evaluate.personal(client, correct, total, data.counts)
-    person = replace(person, samples=len(data), per_class=person.per_class if every_class else None)
+    added = [None, *(tau * log_share(data.counts) for tau in prior)]  # (C,) each
+    rows = [torch.zeros_like(total) for _ in added]  # correct by class
+    if len(looked_at):
+        logits = logits_of(method, net, model, looked_at, tick)
+        rows = [evaluate.hits_per_class((logits if a is None else logits + a).argmax(1), looked_at) for a in added]
+    person, *others = (evaluate.personal(client, correct, total, data.counts) for correct in rows)
+    person = replace(
+        person,
+        samples=len(data),
+        per_class=person.per_class if every_class else None,
+        prior={f"{tau:g}": {"pm_v": p.pm_v, "pm_l": p.pm_l} for tau, p in zip(prior, others, strict=True)},
+    )
     if not len(held):
         return person
     trees = (model,) if shared is None else (model, shared)
-    outcomes = Outcomes(*map(_classes, (held.y, *(_predicted(method, net, tree, held, tick) for tree in trees))))
+    outcomes = Outcomes(
+        *map(_classes, (held.y, *(logits_of(method, net, tree, held, tick).argmax(1) for tree in trees)))
+    )
     return replace(person, outcomes=outcomes, **evaluate.held_metrics(outcomes, held.num_classes))
 
 

@@ -12,6 +12,10 @@ What clients hold out of their own data is another measure, with names of its ow
     held_share   plain accuracy on them, so every class counts by its share
 for the personal model, and held_gm_macro and held_gm_share for the global model on the same samples. Their means leave
 out natural sites with a single class.
+
+`eval.prior` asks what personal models would achieve if tau times the client's log class share were added to their
+logits, for some values of tau: PM(V) and PM(L) under `prior`, by tau; `shared_pm_v` and `shared_pm_l` are those of the
+global model with the same addition. The predictions come from the same passes.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fednh.core.losses import log_share
 from fednh.data.batches import EVAL_BATCH, Samples
 from fednh.storage.outcomes import Outcomes
 
@@ -42,6 +47,7 @@ class Personal:
     held_gm_macro: float | None = None  # the global model on the same samples
     held_gm_share: float | None = None
     samples: int = 0  # training samples of the client
+    prior: dict[str, dict[str, float | None]] = field(default_factory=dict)  # tau -> pm_v and pm_l, see above
     outcomes: Outcomes | None = field(default=None, compare=False, repr=False)  # sample by sample, where these are here
 
     @property
@@ -51,14 +57,14 @@ class Personal:
     def record(self) -> dict[str, Any]:
         """For the summary: held-out metrics only where there are some, and nothing about single samples."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "outcomes"}
-        return {key: v for key, v in found.items() if v is not None or not key.startswith("held_")}
+        optional = (*HELD, "prior")
+        return {key: v for key, v in found.items() if key not in optional or not (v is None or v == {})}
 
 
 @torch.no_grad()
-def predicted(predict: Callable[[Tensor], Tensor], test: Samples) -> Tensor:  # (N,)
-    """The class that `predict` (x -> logits) takes each sample for."""
-    found = [predict(test.floats(x)).argmax(1) for x in torch.split(test.x, EVAL_BATCH)]
-    return torch.cat(found)
+def logits_of(predict: Callable[[Tensor], Tensor], test: Samples) -> Tensor:  # (N, C)
+    """What `predict` (x -> logits) says of each sample."""
+    return torch.cat([predict(test.floats(x)) for x in torch.split(test.x, EVAL_BATCH)])
 
 
 def hits_per_class(guessed: Tensor, test: Samples) -> Tensor:  # (C,)
@@ -68,7 +74,20 @@ def hits_per_class(guessed: Tensor, test: Samples) -> Tensor:  # (C,)
 
 def correct_per_class(predict: Callable[[Tensor], Tensor], test: Samples) -> Tensor:  # (C,)
     """How many test samples of each class `predict` (x -> logits) gets right."""
-    return hits_per_class(predicted(predict, test), test)
+    return hits_per_class(logits_of(predict, test).argmax(1), test)
+
+
+def shared_with_prior(
+    logits: Tensor, test: Samples, counts: Sequence[Sequence[int]], tau: float
+) -> dict[str, float | None]:
+    """The means over clients with these `counts` of PM(V) and PM(L) of a model with these `logits` (N, C) for the test
+    set, after tau times the client's log class share is added."""
+    total, rows = total_per_class(test), []
+    for row in counts:
+        count = torch.tensor(row, dtype=torch.float32)
+        guessed = (logits + tau * log_share(count).to(logits.device)).argmax(1)
+        rows.append(personal(0, hits_per_class(guessed, test), total, count))
+    return {f"shared_{key}": mean_and_spread(getattr(row, key) for row in rows)[0] for key in ("pm_v", "pm_l")}
 
 
 def total_per_class(test: Samples) -> Tensor:  # (C,)
@@ -121,14 +140,21 @@ def personal(client: int, correct: Tensor, total: Tensor, counts: Tensor) -> Per
 
 def metrics(
     correct: Tensor | None, total: Tensor | None, people: Sequence[Personal], one_class: Sequence[int] = ()
-) -> dict[str, float | None]:
+) -> dict[str, Any]:
     """A round's metrics: GM of the global model's `correct`, and the means over these personal models.
 
     Clients of `one_class`, natural sites with a single class, are left out of held-out means.
     """
     gm = None if correct is None or total is None else accuracy(correct, total, torch.ones_like(total))
     keys = ("pm_v", "pm_l", *(HELD if any(person.measures_held_out for person in people) else ()))
-    return {"gm": gm, **{key: mean_and_spread(_values(people, key, one_class))[0] for key in keys}}
+    found: dict[str, Any] = {"gm": gm, **{key: mean_and_spread(_values(people, key, one_class))[0] for key in keys}}
+    if taus := {tau: None for person in people for tau in person.prior}:
+        found["prior"] = {tau: _mean_with_prior([p.prior[tau] for p in people if tau in p.prior]) for tau in taus}
+    return found
+
+
+def _mean_with_prior(rows: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
+    return {key: mean_and_spread(row[key] for row in rows)[0] for key in ("pm_v", "pm_l")}
 
 
 def _values(people: Sequence[Personal], key: str, one_class: Sequence[int]) -> list[float | None]:
@@ -140,7 +166,7 @@ def final_metrics(
     correct: Tensor | None, total: Tensor | None, people: Sequence[Personal], one_class: Sequence[int] = ()
 ) -> dict[str, Any]:
     """The same with spreads, by class and by client: for a run's summary."""
-    found: dict[str, Any] = metrics(correct, total, people, one_class)
+    found = metrics(correct, total, people, one_class)
     found["pm_l_std"] = mean_and_spread(p.pm_l for p in people)[1]
     if "held_share" in found:
         found["held_share_std"] = mean_and_spread(_values(people, "held_share", one_class))[1]

@@ -30,6 +30,12 @@ def balanced_softmax(logits: Logits, share: Tensor) -> Loss:  # share: (C,)
     return lambda params, x, y: F.cross_entropy(logits(params, x) + prior, y, reduction="none")
 
 
+def log_share(counts: Tensor, smoothing: float = 1.0) -> Tensor:  # (C,)
+    """The logarithm of every class's share of `counts`; `smoothing` samples more of each class keep it finite."""
+    more = counts + smoothing
+    return (more / more.sum()).log()
+
+
 def squared_distance(a: Tree, b: Tree) -> Tensor:
     """||a - b||^2 over the names of `a`."""
     return torch.stack([(value - b[name]).square().sum() for name, value in a.items()]).sum()

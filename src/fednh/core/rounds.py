@@ -350,10 +350,13 @@ class Rounds:
     def _close(self, answers: Answers) -> None:
         """Evaluate the round and write its line; after the last round also the models and the summary."""
         started, progress = time.perf_counter(), self.progress
-        correct, people = self._global(), answers.people()
+        logits = self._global()
+        correct = None if logits is None or self.test is None else evaluate.hits_per_class(logits.argmax(1), self.test)
+        people = answers.people()
         chosen, record = set(self._of_the_round()), progress.records[-1]
         few = self.side.one_class
         record |= evaluate.metrics(correct, self.total, [p for p in people if p.client in chosen], few)
+        self._add_shared(record, logits, chosen)
         last = progress.round == self.config.rounds
         if last:
             self._write_models(answers)
@@ -365,15 +368,24 @@ class Rounds:
         if last:
             final = set(self._of_the_summary())
             self.summary = self._summary(correct, [p for p in people if p.client in final])
+            self._add_shared(self.summary, logits, final)
         self._write_line(record)
 
-    def _global(self) -> torch.Tensor | None:  # (C,) correct per class
+    def _global(self) -> torch.Tensor | None:  # (N, C) the global model's logits for the test set
         with failures.named(self.method, f"the global model failed after round {self.progress.round}"):
             model = self.method.global_model(self.server)
             if model is None or self.test is None:
                 return None
             self.meter.begin(len(self.test))
-            return clients.correct_per_class(self.method, self.net, model, self.test, self.meter)
+            return clients.logits_of(self.method, self.net, model, self.test, self.meter)
+
+    def _add_shared(self, found: dict[str, Any], logits: torch.Tensor | None, chosen: set[int]) -> None:
+        """With `eval.prior`: what the global model with their own prior achieves for these clients."""
+        if logits is None or self.test is None or not self.side.counts:
+            return
+        counts = [self.side.counts[client] for client in sorted(chosen)]
+        for tau, means in found.get("prior", {}).items():
+            means |= evaluate.shared_with_prior(logits, self.test, counts, float(tau))
 
     def _write_models(self, answers: Answers) -> None:
         """Write the global model, and the Tree that a new client would receive."""

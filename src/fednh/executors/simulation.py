@@ -121,7 +121,8 @@ class SimulationAnswers:
         asked, config, simulation, method = self.asked, self.config, self.simulation, self.fed.method
         with failures.named(method, f"the server failed after round {asked.done}"):
             shared = method.global_model(asked.server) if self.fed.measures_held_out else None
-        stage = Measuring(asked.down, shared, config.train.sgd(asked.done), config.seed, asked.done, asked.final)
+        sgd, prior = config.train.sgd(asked.done), config.eval.prior
+        stage = Measuring(asked.down, shared, sgd, config.seed, asked.done, asked.final, prior)
         simulation.meter.begin(sum(stage.samples(simulation.material, client) for client in asked.evaluate))
         found = []
         for unit in simulation.map(stage, [[client] for client in asked.evaluate]):  # stopped, it starts again

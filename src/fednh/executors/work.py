@@ -148,6 +148,7 @@ class Measuring(Stage):
     seed: int
     round: int
     final: bool = False
+    prior: Sequence[float] = ()  # `eval.prior`
 
     def __call__(self, on: Material, unit: Unit, kept: Sequence[Tree], tick: Tick = unhurried) -> list[Measured]:
         return [self._one(on, client, mine, tick) for client, mine in zip(unit, kept, strict=True)]
@@ -167,5 +168,7 @@ class Measuring(Stage):
             model = clients.personal_model(method, net, kept, self.down, data, self.sgd, tick)
             about = novelty.look(method, net, model, on.train, part, self.seed, tick) if self.final else None
             held = subset(on.train, on.held_out[client])
-            person = clients.measured(method, net, client, data, model, self.shared, on.test, held, tick, self.final)
+            person = clients.measured(
+                method, net, client, data, model, self.shared, on.test, held, tick, self.final, self.prior
+            )
         return Measured(person, model if self.final else None, about)

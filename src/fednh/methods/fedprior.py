@@ -34,6 +34,7 @@ from fednh.methods.base import (
     Tree,
     Uploads,
     balanced_softmax,
+    log_share,
     scaled_cosine,
     select,
 )
@@ -80,8 +81,8 @@ class FedPrior(Method):
         return self.fednh.upload_problem(upload)
 
     def personal_model(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> Tree:
-        count = data.counts + self.smoothing
-        return {**select({**received, **kept}, *self.model), "prior": self.tau * (count / count.sum()).log()}  # (C,)
+        prior = self.tau * log_share(data.counts, self.smoothing)  # (C,)
+        return {**select({**received, **kept}, *self.model), "prior": prior}
 
     def logits(self, net: Net, params: Tree, x: Tensor) -> Tensor:
         scores = scaled_cosine(net)(params, x)
