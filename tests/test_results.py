@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -15,27 +16,21 @@ TINY = """
 [sections]
 short = "Short runs\\nOf two methods."
 
-[[run]]
-name = "digits-fednh"
+ablation = "The prior\\nOf one method."
+
+[[runs]]
+about = "ablation"
 preset = "digits"
 method = "fednh"
 rounds = 1
-about = "short"
 set = {"partition.clients" = 4, "train.epochs" = 1, "eval.every" = 1}
 
-[[run]]
-name = "digits-fednh"
+[[runs]]
+about = "short"
 preset = "digits"
-method = "fednh"
+method = ["fednh", "local"]
 rounds = 2
-about = "short"
-
-[[run]]
-name = "digits-local"
-preset = "digits"
-method = "local"
-rounds = 1
-about = "short"
+set = {"partition.clients" = 4, "train.epochs" = 1, "eval.every" = 1}
 """
 
 
@@ -48,7 +43,7 @@ def test_every_run_of_the_campaign_can_be_parsed_and_has_a_name_of_its_own() -> 
 
     seen: dict[str, tuple[object, ...]] = {}
     for entry in results.campaign():
-        what = (entry.preset, entry.method, entry.seed, str(entry.set))
+        what = (entry.preset, entry.method, entry.seed, str({k: v for k, v in entry.set.items() if "eval" not in k}))
         assert seen.setdefault(entry.name, what) == what, f"two runs are called {entry.name}"
         load(entry.preset, {"method.name": entry.method, "seed": entry.seed, "rounds": entry.rounds, **entry.set})
 
@@ -64,10 +59,41 @@ def test_a_campaign_goes_on_where_it_stands(tmp_path: Path) -> None:
         assert results.go_on(entry, work) == 0
         results.collect(entry, work, kept)
         assert results.done(entry, kept)
+    assert results.go_on(longer, work) == 0, "a run that has gone far enough is left alone"
     assert results.rounds_of(kept / "digits-fednh") == 2
-    assert sorted(p.name for p in (kept / "digits-fednh").iterdir()) == sorted(str(name) for name in results.KEPT)
+    there = {p.name for p in (kept / "digits-fednh").iterdir()}
+    assert there == {*map(str, results.KEPT), "summary-1.json", "summary-2.json"}
     page = results.page(kept)
     assert "## Short runs\n\nOf two methods.\n" in page
     assert "| digits, fednh" in page
     assert "| 2 |" in page
     assert "local" not in page, f"{other.name} has not begun"
+    at_one = json.loads((kept / "digits-fednh/summary-1.json").read_text(encoding="utf-8"))
+    assert at_one["rounds"] == 1
+    with_prior = at_one["prior"]["1"]
+    assert f"{with_prior['pm_v']:.1f} / {with_prior['pm_l']:.1f}" in page
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_runs_start_in_their_order_and_none_twice_at_once(
+    jobs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second stage of `a` waits for the first; a failure lets nothing start any more."""
+    order: list[str] = []
+    busy: set[str] = set()
+
+    def pretend(entry: results.Entry, work: Path, workers: int) -> int:
+        assert entry.name not in busy, "the same run folder twice"
+        busy.add(entry.name)
+        order.append(f"{entry.method}{entry.rounds}")
+        busy.remove(entry.name)
+        return 1 if entry.method == "bad" else 0
+
+    monkeypatch.setattr(results, "go_on", pretend)
+    monkeypatch.setattr(results, "collect", lambda entry, work: None)
+    runs = [("a", 1), ("a", 2), ("b", 1), ("bad", 1), ("c", 1), ("c", 2), ("c", 3)]
+    entries = [results.entry("digits", method, rounds=rounds, about="x") for method, rounds in runs]
+    assert results.go_on_with_all(entries, tmp_path, jobs) == 1
+    assert order.index("a1") < order.index("a2")
+    assert len(order) < len(runs) if jobs == 1 else "bad1" in order
+    assert results.go_on_with_all(entries[:3], tmp_path, jobs) == 0

@@ -1,7 +1,7 @@
 """`make results`: go on with the campaign of long runs, and write docs/results.md from what `results/` holds.
 
-results/campaign.toml lists the runs in order of priority. Their run folders are in campaign/, which is not under
-version control; what can be read of them is copied to results/NAME: config, metrics by round, summary, environment,
+results/campaign.toml lists the runs in order of priority. Their run folders are kept beside the data sets, outside of
+the repository; what can be read of them is copied to results/NAME: config, metrics by round, summary, environment,
 partition. The page is made of results/ alone. A stopped run goes on where it was; so does one whose `rounds` grew.
 """
 
@@ -9,20 +9,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from fednh.report import render, tables
 from fednh.report.load import load_run
+from fednh.storage.cache import data_folder
 from fednh.storage.layout import RunLayout
 
 ROOT = Path(__file__).parents[1]
-RESULTS, PAGE, WORK = ROOT / "results", ROOT / "docs/results.md", ROOT / "campaign"
+RESULTS, PAGE = ROOT / "results", ROOT / "docs/results.md"
+FULL = 200  # rounds of the paper's runs
+TAUS = ("-1", "-0.5", "0.5", "1")  # `eval.prior` of all runs
 KEPT = (
     RunLayout.config_file,
     RunLayout.metrics_file,
@@ -55,19 +62,31 @@ class Entry:
     @property
     def command(self) -> list[str]:
         words = ["run", self.preset, "--method", self.method, "--seed", str(self.seed), "--rounds", str(self.rounds)]
-        for key, value in {"eval.every": 5, "checkpoint.every": 5, **self.set}.items():
+        usual = {"eval.every": 10, "checkpoint.every": 5, "eval.prior": f"[{','.join(TAUS)}]"}
+        for key, value in {**usual, **self.set}.items():
             words += ["--set", f"{key}={value}"]
         return words
 
     @property
     def label(self) -> str:
-        return " ".join([self.method, *(f"{key.removeprefix('method.')}={value}" for key, value in self.set.items())])
+        shown = {key: value for key, value in self.set.items() if not key.startswith("eval.")}
+        return " ".join([self.method, *(f"{key.removeprefix('method.')}={value}" for key, value in shown.items())])
 
 
 def campaign(path: Path = RESULTS / "campaign.toml") -> list[Entry]:
-    listed = tomllib.loads(path.read_text(encoding="utf-8"))
-    sections = listed["sections"]
-    return [Entry(**each) for each in listed["run"] if each["about"] in sections]
+    """The runs in order: all combinations of each entry's lists."""
+    entries = []
+    for each in tomllib.loads(path.read_text(encoding="utf-8"))["runs"]:
+        lists = {key: value for key, value in each.items() if isinstance(value, list)}
+        rest = {key: value for key, value in each.items() if key not in lists}
+        entries += [entry(**rest, **dict(zip(lists, chosen, strict=True))) for chosen in product(*lists.values())]
+    return entries
+
+
+def entry(preset: str, method: str, called: str = "", seed: int = 0, **more: Any) -> Entry:
+    """A run; its name is made of what it is."""
+    parts = [preset, method, called, f"seed{seed}" if seed else ""]
+    return Entry("-".join(filter(None, parts)), preset, method, seed=seed, **more)
 
 
 def sections(path: Path = RESULTS / "campaign.toml") -> dict[str, str]:
@@ -90,14 +109,48 @@ def done(entry: Entry, results: Path = RESULTS) -> bool:
     return folder.finished and rounds_of(folder.path) >= entry.rounds
 
 
-def go_on(entry: Entry, work: Path) -> int:
-    """Start the run, or go on with it; returns how the command ended."""
+def go_on(entry: Entry, work: Path, workers: int = 0) -> int:
+    """Start the run, or go on with it, unless it has gone far enough; returns how the command ended."""
     folder = work / entry.name
     started = RunLayout(folder).started
+    if RunLayout(folder).finished and rounds_of(folder) >= entry.rounds:
+        return 0
     words = (
         ["resume", str(folder), "--rounds", str(entry.rounds)] if started else [*entry.command, "--out", str(folder)]
     )
-    return subprocess.run([sys.executable, "-m", "fednh", *words]).returncode
+    return subprocess.run([sys.executable, "-m", "fednh", *words, "--workers", str(workers)]).returncode
+
+
+def go_on_with_all(entries: list[Entry], work: Path, jobs: int) -> int:
+    """Go on with all runs in their order, some at a time; after a failure none is started. Returns the worst end."""
+    workers = max(1, (os.cpu_count() or 1) // jobs) if jobs > 1 else 0
+    waiting, busy, ends = list(entries), set[str](), [0]
+    change = threading.Condition()
+
+    def take() -> Entry | None:
+        """The next run that no other job is working on; None when there is nothing left."""
+        with change:
+            while waiting and not max(ends):
+                for each in waiting:
+                    if each.name not in busy:
+                        waiting.remove(each)
+                        busy.add(each.name)
+                        return each
+                change.wait()
+        return None
+
+    def job(_: int) -> None:
+        while each := take():
+            end = go_on(each, work, workers)
+            collect(each, work)
+            with change:
+                busy.remove(each.name)
+                ends.append(end)
+                change.notify_all()
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(job, range(jobs)))
+    return max(ends, key=abs)
 
 
 def collect(entry: Entry, work: Path, results: Path = RESULTS) -> None:
@@ -111,6 +164,16 @@ def collect(entry: Entry, work: Path, results: Path = RESULTS) -> None:
             shutil.copyfile(source / name, target / name)
         else:
             (target / name).unlink(missing_ok=True)
+    whole = RunLayout(source)
+    if whole.finished and rounds_of(source) == entry.rounds < FULL:
+        found = json.loads(whole.summary_file.read_text(encoding="utf-8"))
+        means = {key: value for key, value in found.items() if key not in ("clients", "per_class")}
+        stage_file(target, entry.rounds).write_text(json.dumps(means, indent=1) + "\n", encoding="utf-8")
+
+
+def stage_file(folder: Path, rounds: int) -> Path:
+    """The means of a run's summary after so many rounds; they stay when the run goes on."""
+    return folder / f"summary-{rounds}.json"
 
 
 # --- the page ------------------------------------------------------------------------------------------------------
@@ -119,18 +182,52 @@ def collect(entry: Entry, work: Path, results: Path = RESULTS) -> None:
 def page(results: Path = RESULTS) -> str:
     parts, entries = [INTRO], campaign(results / "campaign.toml")
     for about, words in sections(results / "campaign.toml").items():
-        there = list({e.name: e for e in entries if e.about == about and rounds_of(results / e.name)}.values())
+        there = list({e.name: e for e in entries if e.about == about and begun(e, entries, results)}.values())
         if not there:
             continue
         title, _, text = words.partition("\n")
         parts.append(f"## {title}\n\n{text.strip()}\n")
+        if about == "ablation":
+            parts.append(with_and_without_prior(there, results))
+            continue
         finished = [load_run(results / e.name) for e in there if RunLayout(results / e.name).finished]
-        full = [run for run in finished if run.config.rounds >= 200]
-        if full:
+        if full := [run for run in finished if run.config.rounds >= FULL]:
             sheets = [*tables.result_sheets(full, paper=True), tables.cost_sheet(full)]
             parts += [render.to_markdown(sheet) for sheet in sheets]
         parts.append(by_round(there, results))
     return "\n".join(parts)
+
+
+def begun(entry: Entry, entries: list[Entry], results: Path) -> bool:
+    """Whether the run has gone beyond what shorter entries of the same name asked for."""
+    before = max((e.rounds for e in entries if e.name == entry.name and e.rounds < entry.rounds), default=0)
+    return rounds_of(results / entry.name) > before
+
+
+def with_and_without_prior(entries: list[Entry], results: Path) -> str:
+    """GM, and PM(V) / PM(L) by what is added to the logits, of personal models and of the newest global one."""
+    heads = ["run", "GM", "personal, as it is", *(f"tau {'+' * (t[0] != '-')}{t}" for t in TAUS)]
+    heads += [f"global, tau {t}" for t in ("0.5", "1")]
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---|" * (len(heads) - 1)]
+    for entry in entries:
+        file = stage_file(results / entry.name, entry.rounds)
+        if not file.exists():
+            continue
+        found = json.loads(file.read_text(encoding="utf-8"))
+        prior = found["prior"]
+        cells = [f"{entry.preset}, {entry.label}", _percent(found["gm"]), pair(found)]
+        cells += [pair(prior[t]) if t in prior else "" for t in TAUS]
+        cells += [pair(prior[t], "shared_") if t in prior else "" for t in ("0.5", "1")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(["GM, then PM(V) / PM(L) in percent.", "", *lines]) + "\n"
+
+
+def pair(record: dict[str, Any], prefix: str = "") -> str:
+    return " / ".join(_percent(record.get(f"{prefix}{key}")) for key in ("pm_v", "pm_l"))
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
 
 
 def by_round(entries: list[Entry], results: Path) -> str:
@@ -152,7 +249,7 @@ def by_round(entries: list[Entry], results: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def evaluated(folder: Path) -> dict[int, dict[str, float]]:
+def evaluated(folder: Path) -> dict[int, dict[str, Any]]:
     """The evaluated rounds of a run."""
     lines = RunLayout(folder).metrics_file.read_text(encoding="utf-8").splitlines()
     return {record["round"]: record for record in map(json.loads, lines) if record.get("pm_l") is not None}
@@ -163,23 +260,24 @@ def triple(records: list[dict[str, Any]]) -> str:
         None if any(r.get(key) is None for r in records) or not records else sum(r[key] for r in records) / len(records)
         for key in METRICS
     ]
-    return " / ".join("–" if mean is None else f"{mean:.1f}" for mean in means)
+    return " / ".join(map(_percent, means))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tools/results.py", description=__doc__)
     parser.add_argument("--page", action="store_true", help="only write the page")
-    parser.add_argument("--work", type=Path, default=WORK, help="where the run folders are")
+    parser.add_argument(
+        "--collect", action="store_true", help="only copy what the runs have so far, and write the page"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, which share the cores")
+    parser.add_argument("--work", type=Path, default=data_folder() / "campaign", help="where the run folders are")
     asked = parser.parse_args()
-    ended = 0
-    for entry in campaign():
-        if asked.page:
-            break
-        if not done(entry):
-            ended = go_on(entry, asked.work)
-            collect(entry, asked.work)
-        if ended:
-            break
+    ended, entries = 0, campaign()
+    if asked.collect:
+        for each in entries:
+            collect(each, asked.work)
+    elif not asked.page:
+        ended = go_on_with_all([each for each in entries if not done(each)], asked.work, asked.jobs)
     PAGE.write_text(page(), encoding="utf-8")
     return ended
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+import fednh
 from fednh.core import client, evaluate
 from fednh.data.batches import ClientData, Samples, subset
 from fednh.methods import METHODS
@@ -102,3 +105,30 @@ def test_held_out_means_leave_out_sites_with_one_class() -> None:
     assert [row["held_share"] for row in found["clients"]] == list(shares)
     usual = evaluate.final_metrics(None, None, people)
     assert (usual["held_share"], "one_class" in usual) == (pytest.approx(220 / 3), False)
+
+
+def test_the_global_model_with_each_clients_prior_by_hand() -> None:
+    """Client 0 has 8 + 1 of class 0 and 0 + 1 of class 1, so 0.9 and 0.1: its prior turns the second sample to class 0.
+
+    Its only class is then right throughout. Client 1 has 3 + 1 and 3 + 1: its prior changes nothing, one of two of
+    class 0 is right and all of class 1.
+    """
+    logits = torch.tensor([[2.0, 0.0], [0.0, 1.0], [0.0, 3.0]])
+    test = Samples(torch.zeros(3, 1), torch.tensor([0, 0, 1]), 2, torch.ones(1), torch.zeros(1), augment=False)
+    found = evaluate.shared_with_prior(logits, test, [[8, 0], [3, 3]], tau=1.0)
+    assert found == {"shared_pm_v": pytest.approx((100 + 75) / 2), "shared_pm_l": pytest.approx((100 + 75) / 2)}
+    without = evaluate.shared_with_prior(logits, test, [[8, 0], [3, 3]], tau=0.0)
+    assert without["shared_pm_v"] == pytest.approx((50 + 75) / 2)
+
+
+def test_a_prior_added_when_measured_is_that_of_the_method(tmp_path: Path) -> None:
+    """FedPrior with tau = 0, measured with tau = 1 added, and FedPrior with tau = 1: the same models, so equal."""
+    small = {"rounds": 1, "partition.clients": 4, "train.epochs": 1, "eval.every": 0}
+    plain = fednh.run("digits", method="fedprior", out=tmp_path / "0", **small, **{"method.tau": 0, "eval.prior": [1]})
+    own = fednh.run("digits", method="fedprior", out=tmp_path / "1", **small)
+    added = plain.summary["prior"]["1"]
+    assert (added["pm_v"], added["pm_l"]) == (own.summary["pm_v"], own.summary["pm_l"])
+    assert added["pm_l"] != plain.summary["pm_l"]
+    assert "prior" not in own.summary
+    by_client = [row["prior"]["1"]["pm_l"] for row in plain.summary["clients"]]
+    assert by_client == [row["pm_l"] for row in own.summary["clients"]]

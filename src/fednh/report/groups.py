@@ -34,7 +34,7 @@ PAPER_NAMES = {
 }
 # How a run was computed, stored and monitored: these change neither the meaning nor the value of a metric.
 _NO_MATTER = (
-    *("seed", "workers", "data.dir", "checkpoint", "store", "eval.every", "diagnostics"),
+    *("seed", "workers", "data.dir", "checkpoint", "store", "eval.every", "eval.prior", "diagnostics"),
     *("federation.name", "federation.folder", "federation.timeout"),
 )
 # Settings that the blocks and columns of a table show; a column shows those that its partition uses.
