@@ -504,7 +504,32 @@ def test_fedbn(tiny: Samples) -> None:
     identical({n: model[n] for n in norm}, {n: first[n] for n in norm})  # as initialised
 
 
-@of("fedprior", tau=0.5, smoothing=2.0, rho=0.6, scale=3.0)
+@of("fedprior", ema=0.5)
+def test_fedprior_uses_the_average_of_rounds(play: Play, tiny: Samples) -> None:
+    """After rounds a, b, c the global model is (a/4 + b/2 + c) / (1/4 + 1/2 + 1); clients go on from c."""
+    states = []
+    for _ in range(3):
+        play.round()
+        states.append(select(play.server, "body", "scale"))
+    a, b, c = states
+    expected = {name: (a[name] / 4 + b[name] / 2 + c[name]) / 1.75 for name in c}
+    model = play.method.global_model(play.server)
+    assert model is not None
+    same(select(model, "body", "scale"), expected, **CLOSE)
+    identical({"head.weight": model["head.weight"]}, {"head.weight": play.server["head.weight"]})
+    personal = play.personal(1)
+    prior = personal.pop("prior")
+    identical(personal, model)
+    share = torch.bincount(play.xy[1][1], minlength=4) + 1
+    torch.testing.assert_close(prior, (share / share.sum()).log())
+    assert play.round()[0].keep == {}, "the personal model is made of what is received"
+    plain = Play(METHODS["fedprior"](ema=0.0), play.net, tiny)
+    for _ in range(4):
+        plain.round()
+    identical(select(play.server, "body", "scale", "head"), plain.server)  # training knows nothing of the average
+
+
+@of("fedprior", tau=0.5, smoothing=2.0, personal="local", ema=0.0, rho=0.6, scale=3.0)
 def test_fedprior(play: Play) -> None:
     """The balanced softmax by hand: e^z times how many samples the client has of the class, over their sum."""
     head, bodies, scales = play.initial["head.weight"], [], []
@@ -542,6 +567,7 @@ def test_fedprior(play: Play) -> None:
     torch.testing.assert_close(
         play.method.logits(play.net, personal, x), play.method.logits(play.net, plain, x) + prior, **CLOSE
     )
+    same(select(plain, "body"), bodies[0], **CLOSE)  # the client's own, with personal = "local"
     # How new an input is, is the cosine to the nearest prototype, whatever the client's classes are.
     features = F.normalize(play.net.features(personal, x), dim=1)
     nearest = (features @ F.normalize(personal["head.weight"], dim=1).T).max(1).values

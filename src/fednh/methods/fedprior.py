@@ -11,6 +11,11 @@ them back without training (logit adjustment: Menon et al., "Long-Tail Learning 
 
     personal logits = s * W f(x) + tau * log pi_k                                             -> personal_model, logits
 
+Body, prototypes and scale of a personal model are the global model's: newer and of more clients than what the client
+trained last (`personal = "local"` takes that). The global model is a moving average of the server's states, each
+weighted by `ema` to the power of its age in rounds, since single rounds swing with the classes of the clients that were
+picked; training goes on from the newest state. `ema = 0` keeps none.
+
 On the client's own class distribution tau = 1 is right; tau = 0 treats all classes equally. `smoothing` samples are
 added to every class before shares are computed, so that no class has probability zero. Shares never leave the client.
 Prototypes, scale and server are FedNH's (fednh.py). FedETF and FedROD train with the balanced softmax too, but learn
@@ -34,11 +39,15 @@ from fednh.methods.base import (
     Tree,
     Uploads,
     balanced_softmax,
+    below,
     log_share,
+    prefix,
     scaled_cosine,
     select,
 )
 from fednh.methods.fednh import FedNH
+
+MOVING = ("body", "scale")  # what clients train
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,8 @@ class FedPrior(Method):
 
     tau: Annotated[float, Field(ge=0)] = 1.0  # how much of the prior a personal model adds: 1 by Bayes' rule, 0 nothing
     smoothing: Annotated[float, Field(gt=0)] = 1.0  # samples added to every class for the personal prior
+    personal: Literal["global", "local"] = "global"  # whose body, prototypes and scale a personal model has
+    ema: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of the global model: the weight of the average in the next one
     rho: Annotated[float, Field(gt=0, lt=1)] = 0.9  # FedNH's, Eq. (4)
     aggregation: Literal["uniform", "count"] = "uniform"  # FedNH's alpha in Eq. (4)
     scale: Annotated[float, Field(gt=0)] = 20.0  # s at the start
@@ -69,20 +80,40 @@ class FedPrior(Method):
         return self.fednh.counted
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:
-        return self.fednh.init(net, rng)
+        start = self.fednh.init(net, rng)
+        average = {**prefix("average", select(start, *MOVING)), "average.weight": torch.zeros(())}
+        return {**start, **(average if self.ema else {})}
+
+    def broadcast(self, server: Tree) -> Tree:
+        return server if self.personal == "global" else select(server, *self.model)
 
     def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        return self.fednh.trained(net, received, data, fit, balanced_softmax(scaled_cosine(net), data.share))
+        newest = select(received, *self.model)
+        loss = balanced_softmax(scaled_cosine(net), data.share)
+        model, upload = self.fednh.trained(net, newest, data, fit, loss)
+        return ({} if self.personal == "global" else model), upload
 
     def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
-        return self.fednh.aggregate(server, uploads)
+        newest = self.fednh.aggregate(server, uploads)
+        return {**newest, **self._averaged(newest)} if self.ema else newest
+
+    def _averaged(self, newest: Tree) -> Tree:
+        """avg <- avg + (newest - avg) / n with n <- ema * n + 1: a moving average without the initial state."""
+        weight = self.ema * newest["average.weight"] + 1
+        average = below(newest, "average")
+        moved = {name: average[name] + (newest[name] - average[name]) / weight for name in select(average, *MOVING)}
+        return {**prefix("average", moved), "average.weight": weight}
 
     def upload_problem(self, upload: Tree) -> str | None:
         return self.fednh.upload_problem(upload)
 
+    def global_model(self, server: Tree) -> Tree:
+        return {**select(server, *self.model), **select(below(server, "average"), *MOVING)}
+
     def personal_model(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> Tree:
         prior = self.tau * log_share(data.counts, self.smoothing)  # (C,)
-        return {**select({**received, **kept}, *self.model), "prior": prior}
+        local = select({**received, **kept}, *self.model)
+        return {**(self.global_model(received) if self.personal == "global" else local), "prior": prior}
 
     def logits(self, net: Net, params: Tree, x: Tensor) -> Tensor:
         scores = scaled_cosine(net)(params, x)
