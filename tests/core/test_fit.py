@@ -90,3 +90,23 @@ def test_a_parameter_that_the_loss_does_not_touch_is_left_alone(net: Net, tiny: 
         only=("body", "head"),
     )  # fmt: skip
     assert after["body.spare"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_loss_of_batches_is_given_weights_and_sets_values_for_the_next_step(net: Net, tiny: Samples) -> None:
+    """Six samples in batches of 4 and 2, two epochs; the value that is carried counts steps."""
+    seen: list[tuple[float, int]] = []
+
+    def loss(p: Tree, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, Tree]:
+        assert float(weight.sum()) == pytest.approx(1)
+        seen.append((float(p["steps"]), len(weight)))
+        pull = p["steps"] * p["head.weight"].sum()  # uses what the step before has set
+        return cross_entropy(net.logits)(p, x, y) * 0 + pull, {"steps": p["steps"] + 1 + 0 * p["head.weight"].sum()}
+
+    sgd = Sgd(lr=0.1, momentum=0.0, weight_decay=0.0, clip=0.0, batch_size=4, epochs=2)
+    before = {**start(net), "steps": torch.tensor(1.0)}
+    after = LocalFit(ClientData(tiny, CLIENTS[0]), sgd).batchwise(before, loss, only=("head",))
+    assert seen == [(1.0, 4), (2.0, 2), (3.0, 4), (4.0, 2)]
+    assert after["steps"] == 5
+    assert not after["steps"].requires_grad
+    assert before["steps"] == 1
+    torch.testing.assert_close(after["head.weight"], before["head.weight"] - 0.1 * (1 + 2 + 3 + 4))

@@ -101,3 +101,28 @@ def test_counts_and_share(tiny: Samples) -> None:
     client = ClientData(tiny, CLIENTS[0])
     assert client.counts.tolist() == [4, 2, 0, 0]
     torch.testing.assert_close(client.share, torch.tensor([2 / 3, 1 / 3, 0, 0]))
+
+
+def test_a_drawn_share_is_the_same_at_every_call_and_another_one_in_another_round() -> None:
+    samples = samples_of(images(64), "train")  # would be augmented in training
+
+    def drawn(round_: int, share: float) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        data = ClientData(samples, np.arange(10, 50), round_=round_)
+        rows = list(data.drawn(share, 9))
+        assert all(weight.tolist() == [1.0] * len(y) for _, y, weight in rows)
+        again = list(data.drawn(share, 9))
+        assert all(
+            torch.equal(a, b) for one, two in zip(rows, again, strict=True) for a, b in zip(one, two, strict=True)
+        )
+        return torch.cat([x for x, _, _ in rows]), torch.cat([y for _, y, _ in rows]), [len(y) for _, y, _ in rows]
+
+    x, y, sizes = drawn(1, 0.5)
+    assert sizes == [9, 9, 2]
+    plain = samples.floats(samples.x[10:50])
+    places = [int((plain == one).flatten(1).all(1).nonzero()) for one in x]  # as they are, each one of the client's
+    assert len(set(places)) == 20
+    assert places != sorted(places)
+    assert y.tolist() == samples.y[10:50][places].tolist()
+    assert not torch.equal(x, drawn(2, 0.5)[0])
+    assert drawn(1, 0.01)[2] == [1], "at least one"
+    assert sum(drawn(1, 1.0)[2]) == 40

@@ -21,7 +21,7 @@ from fednh.core.tree import Tree, Uploads, below, prefix
 from fednh.data.batches import ClientData, Samples
 from fednh.errors import UserError
 from fednh.executors.engine import LARGEST, blocks, choose
-from fednh.executors.vmap import Block, move, update_block
+from fednh.executors.vmap import Block, OneOfBlock, move, update_block
 from fednh.executors.work import Training
 from fednh.methods import METHODS
 from fednh.methods.base import Method
@@ -44,13 +44,18 @@ def parts() -> list[np.ndarray]:
     return [np.arange(end - size, end) for end, size in zip(ends, SIZES, strict=True)]
 
 
-def both(name: str, samples: Samples) -> tuple[list[client.Update], list[client.Update]]:
-    """Two rounds of a method by the loop and in one block; the second starts from what the first kept."""
-    method = METHODS[name](**({"retrain_epochs": 5, "match_steps": 5} if name == "creff" else {}))
+def both(
+    name: str, samples: Samples, rounds: int = 2, late: int = 0, **settings: Any
+) -> tuple[list[client.Update], list[client.Update]]:
+    """Some rounds of a method by the loop and in one block; each starts from what the one before kept.
+
+    Of the first `late` clients, client k joins k rounds before the last one.
+    """
+    method = METHODS[name](**({"retrain_epochs": 5, "match_steps": 5} if name == "creff" else {}), **settings)
     net = build_net("mlp", (6,), 4, {"hidden": [8, 5]})
     server = method.init(net, torch_rng(0, "init"))
     kept = [method.enroll(server) for _ in SIZES]
-    for round_ in (1, 2):
+    for round_ in range(1, rounds + 1):
         down = method.broadcast(server)
         one_by_one = [
             client.update(method, net, kept[k], down, ClientData(samples, part, 5, round_, k), SGD)
@@ -58,7 +63,7 @@ def both(name: str, samples: Samples) -> tuple[list[client.Update], list[client.
         ]
         block = Block(samples, parts(), range(len(SIZES)), 5, round_, "train")
         together = update_block(method, net, block, kept, down, SGD)
-        kept = [update.keep for update in one_by_one]
+        kept = [kept[k] if k < late and round_ < rounds - k else u.keep for k, u in enumerate(one_by_one)]
         server = method.aggregate(server, Uploads([update.upload for update in one_by_one]))
     return one_by_one, together
 
@@ -82,6 +87,38 @@ def test_a_block_gives_what_the_loop_gives(name: str, samples: Samples) -> None:
         assert a.samples == b.samples
         assert a.loss_sum == pytest.approx(b.loss_sum, rel=1e-4)
     assert largest_difference(one_by_one, together) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "rounds", "settings"),
+    [
+        ("feddbe", 1, {"mu": 0.3}),  # the running mean travels in the first round
+        ("feddbe", 3, {"mu": 0.3, "kappa": 5.0}),
+        ("fedala", 3, {"layers": 2, "batch": 2, "threshold": 1e-3, "eta": 5.0}),
+    ],
+)
+def test_a_block_carries_running_values_and_draws_samples_as_the_loop_does(
+    name: str, rounds: int, settings: dict[str, Any], samples: Samples
+) -> None:
+    """Clients that joined late share a block with others."""
+    one_by_one, together = both(name, samples, rounds, late=2 if rounds > 1 else 0, **settings)
+    assert largest_difference(one_by_one, together) < 2e-5
+
+
+def test_a_block_draws_what_each_client_would(samples: Samples) -> None:
+    block = Block(samples, parts(), range(len(SIZES)), 5, 1, "train")
+
+    def every(me: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        return list(OneOfBlock(block, me).drawn(0.5, 2))
+
+    batches = torch.func.vmap(every, randomness="same")(torch.arange(len(SIZES)))
+    for k, part in enumerate(parts()):
+        rows = zip(*ClientData(samples, part, 5, 1, k).drawn(0.5, 2), strict=True)
+        x, y, weight = (torch.cat(column) for column in rows)
+        x_block, y_block, weight_block = (torch.cat([batch[i][k] for batch in batches]) for i in range(3))
+        assert weight_block.tolist() == [1.0] * len(weight) + [0.0] * (len(weight_block) - len(weight))
+        assert torch.equal(x_block[: len(x)], x)
+        assert torch.equal(y_block[: len(y)], y)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fednh", "creff"])

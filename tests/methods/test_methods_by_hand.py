@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from fednh.core import client, novelty
 from fednh.core.tree import Tree, Uploads, prefix, select
 from fednh.data.batches import Samples
 from fednh.methods import METHODS, Method
+from fednh.methods.fedala import FedALA
 from fednh.models import Net, build_net
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
@@ -574,3 +576,156 @@ def test_fedprior(play: Play) -> None:
     found = novelty.similarity(play.method, personal, play.method.logits(play.net, personal, x))
     assert found is not None
     torch.testing.assert_close(found, nearest, **CLOSE)
+
+
+def dbe_loss(  # type: ignore[no-untyped-def]
+    model: TwoPart, bias: torch.Tensor, means: list[torch.Tensor], consensus: torch.Tensor | None, x, y
+) -> torch.Tensor:
+    """kappa = 3, mu = 0.4; without a consensus it is plain cross-entropy. Every call adds a running mean."""
+    h = model.features(x)
+    means.append(0.6 * means[-1].detach() + 0.4 * h.mean(0))
+    if consensus is None:
+        return F.cross_entropy(model.head(h), y)
+    return F.cross_entropy(model.head(h + bias), y) + 3.0 * F.mse_loss(means[-1], consensus) / 2
+
+
+@of("feddbe", kappa=3.0, mu=0.4)
+def test_feddbe(play: Play) -> None:
+    """Three rounds: the first finds the consensus as FedAvg does, the second and third pull to it."""
+    biases = [torch.zeros(5), torch.zeros(5)]
+    consensus = torch.zeros(5)
+    for round_ in (1, 2, 3):
+        models, means = [], []
+        for k, (x, y) in enumerate(play.xy):
+            model, bias, mean = TwoPart.of(play.server), torch.nn.Parameter(biases[k].clone()), [torch.zeros(5)]
+            goal = consensus if round_ > 1 else None
+            train(
+                [*model.parameters(), *([] if goal is None else [bias])],
+                lambda m=model, b=bias, z=mean, g=goal, x=x, y=y: dbe_loss(m, b, z, g, x, y),
+            )
+            assert len(mean) == 1 + SGD.epochs
+            models.append(model)
+            means.append(mean[-1].detach())
+            biases[k] = bias.detach()
+        for update, model, mean, bias in zip(play.round(), models, means, biases, strict=True):
+            told = mean if round_ == 1 else torch.zeros(5)
+            same(update.upload, {**model.tree(), "mean": told}, **CLOSE)
+            same(update.keep, {**model.tree(), "prbm": bias}, **CLOSE)
+        if round_ == 1:
+            consensus = (means[0] + means[1]) / 2
+        shared = average([m.tree() for m in models])
+        same(play.server, {**shared, "consensus": consensus, "known": torch.tensor(1.0)}, **CLOSE)
+    assert all(bias.abs().max() > 1e-3 for bias in biases)
+    x = play.xy[0][0]
+    personal, model = play.personal(0), models[0]
+    same(personal, {**model.tree(), "prbm": biases[0]}, **CLOSE)
+    torch.testing.assert_close(
+        play.method.logits(play.net, personal, x), model.head(model.features(x) + biases[0]), **CLOSE
+    )
+    everyones = play.method.global_model(play.server) or {}
+    same(everyones, shared, **CLOSE)
+    torch.testing.assert_close(play.method.logits(play.net, everyones, x), TwoPart.of(shared)(x), **CLOSE)
+
+
+NAMES = ("body.linear1.weight", "body.linear1.bias", "head.weight")
+
+
+def mixture(w: Tree, own: Tree, received: Tree) -> Tree:
+    return {n: own[n] + (received[n] - own[n]) * w[n] if n in w else received[n] for n in NAMES}
+
+
+def pass_by_hand(w: Tree, own: Tree, received: Tree, x, y, eta: float) -> tuple[Tree, float]:  # type: ignore[no-untyped-def]
+    """W after one pass in batches of two by the chain rule, grad_W = (G - L) * grad_start; and the mean loss."""
+    losses = 0.0
+    for at in range(0, len(y), 2):
+        module = TwoPart.of(mixture(w, own, received))
+        loss = F.cross_entropy(module(x[at : at + 2]), y[at : at + 2])
+        loss.backward()  # type: ignore[no-untyped-call]
+        parameters = (module.linear.weight, module.linear.bias, module.head.weight)
+        slope = {n: p.grad for n, p in zip(NAMES, parameters, strict=True)}
+        w = {n: torch.clip(w[n] - eta * slope[n] * (received[n] - own[n]), 0, 1) for n in w}
+        losses += float(loss.detach()) * len(y[at : at + 2])
+    return w, losses / len(y)
+
+
+@pytest.mark.parametrize(
+    ("layers", "threshold", "fewest", "most"), [(1, 0.1, 11, 11), (2, 2e-3, 13, 28), (2, 0.0, 30, 30)]
+)
+def test_fedala(layers: int, threshold: float, fewest: int, most: int, net: Net, tiny: Samples) -> None:
+    """Three rounds on half of the samples: no mixing, W learned until ten passes agree, W learned by one pass."""
+    eta = 40.0
+    play = Play(METHODS["fedala"](layers=layers, threshold=threshold, share=0.5, eta=eta, batch=2), net, tiny)
+    learned = NAMES if layers == 2 else NAMES[2:]
+    ws = [{n: torch.ones_like(play.initial[n]) for n in learned} for _ in play.xy]
+    own: list[Tree] = [{}, {}]
+    passes = []
+    for round_ in (1, 2, 3):
+        received, models = play.server, []
+        for k, (x, y) in enumerate(play.xy):
+            start, losses = received, list[float]()
+            if round_ > 1:
+                keys = play.data[k].random(1)[0].tolist()
+                half = sorted(range(len(y)), key=lambda i: keys[i])[: len(y) // 2]
+                while True:
+                    ws[k], loss = pass_by_hand(ws[k], own[k], received, x[half], y[half], eta)
+                    losses.append(loss)
+                    agree = len(losses) > 10 and np.std(losses[-10:]) < threshold
+                    if round_ > 2 or agree or len(losses) == 30:
+                        break
+                passes += [len(losses)] * (round_ == 2)
+                start = mixture(ws[k], own[k], received)
+            models.append(trained(TwoPart.of(start), x, y))
+        for k, (update, model) in enumerate(zip(play.round(), models, strict=True)):
+            same(update.upload, model.tree(), **CLOSE)
+            kept = {**model.tree(), **prefix("mix", ws[k]), "rounds": torch.tensor(float(round_))}
+            same(update.keep, kept, **CLOSE)
+            own[k] = model.tree()
+        same(select(play.server, "body", "head"), average([m.tree() for m in models]), **CLOSE)
+    assert fewest <= min(passes) <= max(passes) <= most, passes
+    values = torch.cat([w.flatten() for w in ws[0].values()])
+    assert ((values > 0.01) & (values < 0.99)).any(), "W has moved"
+    assert (values == 1).any(), "W stays between 0 and 1"
+    same(play.personal(1), own[1], **CLOSE)
+
+
+def test_fedala_passes_over_the_samples_only_where_a_client_needs_it(
+    net: Net, tiny: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play, passes = Play(METHODS["fedala"](), net, tiny), []
+    one_pass = FedALA.one_pass
+    monkeypatch.setattr(FedALA, "one_pass", lambda *args: passes.append(1) or one_pass(*args))
+    counts = []
+    for _ in range(3):
+        passes.clear()
+        play.round()
+        counts.append(len(passes))
+    assert counts == [0, 2 * 11, 2]
+
+
+@of("fedgela", scale=3.0)
+def test_fedgela(play: Play) -> None:
+    head, expected = play.initial["head.weight"], []
+    torch.testing.assert_close(head @ head.T, torch.eye(4) * (4 / 3) - 1 / 3, rtol=0, atol=1e-5)  # the simplex frame
+    phis = [torch.tensor([4 / 6 * 4, 2 / 6 * 4, 0, 0]), torch.tensor([0, 2 / 5 * 4, 3 / 5 * 4, 0])]
+    for (x, y), phi in zip(play.xy, phis, strict=True):
+        model, layer = TwoPart.of({**play.initial, "head.weight": torch.zeros(4, 5)}), torch.nn.Linear(5, 5)
+        layer.load_state_dict({n: play.initial[f"projection.{n}"] for n in ("weight", "bias")})
+        one = torch.tensor(3.0)
+
+        def loss(m=model, g=layer, phi=phi, x=x, y=y, one=one) -> torch.Tensor:  # type: ignore[no-untyped-def]
+            return F.cross_entropy(on_the_simplex(m, g, phi[:, None] * head, one, x), y)  # the scaled classifier
+
+        train([*model.linear.parameters(), *layer.parameters()], loss)
+        projection = {f"projection.{n}": p.detach().clone() for n, p in layer.named_parameters()}
+        expected.append({**model.body_tree(), **projection})
+    for update, tree in zip(play.round(), expected, strict=True):
+        same(update.upload, tree, **CLOSE)
+        same(update.keep, tree, **CLOSE)
+    same(play.server, {**average(expected), "head.weight": head}, **CLOSE)
+    personal, shared = play.personal(1), play.method.global_model(play.server) or {}
+    same(personal, {**expected[1], "head.weight": head, "phi": phis[1]}, **CLOSE)
+    scores = play.method.logits(play.net, personal, x)
+    torch.testing.assert_close(scores, on_the_simplex(model, layer, phi[:, None] * head, one, x), **CLOSE)
+    assert "phi" not in shared, "shares stay at the client"
+    plain = play.method.logits(play.net, {n: v for n, v in personal.items() if n != "phi"}, x)
+    torch.testing.assert_close(plain, on_the_simplex(model, layer, head, one, x), **CLOSE)

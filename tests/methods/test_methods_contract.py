@@ -156,6 +156,8 @@ class Still:
         self.starts.append(params)
         return params
 
+    batchwise = __call__
+
     def reach(self, epochs: object = None) -> float:
         return 1.0
 

@@ -163,3 +163,27 @@ def test_models_that_do_not_fit(case: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_bad_names_and_arguments(name: str, shape: tuple[int, ...], args: dict[str, object], words: str) -> None:
     with pytest.raises(UserError, match=words):
         build_net(name, shape, 5, args)
+
+
+class Ordered(nn.Module):
+    """The head is defined first, and the body has a parameter of its own and more than ten layers."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, num_classes)
+        self.body = nn.Sequential(*(nn.Linear(3, 3, bias=k < 2) for k in range(12)))
+        self.body.shift = nn.Parameter(torch.zeros(3))
+
+
+def test_layers_in_the_order_of_the_module() -> None:
+    layers = build_net(f"{__name__}:Ordered", (3,), 2).layers
+    assert layers[:3] == (("body.shift",), ("body.0.weight", "body.0.bias"), ("body.1.weight", "body.1.bias"))
+    assert layers[3:-1] == tuple((f"body.{k}.weight",) for k in range(2, 12))
+    assert layers[-1] == ("head.weight", "head.bias")
+    assert [layer[0] for layer in build_net("conv2", (3, 8, 8), 4).layers] == [
+        "body.conv1.weight",
+        "body.conv2.weight",
+        "body.linear1.weight",
+        "body.linear2.weight",
+        "head.weight",
+    ]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fednh.core.client import Report
-from fednh.core.losses import Loss
+from fednh.core.losses import BatchLoss, Loss
 from fednh.core.tree import Tree, finite
 from fednh.data.batches import ClientData, blank_samples
 from fednh.errors import RunError
@@ -40,6 +40,9 @@ class _Still:
     """`fit` that trains nothing."""
 
     def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
+        return params
+
+    def batchwise(self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
         return params
 
     def reach(self, epochs: int | None = None) -> float:

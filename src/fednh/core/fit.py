@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from fednh.core.losses import Loss
+from fednh.core.losses import BatchLoss, Loss, of_batch, of_samples
 from fednh.core.meter import unhurried
 from fednh.core.tree import Tree, arranged, belongs
 from fednh.data.batches import ClientData
@@ -40,6 +40,14 @@ class Fit(Protocol):
     """What a method is given to train with."""
 
     def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree: ...
+
+    def batchwise(self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
+        """As a call, for a loss that looks at a batch as a whole and may set values for the next step.
+
+        It can set names that `only` leaves out: running means, for example. They start as in `params`, and come back as
+        the last step left them.
+        """
+        ...
 
     def reach(self, epochs: int | None = None) -> float | Tensor:
         """How far one call moves a parameter whose gradient is always 1; a method divides parameter changes by it."""
@@ -71,13 +79,16 @@ class LocalFit:
         Fresh momentum at every call. Weight decay acts on the moving names only: what is frozen comes back
         as it went in.
         """
+        return self.batchwise(params, of_batch(loss), only=only, epochs=epochs)
+
+    def batchwise(self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
         sgd = self.sgd
         params = arranged(params)
         moving = {name: value.detach().clone() for name, value in params.items() if belongs(name, only)}
         if not moving:
             raise ValueError(f"nothing to train: no name in {sorted(params)} belongs to {only}")
         if self.watch is not None:
-            self.watch(params, loss, only)
+            self.watch(params, of_samples(loss), only)
         working = {name: moving[name].requires_grad_() if name in moving else params[name] for name in params}
         step = Momentum(list(moving.values()), sgd)
         total = torch.zeros((), dtype=torch.float64, device=step.params[0].device)
@@ -85,8 +96,10 @@ class LocalFit:
             for x, y in self.data.shuffled(sgd.batch_size):
                 self.tick(0)
                 with self.training():
-                    value = loss(working, x, y).mean()
+                    values, carried = loss(working, x, y, torch.full((len(y),), 1 / len(y), device=y.device))
+                    value = values.mean()
                 step(torch.autograd.grad(value, step.params, allow_unused=True))
+                working.update((name, new.detach()) for name, new in carried.items())
                 total += value.detach() * len(y)
                 self.samples += len(y)
         self.loss_sum += float(total)

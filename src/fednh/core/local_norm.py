@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fednh.core.fit import Fit
-from fednh.core.losses import Loss
+from fednh.core.losses import BatchLoss, Loss, of_batch
 from fednh.core.tree import Tree, belongs, below, prefix, select
 from fednh.models.net import Net
 
@@ -71,19 +71,22 @@ class _Fit:
         self.norm, self.inner = norm, inner
 
     def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
+        return self.batchwise(params, of_batch(loss), only=only, epochs=epochs)
+
+    def batchwise(self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
         norm, net = self.norm, self.norm.net
         mine = {name: norm.state[name] for name in net.trained_norms if belongs(name, only)}
 
-        def lent(working: Tree, x: Tensor, y: Tensor) -> Tensor:
+        def lent(working: Tree, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tree]:
             net.lend({**norm.state, **{name: working[name] for name in mine}}, training=len(x) > 1)
             try:
-                return loss({name: value for name, value in working.items() if name not in mine}, x, y)
+                return loss({name: value for name, value in working.items() if name not in mine}, x, y, weight)
             finally:
                 net.lend(norm.state)
 
         if not any(belongs(name, only) for name in norm.state):
-            return self.inner(params, loss, only=only, epochs=epochs)
-        out = self.inner({**params, **mine}, lent, only=only, epochs=epochs)
+            return self.inner.batchwise(params, loss, only=only, epochs=epochs)
+        out = self.inner.batchwise({**params, **mine}, lent, only=only, epochs=epochs)
         norm.state.update({name: out[name] for name in mine})
         return {name: value for name, value in out.items() if name not in mine}
 

@@ -1,7 +1,8 @@
 """Losses as functions (params, x, y) -> one value per sample, and class means.
 
 One value *per sample*, not their mean: `fit` takes the mean, and so decides which samples count. A penalty on the
-parameters is a scalar that is added to every sample; the mean leaves it as it is.
+parameters is a scalar that is added to every sample; the mean leaves it as it is. A loss that looks at a batch as a
+whole, at the mean of its features for example, is a `BatchLoss`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,24 @@ from fednh.models.net import Net
 
 Logits = Callable[[Tree, Tensor], Tensor]  # (params, x (B, ...)) -> (B, C)
 Loss = Callable[[Tree, Tensor, Tensor], Tensor]  # (params, x (B, ...), y (B,)) -> (B,)
+# (params, x (B, ...), y (B,), weight (B,)) -> (B,), and names with the values that they have in the next step. The
+# weights are those of the samples in the batch's mean: they sum to 1, and a sample of weight zero is padding.
+BatchLoss = Callable[[Tree, Tensor, Tensor, Tensor], tuple[Tensor, Tree]]
 
 
 def cross_entropy(logits: Logits) -> Loss:
     """-log softmax(logits)[y]."""
     return lambda params, x, y: F.cross_entropy(logits(params, x), y, reduction="none")
+
+
+def of_batch(loss: Loss) -> BatchLoss:
+    """A loss of single samples in the form of one of a batch."""
+    return lambda params, x, y, weight: (loss(params, x, y), {})
+
+
+def of_samples(loss: BatchLoss) -> Loss:
+    """The values of one step alone, where all samples count alike."""
+    return lambda params, x, y: loss(params, x, y, torch.full((len(x),), 1 / len(x), device=x.device))[0]
 
 
 def balanced_softmax(logits: Logits, share: Tensor) -> Loss:  # share: (C,)

@@ -72,6 +72,11 @@ def subset(samples: Samples, index: NDArray[np.int64]) -> Samples:
     return replace(samples, x=samples.x[rows], y=samples.y[rows], augment=False)
 
 
+def drawn_number(share: float, samples: int) -> int:
+    """How many samples a share is: rounded down, but at least one."""
+    return max(1, int(share * samples + 1e-9))
+
+
 class ClientData:
     """One client's training samples: a view by index, with its class counts and its own randomness for one round."""
 
@@ -122,6 +127,16 @@ class ClientData:
     def random(self, times: int) -> Tensor:  # (times, n)
         """Uniform numbers in [0, 1), one a sample: the raw material of a method's own draws."""
         return torch.rand(times, len(self), generator=self._rng("method")).to(self.index.device)
+
+    def drawn(self, share: float, batch_size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """A random share of the samples in random order, as they are: (x, y, weight), as `batches` gives them.
+
+        Within a round every call gives the same samples in the same order.
+        """
+        order = self.random(1)[0].argsort(stable=True)[: drawn_number(share, len(self))]
+        for chunk in torch.split(order, batch_size):
+            y = self.y[chunk]
+            yield self.samples.floats(self.samples.x[self.index[chunk]]), y, torch.ones_like(y, dtype=torch.float32)
 
     def _rng(self, purpose: str, device: torch.device | str = "cpu") -> torch.Generator:
         seed, round_, client = self._address

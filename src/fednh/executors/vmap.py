@@ -18,10 +18,10 @@ from torch.func import grad_and_value, vmap
 
 from fednh.core.client import Update
 from fednh.core.fit import Sgd
-from fednh.core.losses import Loss
+from fednh.core.losses import BatchLoss, Loss, of_batch
 from fednh.core.seeding import torch_rng
 from fednh.core.tree import Tree, belongs, stack
-from fednh.data.batches import EVAL_BATCH, ClientData, Samples
+from fednh.data.batches import EVAL_BATCH, ClientData, Samples, drawn_number
 from fednh.data.partitions import Indices
 from fednh.methods.base import Method
 from fednh.models.net import Net
@@ -94,6 +94,16 @@ class OneOfBlock:
     def random(self, times: int) -> Tensor:  # (times, n)
         return self.block.random(times)[self.me]
 
+    def drawn(self, share: float, batch_size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The batches that each client's `ClientData.drawn` would give; what others have more of has weight zero."""
+        numbers = [drawn_number(share, int(size)) for size in self.block.sizes]
+        number = torch.tensor(numbers, device=self.real.device)[self.me]
+        keys = self.random(1)[0] + 2 * (1 - self.real)  # padding last
+        order = keys.argsort(stable=True)[: max(numbers)]
+        weight = (torch.arange(max(numbers), device=order.device) < number).to(self.real.dtype)
+        for chunk, counts in zip(torch.split(order, batch_size), torch.split(weight, batch_size), strict=True):
+            yield self.x[chunk], self.y[chunk], counts
+
 
 class BlockFit:
     """`fit` inside the map: what `LocalFit` does, for all clients of the block in step."""
@@ -104,6 +114,9 @@ class BlockFit:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=data.block.index.device)
 
     def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
+        return self.batchwise(params, of_batch(loss), only=only, epochs=epochs)
+
+    def batchwise(self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
         sgd, data = self.sgd, self.data
         params = dict(sorted(params.items()))
         fixed = {name: value for name, value in params.items() if not belongs(name, only)}
@@ -114,13 +127,14 @@ class BlockFit:
         velocity = {name: torch.zeros_like(value) for name, value in moving.items()}
         used: set[str] = set()  # what the loss does not depend on is not decayed either, as in `LocalFit`
 
-        def objective(moving: Tree, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-            value = (loss({**fixed, **moving}, x, y) * weight).sum()
+        def objective(moving: Tree, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tree]:
+            values, carried = loss({**fixed, **moving}, x, y, weight)
+            value = (values * weight).sum()
             if not used:
                 used.update(_depends_on(value, moving))
-            return value
+            return value, carried
 
-        slope = grad_and_value(objective)
+        slope = grad_and_value(objective, has_aux=True)
         smallest = int(data.block.sizes.min())
         for _ in range(sgd.epochs if epochs is None else epochs):
             order = data.block.shuffle()[data.me]
@@ -129,10 +143,12 @@ class BlockFit:
                 real = data.real[here]
                 count = real.sum()
                 chunk = order[here]
-                gradients, value = slope(moving, data.x[chunk], data.y[chunk], real / count.clamp(min=1))
+                gradients, (value, carried) = slope(moving, data.x[chunk], data.y[chunk], real / count.clamp(min=1))
                 # If every client has a sample in this batch, all are updated and no mask is needed.
                 active = None if start < smallest else (count > 0).to(value.dtype)
                 move({name: moving[name] for name in moving if name in used}, velocity, gradients, sgd, active)
+                for name, new in carried.items():
+                    fixed[name] = new if active is None else torch.where(active > 0, new, fixed[name])
                 self.loss_sum = self.loss_sum + value * count
             self.samples += 1
         return {**fixed, **moving}

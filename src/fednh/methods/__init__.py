@@ -5,10 +5,13 @@ from __future__ import annotations
 from fednh.methods.base import Method
 from fednh.methods.creff import CReFF
 from fednh.methods.ditto import Ditto
+from fednh.methods.fedala import FedALA
 from fednh.methods.fedavg import FedAvg
 from fednh.methods.fedbabu import FedBABU
 from fednh.methods.fedbn import FedBN
+from fednh.methods.feddbe import FedDBE
 from fednh.methods.fedetf import FedETF
+from fednh.methods.fedgela import FedGELA
 from fednh.methods.fedlc import FedLC
 from fednh.methods.fednh import FedNH
 from fednh.methods.fedper import FedPer
@@ -39,6 +42,9 @@ METHODS: dict[str, type[Method]] = {
     "fedetf": FedETF,
     "fedlc": FedLC,
     "fedprior": FedPrior,
+    "feddbe": FedDBE,
+    "fedala": FedALA,
+    "fedgela": FedGELA,
 }
 
 __all__ = ["METHODS", "Method"]

@@ -25,8 +25,10 @@ import torch
 from pydantic import ConfigDict
 from torch import Tensor
 
+from fednh.core.anyone import anyone
 from fednh.core.fit import Fit
 from fednh.core.losses import (
+    BatchLoss,
     Logits,
     Loss,
     balanced_softmax,
@@ -46,6 +48,7 @@ MODEL = ("body", "head")  # the names of a whole network
 
 __all__ = [
     "MODEL",
+    "BatchLoss",
     "ClientData",
     "Fit",
     "Logits",
@@ -54,6 +57,7 @@ __all__ = [
     "Net",
     "Tree",
     "Uploads",
+    "anyone",
     "balanced_softmax",
     "below",
     "class_means",

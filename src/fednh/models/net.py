@@ -87,6 +87,14 @@ class Net:
         return {"name": self.name, "head": self.head, "norm": norm, "convolution": self.convolution}
 
     @property
+    def layers(self) -> tuple[tuple[str, ...], ...]:
+        """Each layer's own parameters, by name, in the order in which the module defines its layers; head last."""
+        names = [name for name, _ in self._skeleton.named_parameters() if name not in self.norm]
+        names.sort(key=lambda name: name.startswith("head."))
+        held = {layer: tuple(name for name in names if _layer(name) == layer) for layer in map(_layer, names)}
+        return tuple(held.values())
+
+    @property
     def stateful(self) -> bool:
         """Whether clients have their own normalisation: results then depend on which client's is lent."""
         return bool(self.norm)
@@ -231,6 +239,11 @@ def _use_batch_statistics(module: nn.Module, yes: bool) -> None:
     for layer in module.modules():
         if isinstance(layer, BATCH_NORM):
             layer.training = yes
+
+
+def _layer(name: str) -> str:
+    """The layer that holds a parameter."""
+    return name.rpartition(".")[0]
 
 
 def _norm_names(module: nn.Module) -> list[str]:
