@@ -104,7 +104,8 @@ class SimulationAnswers:
         together = self.simulation.engine == "vmap"
         units: list[Unit] = list(blocks(self.fed, order)) if together else [[client] for client in order]
         look, sgd = config.diagnostics.gradient_norm, config.train.sgd(round_)
-        stage = Training(self.asked.down, sgd, config.seed, round_, look, together)
+        down, records = self.asked.down, self.asked.records
+        stage = Training(down, sgd, config.seed, round_, look, together, records=records)
         done = 0
         for unit, updates in zip(units, self.simulation.map(stage, units), strict=True):
             done += len(unit)
@@ -121,7 +122,8 @@ class SimulationAnswers:
         asked, config, simulation, method = self.asked, self.config, self.simulation, self.fed.method
         with failures.named(method, f"the server failed after round {asked.done}"):
             shared = method.global_model(asked.server) if self.fed.measures_held_out else None
-        stage = Measuring(asked.down, shared, config.train.sgd(asked.done), config.seed, asked.done, asked.final)
+        sgd, round_ = config.train.sgd(asked.done), asked.done
+        stage = Measuring(asked.down, shared, sgd, config.seed, round_, asked.final, records=asked.records)
         simulation.meter.begin(sum(stage.samples(simulation.material, client) for client in asked.evaluate))
         found = []
         for unit in simulation.map(stage, [[client] for client in asked.evaluate]):  # stopped, it starts again
