@@ -11,6 +11,7 @@ from fednh.methods.fedbn import FedBN
 from fednh.methods.fedetf import FedETF
 from fednh.methods.fedlc import FedLC
 from fednh.methods.fednh import FedNH
+from fednh.methods.fedpac import FedPAC
 from fednh.methods.fedper import FedPer
 from fednh.methods.fedprior import FedPrior
 from fednh.methods.fedproto import FedProto
@@ -39,6 +40,7 @@ METHODS: dict[str, type[Method]] = {
     "fedetf": FedETF,
     "fedlc": FedLC,
     "fedprior": FedPrior,
+    "fedpac": FedPAC,
 }
 
 __all__ = ["METHODS", "Method"]
