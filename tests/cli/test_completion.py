@@ -35,7 +35,7 @@ def offered(line: str) -> list[str]:
 @pytest.mark.parametrize("command", ["run", "federation init fed"])
 def test_methods(command: str) -> None:
     assert set(offered(f"fednh {command} --method ")) >= set(METHODS)
-    assert set(offered(f"fednh {command} --method fedp")) == {"fedper", "fedprior", "fedproto", "fedprox"}
+    assert set(offered(f"fednh {command} --method fedp")) == {"fedpac", "fedper", "fedprior", "fedproto", "fedprox"}
 
 
 def test_several_methods() -> None:
@@ -44,6 +44,7 @@ def test_several_methods() -> None:
         "fednh,fedproto",
         "fednh,fedprox",
         "fednh,fedprior",
+        "fednh,fedpac",
     ]
     assert offered("fednh sweep --method al") == ["all"]
 

@@ -104,14 +104,21 @@ def test_samples_are_shared_and_nobody_is_warned(recwarn: pytest.WarningsRecorde
 
 def test_a_stage_travels_with_its_trees() -> None:
     down, shared = {"w": torch.randn(2, 3)}, {"w": torch.randn(3, 2).T, "x": torch.ones(1)}
+    records = {4: {"w": torch.full((2, 3), 4.0)}, 11: {"w": torch.randn(3, 2).T}}
     for stage in (
         Training(down, Sgd(), 1, 2, True, True),
         Measuring(down, None, Sgd(), 1, 2),
         Measuring(down, shared, Sgd(), 1, 2, True),
+        Training(down, Sgd(), 1, 2, records=records),
+        Measuring(down, shared, Sgd(), 1, 2, True, records=records),
     ):
         back = travelled(PackedStage.of(5, stage)).whole("cpu")
         assert type(back) is type(stage)
         assert torch.equal(back.down["w"], down["w"])
+        assert set(back.records) == set(stage.records)
+        for client, record in stage.records.items():
+            assert layout(back.records[client]) == layout(record)
+            assert torch.equal(back.records[client]["w"], record["w"])
         assert (back.sgd, back.seed, back.round) == (stage.sgd, 1, 2)
         if isinstance(stage, Measuring) and stage.shared is not None:
             assert layout(back.shared) == layout(shared)

@@ -17,7 +17,7 @@ from fednh.core import checks, client
 from fednh.core.federation import Federation, build_federation
 from fednh.core.fit import Fit, Sgd
 from fednh.core.seeding import torch_rng
-from fednh.core.tree import Tree, Uploads, below, prefix
+from fednh.core.tree import Tree, Uploads, below, prefix, select
 from fednh.data.batches import ClientData, Samples
 from fednh.errors import UserError
 from fednh.executors.engine import LARGEST, blocks, choose
@@ -55,16 +55,18 @@ def both(
     net = build_net("mlp", (6,), 4, {"hidden": [8, 5]})
     server = method.init(net, torch_rng(0, "init"))
     kept = [method.enroll(server) for _ in SIZES]
+    records: list[Tree] = [{} for _ in SIZES]
     for round_ in range(1, rounds + 1):
         down = method.broadcast(server)
         one_by_one = [
-            client.update(method, net, kept[k], down, ClientData(samples, part, 5, round_, k), SGD)
+            client.update(method, net, kept[k], {**down, **records[k]}, ClientData(samples, part, 5, round_, k), SGD)
             for k, part in enumerate(parts())
         ]
         block = Block(samples, parts(), range(len(SIZES)), 5, round_, "train")
-        together = update_block(method, net, block, kept, down, SGD)
+        together = update_block(method, net, block, kept, down, SGD, records)
         kept = [kept[k] if k < late and round_ < rounds - k else u.keep for k, u in enumerate(one_by_one)]
         server = method.aggregate(server, Uploads([update.upload for update in one_by_one]))
+        records = method.records(server, [select(update.upload, *method.recorded) for update in one_by_one])
     return one_by_one, together
 
 

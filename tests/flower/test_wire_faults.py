@@ -257,6 +257,34 @@ def test_a_site_that_joins_late(tmp_path: Path) -> None:
     assert [row["client"] for row in summary["clients"]] == [0, 1]
 
 
+def test_a_site_that_joins_late_receives_what_all_receive(tmp_path: Path) -> None:
+    """FedPAC: those who took part receive heads of their own, a newcomer the mean of the heads of the last round."""
+    nodes = {k: {"partition-id": part, "num-partitions": 3, "site": site} for k, part, site in AT_TIMES}
+    wire = deployed(tmp_path, nodes)
+    late = wire.nodes.pop(9)
+    config = small("fedpac", rounds=4, **{"participation.rate": 1.0, "eval.every": 0, "partition.clients": 3})
+
+    def later(node: int, request: Message, reply: Message) -> Message:
+        if request.metadata.group_id == "1":
+            wire.nodes[9] = late
+        return reply
+
+    wire.tamper = later
+    serve(config, wire, tmp_path / "run", enough=2, identity=server_identity(tmp_path))
+    received: dict[str, dict[int, torch.Tensor]] = {}  # round -> node -> the head that travelled down
+    uploaded: dict[str, list[torch.Tensor]] = {}
+    for request, reply in wire.seen:
+        if request.metadata.message_type == "train" and reply is not None:
+            round_, node = request.metadata.group_id, request.metadata.dst_node_id
+            received.setdefault(round_, {})[node] = to_tree(request.content["down"])["head.weight"]
+            uploaded.setdefault(round_, []).append(to_tree(reply.content["upload"])["head.weight"])
+    first = min(round_ for round_ in received if 9 in received[round_])
+    before = torch.stack(uploaded[str(int(first) - 1)]).mean(0)
+    torch.testing.assert_close(received[first][9], before)
+    assert not any(torch.allclose(received[first][node], before, atol=1e-4) for node in (1, 2))
+    assert not torch.allclose(received["4"][9], torch.stack(uploaded["3"]).mean(0), atol=1e-4), "now it has a record"
+
+
 def test_data_that_does_not_fit_is_told(tmp_path: Path) -> None:
     import numpy as np
 

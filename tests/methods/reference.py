@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from conftest import CLIENTS
 from fednh.core import client
 from fednh.core.fit import Sgd
-from fednh.core.tree import Tree, Uploads
+from fednh.core.tree import Tree, Uploads, select
 from fednh.data.batches import ClientData, Samples
 from fednh.methods import Method
 from fednh.models import Net
@@ -94,17 +94,20 @@ class Play:
         self.initial = method.init(net, torch.Generator().manual_seed(5))
         self.kept = [method.enroll(self.initial) for _ in CLIENTS]
         self.server = self.initial
+        self.records: list[Tree] = [{} for _ in CLIENTS]
 
     def round(self) -> list[client.Update]:
-        down = self.method.broadcast(self.server)
         updates = [
-            client.update(self.method, self.net, kept, down, data, SGD)
-            for kept, data in zip(self.kept, self.data, strict=True)
+            client.update(self.method, self.net, self.kept[k], self.received(k), data, SGD)
+            for k, data in enumerate(self.data)
         ]
         self.kept = [u.keep for u in updates]
         self.server = self.method.aggregate(self.server, Uploads(iter([u.upload for u in updates])))
+        self.records = self.method.records(self.server, [select(u.upload, *self.method.recorded) for u in updates])
         return updates
 
+    def received(self, k: int) -> Tree:
+        return {**self.method.broadcast(self.server), **self.records[k]}
+
     def personal(self, k: int) -> Tree:
-        down = self.method.broadcast(self.server)
-        return client.personal_model(self.method, self.net, self.kept[k], down, self.data[k], SGD)
+        return client.personal_model(self.method, self.net, self.kept[k], self.received(k), self.data[k], SGD)

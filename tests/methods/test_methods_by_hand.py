@@ -16,6 +16,7 @@ from fednh.core.tree import Tree, Uploads, prefix, select
 from fednh.data.batches import Samples
 from fednh.methods import METHODS, Method
 from fednh.methods.fedala import FedALA
+from fednh.methods.fedpac import mixtures
 from fednh.models import Net, build_net
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
@@ -729,3 +730,115 @@ def test_fedgela(play: Play) -> None:
     assert "phi" not in shared, "shares stay at the client"
     plain = play.method.logits(play.net, {n: v for n, v in personal.items() if n != "phi"}, x)
     torch.testing.assert_close(plain, on_the_simplex(model, layer, head, one, x), **CLOSE)
+
+
+def spread(h: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """FedPAC's h and V, class by class, with the whole matrix of second moments."""
+    mean, v = torch.zeros(4, 5), 0.0
+    for c in y.unique().tolist():
+        own, p = h[y == c], float((y == c).float().mean())
+        mean[c] = p * own.mean(0)
+        v += p * float(torch.trace(own.T @ own / len(own))) - p**2 * float(own.mean(0) @ own.mean(0))
+    return mean, v / len(y)
+
+
+def shares_of_two(v: list[float], h: list[torch.Tensor], me: int) -> tuple[float, float]:
+    """The quadratic program of two clients by trying a million weights."""
+    a = torch.linspace(0, 1, 1_000_001, dtype=torch.float64)
+    other = float((h[0].double() - h[1].double()).square().sum())  # only what is not one's own is biased
+    value = a**2 * v[0] + (1 - a) ** 2 * v[1] + other * ((1 - a) if me == 0 else a) ** 2
+    first = float(a[value.argmin()])
+    return first, 1 - first
+
+
+@of("fedpac", lam=0.7, head_epochs=2)
+def test_fedpac(play: Play) -> None:
+    """Two rounds: only in the second do clients have heads of their own, and centroids to be pulled to."""
+    body, heads = select(play.initial, "body"), [play.initial["head.weight"]] * 2
+    centroids: dict[int, torch.Tensor] = {}
+    for _ in range(2):
+        models, statistics, features = [], [], []
+        for (x, y), head in zip(play.xy, heads, strict=True):
+            model = TwoPart.of({**body, "head.weight": head})
+            statistics.append(spread(model.features(x).detach(), y))
+            train([model.head.weight], lambda m=model, x=x, y=y: F.cross_entropy(m(x), y), epochs=2)
+
+            def loss(m: TwoPart = model, x=x, y=y, known=centroids) -> torch.Tensor:  # type: ignore[no-untyped-def]
+                h = m.features(x)
+                target = torch.stack([known.get(c, own) for c, own in zip(y.tolist(), h.detach(), strict=True)])
+                return F.cross_entropy(m.head(h), y) + 0.7 * F.mse_loss(h, target)
+
+            train(list(model.linear.parameters()), loss)
+            models.append(model)
+            features.append(model.features(x).detach())
+        updates = play.round()
+        for update, model, (mean, v) in zip(updates, models, statistics, strict=True):
+            same(select(update.upload, "body", "head"), model.tree(), **CLOSE)
+            same(update.keep, model.tree(), **CLOSE)
+            torch.testing.assert_close(update.upload["statistics.mean"], mean, **CLOSE)
+            assert float(update.upload["statistics.variance"]) == pytest.approx(v, rel=1e-4)
+        means, variances = [mean for mean, _ in statistics], [v for _, v in statistics]
+        alpha = [shares_of_two(variances, means, k) for k in range(2)]
+        assert all(0.01 < a < 0.99 for a, _ in alpha), "no head is left out"
+        local = [model.head.weight.detach() for model in models]
+        heads = [a * local[0] + b * local[1] for a, b in alpha]
+        for k in range(2):
+            same(play.records[k], {"head.weight": heads[k]}, rtol=1e-4, atol=1e-5)
+        y, h = torch.cat([y for _, y in play.xy]), torch.cat(features)
+        centroids = {c: h[y == c].mean(0) for c in y.unique().tolist()}
+        for c in range(4):
+            torch.testing.assert_close(play.server["centroids"][c], centroids.get(c, torch.zeros(5)), **CLOSE)
+        assert play.server["known"].tolist() == [1, 1, 1, 0]
+        body = average([m.body_tree() for m in models])
+        both = {**body, "head.weight": (local[0] + local[1]) / 2}
+        same(play.method.global_model(play.server) or {}, both, **CLOSE)
+    assert not torch.allclose(heads[0], heads[1], atol=1e-3)
+    same(play.personal(1), models[1].tree(), **CLOSE)  # the latest local model
+
+
+def uploaded_sums(*rows: tuple[float, float, float]) -> Tree:
+    """What a client of FedPAC uploads; a row is a class: the sum of two features, and the number of samples."""
+    return {"sums": torch.tensor(rows), "statistics.mean": torch.zeros(2, 2), "statistics.variance": torch.zeros(())}
+
+
+def test_fedpacs_centroids_count_samples_and_stay_where_nobody_has_the_class() -> None:
+    server = {"centroids": torch.tensor([[9.0, 9.0], [5.0, 7.0]]), "known": torch.tensor([0.0, 1.0])}
+    uploads = [uploaded_sums((1, 2, 1), (0, 0, 0)), uploaded_sums((6, 12, 3), (0, 0, 0))]
+    after = METHODS["fedpac"]().aggregate(server, Uploads(uploads))
+    assert after["centroids"].tolist() == [[7 / 4, 14 / 4], [5, 7]]
+    assert after["known"].tolist() == [1, 1]
+
+
+def test_fedpac_finds_what_cannot_be_true() -> None:
+    method, upload = METHODS["fedpac"](), uploaded_sums((1, 2, 1), (0, 0, 0))
+    assert method.upload_problem(upload) is None
+    assert "fewer than 0" in str(method.upload_problem(uploaded_sums((1, 2, 1), (0, 0, -1))))
+    assert "negative" in str(method.upload_problem({**upload, "statistics.variance": torch.tensor(-0.5)}))
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+@pytest.mark.parametrize("clients", [1, 2, 7, 30])
+def test_fedpacs_mixtures_are_optimal(clients: int, scale: float) -> None:
+    """A convex function on the simplex is smallest where no vertex lies downhill: no slope is below their mean."""
+    rng = torch.Generator().manual_seed(clients)
+    v = torch.rand(clients, generator=rng) * scale**2
+    h = torch.randn(clients, 3, 4, generator=rng) * scale * 0.3
+    found = mixtures(v, h)
+    assert (found >= 0).all()
+    torch.testing.assert_close(found.sum(1), torch.ones(clients, dtype=torch.float64))
+    several = 0
+    for i, alpha in enumerate(found):
+        gap = (h[i] - h).flatten(1).double()
+        slope = torch.diag(v.double()) @ alpha + gap @ (gap.T @ alpha)
+        assert (slope >= alpha @ slope * (1 - 1e-6)).all(), i
+        several += int((alpha > 0.01).sum() > 1)
+    assert several == (clients if clients > 1 else 0)
+
+
+def test_fedpac_takes_its_own_head_where_nothing_is_better() -> None:
+    v, h = torch.tensor([0.0, 1.0, -4.0]), torch.zeros(3, 2, 2)  # a hostile client may send a negative variance
+    h[1] = 50.0
+    found = mixtures(v, h)
+    assert found[0].tolist() == [1, 0, 0]
+    assert found[2].tolist() == [0, 0, 1]
+    assert found[1, 1] > 0.999

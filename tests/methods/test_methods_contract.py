@@ -143,7 +143,11 @@ def test_the_default_aggregate_leaves_alone_what_nobody_uploads() -> None:
     identical(Plain().aggregate({"body": nine, "head": nine}, uploads), {"body": two, "head": nine})
 
 
-FROM_GLOBAL = ("fedbabu", "fedetf", "fedprior")  # the personal model is made from what is received, not from the last local model
+FROM_GLOBAL = (
+    "fedbabu",
+    "fedetf",
+    "fedprior",
+)  # the personal model is made from what is received, not from the last local model
 
 
 class Still:

@@ -92,6 +92,15 @@ def check_upload(method: Method, upload: Tree, declared: Form, client: int, roun
         )
 
 
+def check_records(method: Method, records: Sequence[Tree], down: Form, number: int, round_: int) -> None:
+    """One record for each upload that was used, and in it nothing that the broadcast lacks."""
+    problem = None if len(records) == number else f"{len(records)} records are made of {number} uploads"
+    for record in records:
+        problem = problem or form_problem(form_of(record), {name: down[name] for name in record if name in down})
+    if problem:
+        raise RunError(f"invariant broken by {type(method).__name__}: the records of round {round_}: {problem}")
+
+
 def check_server(method: Method, server: Tree, declared: Form, round_: int) -> None:
     """The server's state keeps its names, shapes and types, and the method finds no problem in it."""
     problem = form_problem(form_of(server), declared) or method.problem(server)

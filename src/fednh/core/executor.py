@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from fednh.core.client import Report
 from fednh.core.evaluate import Personal
 from fednh.core.federation import ServerSide
+from fednh.core.records import Records, received
 from fednh.core.tree import Tree
 from fednh.storage.client_states import Store
 
@@ -25,11 +26,15 @@ class Exchange:
     """What the loop asks for. A run of R rounds has R + 1 of these: the last one only evaluates."""
 
     server: Tree  # the server's state after `done` rounds
-    down: Tree  # the part of it that is sent to every client
+    down: Tree  # the part of it that is sent to every client ...
     done: int  # number of rounds completed
     evaluate: Sequence[int] = ()  # clients whose personal models are measured, as round `done` left them
     train: Sequence[int] = ()  # clients that train round `done` + 1
     final: bool = False  # the run ends: personal models are saved
+    records: Records = field(default_factory=dict)  # ... and what these clients receive in place of it
+
+    def received(self, client: int) -> Tree:
+        return received(self.down, self.records, client)
 
 
 @dataclass(frozen=True)

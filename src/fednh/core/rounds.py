@@ -27,7 +27,8 @@ from fednh.core.machine import one_thread
 from fednh.core.meter import Meter
 from fednh.core.picks import dropped_clients, picked_clients, sampled_clients
 from fednh.core.progress import Progress, Round, Watcher, check_lost
-from fednh.core.tree import Tree, Uploads, size
+from fednh.core.records import Records, joined, parted
+from fednh.core.tree import Tree, Uploads, select, size
 from fednh.errors import Interrupted, RunError, UserError
 from fednh.storage.checkpoint import Checkpoint, Checkpoints
 from fednh.storage.run_folder import RunFolder
@@ -54,6 +55,7 @@ class Rounds:
 
     side: ServerSide
     server: Tree
+    records: Records
 
     def run(self) -> dict[str, Any]:
         """Run all rounds that the folder does not have yet; returns the summary."""
@@ -85,7 +87,8 @@ class Rounds:
             self.upload_form = checks.declared_upload(self.method, self.net, initial)
             self.executor.begin(initial)
         self.form = checks.form_of(initial)
-        self.server = initial if saved is None else saved.server
+        state = initial if saved is None else saved.server
+        self.server, self.records = parted(state) if self.method.recorded else (state, {})
         self.members = {client for record in self.progress.records for client in record["clients"]}
         self._begin_folder(resumed=saved is not None)
         if self.progress.closed < self.progress.round and not self._evaluates(self.progress.round):
@@ -142,7 +145,7 @@ class Rounds:
         except (Interrupted, RunError):
             self.executor.rollback()
             if self.config.checkpoint.every:
-                self.checkpoints.save(self.progress.round, self.server, *self._to_save())
+                self.checkpoints.save(self.progress.round, *self._to_save())
             raise
 
     def _at(self) -> int:
@@ -157,16 +160,12 @@ class Rounds:
         happened = self._plan(here)
         down = self.method.broadcast(self.server)
         happened.bytes_down = size(down) * len(happened.picked)
+        evaluate = self._to_evaluate(here) if closing else []
+        train = sorted(set(happened.picked) - set(happened.dropped))
+        records = {client: self.records[client] for client in {*evaluate, *train} if client in self.records}
         started = time.perf_counter()
         answers = self.executor.exchange(
-            Exchange(
-                self.server,
-                down,
-                progress.round,
-                evaluate=self._to_evaluate(here) if closing else [],
-                train=sorted(set(happened.picked) - set(happened.dropped)),
-                final=closing and not training,
-            )
+            Exchange(self.server, down, progress.round, evaluate, train, closing and not training, records)
         )
         waited = time.perf_counter() - started
         progress.client_seconds += waited
@@ -209,18 +208,34 @@ class Rounds:
             self.executor.note(f"{error}; the server stays as it was")
 
     def _aggregate(self, happened: Round, uploads: Iterator[Tree]) -> None:
-        """Compute the server's next state; one that breaks an invariant is rejected."""
+        """Compute the server's next state and the clients' records; what breaks an invariant is rejected."""
         rule = aggregate.rule(self.config.aggregator, self.server, self.config.trim, self.method)
+        parts: list[Tree] = []
+        uploads = self._remembered(uploads, parts) if self.method.recorded else uploads
         with failures.named(self.method, f"the server failed in round {happened.round}"):
             server = self.method.aggregate(self.server, Uploads(uploads, rule))
         for _ in uploads:  # clients train as uploads are read: read those that the aggregate left
             pass
         self._check_refusals(happened)
         checks.check_server(self.method, server, self.form, happened.round)
+        records = self._records(happened, server, parts) if self.method.recorded else {}
         if self.executor.deployed and self.upload_form and _equal(server, self.server):
             happened.lost = "the uploads change nothing"
             self.executor.note(f"round {happened.round}: {happened.lost}")
-        self.server = server
+        self.server, self.records = server, {**self.records, **records}
+
+    def _remembered(self, uploads: Iterator[Tree], parts: list[Tree]) -> Iterator[Tree]:
+        """The uploads, whose recorded parts are kept."""
+        for upload in uploads:
+            parts.append(select(upload, *self.method.recorded))
+            yield upload
+
+    def _records(self, happened: Round, server: Tree, parts: Sequence[Tree]) -> Records:
+        """The records of the round's clients, made of the recorded parts of their uploads."""
+        with failures.named(self.method, f"the server failed in round {happened.round}"):
+            made, down = self.method.records(server, parts), self.method.broadcast(server)
+        checks.check_records(self.method, made, checks.form_of(down), len(parts), happened.round)
+        return dict(zip(happened.clients, made, strict=True))
 
     def _uploads(self, outcomes: Iterator[Outcome], happened: Round) -> Iterator[Tree]:
         """The uploads that can be used, one by one as they come."""
@@ -311,12 +326,12 @@ class Rounds:
             self._write_line(progress.records[-1])
         save = self.config.checkpoint.every
         if save and (round_ % save == 0 or round_ == self.config.rounds):
-            self.checkpoints.begin(round_, self.server, *self._to_save())
+            self.checkpoints.begin(round_, *self._to_save())
 
-    def _to_save(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """What a checkpoint holds beside the states: values that change every round, and append-only records."""
+    def _to_save(self) -> tuple[Tree, dict[str, Any], list[dict[str, Any]]]:
+        """What a checkpoint holds: the server's state, values that change every round, and an append-only log."""
         values, log = self.progress.split()
-        return {**values, **self.executor.books()}, log
+        return joined(self.server, self.records), {**values, **self.executor.books()}, log
 
     # --- evaluation --------------------------------------------------------------------------------------------
 

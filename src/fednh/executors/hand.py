@@ -86,18 +86,21 @@ class PackedStage:
     number: int  # of the exchange in this run
     stage: Stage  # without its trees
     trees: list[Packed]  # what clients received, and the global model where it is measured
+    records: dict[int, list[Packed]]  # what single clients received in place of it
 
     @classmethod
     def of(cls, number: int, stage: Stage) -> PackedStage:
+        records = {client: pack([record]) for client, record in stage.records.items()}
+        bare = replace(stage, down={}, records={})
         if isinstance(stage, Measuring) and stage.shared is not None:
-            return cls(number, replace(stage, down={}, shared={}), pack([stage.down, stage.shared]))
-        return cls(number, replace(stage, down={}), pack([stage.down]))
+            return cls(number, replace(bare, shared={}), pack([stage.down, stage.shared]), records)
+        return cls(number, bare, pack([stage.down]), records)
 
     def whole(self, device: str) -> Stage:
         down, *shared = unpack(self.trees, device)
-        if shared and isinstance(self.stage, Measuring):
-            return replace(self.stage, down=down, shared=shared[0])
-        return replace(self.stage, down=down)
+        records = {client: next(unpack(packed, device)) for client, packed in self.records.items()}
+        stage = replace(self.stage, down=down, records=records)
+        return replace(stage, shared=shared[0]) if shared and isinstance(stage, Measuring) else stage
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,8 @@ class SimulationAnswers:
         together = self.simulation.engine == "vmap"
         units: list[Unit] = list(blocks(self.fed, order)) if together else [[client] for client in order]
         look, sgd = config.diagnostics.gradient_norm, config.train.sgd(round_)
-        stage = Training(self.asked.down, sgd, config.seed, round_, look, together)
+        down, records = self.asked.down, self.asked.records
+        stage = Training(down, sgd, config.seed, round_, look, together, records=records)
         done = 0
         for unit, updates in zip(units, self.simulation.map(stage, units), strict=True):
             done += len(unit)
@@ -122,7 +123,7 @@ class SimulationAnswers:
         with failures.named(method, f"the server failed after round {asked.done}"):
             shared = method.global_model(asked.server) if self.fed.measures_held_out else None
         sgd, prior = config.train.sgd(asked.done), config.eval.prior
-        stage = Measuring(asked.down, shared, sgd, config.seed, asked.done, asked.final, prior)
+        stage = Measuring(asked.down, shared, sgd, config.seed, asked.done, asked.final, prior, records=asked.records)
         simulation.meter.begin(sum(stage.samples(simulation.material, client) for client in asked.evaluate))
         found = []
         for unit in simulation.map(stage, [[client] for client in asked.evaluate]):  # stopped, it starts again

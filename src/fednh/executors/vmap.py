@@ -183,9 +183,15 @@ def move(params: Tree, velocity: Tree, gradients: Tree, sgd: Sgd, active: Tensor
 
 
 def update_block(
-    method: Method, net: Net, block: Block, kept: Sequence[Tree], received: Tree, sgd: Sgd
+    method: Method,
+    net: Net,
+    block: Block,
+    kept: Sequence[Tree],
+    received: Tree,
+    sgd: Sgd,
+    own: Sequence[Tree] = (),
 ) -> list[Update]:
-    """`client.update` for all clients of the block at once."""
+    """`client.update` for all clients of the block at once; each has received its `own` in place of `received`."""
     epochs = []
 
     def one(me: Tensor, kept: Tree, received: Tree) -> tuple[Tree, Tree, Tensor]:
@@ -195,7 +201,7 @@ def update_block(
         epochs.append(fit.samples)
         return keep, upload, fit.loss_sum
 
-    keep, upload, loss = _mapped(one, block, kept, received)
+    keep, upload, loss = _mapped(one, block, kept, received, own)
     return [
         Update(
             {name: value[k].clone() for name, value in keep.items()},  # its own memory: the block's is given back
@@ -207,9 +213,13 @@ def update_block(
     ]
 
 
-def _mapped(one: Callable[..., Any], block: Block, kept: Sequence[Tree], received: Tree) -> Any:
+def _mapped(
+    one: Callable[..., Any], block: Block, kept: Sequence[Tree], received: Tree, own: Sequence[Tree] = ()
+) -> Any:
     rows = torch.arange(len(block), device=block.index.device)
+    apart = stack(own) if own and own[0] else {}
+    axes = {name: 0 if name in apart else None for name in received} if apart else None
     # "same": the draws of `Block` come from each client's own generator and must not be mapped
-    return vmap(one, in_dims=(0, 0 if kept[0] else None, None), randomness="same")(
-        rows, stack(kept) if kept[0] else {}, received
+    return vmap(one, in_dims=(0, 0 if kept[0] else None, axes), randomness="same")(
+        rows, stack(kept) if kept[0] else {}, {**received, **apart}
     )

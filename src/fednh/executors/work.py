@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fednh.core.evaluate import Personal
 from fednh.core.federation import Federation, client_name
 from fednh.core.fit import Sgd
 from fednh.core.meter import unhurried
+from fednh.core.records import Records, received
 from fednh.core.tree import Tree
 from fednh.data.batches import ClientData, Samples, subset
 from fednh.data.partitions import Indices
@@ -74,11 +75,15 @@ class Measured:
 class Stage:
     """What all clients of an exchange do."""
 
-    down: Tree  # what every client received
+    down: Tree  # what every client received ...
+    records: Records = field(default_factory=dict, kw_only=True)  # ... and what these received in place of it
 
     @abstractmethod
     def __call__(self, on: Material, unit: Unit, kept: Sequence[Tree], tick: Tick = unhurried) -> list[Any]:
         """The results of the unit's clients, in their order."""
+
+    def received(self, client: int) -> Tree:
+        return received(self.down, self.records, client)
 
     def samples(self, on: Material, client: int) -> int:
         """How many samples of a client the progress of an evaluation counts."""
@@ -118,7 +123,8 @@ class Training(Stage):
         try:
             data = ClientData(on.train, on.parts[client], self.seed, self.round, client, "train")
             checks.check_share(data.share, client)
-            return clients.update(on.method, on.net, kept, self.down, data, self.sgd, self.gradient_norm)
+            down = self.received(client)
+            return clients.update(on.method, on.net, kept, down, data, self.sgd, self.gradient_norm)
         except Exception as error:  # anything a method, a model or a disk may raise; the caller reports it
             words = failures.sentence(on.method, error, f"{on.name(client)} failed in round {self.round}")
             return Failure(words, error)
@@ -135,7 +141,9 @@ class Training(Stage):
     def _together(self, on: Material, kept: dict[int, Tree]) -> dict[int, Update]:
         members = list(kept)
         block = Block(on.train, [on.parts[k] for k in members], members, self.seed, self.round, "train")
-        made = update_block(on.method, on.net, block, list(kept.values()), self.down, self.sgd)
+        names = {name for k in members for name in self.records.get(k, ())}
+        own = [{name: self.received(k)[name] for name in sorted(names)} for k in members]
+        made = update_block(on.method, on.net, block, list(kept.values()), self.down, self.sgd, own)
         return dict(zip(members, made, strict=True))
 
 
@@ -165,7 +173,7 @@ class Measuring(Stage):
         method, net, part = on.method, on.net, on.parts[client]
         with failures.named(method, f"the personal model of {on.name(client)} failed after round {self.round}"):
             data = ClientData(on.train, part, self.seed, self.round, client, "personal")
-            model = clients.personal_model(method, net, kept, self.down, data, self.sgd, tick)
+            model = clients.personal_model(method, net, kept, self.received(client), data, self.sgd, tick)
             about = novelty.look(method, net, model, on.train, part, self.seed, tick) if self.final else None
             held = subset(on.train, on.held_out[client])
             person = clients.measured(

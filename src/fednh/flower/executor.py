@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from flwr.app import MessageType
+from flwr.app import ArrayRecord, MessageType
 from flwr.serverapp import Grid
 
 from fednh.config import Config, dump
@@ -201,8 +201,12 @@ class Sites:
         )
 
     def _ask(self, orders: list[Order], asked: Exchange) -> SiteAnswers:
-        arrays, more = to_arrays(asked.down), to_arrays(self._beyond(asked))
-        letters = [(self._letter(order), order.write(self.toml, self.task, arrays, more)) for order in orders]
+        common = self._sent(asked, asked.down)
+        letters = []
+        for order in orders:
+            own = order.client in asked.records
+            arrays, more = self._sent(asked, asked.received(order.client)) if own else common
+            letters.append((self._letter(order), order.write(self.toml, self.task, arrays, more)))
         if letters:
             sites = {letter.site: letter.kind for letter, _ in letters}
             round_ = asked.done + 1 if asked.train else 0
@@ -233,11 +237,12 @@ class Sites:
             membership.site(order.client),
         )
 
-    def _beyond(self, asked: Exchange) -> Tree:
-        """The part of the global model that a site cannot rebuild from the broadcast and the config."""
+    def _sent(self, asked: Exchange, down: Tree) -> tuple[ArrayRecord, ArrayRecord]:
+        """What a site receives, and the part of the global model that it cannot rebuild from that and the config."""
         model = self.method.global_model(asked.server) or {}
-        theirs = self.method.global_model({**self.initial, **asked.down}) or {}
-        return {n: v for n, v in model.items() if n not in theirs or not torch.equal(v, theirs[n])}
+        theirs = self.method.global_model({**self.initial, **down}) or {}
+        more = {n: v for n, v in model.items() if n not in theirs or not torch.equal(v, theirs[n])}
+        return to_arrays(down), to_arrays(more)
 
     def _read(self, letter: Letter, order: Order, reply: Reply) -> Answer | Missing:
         """The answer, or the reason why there is none that can be used."""

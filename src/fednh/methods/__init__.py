@@ -14,6 +14,7 @@ from fednh.methods.fedetf import FedETF
 from fednh.methods.fedgela import FedGELA
 from fednh.methods.fedlc import FedLC
 from fednh.methods.fednh import FedNH
+from fednh.methods.fedpac import FedPAC
 from fednh.methods.fedper import FedPer
 from fednh.methods.fedprior import FedPrior
 from fednh.methods.fedproto import FedProto
@@ -45,6 +46,7 @@ METHODS: dict[str, type[Method]] = {
     "feddbe": FedDBE,
     "fedala": FedALA,
     "fedgela": FedGELA,
+    "fedpac": FedPAC,
 }
 
 __all__ = ["METHODS", "Method"]

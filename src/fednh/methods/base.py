@@ -5,12 +5,13 @@ to Trees, written for one client; executors map them over many, in one process o
 
     server --broadcast--> received --client_update--> kept (stays at the client), upload (travels)
        ^                                                                            |
-       +---------------------------------aggregate----------------------------------+
+       +----------------------------aggregate, records------------------------------+
 
 A client's hooks are given two Trees: `kept`, what it kept from its last round (or from `enroll`), and `received`, what
 the server has just sent. Where a name is in both, the method says which one counts. By default the whole server state
 travels down, uploads are averaged and replace what the server held, and a client's personal model is its latest local
-one: a method's file holds only what its paper says differently.
+one: a method's file holds only what its paper says differently. All clients receive the same, unless the method makes
+`records`: tensors that one client receives in place of the broadcast's.
 
 Everything that a method is written in can be imported from here (`__all__`).
 """
@@ -18,6 +19,7 @@ Everything that a method is written in can be imported from here (`__all__`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -85,6 +87,7 @@ class Method(ABC):
     cosine: ClassVar[bool] = False  # logits are params["scale"] times cosines to unit prototypes, the rows of the head
     by_class: ClassVar[tuple[str, ...]] = ()  # uploads whose row c is about class c, zero if a client lacks it
     marks: ClassVar[tuple[str, ...]] = ()  # uploads of 0 and 1, which are counted; with one a class: the classes owned
+    recorded: ClassVar[tuple[str, ...]] = ()  # uploads that `records` needs; none: all clients receive the same
 
     @property
     def counted(self) -> tuple[str, ...]:
@@ -113,6 +116,15 @@ class Method(ABC):
     def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
         """The server's next state, from at least one upload; by default their mean replaces what the server held."""
         return {**server, **uploads.mean()}
+
+    def records(self, server: Tree, uploads: Sequence[Tree]) -> list[Tree]:
+        """What each client of the round receives from now on in place of the broadcast's tensors of the same names.
+
+        Asked after `aggregate`, whose result `server` is, if `recorded` is not empty: with the `recorded` parts of the
+        uploads that were used, in whose order the records are returned. The server keeps every client's latest record;
+        a client that never took part has none and receives the broadcast as it is.
+        """
+        return [{} for _ in uploads]
 
     def upload_problem(self, upload: Tree) -> str | None:
         """Why an upload contradicts the paper, in words, or None. Asked where uploads are bounded (`bound`)."""
