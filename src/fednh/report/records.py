@@ -7,6 +7,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from fednh.data.partitions import Partition
 from fednh.report.groups import lay_out, show
 from fednh.report.load import Run
 from fednh.report.pairs import HELD_OUT, METRICS, compare
@@ -36,7 +37,7 @@ def records(runs: Sequence[Run], reference: str | None = None, paper: bool = Fal
             "participation": group.rate,
             "rounds": group.settings["rounds"],
             "method": group.method,
-            "settings": "; ".join(f"{k.removeprefix('method.')}={show(v)}" for k, v in group.hyper.items()),
+            "settings": "; ".join([*_shown(how.kind), *(_setting(k, v) for k, v in group.hyper.items())]),
         }
         if group.settings.get("eval.samples"):
             setting["settings"] = "; ".join(
@@ -72,6 +73,15 @@ def to_csv(found: Sequence[dict[str, Any]], paper: bool = False) -> str:
     writer.writeheader()
     writer.writerows(found)
     return out.getvalue()
+
+
+def _shown(kind: Partition) -> list[str]:
+    """The partition's settings that have no column of their own."""
+    return [_setting(key, getattr(kind, key)) for key in kind.shown if key != "beta"]
+
+
+def _setting(key: str, value: Any) -> str:
+    return f"{key.removeprefix('method.')}={show(value)}"
 
 
 def _words(text: str) -> list[str]:
