@@ -7,6 +7,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from fednh.core.evaluate import POOLED
 from fednh.data.partitions import Partition
 from fednh.report.groups import lay_out, show
 from fednh.report.load import Run
@@ -14,7 +15,10 @@ from fednh.report.pairs import HELD_OUT, METRICS, compare
 from fednh.report.published import published
 from fednh.report.stats import spread
 
-REPORTED = (*METRICS, "pm_l_std", *HELD_OUT, "held_share_std", "seconds", "client_seconds", "bytes_up", "bytes_down")
+REPORTED = (
+    *(*METRICS, "pm_l_std", *HELD_OUT, "held_share_std", *POOLED, *(f"{key}_best" for key in POOLED)),
+    *("seconds", "client_seconds", "bytes_up", "bytes_down"),
+)
 COLUMNS = ["data", "partition", "beta", "clients", "participation", "rounds", "method", "settings", "metric"]
 COLUMNS += ["n", "mean", "std", "seeds"]
 PAIRED = ["reference", "pairs", "difference", "low", "high", "effect", "test", "p", "p_holm"]

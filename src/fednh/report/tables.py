@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from fednh.core import evaluate
 from fednh.report.cells import DASH, measured, number, percent, probability, rank, rank_spread, size, word
 from fednh.report.groups import Group, Row, TableLayout, lay_out
 from fednh.report.load import Run, left_out
@@ -48,6 +49,11 @@ HELD = (
     Metric("spread", lambda g: g.values("held_share_std"), spread_of="held-out share"),
     Metric("worst 10%", lambda g: [worst_tenth(values) for values in g.by_client("held_share")]),
 )
+POOLED = tuple(
+    Metric(f"{name}, {when}", partial(Group.values, metric=key + last))
+    for key, name in zip(evaluate.POOLED, ("PM", "GM"), strict=True)
+    for last, when in (("", "last round"), ("_best", "best round"))
+)
 _MEAN_FIRST = "A lower spread is more even, but the higher mean comes first: only with the highest mean is it marked."
 _HELD_WORDS = (
     "On samples that every client holds out of its own data. Macro: its classes alike; share: plain accuracy, each "
@@ -76,13 +82,26 @@ def held_out_sheet(runs: Sequence[Run]) -> Sheet:
     return _metrics("held-out", "Accuracy on held-out samples in percent", words, HELD, lay_out(runs), False)
 
 
+def pooled_sheet(runs: Sequence[Run]) -> Sheet:
+    """Accuracy on the held-out samples of all clients together, after the last and after the best round."""
+    words = (
+        "Correct samples of all clients over all samples that they hold out, so a large client counts for more; PM: "
+        "personal models, GM: the global model. The best round is chosen on these same samples, which flatters a "
+        "little; PFLlib publishes this number."
+    )
+    return _metrics(
+        "pooled", "Accuracy on all held-out samples together in percent", words, POOLED, lay_out(runs), False
+    )
+
+
 def result_sheets(runs: Sequence[Run], paper: bool = False) -> list[Sheet]:
     """Accuracy and fairness on the test set, and accuracy on held-out samples; each for the runs that have it."""
     tested, held = [run for run in runs if run.has(*METRICS)], [run for run in runs if run.has(*HELD_OUT)]
     if not tested and not held:
         tested = list(runs)
     sheets = [accuracy_sheet(tested, paper), fairness_sheet(tested, paper)] if tested else []
-    return sheets + ([held_out_sheet(held)] if held else [])
+    together = [run for run in held if run.has(*evaluate.POOLED) and not run.natural]
+    return sheets + ([held_out_sheet(held)] if held else []) + ([pooled_sheet(together)] if together else [])
 
 
 def cost_sheet(runs: Sequence[Run]) -> Sheet:
@@ -191,7 +210,7 @@ def _metrics(name: str, title: str, words: str, metrics: Sequence[Metric], layou
         for column, metric, printed in shown
     ]
     scope = " of each data set and participation" if _lead(layout) else ""
-    sampled = "" if metrics is HELD else _sampled(layout)
+    sampled = "" if metrics in (HELD, POOLED) else _sampled(layout)
     note = f"{words} {sampled}{_counts(layout)} Bold: best{scope}; underlined: second."
     if any(printed for *_, printed in shown):
         note += f" {_paper_note(layout)}"
