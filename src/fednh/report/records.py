@@ -9,7 +9,8 @@ from typing import Any
 
 from fednh.core.evaluate import POOLED
 from fednh.data.partitions import Partition
-from fednh.report.groups import lay_out, show
+from fednh.report.class_sizes import SIZES, accuracy_by_size, long_tailed
+from fednh.report.groups import Group, lay_out, show
 from fednh.report.load import Run
 from fednh.report.pairs import HELD_OUT, METRICS, compare
 from fednh.report.published import published
@@ -49,8 +50,9 @@ def records(runs: Sequence[Run], reference: str | None = None, paper: bool = Fal
             )
         if row.apart:
             setting["settings"] = "; ".join(dict.fromkeys([*row.apart.split(", "), *_words(setting["settings"])]))
-        for metric in REPORTED:
-            value = spread(group.values(metric))
+        seen = {metric: group.values(metric) for metric in REPORTED} | _by_size(group)
+        for metric, by_seed in seen.items():
+            value = spread(by_seed)
             if value is None:
                 continue
             record = {**setting, "metric": metric, "n": value.n, "mean": value.mean, "std": value.std}
@@ -77,6 +79,14 @@ def to_csv(found: Sequence[dict[str, Any]], paper: bool = False) -> str:
     writer.writeheader()
     writer.writerows(found)
     return out.getvalue()
+
+
+def _by_size(group: Group) -> dict[str, list[float]]:
+    """GM of classes with many, medium and few training samples, of long-tailed runs."""
+    if not all(map(long_tailed, group.runs)):
+        return {}
+    rows = accuracy_by_size(group.runs)
+    return {f"gm_{size}": [row[size] for row in rows if size in row] for size in SIZES}
 
 
 def _shown(kind: Partition) -> list[str]:
