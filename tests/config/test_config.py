@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednh.config import PRESETS, Config, dump, load, parse_bytes, parse_value, validate
+from fednh.data.partitions.dirichlet import Dirichlet
 from fednh.errors import Ignored, UserError
 from fednh.methods import METHODS
 
@@ -16,7 +17,7 @@ from fednh.methods import METHODS
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_are_valid_and_survive_a_round_trip(preset: str) -> None:
     config = load(preset, {})
-    assert config.data.name == preset
+    assert config.data.name == ("cifar10" if preset == "pfllib" else preset)
     assert validate(tomllib.loads(dump(config))) == config
 
 
@@ -30,6 +31,20 @@ def test_the_papers_settings() -> None:
     assert load("tinyimagenet", {}).train.weight_decay == 1e-3
     assert load("tinyimagenet", {}).model.name == "resnet18"
     assert config.method["rho"] == 0.9
+
+
+@pytest.mark.parametrize("data", [None, "cifar100"])
+def test_pfllibs_settings(data: str | None) -> None:
+    """The defaults of its main.py and dataset_utils.py; another data set changes nothing else."""
+    config = load("pfllib", {} if data is None else {"data.name": data})
+    assert (config.data.name, config.model.name, config.aggregator) == (data or "cifar10", "cnn", "weighted_mean")
+    assert (config.data.merge_test, config.data.holdout, config.data.augment) == (True, 0.25, "none")
+    assert config.partition.kind == Dirichlet(min_samples=40, clients=20, beta=0.1, min_classes=1)
+    assert (config.participation.rate, config.rounds) == (1.0, 2000)
+    t = config.train
+    assert (t.lr, t.lr_decay, t.momentum, t.weight_decay, t.batch_size, t.epochs, t.clip) == (
+        0.005, 1.0, 0.0, 0.0, 10, 1, 0.0,
+    )  # fmt: skip
 
 
 def test_no_argument_is_fednh_on_digits() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,6 +67,22 @@ def test_a_zero_weight_is_a_vote() -> None:
         assert trimmed([ones] * 8 + [zeros] * 2, share)["w"].tolist() == [1.0, 1.0, 1.0]
 
 
+def test_weighted_mean_by_hand() -> None:
+    """10 and 30 samples: a quarter and three quarters, but only of what the server holds and not of rows by class."""
+    uploads = [{"w": torch.tensor([a]), "change": torch.tensor([a]), "p": torch.tensor([[a]])} for a in (1.0, 5.0)]
+    server = {"w": torch.zeros(1), "p": torch.zeros(1, 1)}
+    samples: list[int] = []
+
+    def arriving() -> Iterator[Tree]:
+        for tree, n in zip(uploads, (10, 30), strict=True):
+            samples.append(n)
+            yield tree
+
+    out = rule("weighted_mean", server, 0.2, ByClass(), samples)(arriving())
+    assert {name: value.item() for name, value in out.items()} == {"w": 4.0, "change": 3.0, "p": 3.0}
+    assert [tree["w"].item() for tree in uploads] == [1.0, 5.0], "uploads are not changed"
+
+
 def test_norm_clip_by_hand() -> None:
     """Moves of length 1, 2 and 100 from the server at 10: the third is cut to the median, 2."""
     server = {"w": torch.tensor([10.0])}
@@ -78,11 +95,11 @@ def test_norm_clip_of_what_the_server_does_not_hold() -> None:
     torch.testing.assert_close(out["w"], torch.tensor([6 / 4, 13 / 4]))
 
 
-@pytest.mark.parametrize("name", ["mean", "median", "trimmed_mean", "norm_clip"])
+@pytest.mark.parametrize("name", ["mean", "weighted_mean", "median", "trimmed_mean", "norm_clip"])
 def test_every_rule_agrees_when_all_agree(name: str) -> None:
     one = {"body.w": torch.randn(3, 2), "scale": torch.tensor(2.0), "p": torch.tensor([[0.0, 0.0], [1.0, 2.0]])}
     server = {"body.w": torch.zeros(3, 2), "scale": torch.tensor(1.0)}
-    same(rule(name, server, 0.2, ByClass())([one, one, one]), one)
+    same(rule(name, server, 0.2, ByClass(), [3, 1, 8])([one, one, one]), one)
 
 
 @given(st.lists(st.lists(st.floats(0.5, 2.0, width=32), min_size=3, max_size=3), min_size=1, max_size=9))

@@ -11,6 +11,7 @@ from fednh.core import client, evaluate
 from fednh.data.batches import ClientData, Samples, subset
 from fednh.methods import METHODS
 from fednh.models import Net
+from fednh.storage.outcomes import Outcomes
 
 # A hand-made confusion: of class 0 2 of 4 right, of class 1 3 of 3, of class 2 0 of 1.
 CORRECT = torch.tensor([2.0, 3.0, 0.0], dtype=torch.float64)
@@ -132,3 +133,35 @@ def test_a_prior_added_when_measured_is_that_of_the_method(tmp_path: Path) -> No
     assert "prior" not in own.summary
     by_client = [row["prior"]["1"]["pm_l"] for row in plain.summary["clients"]]
     assert by_client == [row["pm_l"] for row in own.summary["clients"]]
+
+
+def person(client: int, label: list[int], personal: list[int], shared: list[int] | None) -> evaluate.Personal:
+    """A client whose models took its held-out samples for these classes."""
+    columns = [None if column is None else np.array(column, np.int32) for column in (label, personal, shared)]
+    outcomes = Outcomes(*columns)  # type: ignore[arg-type]
+    held = evaluate.held_metrics(outcomes, 3)
+    return evaluate.Personal(client, None, None, None, **held, outcomes=outcomes)
+
+
+def test_pooled_counts_samples_not_clients() -> None:
+    """4 of 4 and 0 of 1: the mean over clients is 50, of the samples 4 in 5 are right; the global model has 1 in 5."""
+    large, small = person(0, [0, 0, 1, 2], [0, 0, 1, 2], [0, 1, 2, 0]), person(1, [2], [1], [0])
+    found = evaluate.metrics(None, None, [large, small])
+    assert (found["held_share"], found["held_pooled"], found["held_gm_pooled"]) == (50.0, 80.0, 20.0)
+    assert evaluate.metrics(None, None, [large, small], one_class=[0])["held_pooled"] == 0.0
+    summary = evaluate.final_metrics(None, None, [large, small])
+    assert (summary["held_pooled"], summary["held_gm_pooled"]) == (80.0, 20.0)
+
+
+def test_pooled_needs_the_predictions_of_all() -> None:
+    here, away = person(0, [0, 1], [0, 0], None), evaluate.Personal(1, None, None, None, 50.0, 50.0)
+    assert evaluate.pooled([here]) == {"held_pooled": 50.0}, "a method without a global model"
+    assert evaluate.pooled([here, away]) == {}
+    assert evaluate.pooled([here, evaluate.Personal(2, 50.0, 50.0, None)]) == {"held_pooled": 50.0}, "nothing held out"
+    assert evaluate.pooled([]) == {}
+
+
+def test_the_best_round_is_each_metrics_own() -> None:
+    rows = [{"round": 1}, {"held_pooled": 60.0, "held_gm_pooled": 30.0}, {"held_pooled": 50.0, "held_gm_pooled": 40.0}]
+    assert evaluate.best(rows) == {"held_pooled_best": 60.0, "held_gm_pooled_best": 40.0}
+    assert evaluate.best([{"round": 1, "gm": 3.0}]) == {}

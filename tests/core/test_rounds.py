@@ -19,10 +19,11 @@ from fednh.core import checks, rounds
 from fednh.core.federation import Federation, build_federation, initial_state
 from fednh.core.fit import Fit
 from fednh.core.picks import dropped_clients, picked_clients
+from fednh.core.progress import Round
 from fednh.core.rounds import Rounds
 from fednh.core.tree import Tree, Uploads
 from fednh.data.batches import ClientData
-from fednh.errors import RunError
+from fednh.errors import RunError, UserError
 from fednh.executors import pool
 from fednh.executors.pool import in_order
 from fednh.executors.simulation import SimulationAnswers
@@ -392,38 +393,47 @@ def test_in_order_keeps_order_and_bounds_what_is_under_way() -> None:
 
 
 @pytest.mark.parametrize(
-    "aggregator", ["median", *(pytest.param(a, marks=pytest.mark.soak) for a in ("mean", "trimmed_mean", "norm_clip"))]
+    "aggregator",
+    [
+        "median",
+        "weighted_mean",
+        *(pytest.param(a, marks=pytest.mark.soak) for a in ("mean", "trimmed_mean", "norm_clip")),
+    ],
 )
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs_with_every_aggregator(
     method: str, aggregator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the clients of the last round uploaded, averaged by NumPy, is the server's model."""
-    seen: list[tuple[Tree, list[Tree]]] = []
+    seen: list[tuple[Tree, list[Tree], list[int]]] = []
     usual = Rounds._uploads
 
-    def remembering(self: Rounds, *args: Any) -> Iterator[Tree]:
-        seen.append((self.server, []))
-        for upload in usual(self, *args):
+    def remembering(self: Rounds, outcomes: Any, happened: Round) -> Iterator[Tree]:
+        seen.append((self.server, [], happened.clients))
+        for upload in usual(self, outcomes, happened):
             seen[-1][1].append({name: value.clone() for name, value in upload.items()})
             yield upload
 
     monkeypatch.setattr(Rounds, "_uploads", remembering)
     simulation, summary, _ = play(tmp_path / "r", method__name=method, aggregator=aggregator, rounds=2)
     assert summary["refused"] == 0
-    before, uploads = seen[-1]
+    before, uploads, clients = seen[-1]
     assert len(uploads) == 4
+    parts = build_federation(simulation.config).parts
+    weights = [len(parts[client]) if aggregator == "weighted_mean" else 1 for client in clients]
     special = (*simulation.method.by_class, *simulation.method.marks)
     names = [name for name in uploads[0] if name in before and name not in special]
     assert bool(names) != (method in ("local", "fedproto")), "these two upload no weights"
-    for name, value in averaged(aggregator, before, uploads, names).items():
+    for name, value in averaged(aggregator, before, uploads, names, weights).items():
         np.testing.assert_allclose(simulation.server[name].numpy(), value, rtol=1e-4, atol=1e-5, err_msg=name)
         assert not torch.equal(simulation.server[name], before[name]), name
     if method == "local":
         identical(simulation.server, before)
 
 
-def averaged(aggregator: str, before: Tree, uploads: list[Tree], names: list[str]) -> dict[str, np.ndarray]:
+def averaged(
+    aggregator: str, before: Tree, uploads: list[Tree], names: list[str], weights: list[int]
+) -> dict[str, np.ndarray]:
     """Four uploads: the trimmed mean is that of the middle two; norm_clip cuts moves to the second shortest."""
     rows = {name: np.stack([tree[name].double().numpy() for tree in uploads]) for name in names}
     if aggregator == "norm_clip":
@@ -432,6 +442,15 @@ def averaged(aggregator: str, before: Tree, uploads: list[Tree], names: list[str
         shrink = [min(1.0, sorted(norms)[1] / norm) for norm in norms] if names else []
         clipped = {name: sum(s * move[k] for k, s in enumerate(shrink)) / 4 for name, move in moves.items()}
         return {name: before[name].double().numpy() + clipped[name] for name in names}
-    if aggregator == "mean":
-        return {name: row.mean(0) for name, row in rows.items()}
+    if aggregator in ("mean", "weighted_mean"):
+        return {name: np.average(row, axis=0, weights=weights) for name, row in rows.items()}
     return {name: np.sort(row, 0)[1:3].mean(0) for name, row in rows.items()}  # of four, the median is the same
+
+
+def test_a_deployment_does_not_weigh_sites_by_what_they_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation, _, _ = play(tmp_path / "r", rounds=1, aggregator="weighted_mean")
+    simulation.progress.closed = 0
+    simulation._check_end()
+    monkeypatch.setattr(simulation.executor, "deployed", True)
+    with pytest.raises(UserError, match=r"which they report themselves .* use 'mean' in a deployment"):
+        simulation._check_end()

@@ -21,6 +21,7 @@ from fednh.data.dataset import Dataset
 from fednh.data.hold_out import hold_out
 from fednh.data.inspection import Division, inspect
 from fednh.data.partitions import PARTITIONS, Drawn
+from fednh.data.partitions.site import BySite
 from fednh.data.sources import load, taken
 from fednh.data.test_set import test_rows as cut_rows
 from fednh.errors import Notice, Refused, UserError
@@ -224,7 +225,7 @@ def test_what_cannot_be_divided_is_told(tmp_path: Path) -> None:
     assert "nothing is held out at north, because no group can be spared there" in said
     assert [len(held) for held in fed.held_out] == [0, 6]
     data = own(settings["data.name"], group="p")
-    found = inspect(data, Division("site", data.sites, fed.parts, fed.held_out))["warnings"]
+    found = inspect(data, Division(BySite(), data.sites, fed.parts, fed.held_out))["warnings"]
     assert any("nothing is held out at north" in words for words in found)
 
 

@@ -16,6 +16,7 @@ from fednh.core.seeding import numpy_rng
 from fednh.data.dataset import Dataset, one_site
 from fednh.data.hold_out import hold_out
 from fednh.data.inspection import Division, effective, gini, inspect
+from fednh.data.partitions.site import BySite
 from fednh.errors import UserError
 
 
@@ -169,7 +170,7 @@ def test_what_will_hurt_is_said() -> None:
     x[29] = x[2]
     x_test = np.array([[2.0], [500.0]], np.float32)
     data = replace(vectors(x, y), x_test=x_test, y_test=np.array([0, 0]))
-    how = Division("site", ("n", "s"), [np.arange(27), np.arange(27, 30)], [np.array([], np.int64)] * 2)
+    how = Division(BySite(), ("n", "s"), [np.arange(27), np.arange(27, 30)], [np.array([], np.int64)] * 2)
     found = inspect(data, how)
     said = "\n".join(found["warnings"])
     for words in (

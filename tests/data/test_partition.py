@@ -7,10 +7,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fednh.config import PartitionConfig
+from fednh.config import load as load_config
+from fednh.core.federation import build_federation
 from fednh.core.seeding import numpy_rng
+from fednh.data.inspection import Division, inspect
 from fednh.data.partitions import PARTITIONS, Drawn, uses
 from fednh.data.partitions import settings as all_settings
 from fednh.data.partitions.dirichlet import Dirichlet
+from fednh.data.partitions.longtail import LongTail
 from fednh.errors import UserError
 
 
@@ -32,13 +36,17 @@ how = st.builds(
     shards_per_client=st.integers(1, 4),
     min_samples=st.integers(1, 12),
     min_classes=st.integers(1, 3),
+    imbalance=st.sampled_from([1.0, 2.0, 10.0, 50.0]),
 )
 
 
 @given(labels_of, how, st.integers(0, 2**31 - 1))
 @settings(max_examples=150, deadline=None)
 def test_every_partition_is_sound_or_refused(labels: np.ndarray, config: PartitionConfig, seed: int) -> None:
-    """Each sample in exactly one client, the minimum respected, the same seed the same parts; or a clear refusal."""
+    """Each sample in exactly one client, the minimum respected, the same seed the same parts; or a clear refusal.
+
+    A long tail leaves samples out; no other partition does.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Drawn, "tries", 20)
         try:
@@ -47,9 +55,12 @@ def test_every_partition_is_sound_or_refused(labels: np.ndarray, config: Partiti
             return
         again = split(labels, config, seed)
     assert len(parts) == config.clients
-    assert sorted(np.concatenate(parts).tolist()) == list(range(len(labels)))
+    dealt = sorted(np.concatenate(parts).tolist())
+    assert len(set(dealt)) == len(dealt)
+    assert set(dealt) <= set(range(len(labels)))
+    assert len(dealt) == len(labels) or config.name == "longtail"
     assert min(map(len, parts)) >= config.min_samples
-    if config.name == "dirichlet":
+    if config.name in ("dirichlet", "longtail"):
         assert all(len(np.unique(labels[p])) >= config.min_classes for p in parts)
     if config.name == "classes":
         assert all(len(np.unique(labels[p])) <= config.classes_per_client for p in parts)
@@ -106,6 +117,74 @@ def test_quantity_varies_the_size_only() -> None:
     assert sizes[-1] > 3 * sizes[0]
 
 
+def test_the_long_tail_of_cifar() -> None:
+    """The class sizes of CIFAR-10-LT and CIFAR-100-LT with an imbalance factor of 100, as the literature has them."""
+    ten = LongTail(imbalance=100.0).sizes(np.full(10, 5000))
+    assert ten.tolist() == [5000, 2997, 1796, 1077, 645, 387, 232, 139, 83, 50]
+    assert LongTail(imbalance=100.0).sizes(np.full(100, 500)).sum() == 10847
+
+
+@given(
+    st.lists(st.integers(1, 300), min_size=2, max_size=12),
+    st.floats(1, 80),
+    st.integers(0, 2**31 - 1),
+)
+@settings(max_examples=150, deadline=None)
+def test_the_sizes_of_a_long_tail(there: list[int], imbalance: float, seed: int) -> None:
+    """Each kept class has n_max * IF^(-c / (C - 1)) samples, none more than it has, and n_max cannot be larger."""
+    labels = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(there)), there))
+    kind, last = LongTail(imbalance=imbalance), len(there) - 1
+    try:
+        kept = kind.subset(labels, numpy_rng(seed, "partition"))
+    except UserError as error:
+        assert "partition.imbalance" in str(error)  # noqa: PT017
+        assert any(n < imbalance ** (1 - c / last) for c, n in enumerate(there))
+        return
+    counts = np.bincount(labels[kept], minlength=len(there))
+    n_max = min(n * imbalance ** (c / last) for c, n in enumerate(there))
+    for c, n in enumerate(counts):
+        assert n <= there[c]
+        assert abs(n - (n_max * imbalance ** (-c / last) - 0.5)) < 0.5 + 1e-6
+    assert any(n == there[c] for c, n in enumerate(counts))
+    assert (np.diff(counts) <= 0).all()
+    assert (np.diff(kept) > 0).all()
+    assert np.array_equal(kept, kind.subset(labels, numpy_rng(seed, "partition")))
+
+
+def test_a_long_tail_is_drawn_by_the_seed_and_dealt_by_dirichlet() -> None:
+    config = PartitionConfig(name="longtail", clients=5, imbalance=10.0, beta=0.5)
+    one, other = (np.sort(np.concatenate(split(CIFAR_LIKE, config, seed))) for seed in (0, 1))
+    assert len(one) == len(other) == LongTail(imbalance=10.0).sizes(np.full(10, 500)).sum()
+    assert not np.array_equal(one, other)
+    whole = PartitionConfig(name="longtail", clients=5, imbalance=1.0, beta=0.5)
+    assert len(np.concatenate(split(CIFAR_LIKE, whole, 0))) == len(CIFAR_LIKE)
+
+
+def test_a_long_tail_keeps_groups_together() -> None:
+    groups = np.arange(len(CIFAR_LIKE)) // 4
+    kind = LongTail(clients=5, imbalance=10.0, beta=5.0)
+    parts = kind.draw(CIFAR_LIKE, numpy_rng(0, "partition"), groups)
+    owners = [set(groups[part].tolist()) for part in parts]
+    assert sum(map(len, owners)) == len(set.union(*owners))
+
+
+def test_what_a_long_tail_leaves_out_is_told() -> None:
+    """When a run starts, and by `fednh inspect`, with the number that is kept of every class."""
+    config = load_config("digits", {"partition.name": "longtail", "partition.imbalance": 10.0, "partition.clients": 4})
+    fed = build_federation(config)
+    used = sum(map(len, fed.parts))
+    words = (
+        f"{1442 - used:,} of 1,442 training samples are left out by the partition, long tail (IF 10), Dirichlet(0.3)"
+    )
+    assert any(words in note for note in fed.server_side(config).notes)
+    division = Division(config.partition.kind, tuple("0123"), fed.parts, fed.held_out)
+    facts = inspect(fed.dataset, division)
+    assert any(words in note for note in facts["notes"])
+    assert [row["used"] for row in facts["classes"]] == np.sum(fed.class_counts(), axis=0).tolist()
+    whole = load_config("digits", {"partition.clients": 4})
+    assert not build_federation(whole).server_side(whole).notes
+
+
 @pytest.mark.parametrize(
     ("settings_", "words"),
     [
@@ -114,12 +193,19 @@ def test_quantity_varies_the_size_only() -> None:
         ({"name": "classes", "classes_per_client": 11}, "only 10 classes"),
         ({"name": "classes", "clients": 2, "classes_per_client": 2}, "cannot cover 10 classes"),
         ({"min_classes": 11, "clients": 5}, "only 10"),
+        ({"name": "longtail", "imbalance": 501.0}, "since the largest has 500; lower it to 500 or less"),
+        ({"name": "longtail", "clients": 200}, "keeps 1,236 of 5,000 training samples"),
     ],
 )
 def test_what_cannot_be_done_is_said(settings_: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Drawn, "tries", 20)
     with pytest.raises(UserError, match=words.replace("(", r"\(").replace(")", r"\)")):
         split(CIFAR_LIKE, PartitionConfig(**settings_), 0)
+
+
+def test_a_long_tail_needs_two_classes() -> None:
+    with pytest.raises(UserError, match="needs at least 2 classes, but the data has 1"):
+        split(np.zeros(50, np.int64), PartitionConfig(name="longtail", clients=2), 0)
 
 
 def test_a_partition_declares_its_settings_once() -> None:
@@ -131,12 +217,17 @@ def test_a_partition_declares_its_settings_once() -> None:
     assert uses("dirichlet", "beta")
     assert not uses("iid", "beta")
     assert not uses("site", "clients")
+    assert uses("longtail", "imbalance")
+    assert not uses("dirichlet", "imbalance")
+    with pytest.raises(ValidationError, match="greater than or equal to 1"):
+        PartitionConfig(name="longtail", imbalance=0.9)
 
 
 @pytest.mark.parametrize(
     ("name", "column", "words", "slug"),
     [
         ("dirichlet", "Dir(0.3)", "Dirichlet(0.3)", "dirichlet0.3"),
+        ("longtail", "Dir(0.3), IF 100", "long tail (IF 100), Dirichlet(0.3)", "longtail100-dir0.3"),
         ("iid", "IID", "iid", "iid"),
         ("classes", "2 classes", "classes", "classes"),
         ("shards", "2 shards", "shards", "shards"),

@@ -38,9 +38,30 @@ def test_conv2_is_the_papers_network() -> None:
     torch.testing.assert_close(net.logits(p, x), h @ p["head.weight"].T, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("shape", "flat", "classes"), [((3, 32, 32), 1600, 10), ((1, 28, 28), 1024, 10), ((3, 64, 64), 10816, 200)]
+)
+def test_cnn_is_pfllibs_network(shape: tuple[int, int, int], flat: int, classes: int) -> None:
+    """Its layers and the widths behind them for CIFAR, (Fashion-)MNIST and TinyImageNet; ReLU before pooling."""
+    net = build_net("cnn", shape, classes)
+    p = net.init(torch.Generator().manual_seed(0))
+    sizes = [(25 * shape[0] + 1) * 32, (25 * 32 + 1) * 64, (flat + 1) * 512, 513 * classes]
+    assert sum(v.numel() for v in p.values()) == sum(sizes)
+    assert sum(v.numel() for v in select(p, "head").values()) == sizes[3]
+    assert sum(sizes) == 878_538 or shape != (3, 32, 32)
+    x = torch.randn(2, *shape)
+    h = F.max_pool2d(F.relu(F.conv2d(x, p["body.conv1.weight"], p["body.conv1.bias"])), 2)
+    h = F.max_pool2d(F.relu(F.conv2d(h, p["body.conv2.weight"], p["body.conv2.bias"])), 2).reshape(2, flat)
+    h = F.relu(F.linear(h, p["body.linear1.weight"], p["body.linear1.bias"]))
+    torch.testing.assert_close(net.features(p, x), h, rtol=1e-4, atol=1e-5)
+    logits = F.linear(h, p["head.weight"], p["head.bias"])
+    torch.testing.assert_close(net.logits(p, x), logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["conv2", "cnn"])
 @pytest.mark.parametrize("side", [4, 8, 15, 16, 17, 28, 64])
-def test_conv2_takes_any_size(side: int) -> None:
-    net = build_net("conv2", (1, side, side), 3)
+def test_small_networks_take_any_size(side: int, name: str) -> None:
+    net = build_net(name, (1, side, side), 3)
     assert net.logits(net.init(torch.Generator()), torch.zeros(2, 1, side, side)).shape == (2, 3)
 
 
@@ -155,6 +176,8 @@ def test_models_that_do_not_fit(case: str, monkeypatch: pytest.MonkeyPatch) -> N
         ("torch.nn:Nothing", (3, 8, 8), {}, "cannot be imported"),
         ("conv2", (12,), {}, "needs images"),
         ("conv2", (3, 3, 3), {}, "at least 4x4"),
+        ("cnn", (3, 3, 3), {}, "cnn needs images of at least 4x4"),
+        ("cnn", (12,), {}, "needs images"),
         ("mlp", (4,), {"depth": 3}, "model.args.depth is not an argument"),
         ("mlp", (4,), {"hidden": []}, "at least one width"),
         ("mlp", (4,), {"hidden": "wide"}, "cannot be built"),

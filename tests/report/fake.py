@@ -20,6 +20,8 @@ def fake_run(
     pm_l: Sequence[float] = (60.0, 80.0),
     seconds: float = 10.0,
     preset: str = "digits",
+    per_class: Sequence[float | None] | None = None,
+    counts: Sequence[Sequence[int]] | None = None,
     **settings: Any,
 ) -> Run:
     """A finished run; `pm_l` has one value a client, and a round sends 100 bytes up and 300 down."""
@@ -29,7 +31,8 @@ def fake_run(
     rounds = config.rounds
     run = RunFolder(folder)
     folder.mkdir(parents=True)
-    run.begin(config, ["a", "b"], [[3, 4] for _ in pm_l])
+    table = [list(row) for row in counts] if counts is not None else [[3, 4] for _ in pm_l]
+    run.begin(config, [chr(ord("a") + c) for c in range(len(table[0]))], table)
     record = {"train_loss": 0.5, "seconds": 0.1, "bytes_up": 100, "bytes_down": 300, "clients": [0]}
     run.write_metrics([{"round": r + 1, **record, "dropped": [], "refused": []} for r in range(rounds)])
     run.write_summary(
@@ -42,7 +45,7 @@ def fake_run(
             "pm_v": pm_v,
             "pm_l": mean,
             "pm_l_std": (sum((v - mean) ** 2 for v in pm_l) / len(pm_l)) ** 0.5,
-            "per_class": None if gm is None else [gm, gm],
+            "per_class": list(per_class) if per_class is not None else None if gm is None else [gm, gm],
             "clients": [{"client": k, "pm_v": pm_v, "pm_l": v, "samples": 7} for k, v in enumerate(pm_l)],
             "bytes_up": 100 * rounds,
             "bytes_down": 300 * rounds,

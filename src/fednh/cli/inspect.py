@@ -58,9 +58,9 @@ def inspect(
     division = None
     if asked or found.sites:
         parts, held_out = divide(found, config)
-        natural = config.partition.name == "site"
+        natural = config.partition.kind.natural
         names = found.sites if natural else tuple(str(k) for k in range(len(parts)))
-        division = Division(config.partition.name, names, parts, held_out)
+        division = Division(config.partition.kind, names, parts, held_out)
     facts = look(found, division)
     if form is InspectFormat.JSON:
         typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
@@ -90,7 +90,8 @@ def _classes(facts: dict[str, Any]) -> Sheet:
     kind = f"images of {shape}" if facts["kind"] == "images" else f"vectors of {shape} features"
     samples, imbalance = facts["samples"], facts["imbalance"]
     shown = facts["classes"] if len(facts["classes"]) <= 2 * ROWS else _ends(facts["classes"])
-    rows = [[word(row["class"]), word(row["train"]), word(row["test"])] for row in shown]
+    columns = [key for key in ("class", "train", "used", "test") if key in facts["classes"][0]]
+    rows = [[word(row[key]) for key in columns] for row in shown]
     note = (
         f"Gini {imbalance['gini']:.2f} (0: classes alike); effective number of classes "
         f"{imbalance['effective_classes']:.1f} of {len(facts['classes'])}."
@@ -98,7 +99,7 @@ def _classes(facts: dict[str, Any]) -> Sheet:
     if len(shown) < len(facts["classes"]):
         note = f"The {ROWS} largest and {ROWS} smallest of {len(facts['classes'])} classes. {note}"
     title = f"{facts['data']}: {samples['train']:,} training and {samples['test']:,} test {kind}"
-    return Sheet("classes", title, ["class", "train", "test"], rows, note)
+    return Sheet("classes", title, columns, rows, note)
 
 
 def _ends(classes: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from fednh.data.sources import absolute
 from fednh.errors import Ignored, UserError, did_you_mean
 from fednh.storage.files import expanded
 
-PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet")
+PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet", "pfllib")
 FRESH = ("method.name", "model.name")  # another one has other settings, so those given before are dropped
 
 

@@ -48,6 +48,7 @@ class DataSection(Section):
     name: str = "digits"  # a data set by name, or a source of your own; `fednh datasets` lists both
     dir: str | None = None  # where named data sets lie; None: as storage/cache.py says
     augment: Literal["auto", "none", "crop_flip"] = "auto"  # auto: as the data set's literature does
+    merge_test: bool = False  # the test part joins the training part; clients hold out some of their own samples
     holdout: float | None = Field(None, ge=0, lt=1)  # of every client's classes; None: 0.2 without a test set, else 0
 
     if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class ParticipationConfig(Section):
 
 
 class ModelConfig(Section):
-    name: str = "auto"  # auto, mlp, conv2, resnet18, timm:ARCHITECTURE, or package.module:Class
+    name: str = "auto"  # auto, mlp, conv2, cnn, resnet18, timm:ARCHITECTURE, or package.module:Class
     args: dict[str, Any] = Field(default_factory=dict)  # of the model's constructor
     head: str | None = None  # of a module without .body and .head: the name of its last linear layer; None: found
     weights: str | None = None  # a safetensors file to start from
@@ -199,7 +200,8 @@ class Config(Section):
     engine: Literal["auto", "loop", "vmap"] = "auto"  # one client at a time on a worker, or a block of small ones
     device: str = "cpu"
     precision: Literal["float32", "bf16"] = "float32"  # of the body's arithmetic; parameters are float32 always
-    aggregator: Literal["mean", "median", "trimmed_mean", "norm_clip"] = "mean"  # how uploads are averaged
+    # How uploads are averaged; weighted_mean: by training samples.
+    aggregator: Literal["mean", "weighted_mean", "median", "trimmed_mean", "norm_clip"] = "mean"
     trim: float = Field(0.2, gt=0, lt=0.5)  # of trimmed_mean: the share that is cut off at each end
     bound: float | None = Field(None, ge=0)  # uploads more than this many times longer than usual are refused; 0: none
     on_error: Literal["stop", "skip"] = "stop"  # when a client's training raises an error

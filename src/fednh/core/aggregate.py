@@ -1,4 +1,5 @@
-"""Averages that a few broken or hostile clients cannot ruin, for every method that averages.
+"""How uploads are averaged, for every method that averages: by the number of samples, or such that a few broken or
+hostile clients cannot ruin the result.
 
 Each rule takes a round's uploads and gives one tree, as `tree.mean` does; `uploads.mean()` calls it. A method says what
 its uploads mean:
@@ -11,6 +12,7 @@ longest row of the median client. In `Method.counted` a row's length is the numb
 are trimmed, lengths are weights.
 `Method.marks` (ownership, newcomers) are 0 or 1 and are only counted: trimming or clipping would falsify the count.
 
+weighted_mean: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", 2017.
 trimmed_mean and median: Yin, Chen, Ramchandran, Bartlett, "Byzantine-Robust Distributed Learning", ICML 2018.
 norm_clip: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated Learning?", 2019; the bound is the
 median norm of the round, so it needs no tuning.
@@ -18,7 +20,7 @@ median norm of the round, so it needs no tuning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -30,15 +32,36 @@ from fednh.methods.base import Method
 Rule = Callable[[Iterable[Tree]], Tree]
 
 
-def rule(name: str, server: Tree, trim: float, method: Method) -> Rule:
-    """The averaging rule called `name`; `server` is the state that the clients started from."""
+def rule(name: str, server: Tree, trim: float, method: Method, samples: Sequence[int] = ()) -> Rule:
+    """The averaging rule called `name`; `server` is the state that the clients started from.
+
+    `samples` are the training samples behind each upload, of weighted_mean; it may grow as uploads are read.
+    """
     rules: dict[str, Rule] = {
         "mean": mean,
+        "weighted_mean": partial(weighted_mean, samples=samples, server=server, method=method),
         "median": partial(trimmed, share=0.5, method=method),
         "trimmed_mean": partial(trimmed, share=trim, method=method),
         "norm_clip": partial(norm_clipped, server=server, method=method),
     }
     return rules[name]
+
+
+def weighted_mean(trees: Iterable[Tree], samples: Sequence[int], server: Tree, method: Method) -> Tree:
+    """The mean in which what the server holds counts by the samples behind it, in a single pass.
+
+    Rows by class have counts of their own, marks are counted, and what the server does not hold (SCAFFOLD's changes of
+    control variates) is defined as a plain mean: these stay what they are.
+    """
+    plain = {*method.by_class, *method.marks}
+    total: Tree = {}
+    weight: dict[str, float] = {}
+    for tree, number in zip(trees, samples, strict=True):
+        for name, value in tree.items():
+            share = number / samples[0] if name in server and name not in plain else 1.0
+            total[name] = value * share + total.get(name, 0)
+            weight[name] = share + weight.get(name, 0.0)
+    return {name: value / weight[name] for name, value in total.items()}
 
 
 def trimmed(trees: Iterable[Tree], share: float, method: Method) -> Tree:

@@ -11,7 +11,9 @@ What clients hold out of their own data is another measure, with names of its ow
     held_macro   the mean over the classes in the held-out samples of the accuracy on each
     held_share   plain accuracy on them, so every class counts by its share
 for the personal model, and held_gm_macro and held_gm_share for the global model on the same samples. Their means leave
-out natural sites with a single class.
+out natural sites with a single class. Where the predictions are in one place, in a simulation, there are also
+    held_pooled, held_gm_pooled   correct samples of all clients over all their held-out samples: a large client counts
+                                  for more, as in PFLlib; in the summary also `..._best`, of the best evaluated round
 
 `eval.prior` asks what personal models would achieve if tau times the client's log class share were added to their
 logits, for some values of tau: PM(V) and PM(L) under `prior`, by tau; `shared_pm_v` and `shared_pm_l` are those of the
@@ -20,7 +22,7 @@ global model with the same addition. The predictions come from the same passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -32,6 +34,7 @@ from fednh.data.batches import EVAL_BATCH, Samples
 from fednh.storage.outcomes import Outcomes
 
 HELD = ("held_macro", "held_share", "held_gm_macro", "held_gm_share")
+POOLED = ("held_pooled", "held_gm_pooled")
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,12 @@ def metrics(
     """
     gm = None if correct is None or total is None else accuracy(correct, total, torch.ones_like(total))
     keys = ("pm_v", "pm_l", *(HELD if any(person.measures_held_out for person in people) else ()))
-    found: dict[str, Any] = {"gm": gm, **{key: mean_and_spread(_values(people, key, one_class))[0] for key in keys}}
+    means = {key: mean_and_spread(_values(people, key, one_class))[0] for key in keys}
+    found: dict[str, Any] = {
+        "gm": gm,
+        **means,
+        **pooled([person for person in people if person.client not in one_class]),
+    }
     if taus := {tau: None for person in people for tau in person.prior}:
         found["prior"] = {tau: _mean_with_prior([p.prior[tau] for p in people if tau in p.prior]) for tau in taus}
     return found
@@ -155,6 +163,24 @@ def metrics(
 
 def _mean_with_prior(rows: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
     return {key: mean_and_spread(row[key] for row in rows)[0] for key in ("pm_v", "pm_l")}
+
+
+def pooled(people: Sequence[Personal]) -> dict[str, float]:
+    """POOLED, where there are held-out samples and the predictions of all who have some are here."""
+    found = [person.outcomes for person in people if person.measures_held_out]
+    here = [outcomes for outcomes in found if outcomes is not None]
+    if not here or len(here) < len(found):
+        return {}
+    whole = sum(map(len, here))
+    values = {"held_pooled": 100 * sum(int((each.personal == each.label).sum()) for each in here) / whole}
+    shared = [int((each.shared == each.label).sum()) for each in here if each.shared is not None]
+    return values | ({"held_gm_pooled": 100 * sum(shared) / whole} if len(shared) == len(here) else {})
+
+
+def best(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """The highest pooled accuracies of all evaluated rounds, each of its own round."""
+    rows = list(records)
+    return {f"{key}_best": max(row[key] for row in rows if key in row) for key in POOLED if any(key in r for r in rows)}
 
 
 def _values(people: Sequence[Personal], key: str, one_class: Sequence[int]) -> list[float | None]:

@@ -21,7 +21,7 @@ from fednh.data.batches import Samples, samples_of, subset
 from fednh.data.dataset import Dataset
 from fednh.data.hold_out import DEFAULT_SHARE, hold_out
 from fednh.data.inspection import about_test_set
-from fednh.data.partitions import Indices, class_table
+from fednh.data.partitions import Indices, class_table, left_out
 from fednh.data.sources import file_of, load
 from fednh.errors import Notice
 from fednh.methods import Method
@@ -77,6 +77,11 @@ class Federation:
         card = card_of(config, self.net, data.shape, data.classes, data.name, preprocessing, data.reading)
         return {**card, **whose}
 
+    def _notes(self, config: Config) -> list[str]:
+        """What to say about the data when a run starts."""
+        used = left_out(config.partition.kind, self.dataset, self.parts, self.held_out)
+        return [*about_test_set(self.dataset), *used, *self._sampled()]
+
     def _sampled(self) -> list[str]:
         """What to say where models are evaluated on a part of the test set."""
         there, used = len(self.dataset.y_test), len(self.test)
@@ -96,7 +101,7 @@ class Federation:
             counts=self.class_counts(),
             sites=self.sites,
             as_read=self.as_read,
-            notes=tuple(f"{self.dataset.name}: {words}" for words in [*about_test_set(self.dataset), *self._sampled()]),
+            notes=tuple(f"{self.dataset.name}: {words}" for words in self._notes(config)),
             train=self.train,
             trained_on=np.concatenate(self.parts),
         )

@@ -31,6 +31,7 @@ class Round:
     clients: list[int] = field(default_factory=list)  # whose uploads were used
     refused: list[int] = field(default_factory=list)  # whose uploads could not be used
     failed: list[int] = field(default_factory=list)  # whose training raised an error, with on_error = "skip"
+    weights: list[int] = field(default_factory=list)  # training samples behind each used upload
     bytes_up: int = 0
     processed: int = 0  # training samples of all that reported
     samples: int = 0  # those behind the used uploads
@@ -41,7 +42,7 @@ class Round:
 
     def lose(self, why: str) -> None:
         """Discard the round's uploads; nothing of it counts."""
-        self.lost, self.clients, self.gradient_norms = why, [], {}
+        self.lost, self.clients, self.weights, self.gradient_norms = why, [], [], {}
         self.bytes_up, self.samples, self.loss_sum = 0, 0, 0.0
 
     def record(self, seconds: float) -> dict[str, Any]:

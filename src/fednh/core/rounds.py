@@ -110,7 +110,12 @@ class Rounds:
         return saved
 
     def _check_end(self) -> None:
-        """Refuse an end that the run has passed."""
+        """Refuse an end that the run has passed, and in a deployment weights that its sites would choose."""
+        if self.executor.deployed and self.config.aggregator == "weighted_mean":
+            raise UserError(
+                "aggregator = 'weighted_mean' weighs sites by numbers of samples, which they report themselves and may "
+                "keep to themselves; use 'mean' in a deployment"
+            )
         path, rounds, done = self.folder.path, self.config.rounds, self.progress.round
         if self.progress.closed >= rounds:
             raise UserError(f"{path} has done {done} rounds, so it cannot end after {rounds}; give more with --rounds")
@@ -209,9 +214,10 @@ class Rounds:
 
     def _aggregate(self, happened: Round, uploads: Iterator[Tree]) -> None:
         """Compute the server's next state and the clients' records; what breaks an invariant is rejected."""
-        rule = aggregate.rule(self.config.aggregator, self.server, self.config.trim, self.method)
         parts: list[Tree] = []
         uploads = self._remembered(uploads, parts) if self.method.recorded else uploads
+        weights = happened.weights
+        rule = aggregate.rule(self.config.aggregator, self.server, self.config.trim, self.method, weights)
         with failures.named(self.method, f"the server failed in round {happened.round}"):
             server = self.method.aggregate(self.server, Uploads(uploads, rule))
         for _ in uploads:  # clients train as uploads are read: read those that the aggregate left
@@ -243,6 +249,7 @@ class Rounds:
         reports = self._checked(outcomes, happened)
         for client, report in self._bounded(list(reports), bound, happened) if bound else reports:
             happened.clients.append(client)
+            happened.weights.append(report.samples or 0)
             happened.bytes_up += size(report.upload)
             if report.samples is not None and report.loss_sum is not None:
                 happened.samples += report.samples
@@ -424,6 +431,7 @@ class Rounds:
             "rounds": self.progress.round,
             **({"test_samples": int(self.total.sum())} if self.config.eval.samples and self.total is not None else {}),
             **evaluate.final_metrics(correct, self.total, people, self.side.one_class),
+            **evaluate.best(self.progress.records),
             **self.progress.totals(),
             **({"lost": lost} if lost else {}),
         }

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fednh.data.dataset import Dataset, Inputs
 from fednh.data.groups import not_divided
 from fednh.data.near_copies import Found, near_copies
-from fednh.data.partitions.base import Indices
+from fednh.data.partitions.base import Indices, Partition, left_out
 
 FEW = 10  # samples of a class: with fewer, its accuracy is mostly chance
 FEW_HELD = 10  # held-out samples of a client: with fewer, its metrics are mostly chance
@@ -24,7 +24,7 @@ FEW_HELD = 10  # held-out samples of a client: with fewer, its metrics are mostl
 class Division:
     """Which client would hold which samples."""
 
-    partition: str
+    partition: Partition
     names: tuple[str, ...]
     parts: Sequence[Indices]
     held_out: Sequence[Indices]
@@ -67,6 +67,11 @@ def inspect(data: Dataset, division: Division | None = None) -> dict[str, Any]:
         warnings += _near_itself(data)
     if division is not None:
         facts["clients"], more = _clients(data, division)
+        if words := left_out(division.partition, data, division.parts, division.held_out):
+            facts["notes"] += words
+            used = np.bincount(data.y_train[np.concatenate([*division.parts, *division.held_out])], minlength=width)
+            for row, n in zip(facts["classes"], used.tolist(), strict=True):
+                row["used"] = n
         warnings += more
     return {**facts, "warnings": warnings}
 
@@ -153,7 +158,7 @@ def _clients(data: Dataset, how: Division) -> tuple[dict[str, Any], list[str]]:
     held = np.array([len(part) for part in how.held_out])
     owned = (table > 0).sum(1)
     facts = {
-        "partition": how.partition,
+        "partition": how.partition.name,
         "names": list(how.names),
         "counts": table.tolist(),
         "held_out": held.tolist(),

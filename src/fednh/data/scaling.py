@@ -122,7 +122,7 @@ def fit(
     A test sample is scaled by the statistics of its site, or by the sites' mean if its site is not known.
     """
     if not measured_by_sites(data, by_site):
-        if data.fitted and any(map(len, held_out)):
+        if data.fitted and sum(map(len, parts)) < len(data.y_train):  # some are held out, or left out
             mean, std = measure(data.x_train[np.concatenate(parts)], data.scale, data.preprocessing)
             data = replace(data, mean=mean, std=std)
         return data, ()

@@ -32,7 +32,14 @@ from fednh.storage.lock import only_user
 from fednh.storage.run_folder import RunFolder
 from fednh.storage.run_names import run_name, unlike
 
-_IN_NAME = ("method.name", "data.name", "partition.name", "partition.beta", "seed")  # a run's name says these anyway
+_IN_NAME = (
+    "method.name",
+    "data.name",
+    "partition.name",
+    "partition.beta",
+    "partition.imbalance",
+    "seed",
+)  # a run's name says these anyway
 Axes = Mapping[str, Sequence[Any]]
 
 

@@ -38,8 +38,9 @@ class Pace:
 
     sample: float  # a client's work, for each of its training samples
     tune: float  # making a personal model, for each training sample
-    test: float  # evaluating a model on the test set
+    test: float  # evaluating a client's models on the test set and on what it holds out
     aggregate: float  # a round's aggregation, on one thread while the others wait
+    shared: float = 0.0  # evaluating the global model on the test set, on one thread while the others wait
 
     def seconds(self, config: Config, fed: Federation, rounds_done: int = 0) -> float:
         """What is left of a run."""
@@ -48,10 +49,12 @@ class Pace:
         seen = total * (1 - (1 - picked / total) ** config.rounds)  # clients that ever take part
         rounds = max(config.rounds - rounds_done, 0)
         person = size * self.tune + self.test
-        looks = rounds // config.eval.every if config.eval.every else 0
+        every, last = config.eval.every, config.rounds - 1  # the last round has an evaluation of its own, of the final
+        looks = max(last // every - rounds_done // every, 0) if every else 0
         active = picked if config.eval.clients == "active" else at_most(config.eval.clients, seen)
         training = rounds * (picked * size * self.sample + self.aggregate)
-        return training + looks * active * person + at_most(config.eval.final, seen) * person
+        evaluated = looks * active + at_most(config.eval.final, seen)
+        return training + evaluated * person + (looks + 1) * self.shared
 
 
 def at_most(number: str | int, seen: float) -> float:
@@ -91,11 +94,14 @@ def measure(config: Config, fed: Federation) -> Pace:
         test = subset(seen, np.arange(some))
         model = arranged(model)
         look, _ = all_at_once(lambda: evaluate.correct_per_class(lambda x: method.logits(net, model, x), test))
+        picked = len(picked_clients(config, 1, len(fed.parts)))
         began = time.perf_counter()
-        pool.submit(method.aggregate, server, Uploads([update.upload])).result()
+        pool.submit(method.aggregate, server, Uploads([update.upload] * picked)).result()
         aggregate = time.perf_counter() - began
-    looked_at = len(fed.test) + 2 * float(np.mean([len(held) for held in fed.held_out]))  # the global model looks too
-    return Pace(spent / count, tune / count, look * looked_at / some, aggregate)
+    models = 1 if method.global_model(server) is None else 2  # a client measures the global model, too
+    looked_at = len(fed.test) + models * float(np.mean([len(held) for held in fed.held_out]))
+    shared = (models - 1) * lanes * look * len(fed.test) / some
+    return Pace(spent / count, tune / count, look * looked_at / some, aggregate, shared)
 
 
 def start_seconds() -> float:
@@ -103,6 +109,12 @@ def start_seconds() -> float:
     began = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import fednh.executors.pool"], check=True, capture_output=True)
     return time.perf_counter() - began
+
+
+def kind_of(config: Config) -> str:
+    """What decides a pace: runs that differ in other settings are measured once."""
+    free = {"seed", "rounds", "checkpoint", "store", "federation", "ray"}
+    return config.model_dump_json(exclude={**dict.fromkeys(free, True), "eval": {"every", "clients", "final"}})
 
 
 def estimate(plan: Sequence[Planned], workers: int) -> dict[str, float]:
@@ -116,7 +128,7 @@ def estimate(plan: Sequence[Planned], workers: int) -> dict[str, float]:
         data = config.data.model_dump_json()
         loaded = loaded if data in loaded else {data: load_data(config)}
         fed = build_federation(config, loaded[data])
-        kind = data + config.method["name"] + config.model.model_dump_json() + config.train.model_dump_json()
+        kind = kind_of(config)
         if kind not in paces:
             paces[kind] = measure(config, fed)
         seconds[run.name] = start + paces[kind].seconds(config, fed, run.folder.rounds_written())

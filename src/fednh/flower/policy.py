@@ -144,7 +144,7 @@ class Policy:
             if name not in (*BUILTIN, *PUBLISHED) or self.set not in (None, name):
                 named = self.set or "the public sets that have a name"
                 raise Refused(f"data.name = {name!r} is not read here; this site has a part of {named}")
-            return {**how, "name": name}
+            return {**how, **_known(merge_test=asked.get("merge_test")), "name": name}
         for key, ours, law in (("label", self.label, "label"), ("site", self.site_column, "site-column")):
             if asked.get(key) not in (None, key, ours) and ours is None:
                 raise Refused(

@@ -352,7 +352,9 @@ def _loaded(config: Config) -> Dataset:
 
 def balanced(config: Config, source: str, task: Task) -> Samples:
     """The test set of a source, or all of it if it has none, normalised as the task says."""
-    whole = _changed(config.data, name=source, sites=None, without=None, group=None)  # nothing of it is divided
+    whole = _changed(
+        config.data, name=source, sites=None, without=None, group=None, merge_test=False
+    )  # nothing of it is divided
     data = _loaded(config.model_copy(update={"data": whole}))
     if not len(data.y_test):
         data = replace(data, x_test=data.x_train, y_test=data.y_train, site_test=data.site_train)

@@ -11,6 +11,7 @@ from torch import nn
 from fednh.core.imports import imported_class
 from fednh.errors import UserError, did_you_mean
 from fednh.models import from_timm
+from fednh.models.cnn import CNN
 from fednh.models.conv import Conv2
 from fednh.models.mlp import MLP
 from fednh.models.net import Net
@@ -18,7 +19,7 @@ from fednh.models.randomness import seeded
 from fednh.models.resnet import ResNet18
 from fednh.models.split import Split, check_head, find_head, is_split
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": MLP, "conv2": Conv2, "resnet18": ResNet18}
+MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": MLP, "conv2": Conv2, "cnn": CNN, "resnet18": ResNet18}
 
 __all__ = ["MODELS", "Net", "build_net", "choose"]
 
@@ -48,7 +49,7 @@ def build_net(
     its last linear layer, or that layer is found. For `norm`, `weights` and `convolution` see Net.
     """
     name = choose(shape) if name == "auto" else name
-    if (name in ("conv2", "resnet18") or name.startswith(from_timm.PREFIX)) and len(shape) != 3:
+    if (name in ("conv2", "cnn", "resnet18") or name.startswith(from_timm.PREFIX)) and len(shape) != 3:
         raise UserError(f"model.name = {name!r} needs images, but the data are vectors of {shape[0]} values; use 'mlp'")
     factory = MODELS.get(name) or _factory(name)
     if name in MODELS and head is not None:

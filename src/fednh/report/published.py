@@ -13,6 +13,7 @@ from importlib import resources
 
 from fednh.config import PRESETS, flat, load
 from fednh.data.partitions.dirichlet import Dirichlet
+from fednh.data.partitions.longtail import LongTail
 from fednh.report.groups import PAPER_NAMES, Group, show
 
 # Settings that distinguish groups but do not change the final metrics: where and how the run was computed, and which
@@ -29,7 +30,7 @@ class PaperNumber:
 def published(group: Group, metric: str) -> PaperNumber | None:
     """The paper's number for a group's data set, method, beta and participation, if it has one."""
     how = group.runs[0].config.partition.kind
-    if not isinstance(how, Dirichlet):
+    if not isinstance(how, Dirichlet) or isinstance(how, LongTail):
         return None
     name = PAPER_NAMES.get(group.method, "")
     return _numbers().get((group.runs[0].config.data.name, name, how.beta, group.rate, metric))

@@ -7,13 +7,19 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from fednh.report.groups import lay_out, show
+from fednh.core.evaluate import POOLED
+from fednh.data.partitions import Partition
+from fednh.report.class_sizes import SIZES, accuracy_by_size, long_tailed
+from fednh.report.groups import Group, lay_out, show
 from fednh.report.load import Run
 from fednh.report.pairs import HELD_OUT, METRICS, compare
 from fednh.report.published import published
 from fednh.report.stats import spread
 
-REPORTED = (*METRICS, "pm_l_std", *HELD_OUT, "held_share_std", "seconds", "client_seconds", "bytes_up", "bytes_down")
+REPORTED = (
+    *(*METRICS, "pm_l_std", *HELD_OUT, "held_share_std", *POOLED, *(f"{key}_best" for key in POOLED)),
+    *("seconds", "client_seconds", "bytes_up", "bytes_down"),
+)
 COLUMNS = ["data", "partition", "beta", "clients", "participation", "rounds", "method", "settings", "metric"]
 COLUMNS += ["n", "mean", "std", "seeds"]
 PAIRED = ["reference", "pairs", "difference", "low", "high", "effect", "test", "p", "p_holm"]
@@ -36,7 +42,7 @@ def records(runs: Sequence[Run], reference: str | None = None, paper: bool = Fal
             "participation": group.rate,
             "rounds": group.settings["rounds"],
             "method": group.method,
-            "settings": "; ".join(f"{k.removeprefix('method.')}={show(v)}" for k, v in group.hyper.items()),
+            "settings": "; ".join([*_shown(how.kind), *(_setting(k, v) for k, v in group.hyper.items())]),
         }
         if group.settings.get("eval.samples"):
             setting["settings"] = "; ".join(
@@ -44,8 +50,9 @@ def records(runs: Sequence[Run], reference: str | None = None, paper: bool = Fal
             )
         if row.apart:
             setting["settings"] = "; ".join(dict.fromkeys([*row.apart.split(", "), *_words(setting["settings"])]))
-        for metric in REPORTED:
-            value = spread(group.values(metric))
+        seen = {metric: group.values(metric) for metric in REPORTED} | _by_size(group)
+        for metric, by_seed in seen.items():
+            value = spread(by_seed)
             if value is None:
                 continue
             record = {**setting, "metric": metric, "n": value.n, "mean": value.mean, "std": value.std}
@@ -72,6 +79,23 @@ def to_csv(found: Sequence[dict[str, Any]], paper: bool = False) -> str:
     writer.writeheader()
     writer.writerows(found)
     return out.getvalue()
+
+
+def _by_size(group: Group) -> dict[str, list[float]]:
+    """GM of classes with many, medium and few training samples, of long-tailed runs."""
+    if not all(map(long_tailed, group.runs)):
+        return {}
+    rows = accuracy_by_size(group.runs)
+    return {f"gm_{size}": [row[size] for row in rows if size in row] for size in SIZES}
+
+
+def _shown(kind: Partition) -> list[str]:
+    """The partition's settings that have no column of their own."""
+    return [_setting(key, getattr(kind, key)) for key in kind.shown if key != "beta"]
+
+
+def _setting(key: str, value: Any) -> str:
+    return f"{key.removeprefix('method.')}={show(value)}"
 
 
 def _words(text: str) -> list[str]:

@@ -9,6 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
+from fednh.core import evaluate
+from fednh.report import class_sizes
 from fednh.report.cells import DASH, measured, number, percent, probability, rank, rank_spread, size, word
 from fednh.report.groups import Group, Row, TableLayout, lay_out
 from fednh.report.load import Run, left_out
@@ -33,6 +38,10 @@ class Metric:
     paper_prints: str = "mean"  # or "std": the paper's metric is the spread that it prints
 
 
+def _by_size(group: Group, size: str) -> list[float]:
+    return [row[size] for row in class_sizes.accuracy_by_size(group.runs) if size in row]
+
+
 ACCURACY = (
     Metric("GM", lambda g: g.values("gm"), paper="GM"),
     Metric("PM(V)", lambda g: g.values("pm_v"), paper="PM(V)"),
@@ -47,6 +56,15 @@ HELD = (
     *(Metric(name, partial(Group.values, metric=key)) for key, name in HELD_OUT.items()),
     Metric("spread", lambda g: g.values("held_share_std"), spread_of="held-out share"),
     Metric("worst 10%", lambda g: [worst_tenth(values) for values in g.by_client("held_share")]),
+)
+CLASS_SIZE = (
+    Metric("GM", lambda g: g.values("gm")),
+    *(Metric(f"GM {size}", partial(_by_size, size=size)) for size in class_sizes.SIZES),
+)
+POOLED = tuple(
+    Metric(f"{name}, {when}", partial(Group.values, metric=key + last))
+    for key, name in zip(evaluate.POOLED, ("PM", "GM"), strict=True)
+    for last, when in (("", "last round"), ("_best", "best round"))
 )
 _MEAN_FIRST = "A lower spread is more even, but the higher mean comes first: only with the highest mean is it marked."
 _HELD_WORDS = (
@@ -76,13 +94,36 @@ def held_out_sheet(runs: Sequence[Run]) -> Sheet:
     return _metrics("held-out", "Accuracy on held-out samples in percent", words, HELD, lay_out(runs), False)
 
 
+def class_size_sheet(runs: Sequence[Run]) -> Sheet:
+    """GM of classes with many, medium and few training samples, of long-tailed runs."""
+    layout = lay_out(runs)
+    words = f"GM by the size of classes, their training samples over all clients. {_sizes(layout)}"
+    return _metrics("class-size", "Test accuracy in percent by class size", words, CLASS_SIZE, layout, False)
+
+
+def pooled_sheet(runs: Sequence[Run]) -> Sheet:
+    """Accuracy on the held-out samples of all clients together, after the last and after the best round."""
+    words = (
+        "Correct samples of all clients over all samples that they hold out, so a large client counts for more; PM: "
+        "personal models, GM: the global model. The best round is chosen on these same samples, which flatters a "
+        "little; PFLlib publishes this number."
+    )
+    return _metrics(
+        "pooled", "Accuracy on all held-out samples together in percent", words, POOLED, lay_out(runs), False
+    )
+
+
 def result_sheets(runs: Sequence[Run], paper: bool = False) -> list[Sheet]:
     """Accuracy and fairness on the test set, and accuracy on held-out samples; each for the runs that have it."""
     tested, held = [run for run in runs if run.has(*METRICS)], [run for run in runs if run.has(*HELD_OUT)]
     if not tested and not held:
         tested = list(runs)
-    sheets = [accuracy_sheet(tested, paper), fairness_sheet(tested, paper)] if tested else []
-    return sheets + ([held_out_sheet(held)] if held else [])
+    tailed = [run for run in tested if class_sizes.long_tailed(run)]
+    sheets = [accuracy_sheet(tested, paper)] if tested else []
+    sheets += [class_size_sheet(tailed)] if tailed else []
+    sheets += [fairness_sheet(tested, paper)] if tested else []
+    together = [run for run in held if run.has(*evaluate.POOLED) and not run.natural]
+    return sheets + ([held_out_sheet(held)] if held else []) + ([pooled_sheet(together)] if together else [])
 
 
 def cost_sheet(runs: Sequence[Run]) -> Sheet:
@@ -191,11 +232,28 @@ def _metrics(name: str, title: str, words: str, metrics: Sequence[Metric], layou
         for column, metric, printed in shown
     ]
     scope = " of each data set and participation" if _lead(layout) else ""
-    sampled = "" if metrics is HELD else _sampled(layout)
+    sampled = "" if metrics in (HELD, POOLED) else _sampled(layout)
     note = f"{words} {sampled}{_counts(layout)} Bold: best{scope}; underlined: second."
     if any(printed for *_, printed in shown):
         note += f" {_paper_note(layout)}"
     return Sheet(name, title + _common(layout), [*_lead(layout), "method", *heads], rows, note)
+
+
+def _sizes(layout: TableLayout) -> str:
+    """How many classes of which size there are, and by which rule, for each data set and partition."""
+    found = {}
+    for group in layout.groups:
+        sizes, thirds = class_sizes.by_size(totals := class_sizes.class_totals(group.runs))
+        here = [f"{size} {len(classes)} ({_span(totals[classes])} samples)" for size, classes in sizes.items()]
+        rule = "thirds by size, since one of many, medium and few would be empty" if thirds else ""
+        found[f"{group.data}, {group.column}"] = f"{', '.join(here)}{f'; {rule}' if rule else ''}"
+    said = f"Many: more than {class_sizes.MANY}, few: fewer than {class_sizes.FEW}, medium: between."
+    return " ".join([said, *(f"{where}: {words}." for where, words in found.items())])
+
+
+def _span(values: NDArray[np.float64]) -> str:
+    low, high = round(values.min()), round(values.max())
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _printed(group: Group, metric: Metric) -> Cell:

@@ -9,16 +9,17 @@ from dataclasses import fields
 from typing import Any
 
 from fednh.data.kind_settings import declared
-from fednh.data.partitions.base import Drawn, Indices, Partition, class_table
+from fednh.data.partitions.base import Drawn, Indices, Partition, class_table, left_out
 from fednh.data.partitions.classes import ClassesPerClient
 from fednh.data.partitions.dirichlet import Dirichlet
 from fednh.data.partitions.iid import Iid
+from fednh.data.partitions.longtail import LongTail
 from fednh.data.partitions.quantity import Quantity
 from fednh.data.partitions.shards import Shards
 from fednh.data.partitions.site import BySite
 
 PARTITIONS: dict[str, type[Partition]] = {
-    kind.name: kind for kind in (Dirichlet, Iid, ClassesPerClient, Shards, Quantity, BySite)
+    kind.name: kind for kind in (Dirichlet, LongTail, Iid, ClassesPerClient, Shards, Quantity, BySite)
 }
 
 
@@ -32,4 +33,4 @@ def uses(name: str, setting: str) -> bool:
     return setting == "name" or setting in {field.name for field in fields(PARTITIONS[name])}
 
 
-__all__ = ["PARTITIONS", "Drawn", "Indices", "Partition", "class_table", "settings", "uses"]
+__all__ = ["PARTITIONS", "Drawn", "Indices", "Partition", "class_table", "left_out", "settings", "uses"]

@@ -6,6 +6,7 @@ A new kind is such a file and a line in the registry, PARTITIONS in __init__.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Self
 
@@ -34,7 +35,7 @@ class Partition(ABC):
 
     @abstractmethod
     def divide(self, data: Dataset, rng: np.random.Generator) -> list[Indices]:
-        """Client -> the indices of its training samples; every sample lands in exactly one client."""
+        """Client -> the indices of its training samples; a sample lands in one client, or is left out (`left_out`)."""
 
     def column(self) -> str:
         """At the head of a table's column."""
@@ -113,6 +114,15 @@ class Drawn(Partition):
                 f"{self.min_samples}; lower --clients or partition.min_samples"
             )
         return parts
+
+
+def left_out(kind: Partition, data: Dataset, parts: Sequence[Indices], held_out: Sequence[Indices]) -> list[str]:
+    """A sentence, where a partition leaves training samples out."""
+    there, used = len(data.y_train), sum(map(len, [*parts, *held_out]))
+    if used == there:
+        return []
+    words = f"{there - used:,} of {there:,} training samples are left out by the partition, {kind.words()}"
+    return [f"{words}: no client has them"]
 
 
 def by_owner(owner: Indices, clients: int) -> list[Indices]:

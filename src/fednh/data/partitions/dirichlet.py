@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ class Dirichlet(Drawn):
 
     name = "dirichlet"
     help = "every class dealt by a Dirichlet(beta) draw; smaller beta is more uneven"
-    shown = ("beta",)
+    shown: ClassVar[tuple[str, ...]] = ("beta",)
 
     beta: Beta = 0.3
     min_classes: Count = 2  # of every client

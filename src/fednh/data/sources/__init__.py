@@ -30,7 +30,7 @@ from fednh.data.sources.npz import Npz
 from fednh.data.sources.python import Python
 from fednh.data.sources.settings import AGREED
 from fednh.data.sources.tables import Csv, Parquet
-from fednh.data.test_set import with_test_set
+from fednh.data.test_set import merged, with_test_set
 from fednh.errors import UserError, did_you_mean
 from fednh.storage.files import expanded
 
@@ -52,7 +52,8 @@ def load(name: str, folder: Path, settings: Mapping[str, Any] | None = None) -> 
     """The data set of that name; `folder` is where published ones are looked for, `settings` are those below [data]."""
     if name in BUILTIN or name in PUBLISHED:
         _names_no_sites(name, settings or {})
-        return BUILTIN[name].make() if name in BUILTIN else PUBLISHED[name].load(folder)
+        data = BUILTIN[name].make() if name in BUILTIN else PUBLISHED[name].load(folder)
+        return merged(data) if (settings or {}).get("merge_test") else data
     found = find(name)
     if found is None:
         known = (*BUILTIN, *PUBLISHED, *(kind.form() for kind in SOURCES.values()))
@@ -60,13 +61,15 @@ def load(name: str, folder: Path, settings: Mapping[str, Any] | None = None) -> 
     kind, address = found
     source = build(kind, settings or {})
     data = source.read(name, address)
-    return _complete(data if kind.chooses else restricted(data, source, name), source, name)
+    data = _complete(data if kind.chooses else restricted(data, source, name), source, name)
+    return merged(data, source.test_share) if (settings or {}).get("merge_test") else data
 
 
 def taken(data: Any, settings: Mapping[str, Any]) -> Dataset:
     """What a program gives instead of a name, read by the settings below [data]."""
     source = Memory(**_used(Memory, settings))
-    return _complete(source.taken(data), source, "data")
+    found = _complete(source.taken(data), source, "data")
+    return merged(found, source.test_share) if settings.get("merge_test") else found
 
 
 def _complete(data: Dataset, source: Source, where: str) -> Dataset:

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from fednh.data.partitions.longtail import LongTail
 from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, identified, identity, whom
 from fednh.report.figures.style import CYCLE, fading, grid, panels, shortened
 from fednh.report.load import Run
@@ -57,6 +58,8 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         f"Seed {run.config.seed}; all methods of that seed share it. {len(counts)} {whom(run)} hold {sizes.sum():,} "
         f"training samples: {_from_to(sizes)} each, of {_from_to(owned)} classes (median {np.median(owned):g})."
     )
+    if isinstance(run.config.partition.kind, LongTail):
+        caption += f" The partition, {run.config.partition.kind.words()}, leaves all other training samples out."
     if run.names and len(counts) > MOST_NAMES:
         caption += " Sites are in the order of their names; the CSV file has them."
     table = [
