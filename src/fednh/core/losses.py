@@ -7,6 +7,7 @@ parameters is a scalar that is added to every sample; the mean leaves it as it i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,21 @@ from fednh.models.net import Net
 
 Logits = Callable[[Tree, Tensor], Tensor]  # (params, x (B, ...)) -> (B, C)
 Loss = Callable[[Tree, Tensor, Tensor], Tensor]  # (params, x (B, ...), y (B,)) -> (B,)
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """A Loss in which a sample's value depends on its whole batch: `value` is also given the samples' weights.
+
+    Weights sum to one. A sample of weight zero is padding and must not change the values of others; in a batch of
+    padding alone all weights are zero, and values must be finite.
+    """
+
+    value: Callable[[Tree, Tensor, Tensor, Tensor], Tensor]  # (params, x (B, ...), y (B,), weight (B,)) -> (B,)
+
+    def __call__(self, params: Tree, x: Tensor, y: Tensor) -> Tensor:
+        """The values where no sample is padding."""
+        return self.value(params, x, y, torch.full_like(y, 1 / len(y), dtype=torch.float32))
 
 
 def cross_entropy(logits: Logits) -> Loss:

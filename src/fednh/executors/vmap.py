@@ -18,7 +18,7 @@ from torch.func import grad_and_value, vmap
 
 from fednh.core.client import Update
 from fednh.core.fit import Sgd
-from fednh.core.losses import Loss
+from fednh.core.losses import BatchLoss, Loss
 from fednh.core.seeding import torch_rng
 from fednh.core.tree import Tree, belongs, stack
 from fednh.data.batches import EVAL_BATCH, ClientData, Samples
@@ -115,7 +115,9 @@ class BlockFit:
         used: set[str] = set()  # what the loss does not depend on is not decayed either, as in `LocalFit`
 
         def objective(moving: Tree, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-            value = (loss({**fixed, **moving}, x, y) * weight).sum()
+            params = {**fixed, **moving}
+            values = loss.value(params, x, y, weight) if isinstance(loss, BatchLoss) else loss(params, x, y)
+            value = (values * weight).sum()
             if not used:
                 used.update(_depends_on(value, moving))
             return value

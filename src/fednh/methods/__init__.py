@@ -10,6 +10,7 @@ from fednh.methods.fedbabu import FedBABU
 from fednh.methods.fedbn import FedBN
 from fednh.methods.fedetf import FedETF
 from fednh.methods.fedlc import FedLC
+from fednh.methods.fedloge import FedLoGe
 from fednh.methods.fednh import FedNH
 from fednh.methods.fedper import FedPer
 from fednh.methods.fedprior import FedPrior
@@ -18,7 +19,9 @@ from fednh.methods.fedprox import FedProx
 from fednh.methods.fedrep import FedRep
 from fednh.methods.fedrod import FedROD
 from fednh.methods.feduh import FedUH
+from fednh.methods.fedvls import FedVLS
 from fednh.methods.local import Local
+from fednh.methods.pfedfda import PFedFDA
 from fednh.methods.scaffold import Scaffold
 
 METHODS: dict[str, type[Method]] = {
@@ -39,6 +42,9 @@ METHODS: dict[str, type[Method]] = {
     "fedetf": FedETF,
     "fedlc": FedLC,
     "fedprior": FedPrior,
+    "fedloge": FedLoGe,
+    "pfedfda": PFedFDA,
+    "fedvls": FedVLS,
 }
 
 __all__ = ["METHODS", "Method"]

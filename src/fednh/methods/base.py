@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fednh.core.fit import Fit
 from fednh.core.losses import (
+    BatchLoss,
     Logits,
     Loss,
     balanced_softmax,
@@ -38,13 +39,14 @@ from fednh.core.losses import (
 )
 from fednh.core.tree import Tree, Uploads, below, mean, prefix, select
 from fednh.data.batches import ClientData
-from fednh.methods.prototypes import not_unit, uniform_head
+from fednh.methods.prototypes import not_unit, sparse_head, uniform_head
 from fednh.models.net import Net
 
 MODEL = ("body", "head")  # the names of a whole network
 
 __all__ = [
     "MODEL",
+    "BatchLoss",
     "ClientData",
     "Fit",
     "Logits",
@@ -62,6 +64,7 @@ __all__ = [
     "prefix",
     "scaled_cosine",
     "select",
+    "sparse_head",
     "squared_distance",
     "uniform_head",
     "unit",
