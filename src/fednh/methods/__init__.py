@@ -13,6 +13,7 @@ from fednh.methods.feddbe import FedDBE
 from fednh.methods.fedetf import FedETF
 from fednh.methods.fedgela import FedGELA
 from fednh.methods.fedlc import FedLC
+from fednh.methods.fedloge import FedLoGe
 from fednh.methods.fednh import FedNH
 from fednh.methods.fedpac import FedPAC
 from fednh.methods.fedper import FedPer
@@ -22,7 +23,9 @@ from fednh.methods.fedprox import FedProx
 from fednh.methods.fedrep import FedRep
 from fednh.methods.fedrod import FedROD
 from fednh.methods.feduh import FedUH
+from fednh.methods.fedvls import FedVLS
 from fednh.methods.local import Local
+from fednh.methods.pfedfda import PFedFDA
 from fednh.methods.scaffold import Scaffold
 
 METHODS: dict[str, type[Method]] = {
@@ -47,6 +50,9 @@ METHODS: dict[str, type[Method]] = {
     "fedala": FedALA,
     "fedgela": FedGELA,
     "fedpac": FedPAC,
+    "fedloge": FedLoGe,
+    "pfedfda": PFedFDA,
+    "fedvls": FedVLS,
 }
 
 __all__ = ["METHODS", "Method"]

@@ -43,7 +43,7 @@ from fednh.core.losses import (
 )
 from fednh.core.tree import Tree, Uploads, below, mean, prefix, select
 from fednh.data.batches import ClientData
-from fednh.methods.prototypes import not_unit, uniform_head
+from fednh.methods.prototypes import not_unit, sparse_head, uniform_head
 from fednh.models.net import Net
 
 MODEL = ("body", "head")  # the names of a whole network
@@ -70,6 +70,7 @@ __all__ = [
     "prefix",
     "scaled_cosine",
     "select",
+    "sparse_head",
     "squared_distance",
     "uniform_head",
     "unit",

@@ -35,6 +35,7 @@ MOST_STARTS, MOST_STEPS, FINALISTS = 100, 150, 5
 POLISH_LIMIT = 250  # C * d; the linear programs stay cheap up to here
 SHARPNESS = (4.0, 32.0, 256.0, 2048.0)  # Riesz exponents: only the closest pairs matter as they grow
 FINISH = 16384.0  # the exponent for the finalists
+SPARSE_SHARPNESS = (4.0, 64.0)  # for rows with zeros: the first finds the simplex where there is one
 IRREDUCIBLE = {3: 0b1011, 5: 0b100101, 7: 0b10000011, 9: 0b1000010001}  # polynomials over GF(2), by degree
 
 
@@ -233,14 +234,15 @@ def _search(classes: int, dim: int) -> tuple[Array, int]:
     return min([*finished, *best], key=_max_cosine), starts
 
 
-def _descend(x: Array, sharpness: tuple[float, ...], steps: int) -> Array:
+def _descend(x: Array, sharpness: tuple[float, ...], steps: int, keep: Array | float = 1.0) -> Array:
+    """Unit rows of less energy, with smaller and smaller distances in view; entries where `keep` is 0 stay 0."""
     from scipy.optimize import minimize  # takes a while to import, and most runs need no search
 
     for p in sharpness:
         found = minimize(
             _energy,
             x.ravel(),
-            args=(x.shape, p),
+            args=(x.shape, p, keep),
             jac=True,
             method="L-BFGS-B",
             options={"maxiter": steps, "maxfun": 2 * steps, "maxcor": 20, "gtol": 1e-10, "ftol": 1e-13},
@@ -249,7 +251,7 @@ def _descend(x: Array, sharpness: tuple[float, ...], steps: int) -> Array:
     return x
 
 
-def _energy(flat: Array, shape: tuple[int, int], p: float) -> tuple[float, Array]:
+def _energy(flat: Array, shape: tuple[int, int], p: float, keep: Array | float = 1.0) -> tuple[float, Array]:
     """log(sum over pairs of (1 - cos)^-p) / p, which tends to -log of the smallest 1 - cos, and its gradient.
 
     A power rather than an exponential, as it needs no scale: 1 - cos is 0.9 in R^64 and 0.001 in a crowded R^3.
@@ -267,7 +269,7 @@ def _energy(flat: Array, shape: tuple[int, int], p: float) -> tuple[float, Array
     weight /= gap
     slope = (2 / total) * (weight @ x)
     slope -= x * (x * slope).sum(axis=1, keepdims=True)  # along the sphere; y's length does not matter
-    return float(np.log(total) / p - np.log(smallest)), (slope / norm).ravel()
+    return float(np.log(total) / p - np.log(smallest)), (keep * slope / norm).ravel()
 
 
 def _polish(x: Array) -> Array:
@@ -334,6 +336,21 @@ def uniform_head(classes: int, dim: int, how: str, rng: torch.Generator) -> Tens
     if how == "orthogonal":
         return orthogonal(classes, dim, rng)
     return rotated(separated(classes, dim).points, rng)
+
+
+def sparse_head(classes: int, dim: int, sparsity: float, rng: torch.Generator) -> Tensor:  # (C, d)
+    """Unit prototypes with `sparsity` of each row zero, in random places, and else as far apart as that allows.
+
+    At least two entries of a row stay, so that it can turn. Where the regular simplex has such a form, it is found.
+    """
+    points = uniform_head(classes, dim, "separated", rng)
+    zeros = max(0, min(round(sparsity * dim), dim - 2))
+    order = torch.rand(classes, dim, generator=rng).argsort(1).argsort(1)  # in each row a random order of 0 .. d-1
+    keep = (order >= zeros).double().numpy()
+    start = _unit(points.double().numpy() * keep)
+    with threadpool_limits(1):  # see `_best`
+        found = start if classes == 1 else _descend(start, SPARSE_SHARPNESS, MOST_STEPS, keep)
+    return torch.from_numpy(found).float()
 
 
 def not_unit(head: Tensor) -> str | None:  # (C, d)

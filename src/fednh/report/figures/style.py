@@ -46,6 +46,9 @@ COLOURS = {
     "fedbn": "#c9a24b",
     "fedetf": "#00808a",
     "fedlc": "#e0705a",
+    "fedloge": "#5f4b8b",
+    "pfedfda": "#2f8f4e",
+    "fedvls": "#9c7a2e",
 }
 OTHERS = ("#7d5a3c", "#5b7f5f", "#6f5d8c", "#9a4a3d", "#3f7f9f")  # of methods that are not ours, by name
 CYCLE = ("#0077bb", "#e08a00", "#009e73", "#cc6699", "#33a6dd", "#d55e00", "#8a63c9", "#b59f00", "#8a8f98", "#a8506e")
