@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import fednh
+from index_page import index_page
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -79,3 +80,38 @@ def test_the_citation_is_of_this_version_and_of_the_paper() -> None:
     (paper,) = cited["references"]
     assert [person["family-names"] for person in paper["authors"]] == ["Dai", "Chen", "Li", "Heinecke", "Sun", "Xu"]
     assert (paper["year"], paper["volume"], paper["issue"], paper["start"], paper["end"]) == (2023, 37, 6, 7314, 7322)
+
+
+README = """\
+A [page](docs/page.md#part), ![a picture](docs/a.png) and [another site](https://arxiv.org/abs/1).
+
+![Two words
+of a figure](docs/b.svg)
+
+```python
+x[0](y)  # no link
+```
+"""
+
+
+def test_the_index_page_links_into_the_repository() -> None:
+    page = index_page(README, "https://example.org/us/fednh/", "1.2.3")
+    there = "https://example.org/us/fednh"
+    assert f"[page]({there}/blob/v1.2.3/docs/page.md#part), ![a picture]({there}/raw/v1.2.3/docs/a.png) and" in page
+    assert f"of a figure]({there}/raw/v1.2.3/docs/b.svg)" in page
+    assert "[another site](https://arxiv.org/abs/1).\n" in page
+    assert "x[0](y)  # no link\n" in page
+
+
+def test_an_index_page_without_an_address_has_no_dead_link() -> None:
+    page = index_page(README, None, "1.2.3")
+    assert page.startswith("A page,  and [another site](https://arxiv.org/abs/1).\n\n```python\nx[0](y)")
+    assert "source distribution" in page
+
+
+def test_no_relative_link_of_the_readme_reaches_the_index_page() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "](docs/" in readme
+    page = index_page(readme, "https://example.org", "1")
+    targets = re.findall(r"\]\(([^)]*)\)", re.sub(r"```.*?```", "", page, flags=re.DOTALL))
+    assert [target for target in targets if not target.startswith("https://")] == []

@@ -218,9 +218,26 @@ def metadata(wheel: Path) -> str:
     return archive.read(name).decode()
 
 
+def index_page(wheel: Path) -> str:
+    """The README as the wheel carries it, which is what a package index shows."""
+    return str(Parser().parsestr(metadata(wheel)).get_payload())
+
+
+def links(report: Report, wheel: Path) -> None:
+    """No link of the index page is relative; those into the repository lead to files that are there."""
+    text = re.sub(r"^```.*?^```$", "", index_page(wheel), flags=re.MULTILINE | re.DOTALL)
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)]*)\)", text)]
+    relative = [target for target in targets if not target.startswith("https://")]
+    report.check(not relative, "no link of the index page is relative", f"relative: {relative}")
+    if repository := os.environ.get("FEDNH_REPOSITORY"):
+        inside = [target.removeprefix(repository).split("/", 3)[3] for target in targets if repository in target]
+        dead = sorted(set(inside) - tracked())
+        report.check(bool(inside) and not dead, f"{len(inside)} links lead into the repository", f"dead: {dead}")
+
+
 def readme_commands(wheel: Path) -> Iterator[str]:
-    """The commands that the README, as the wheel carries it, shows for a first run and for data of one's own."""
-    text = str(Parser().parsestr(metadata(wheel)).get_payload())
+    """The commands that the index page shows for a first run and for data of one's own."""
+    text = index_page(wheel)
     for title in ("A first run of your own", "Your own data"):
         section = text.partition(f"## {title}\n")[2].partition("\n## ")[0]
         for line in "\n".join(re.findall(r"^```sh\n(.*?)^```", section, re.MULTILINE | re.DOTALL)).splitlines():
@@ -335,6 +352,7 @@ def main() -> int:
     report.check(not untold, "every extra has a command that needs it", f"add them to NEEDS: {untold}")
     sdist, wheel = build(report)
     version = contents(report, sdist, wheel)
+    links(report, wheel)
     with TemporaryDirectory(prefix="fednh-dist-") as outside:
         first = place_in(Path(outside), "base")
         base(report, first, wheel, version)

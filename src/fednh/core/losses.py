@@ -19,8 +19,8 @@ from fednh.models.net import Net
 Logits = Callable[[Tree, Tensor], Tensor]  # (params, x (B, ...)) -> (B, C)
 Loss = Callable[[Tree, Tensor, Tensor], Tensor]  # (params, x (B, ...), y (B,)) -> (B,)
 # (params, x (B, ...), y (B,), weight (B,)) -> (B,), and names with the values that they have in the next step. The
-# weights are those of the samples in the batch's mean: they sum to 1, and a sample of weight zero is padding, which must
-# not change the values of others. In a batch of padding alone all weights are zero, and values must be finite.
+# weights are those of the samples in the batch's mean: they sum to 1, and a sample of weight zero is padding, which
+# must not change the values of others. In a batch of padding alone all weights are zero, and values must be finite.
 BatchLoss = Callable[[Tree, Tensor, Tensor, Tensor], tuple[Tensor, Tree]]
 
 
