@@ -6,12 +6,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test lint types unit soak bench results docs dist clean
+.PHONY: help setup demo test lint types unit soak bench bench-peers results docs dist clean
 help:
 	@echo "make demo    four methods on handwritten digits, with a report, in under two minutes"
 	@echo "make test    lint, types and tests, in under six minutes"
 	@echo "make soak    the long versions of the tests, and mutations that the tests must see"
 	@echo "make bench   speed and memory as ratios, in under ten minutes on an idle machine"
+	@echo "make bench-peers  the same round on other libraries, each in an environment of its own in .peers/"
 	@echo "make results the campaign of long runs on real data goes on (days), and docs/results.md is written"
 	@echo "make docs    the documents as a site, in site/"
 	@echo "make dist    sdist and wheel in dist/, installed elsewhere and tried there, alone and with each extra"
@@ -56,6 +57,9 @@ soak: setup
 bench: setup
 	@$(BIN)/python -m benchmarks
 
+bench-peers: setup
+	@$(BIN)/python -m benchmarks.peers
+
 results: setup
 	@$(BIN)/python tools/results.py
 
@@ -67,4 +71,4 @@ dist: setup
 	@$(BIN)/python tools/dist.py
 
 clean:
-	rm -rf .venv demo dist runs site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .peers demo dist runs site .mypy_cache .ruff_cache .pytest_cache .hypothesis

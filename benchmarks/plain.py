@@ -126,7 +126,8 @@ def train(model: nn.Module, data: Dataset[tuple[Tensor, int]], sgd: Sgd) -> nn.M
         for x, y in loader:
             optimiser.zero_grad()
             F.cross_entropy(model(x), y).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), sgd.clip)
+            if sgd.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), sgd.clip)
             optimiser.step()
     return model
 

@@ -54,6 +54,7 @@ MAKE = {
     "docs": "test_the_site",
     "soak": "the long tests",
     "bench": "a measurement",
+    "bench-peers": "a measurement that installs other libraries",
     "dist": "tools/dist.py",
     "results": "a campaign of days",
 }
