@@ -7,8 +7,8 @@ Before it trains, a client mixes the model that it received, G, with its own of 
     W <- clip(W - eta * grad_W loss(start), 0, 1)      on a random share s of the client's samples, batch by batch
 
 W is one everywhere at first, and stays with the client. It is learned when the client mixes for the first time, until
-the losses of the last passes differ little, and then by one pass a round. In its first round a client has no model
-of its own: it starts from G. What it trains afterwards is averaged as in FedAvg.
+the losses of the last passes differ little, and then by one pass a round. In its first round a client has no
+model of its own and W is one: it starts from G. What it trains afterwards is averaged as in FedAvg.
 Deviations: p counts layers that hold parameters (the paper's layers; the authors' code counts tensors); a pass's loss
 is its mean (authors' code: the last mini-batch's); the first learning takes `most_passes` at most; samples are drawn
 singly, not as one stretch, and not augmented; only clients that train mix, and the personal model is the latest local
@@ -103,9 +103,5 @@ class FedALA(Method):
 
 
 def mixed(w: Tree, kept: Tree, received: Tree) -> Tree:
-    """L + (G - L) * W for the names of W; G in the client's first round."""
-    new = kept["rounds"] == 0
-    return {
-        name: torch.where(new, received[name], kept[name] + (received[name] - kept[name]) * value)
-        for name, value in w.items()
-    }
+    """L + (G - L) * W for the names of W."""
+    return {name: kept[name] + (received[name] - kept[name]) * value for name, value in w.items()}

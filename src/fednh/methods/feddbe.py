@@ -51,7 +51,7 @@ class FedDBE(Method):
 
         def loss(params: Tree, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tree]:
             h = net.features(params, x)
-            z = (1 - self.mu) * params["mean"] + self.mu * (weight @ h)
+            z = (1 - self.mu) * params["mean"] + self.mu * (weight[:, None] * h).sum(0)
             pull = self.kappa / 2 * (z - consensus).square().mean()
             logits = net.classify(params, h + known * params["prbm"])
             return F.cross_entropy(logits, y, reduction="none") + known * pull, {"mean": z}
