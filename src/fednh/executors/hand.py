@@ -91,10 +91,10 @@ class PackedStage:
     @classmethod
     def of(cls, number: int, stage: Stage) -> PackedStage:
         records = {client: pack([record]) for client, record in stage.records.items()}
-        bare = replace(stage, down={}, records={})
         if isinstance(stage, Measuring) and stage.shared is not None:
-            return cls(number, replace(bare, shared={}), pack([stage.down, stage.shared]), records)
-        return cls(number, bare, pack([stage.down]), records)
+            bare = replace(stage, down={}, shared={}, records={})
+            return cls(number, bare, pack([stage.down, stage.shared]), records)
+        return cls(number, replace(stage, down={}, records={}), pack([stage.down]), records)
 
     def whole(self, device: str) -> Stage:
         down, *shared = unpack(self.trees, device)
