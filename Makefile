@@ -65,7 +65,7 @@ results: setup
 
 docs: setup
 	@FEDNH_EXECUTE=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -W ignore -m mkdocs build --strict --quiet
-	@echo "Open site/index.html in a browser."
+	@echo "Open site/index.html in a browser; for the search box, serve it: $(BIN)/python -m http.server -d site"
 
 dist: setup
 	@$(BIN)/python tools/dist.py

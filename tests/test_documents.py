@@ -22,6 +22,7 @@ from PIL import Image
 
 from fednh.cli import app
 from fednh.data.sources.builtin import digits
+from fednh.methods import METHODS
 from forked import fednh
 from report.browser import Browser, find
 
@@ -190,6 +191,14 @@ def test_the_novelty_experiment(tmp_path: Path) -> None:
     ended = subprocess.run(args, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr
     assert '"auroc_similarity": 0.' in ended.stdout
+
+
+def test_the_comparison_counts_our_methods() -> None:
+    counted = re.search(
+        r"^\| \*\*fednh\*\* .*\| (\d+), ", (ROOT / "docs/comparison.md").read_text(), flags=re.MULTILINE
+    )
+    assert counted is not None
+    assert int(counted[1]) == len(METHODS)
 
 
 def test_the_demo() -> None:
