@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from fednh.report import html
 from fednh.report.class_sizes import by_size, long_tailed
+from fednh.report.figures import FIGURES
+from fednh.report.figures.base import Choice
 from fednh.report.load import Run
 from fednh.report.records import records
 from fednh.report.tables import class_size_sheet, result_sheets
@@ -81,3 +83,10 @@ def test_only_long_tailed_runs_have_it_in_table_report_and_csv(tmp_path: Path) -
     assert means == pytest.approx([80.0, 50.0, 10.0])
     assert ("dirichlet", "gm_few") not in rows
     assert rows["longtail", "gm"]["settings"].startswith("imbalance=100; ")
+
+
+def test_the_figure_of_the_partition_says_that_samples_are_left_out(tmp_path: Path) -> None:
+    words = "The partition, long tail (IF 100), Dirichlet(0.3), leaves all other training samples out."
+    assert words in FIGURES["partition"].draw([tailed(tmp_path / "tail")], Choice()).caption
+    plain = tailed(tmp_path / "plain", partition__name="dirichlet")
+    assert "leaves" not in FIGURES["partition"].draw([plain], Choice()).caption

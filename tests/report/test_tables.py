@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,14 @@ from fednh.errors import UserError
 from fednh.report.groups import lay_out
 from fednh.report.load import Run
 from fednh.report.sheet import Sheet
-from fednh.report.tables import accuracy_sheet, comparison_sheet, cost_sheet, fairness_sheet, paired_sheet
+from fednh.report.tables import (
+    accuracy_sheet,
+    comparison_sheet,
+    cost_sheet,
+    fairness_sheet,
+    paired_sheet,
+    result_sheets,
+)
 
 
 @pytest.fixture(scope="module")
@@ -254,3 +262,23 @@ def test_short_comparison_has_a_row_a_run(nine: list[Run]) -> None:
     assert sheet.columns == ["method", "data", "seed", "rounds", "GM", "PM(V)", "PM(L)", "fairness", "samples/s"]
     assert texts(sheet)[0] == ["fednh", "digits", "0", "40", "80.00", "50.00", "70.00", "10.00", "200"]
     assert places(sheet) == [[0, 0, 0, 0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 1, 0, 0]]
+
+
+def test_held_out_samples_of_all_clients_together(tmp_path: Path) -> None:
+    """Last and best round of personal and global models; Local has no global one. Natural sites have no such table."""
+    whole = {"held_share": 50.0, "held_pooled": 60.0, "held_pooled_best": 70.0}
+    shared = {"held_gm_pooled": 30.0, "held_gm_pooled_best": 40.0}
+    runs = [
+        replace(run, summary={**run.summary, **values, "gm": None, "pm_v": None, "pm_l": None})
+        for run, values in (
+            (fake_run(tmp_path / "a", "local", 0, None), whole),
+            (fake_run(tmp_path / "b", "fedavg", 0, None), whole | shared),
+        )
+    ]
+    held, pooled = result_sheets(runs)
+    assert (held.name, pooled.name) == ("held-out", "pooled")
+    assert pooled.columns == ["method", "PM, last round", "PM, best round", "GM, last round", "GM, best round"]
+    assert texts(pooled) == [["Local", "60.00", "70.00", "–", "–"], ["FedAvg", "60.00", "70.00", "30.00", "40.00"]]
+    sites = fake_run(tmp_path / "c", "fedavg", 0, None, partition__name="site")
+    sites = replace(sites, summary={**sites.summary, **whole, "gm": None, "pm_v": None, "pm_l": None})
+    assert [sheet.name for sheet in result_sheets([sites])] == ["held-out"]

@@ -122,6 +122,13 @@ def test_paths_of_the_server_stay_there() -> None:
     assert "/x" not in str(applied)
 
 
+def test_only_a_part_of_a_public_set_is_merged_with_its_test_samples() -> None:
+    """A site's own test part stays a test part, whatever the server says."""
+    asked = {"data": {"name": "digits", "merge_test": True}}
+    assert Policy().applied(asked, None)["data"] == {"name": "digits", "merge_test": True}
+    assert "merge_test" not in Policy().applied(asked, "npz:/own.npz")["data"]
+
+
 def test_weights_of_the_sites_own(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
