@@ -127,7 +127,7 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "`make bench-peers` trains the same round on other libraries, each in a virtual environment of its own:",
         "FedAvg, 5 local epochs, batches of 64, SGD with learning rate 0.01 and momentum 0.9, the same layers and",
-        f"samples, on {CORES} cores. Measured on {result['when'][:10]}{busy}; the best of {result['turns']} turns, which",
+        f"samples, on {CORES} cores. Measured on {result['when'][:10]}{busy}; the best of {result['turns']} turns that",
         "all took one after another, after a warm-up round.",
     ]
     for work, title in TITLES.items():

@@ -18,6 +18,7 @@ PLACE = ROOT / ".peers"
 STAND_IN = Path(__file__).with_name("stand_in")
 BASE = ("torch==2.13.0", "numpy<2.5")
 OFFLINE = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+EVEN = {"RAY_worker_niceness": "0"}  # Ray would give its actors a lower priority than every other side has
 INSTALLING = 1200  # seconds at most
 
 
@@ -61,7 +62,7 @@ class Side:
     def environment(self, job: Job) -> dict[str, str]:
         paths = [ROOT, *([STAND_IN] if self.stand_in else []), *([] if self.package else [ROOT / "src"])]
         own = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": str(job.threads)}
-        return {**os.environ, **OFFLINE, **own}
+        return {**os.environ, **OFFLINE, **EVEN, **own}
 
 
 OURS = Side("fednh", "ours", (PROCESSES,))
