@@ -21,7 +21,7 @@ torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and tests/fo
 # They ask nothing of the engine that others do not: where a test costs seconds a method, `make soak` runs them.
 LIKE_OTHERS = (
     *("fedprox", "fedbn", "fedlc", "fedetf", "feduh", "fedprior", "fedper", "fedrep", "fedbabu"),
-    *("fedgela", "fedloge"),
+    *("fedala", "fedgela", "fedloge", "pfedfda", "fedvls"),
 )
 DISTINCT = [pytest.param(name, marks=pytest.mark.soak) if name in LIKE_OTHERS else name for name in METHODS]
 
