@@ -10,7 +10,7 @@ W is one everywhere at first, and stays with the client. It is learned when the 
 the losses of the last passes differ little, and then by one pass a round. In its first round a client has no
 model of its own and W is one: it starts from G. What it trains afterwards is averaged as in FedAvg.
 Deviations: p counts layers that hold parameters (the paper's layers; the authors' code counts tensors); a pass's loss
-is its mean (authors' code: the last mini-batch's); the first learning takes `most_passes` at most; samples are drawn
+is its mean (authors' code: the last mini-batch's); the first learning takes `mix_epochs` at most; samples are drawn
 singly, not as one stretch, and not augmented; only clients that train mix, and the personal model is the latest local
 one (authors' code has all clients mix in every round, and measures the mixture before it trains); averages are
 uniform, not by size.
@@ -54,7 +54,7 @@ class FedALA(Method):
     eta: Annotated[float, Field(gt=0)] = 1.0  # learning rate of W
     batch: Annotated[int, Field(ge=1)] = 10  # samples in a step of W
     threshold: Annotated[float, Field(ge=0)] = 0.1  # W is learned once ten passes' losses deviate less than this
-    most_passes: Annotated[int, Field(ge=1)] = 30  # when W is learned for the first time
+    mix_epochs: Annotated[int, Field(ge=1)] = 30  # the most passes when W is learned for the first time
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:
         model = net.init(rng)
@@ -77,7 +77,7 @@ class FedALA(Method):
         """W after this round's passes: none in the client's first round, until convergence in its second, then one."""
         w, losses = below(kept, "mix"), list[Tensor]()
         active = kept["rounds"] > 0
-        while len(losses) < self.most_passes and anyone(active):
+        while len(losses) < self.mix_epochs and anyone(active):
             w, loss = self.one_pass(w, active, net, kept, received, data)
             losses.append(loss)
             active = active & (kept["rounds"] == 1)
