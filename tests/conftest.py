@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from fednh.core.machine import check_bf16
 from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
+from fednh.errors import UserError
 from fednh.methods import METHODS
 from fednh.models import Net, build_net
 
@@ -29,6 +31,15 @@ DISTINCT = [pytest.param(name, marks=pytest.mark.soak) if name in LIKE_OTHERS el
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["FEDNH_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def bf16() -> None:
+    """Skips where the machine cannot compute in bfloat16."""
+    try:
+        check_bf16()
+    except UserError as error:
+        pytest.skip(str(error))
 
 
 COUNTS: dict[str, int] = {"kills survived": 0, "faults injected": 0, "bad inputs tried": 0}

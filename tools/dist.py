@@ -8,6 +8,7 @@ laid over the first one, so that torch is installed once: what needs it works, w
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from email.parser import Parser
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import dedent
 
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
@@ -113,6 +115,24 @@ PROGRAMS = {  # what a stranger does in Python, after the commands
 }
 
 
+EACH = """
+    import json, os, runpy, shlex, sys, tempfile
+    import torch
+    for command in json.loads(sys.argv[1]):
+        with tempfile.TemporaryFile() as errors:
+            child = os.fork()
+            if child == 0:
+                os.dup2(errors.fileno(), 2)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                sys.argv = ["fednh", *shlex.split(command)]
+                runpy.run_module("fednh", run_name="__main__")
+                sys.exit(0)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            errors.seek(0)
+            print(json.dumps([code, errors.read().decode()]), flush=True)
+"""
+
+
 @dataclass
 class Report:
     """What was checked; a failure does not stop the rest."""
@@ -159,10 +179,15 @@ class Place:
     def fednh(self, command: str) -> subprocess.CompletedProcess[str]:
         return self.run(str(self.python), "-m", "fednh", *shlex.split(command))
 
-    def execute(self, program: str) -> subprocess.CompletedProcess[str]:
-        lines = program.strip("\n").splitlines()
-        indent = len(lines[0]) - len(lines[0].lstrip())
-        return self.run(str(self.python), "-c", "\n".join(line[indent:] for line in lines))
+    def execute(self, program: str, *args: str) -> subprocess.CompletedProcess[str]:
+        return self.run(str(self.python), "-c", dedent(program), *args)
+
+    def each_fednh(self, commands: list[str]) -> list[tuple[int, str]]:
+        """Exit code and errors of each command. Torch is imported once: importing is most of what a refusal takes."""
+        told = self.execute(EACH, json.dumps(commands))
+        if told.returncode != 0:
+            raise RuntimeError(f"{self.name}: the commands could not be run: {told.stderr[-800:]}")
+        return [(code, errors) for code, errors in map(json.loads, told.stdout.splitlines())]
 
     def install(self, *what: str) -> None:
         """With this machine's own settings of pip, and the versions that were tested.
@@ -254,14 +279,13 @@ def extra_of(command: str) -> str | None:
     return {"report": "report", "figure": "report", "export": "onnx", "federation": "flower"}.get(command.split()[0])
 
 
-def refused(report: Report, place: Place, command: str, extra: str) -> None:
-    ended = place.fednh(command)
-    lines = ended.stderr.strip().splitlines()
-    # Notices about the data may come first; the last line is the refusal.
-    ok = ended.returncode == 2 and f"pip install 'fednh[{extra}]'" in lines[-1] and "Traceback" not in ended.stderr
-    report.check(
-        ok, f"{place.name}: {command}: says that it needs {extra}", f"{ended.returncode}: {ended.stderr[-500:]}"
-    )
+def refused(report: Report, place: Place, needs: list[tuple[str, str]]) -> None:
+    """Each command, beside the extra that it needs and that is not there."""
+    ends = place.each_fednh([command for command, _ in needs])
+    for (command, extra), (code, errors) in zip(needs, ends, strict=True):
+        last = errors.strip().rpartition("\n")[2]  # notices about the data may come first
+        ok = code == 2 and f"pip install 'fednh[{extra}]'" in last and "Traceback" not in errors
+        report.check(ok, f"{place.name}: {command}: says that it needs {extra}", f"{code}: {errors[-500:]}")
 
 
 def works(report: Report, place: Place, command: str) -> None:
@@ -295,7 +319,7 @@ def base(report: Report, place: Place, wheel: Path, version: str) -> None:
     report.check(prepared.returncode == 0, "base: data for the commands are there", prepared.stderr)
     for command in readme_commands(wheel):
         if extra := extra_of(command):
-            refused(report, place, command, extra)
+            refused(report, place, [(command, extra)])
         else:
             works(report, place, command)
     program_works(report, place)
@@ -303,9 +327,8 @@ def base(report: Report, place: Place, wheel: Path, version: str) -> None:
     works(report, place, "notebooks notebooks")
     there = lacking(place)
     report.check(there == EXTRAS, "base: no extra is there", f"lacking: {there}")
-    for extra in EXTRAS:
-        for command in (*NEEDS[extra], *REFUSED_ONLY.get(extra, ())):
-            refused(report, place, command, extra)
+    commands = {extra: (*NEEDS[extra], *REFUSED_ONLY.get(extra, ())) for extra in EXTRAS}
+    refused(report, place, [(command, extra) for extra in EXTRAS for command in commands[extra]])
 
 
 def fits(place: Place, extra: str) -> bool:
@@ -333,8 +356,7 @@ def with_extra(report: Report, place: Place, wheel: Path, below: Place, extra: s
     for command in NEEDS[extra]:
         (works if fits(place, extra) else unfit)(report, place, command)
     program_works(report, place)
-    for other in there:
-        refused(report, place, NEEDS[other][0], other)
+    refused(report, place, [(NEEDS[other][0], other) for other in there])
 
 
 def place_in(outside: Path, name: str) -> Place:

@@ -63,15 +63,6 @@ def test_a_machine_without_it_writes_nothing(tmp_path: Path, monkeypatch: pytest
     assert not out.exists()
 
 
-@pytest.fixture(scope="module")
-def bf16() -> None:
-    """Skips where the machine cannot do it."""
-    try:
-        check_bf16()
-    except UserError as error:
-        pytest.skip(str(error))
-
-
 @pytest.mark.usefixtures("bf16")
 @pytest.mark.parametrize(("model", "shape"), [("mlp", (12,)), ("conv2", (3, 16, 16)), ("resnet18", (3, 8, 8))])
 def test_the_body_computes_in_bfloat16_and_nothing_else_does(model: str, shape: tuple[int, ...]) -> None:

@@ -113,6 +113,14 @@ def test_bfloat16_takes_the_ordinary_convolution() -> None:
     assert not fast_conv._plain(x.bfloat16(), weight.bfloat16())
 
 
+@pytest.mark.usefixtures("bf16")
+def test_it_is_not_taken_in_bfloat16(calls: list[int]) -> None:
+    net = build_net("conv2", (3, 32, 32), 4)
+    net.precision = "bf16"
+    step(net, 64)
+    assert calls == []
+
+
 def test_training_with_either_convolution_agrees(calls: list[int]) -> None:
     fast, ordinary = (step(build_net("conv2", (3, 32, 32), 4, convolution=c), 20) for c in ("fast", "ordinary"))
     assert calls
