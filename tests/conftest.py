@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from fednh.core.machine import check_bf16
 from fednh.data.batches import Samples, samples_of
@@ -18,6 +19,9 @@ from fednh.methods import METHODS
 from fednh.models import Net, build_net
 
 torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and tests/forked.py forks
+# How fast this machine is says nothing about the code: no property fails because its inputs took long.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 # They ask nothing of the engine that others do not: where a test costs seconds a method, `make soak` runs them.

@@ -35,7 +35,7 @@ class Nodes:
             if line.startswith("{"):
                 found: dict[str, Any] = json.loads(line)
                 return found
-        raise RuntimeError("the cluster did not start")
+        raise RuntimeError(f"the cluster did not start: {(self.home / 'errors').read_text()[-2000:]}")
 
     def do(self, *command: Any) -> dict[str, Any]:
         assert self.process.stdin is not None
@@ -62,16 +62,17 @@ def nodes(*machines: dict[str, Any], source: Path = SOURCE) -> Iterator[Nodes]:
     elsewhere = home / "elsewhere"
     elsewhere.mkdir()
     around = {**os.environ, **LOOPBACK, "PYTHONPATH": str(source)}
-    process = subprocess.Popen(
-        [sys.executable, __file__, str(home), json.dumps(machines or [{}, {}])],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=elsewhere,
-        env=around,
-        start_new_session=True,
-    )
+    with (home / "errors").open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(home), json.dumps(machines or [{}, {}])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            cwd=elsewhere,
+            env=around,
+            start_new_session=True,
+        )
     try:
         yield Nodes(process, home)
     finally:
@@ -91,7 +92,7 @@ def _main(home: str, machines: Sequence[dict[str, Any]]) -> None:
     head = {"temp_dir": home, "include_dashboard": False, "include_log_monitor": False}
     cluster = Cluster(initialize_head=True, head_node_args={**head, **machines[0]})
     there = [cluster.head_node, *(cluster.add_node(wait=False, **machine) for machine in machines[1:])]
-    cluster.wait_for_nodes(60)
+    cluster.wait_for_nodes(180)
     print(json.dumps({"address": cluster.address}), flush=True)
     for line in sys.stdin:
         what, *rest = json.loads(line)

@@ -32,7 +32,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
 }
-PATIENCE = 60.0  # seconds in which a server must answer
+PATIENCE = 180.0  # seconds in which a server that runs must answer: a busy machine takes one minute to import it
 
 Process = subprocess.Popen[bytes]
 
