@@ -41,7 +41,7 @@ from fednh.storage.run_folder import RunFolder
 JOB_SECONDS = 0.1  # a job of small clients takes about so long: a hundred times what Ray needs to pass it on
 JOB_BYTES = 16 << 20  # of the models in a packed job
 LIVES = 4  # a job that is lost so often is not given out again
-START = 60.0  # seconds until a cluster must have room for one client
+START = 180.0  # seconds in which a cluster must find room for one client and start its actor
 GATHER = 15.0  # seconds for the others to come: those that others use will come later
 TURN = 0.1  # seconds between two looks at whether the run should stop
 
@@ -137,8 +137,8 @@ class Cluster(Simulation):
         self.crew.assemble(1, START, self.check)
         if not self.crew.ready:
             raise UserError(
-                f"the Ray cluster had no room for a client, which needs {in_words(self.needs)}, in {START:g} s; "
-                f"`ray status` shows who uses it"
+                f"the Ray cluster started no actor for a client, which needs {in_words(self.needs)}, in {START:g} s; "
+                f"`ray status` shows whether others use it all"
             )
         self.crew.assemble(slots, GATHER, self.check)
 
