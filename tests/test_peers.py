@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.peers.__main__ import PAGE, RESULTS, SECTION, Row, compare, line, page, with_section
 from benchmarks.peers.sides import OURS, PEERS, Failed, Side, measure, run
-from benchmarks.peers.work import ONE, PROCESSES, THREADS, WORKS, Answer, Job, clients, network
+from benchmarks.peers.work import ONE, PROCESSES, THREADS, WORKERS, WORKS, Answer, Job, clients, network
 
 FIRST, OTHER, BROKEN = Side("a", "a", (ONE,)), Side("b", "b", (THREADS, ONE)), Side("c", "c", (THREADS,))
 
@@ -96,7 +96,7 @@ def test_a_section_of_a_document_is_replaced_and_the_others_stay() -> None:
 
 def test_the_page_has_every_row_and_the_versions() -> None:
     rows = [
-        Row("conv2", OURS.name, PROCESSES, 2_000.0, 1.0, {"fednh": "0.1.0", "torch": "2.13.0"}, 2.0, 1.0),
+        Row("conv2", OURS.name, WORKERS, 2_000.0, 1.0, {"fednh": "0.1.0", "torch": "2.13.0"}, 2.0, 1.0),
         Row("conv2", "pfl", PROCESSES, 1_000.0, 2.0, {"pfl": "0.6.0", "torch": "2.13.0"}, 2.0, 1.0),
         Row("small", "fluke", words="its environment could not be made: it failed: no network"),
     ]
@@ -122,4 +122,4 @@ def test_the_document_says_what_was_measured() -> None:
         assert set(rows) == {side.name for side in (OURS, *PEERS)}
         for row in rows.values():
             assert row["words"] or row["ratio"] == pytest.approx(rows[OURS.name]["rate"] / row["rate"])
-            assert row["words"] or row["setting"] in (PROCESSES, THREADS, ONE)
+            assert row["words"] or row["setting"] in (WORKERS, PROCESSES, THREADS, ONE)

@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.peers.work import ONE, PROCESSES, THREADS, Answer, Job
+from benchmarks.peers.work import ONE, PROCESSES, THREADS, WORKERS, Answer, Job
 
 ROOT = Path(__file__).parents[2]
 PLACE = ROOT / ".peers"
@@ -65,7 +65,7 @@ class Side:
         return {**os.environ, **OFFLINE, **EVEN, **own}
 
 
-OURS = Side("fednh", "ours", (PROCESSES,))
+OURS = Side("fednh", "ours", (WORKERS,))
 PEERS = (
     Side("plain loop", "loop", (THREADS, ONE)),
     Side("pfl", "with_pfl", (PROCESSES, THREADS), "pfl[pytorch]==0.6.0"),

@@ -77,9 +77,12 @@ def serve(grid: Grid, context: Context) -> None:
 def main() -> None:
     job = work.job()
     resources = {"num_cpus": job.threads, "num_gpus": 0.0}
-    backend = {"init_args": {"num_cpus": work.CORES, "num_gpus": 0}, "client_resources": resources}
+    ray = {"address": "local", "num_cpus": work.CORES, "num_gpus": 0}  # else it would join a cluster that runs here
+    backend = {"init_args": ray, "client_resources": resources}
     run_simulation(server_app, client_app, num_supernodes=job.clients, backend_config=backend)
 
 
 if __name__ == "__main__":
-    main()
+    from benchmarks.peers import with_flower  # Ray's actors look for the apps by the name of their module
+
+    with_flower.main()

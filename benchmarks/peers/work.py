@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 CLASSES, BATCH, LR, MOMENTUM = 10, 64, 0.01, 0.9
 CORES = 2
+WORKERS = "two workers of one thread"
 PROCESSES = "two processes of one thread"
 THREADS = "one process of two threads"
 ONE = "one process of one thread"
