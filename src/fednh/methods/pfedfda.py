@@ -95,7 +95,7 @@ class PFedFDA(Method):
             for k in (0, 1)
         ]
         losses = torch.stack([a + b for a, b in zip(*trials, strict=True)])
-        tried = torch.tensor([(b, s) for s, others in self.betas() for b in others], dtype=h.dtype).to(h.device)
+        tried = torch.tensor([(b, s) for s, others in self.betas() for b in others]).to(h)
         best = tried[losses.argmin()]  # (2,): of the means, of the covariance
         own = self.estimated(h, member, received["means"])
         return {name: mix(best[i], own[name], received[name]) for i, name in enumerate(("means", "covariance"))}
