@@ -12,9 +12,8 @@ them back without training (logit adjustment: Menon et al., "Long-Tail Learning 
     personal logits = s * W f(x) + tau * log pi_k                                             -> personal_model, logits
 
 Body, prototypes and scale of a personal model are the global model's: newer and of more clients than what the client
-trained last (`personal = "local"` takes that). The global model is a moving average of the server's states, each
-weighted by `ema` to the power of its age in rounds, since single rounds swing with the classes of the clients that were
-picked; training goes on from the newest state. `ema = 0` keeps none.
+trained last (`personal = "local"` takes that). With `ema` above 0 the global model is a moving average of the server's
+states, each weighted by `ema` to the power of its age in rounds; training goes on from the newest state.
 
 On the client's own class distribution tau = 1 is right; tau = 0 treats all classes equally. `smoothing` samples are
 added to every class before shares are computed, so that no class has probability zero. Shares never leave the client.
@@ -63,7 +62,7 @@ class FedPrior(Method):
     tau: Annotated[float, Field(ge=0)] = 1.0  # how much of the prior a personal model adds: 1 by Bayes' rule, 0 nothing
     smoothing: Annotated[float, Field(gt=0)] = 1.0  # samples added to every class for the personal prior
     personal: Literal["global", "local"] = "global"  # whose body, prototypes and scale a personal model has
-    ema: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of the global model: the weight of the average in the next one
+    ema: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the global model: the weight of the average in the next one
     rho: Annotated[float, Field(gt=0, lt=1)] = 0.9  # FedNH's, Eq. (4)
     aggregation: Literal["uniform", "count"] = "uniform"  # FedNH's alpha in Eq. (4)
     scale: Annotated[float, Field(gt=0)] = 20.0  # s at the start
