@@ -124,7 +124,7 @@ def test_the_global_model_with_each_clients_prior_by_hand() -> None:
 
 def test_a_prior_added_when_measured_is_that_of_the_method(tmp_path: Path) -> None:
     """FedPrior with tau = 0, measured with tau = 1 added, and FedPrior with tau = 1: the same models, so equal."""
-    small = {"rounds": 1, "partition.clients": 4, "train.epochs": 1, "eval.every": 0}
+    small = {"rounds": 1, "partition.clients": 4, "train.epochs": 1, "eval.every": 0, "method.smoothing": 1}
     plain = fednh.run("digits", method="fedprior", out=tmp_path / "0", **small, **{"method.tau": 0, "eval.prior": [1]})
     own = fednh.run("digits", method="fedprior", out=tmp_path / "1", **small)
     added = plain.summary["prior"]["1"]

@@ -22,6 +22,7 @@ from fednh.core.fit import LocalFit, Sgd
 from fednh.core.local_norm import LocalNorm, without_norm
 from fednh.core.losses import log_share
 from fednh.core.meter import unhurried
+from fednh.core.shared_body import KnowingNet
 from fednh.core.tree import Tree, arranged, finite
 from fednh.data.batches import ClientData, Samples, subset
 from fednh.methods.base import Method
@@ -92,14 +93,21 @@ def personal_model(
 
 
 def logits_of(
-    method: Method, net: Net, model: Tree, test: Samples, tick: Callable[[int], None] = unhurried
+    method: Method,
+    net: Net,
+    model: Tree,
+    test: Samples,
+    tick: Callable[[int], None] = unhurried,
+    features: torch.Tensor | None = None,
 ) -> torch.Tensor:  # (N, C)
-    """A model's class scores of all samples; `tick` is called before every batch."""
-    model = arranged(model)
+    """A model's class scores of all samples; their `features` (N, D) may be known. Every batch begins with a `tick`."""
+    model, done = arranged(model), 0
 
     def predict(x: torch.Tensor) -> torch.Tensor:
+        nonlocal done
         tick(len(x))
-        return method.logits(net, model, x)
+        known, done = (None if features is None else features[done : done + len(x)]), done + len(x)
+        return method.logits(net if known is None else KnowingNet(net, model, x, known), model, x)
 
     return evaluate.logits_of(predict, test)
 
@@ -116,18 +124,23 @@ def measured(
     tick: Callable[[int], None] = unhurried,
     every_class: bool = True,
     prior: Sequence[float] = (),
+    features: torch.Tensor | None = None,
 ) -> Personal:
     """What a client's own `model` achieves on the balanced test set and, like the `shared` one, on held-out samples.
 
     PM(V) and PM(L) need the client's own classes alone; without `every_class` only those are looked at. They are also
-    measured with each of `prior` times the log class share added to the logits.
+    measured with each of `prior` times the log class share added to the logits. `features` (N, D) are the test set's
+    under the model's body, where they are known.
     """
     total = evaluate.total_per_class(test)
-    looked_at = test if every_class else subset(test, of_own_classes(test, data.counts))
+    looked_at = test
+    if not every_class:
+        own = of_own_classes(test, data.counts)
+        looked_at, features = subset(test, own), None if features is None else features[own]
     added = [None, *(tau * log_share(data.counts) for tau in prior)]  # (C,) each
     rows = [torch.zeros_like(total) for _ in added]  # correct by class
     if len(looked_at):
-        logits = logits_of(method, net, model, looked_at, tick)
+        logits = logits_of(method, net, model, looked_at, tick, features)
         rows = [evaluate.hits_per_class((logits if a is None else logits + a).argmax(1), looked_at) for a in added]
     person, *others = (evaluate.personal(client, correct, total, data.counts) for correct in rows)
     person = replace(

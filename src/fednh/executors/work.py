@@ -23,6 +23,7 @@ from fednh.core.federation import Federation, client_name
 from fednh.core.fit import Sgd
 from fednh.core.meter import unhurried
 from fednh.core.records import Records, received
+from fednh.core.shared_body import SharedBody
 from fednh.core.tree import Tree
 from fednh.data.batches import ClientData, Samples, subset
 from fednh.data.partitions import Indices
@@ -157,6 +158,7 @@ class Measuring(Stage):
     round: int
     final: bool = False
     prior: Sequence[float] = ()  # `eval.prior`
+    body: SharedBody = field(default_factory=SharedBody, kw_only=True, compare=False)
 
     def __call__(self, on: Material, unit: Unit, kept: Sequence[Tree], tick: Tick = unhurried) -> list[Measured]:
         return [self._one(on, client, mine, tick) for client, mine in zip(unit, kept, strict=True)]
@@ -176,7 +178,8 @@ class Measuring(Stage):
             model = clients.personal_model(method, net, kept, self.received(client), data, self.sgd, tick)
             about = novelty.look(method, net, model, on.train, part, self.seed, tick) if self.final else None
             held = subset(on.train, on.held_out[client])
+            seen = self.body.features(net, self.down, model, on.test, tick)
             person = clients.measured(
-                method, net, client, data, model, self.shared, on.test, held, tick, self.final, self.prior
+                method, net, client, data, model, self.shared, on.test, held, tick, self.final, self.prior, seen
             )
         return Measured(person, model if self.final else None, about)
