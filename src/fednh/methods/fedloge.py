@@ -14,8 +14,13 @@ LGA    the personal model has psi with each row times the length of phi_k's, plu
 
 Deviations: every row of the frame has the same number of zeros (authors' code: random over the whole matrix), and its
 other entries come from L-BFGS on an energy of all distances (authors' code: Adam on the smallest angles and the
-lengths). phi_k starts as psi does. The three losses are added and minimised together, and clipped together.
-Rows of the global psi have length 1 (authors' code: 1.7), which matters for probabilities only.
+lengths). The frame has no bias (authors' code: a random one, fixed). phi_k starts as psi does (authors' code: each at
+random). The three losses are added and minimised together, and clipped together (authors' code: no clipping). Rows of
+the global psi have length 1 (authors' code: 1.7), which matters for probabilities only. Clients count alike in the
+average (authors' code: by size).
+
+`norm` is that of the authors' code, for a ResNet with batch normalisation. A body without normalisation has to make its
+features far longer before the frame's logits differ, and psi and phi_k overshoot on them: on the digits 1 is better.
 """
 
 from __future__ import annotations

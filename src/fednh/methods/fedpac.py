@@ -12,11 +12,12 @@ over the round's clients j: the first term is the variance of the mixture, the s
 estimated before training, by the body received: with z = f(x), p_c the client's class shares and n its samples,
 h_c = p_c E[z | c] and V = (E ||z||^2 - sum_c ||h_c||^2) / n.
 
-Deviations. Bodies are averaged uniformly, as everywhere here; the paper weighs by sizes. The head trains at the body's
-learning rate; the authors' code has 0.1 for it. A class that no client of the round has keeps its centroid, and one
-never seen pulls nothing; in the authors' code it pulls to the client's own mean. The program is solved exactly; the
-authors' code cuts off weights below 0.001. A client that never took part receives the mean of the last round's heads,
-which is the global model's, too: the paper has no global model, and its clients start with the initial head.
+Deviations. Bodies are averaged uniformly, as everywhere here; the authors' code weighs by sizes. The head trains at the
+body's learning rate; the authors' code has 0.1 for it. A class that no client of the round has keeps its centroid, and
+one never seen pulls nothing; in the authors' code it pulls to the client's own mean. The program is solved exactly; the
+authors' code cuts off weights below 0.001 and, where rounding makes an eigenvalue negative, all those below 0.01. A
+client that never took part receives the mean of the last round's heads, which is the global model's, too: the paper has
+no global model, and its clients start with the initial head.
 """
 
 from __future__ import annotations

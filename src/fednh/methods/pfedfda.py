@@ -15,7 +15,9 @@ From the authors' code: mu starts uniform in [0, 1) and Sigma as the identity; p
 much towards a multiple of the identity; a client's covariance has 1 added to its diagonal (`ridge`); held-out halves
 have the same classes.
 Deviations: beta is searched on a grid (authors' code: L-BFGS from 0.5); features are those of the trained body without
-augmentation (authors' code: those that it had while training); clients count alike in the average (paper: by size).
+augmentation (authors' code: those that it had while training); clients count alike in the average (authors' code: by
+size); a class has a mean of its own from one sample on (authors' code: from three on in the personal model, before that
+the global one); nothing is added beside the diagonal (authors' code: 1e-4 to every entry).
 The server raises eigenvalues of Sigma that no honest mean can have, so that it can be inverted with any `aggregator`.
 """
 
