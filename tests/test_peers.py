@@ -77,6 +77,20 @@ def test_a_command_that_fails_or_takes_too_long_is_told_in_words() -> None:
     assert time.monotonic() - began < 60
 
 
+def test_a_peer_without_its_interpreter_is_told_in_words_and_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.peers.sides.PLACE", tmp_path)
+    gone = Side("gone", "with_gone", (THREADS, ONE), "gone==1.0")
+
+    def measured(side: Side, job: Job) -> Answer:
+        return measure(side, job, 60) if side is gone else Answer({}, job.samples, 1.0, 2.0, 1.0)
+
+    first, broken, other = compare("conv2", [FIRST, gone, OTHER], 1, measured)
+    assert broken.words == f"could not run: {tmp_path}/gone/bin/python: No such file or directory"
+    assert (first.rate, other.rate) == (25_000, 25_000)
+
+
 def test_networks_have_the_layers_of_ours() -> None:
     """Shape by shape, so that all sides compute the same."""
     from fednh.models.conv import Conv2

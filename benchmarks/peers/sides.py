@@ -119,10 +119,13 @@ def measure(side: Side, job: Job, limit: float) -> Answer:
 
 def run(command: list[str], environment: dict[str, str], limit: float) -> str:
     """What the command prints; it and what it started are ended after `limit` seconds."""
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+    try:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise Failed(f"could not run: {command[0]}: {error.strerror}") from error
     try:
         output, errors = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired as error:

@@ -777,6 +777,9 @@ def test_fedpac(play: Play) -> None:
             same(update.keep, model.tree(), **CLOSE)
             torch.testing.assert_close(update.upload["statistics.mean"], mean, **CLOSE)
             assert float(update.upload["statistics.variance"]) == pytest.approx(v, rel=1e-4)
+        for update, own, (_, y) in zip(updates, features, play.xy, strict=True):  # by sums of samples: sizes count
+            sums = torch.stack([F.pad(own[y == c].sum(0), (0, 1), value=float((y == c).sum())) for c in range(4)])
+            torch.testing.assert_close(update.upload["sums"], sums, **CLOSE)
         means, variances = [mean for mean, _ in statistics], [v for _, v in statistics]
         alpha = [shares_of_two(variances, means, k) for k in range(2)]
         assert all(0.01 < a < 0.99 for a, _ in alpha), "no head is left out"

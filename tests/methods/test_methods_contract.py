@@ -92,6 +92,16 @@ def test_a_new_client_may_join_late(name: str, net: Net, tiny: Samples) -> None:
     assert all(torch.isfinite(v).all() for v in play.server.values())
 
 
+@pytest.mark.parametrize("method", [*map(make, METHODS), METHODS["fedprior"](personal="local")], ids=repr)
+def test_it_says_whether_a_round_changes_what_a_client_keeps(method: Method, net: Net, tiny: Samples) -> None:
+    play = Play(method, net, tiny)
+    before = copied(play.kept[0])
+    after = play.round()[0].keep
+    changed = any(name not in before or not torch.equal(before[name], value) for name, value in after.items())
+    assert method.kept_is_trained == changed
+    assert changed or before.keys() == after.keys()
+
+
 @every_method
 def test_it_introduces_itself(name: str) -> None:
     cls = METHODS[name]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from fednh.data.published import PUBLISHED
 from fednh.errors import UserError
+from fednh.methods import METHODS
 from fednh.report.figures import FIGURES
 from fednh.report.figures.base import Choice, NotAllowed
 from fednh.report.figures.convergence import norms
@@ -19,7 +22,7 @@ from fednh.report.figures.partition import chosen_clients, shares
 from fednh.report.figures.representations import principal, shared_classes
 from fednh.report.figures.sensitivity import gains, swept
 from fednh.report.figures.similarity import cosines, semantics
-from fednh.report.figures.style import COLOURS, colours
+from fednh.report.figures.style import COLOURS, looks, own_look
 from fednh.report.groups import by_setting, by_variant
 from fednh.report.stats import lowest_tenth
 from fednh.report.superclasses import load_groups
@@ -206,9 +209,42 @@ def test_runs_are_grouped_by_task_and_by_method(tmp_path: Path) -> None:
     }
 
 
-def test_a_method_keeps_its_colour_and_no_two_lines_share_one() -> None:
-    assert colours(["FedNH", "FedAvg"], ["fednh", "fedavg"]) == {"FedNH": COLOURS["fednh"], "FedAvg": COLOURS["fedavg"]}
-    mixed = colours(["FedNH a", "FedNH b", "FedAvg"], ["fednh", "fednh", "fedavg"])
-    assert mixed["FedNH b"] == COLOURS["fednh"]
-    assert len(set(mixed.values())) == 3
-    assert len(set(COLOURS.values())) == len(COLOURS)
+def test_a_method_keeps_its_look_and_no_two_lines_share_a_colour() -> None:
+    assert looks(["FedNH", "FedAvg"], ["fednh", "fedavg"]) == {"FedNH": own_look("fednh"), "FedAvg": own_look("fedavg")}
+    mixed = looks(["FedNH a", "FedNH b", "FedAvg"], ["fednh", "fednh", "fedavg"])
+    assert mixed["FedNH b"] == own_look("fednh")
+    assert mixed["FedNH a"].dashes != mixed["FedNH b"].dashes
+    assert mixed["FedAvg"] == own_look("fedavg")
+    assert len({look.colour for look in mixed.values()}) == 3
+    assert own_look("their.package:Method") == own_look("their.package:Method")
+
+
+@pytest.mark.parametrize("name", ["curves", "convergence"])
+def test_a_line_looks_the_same_in_any_company(name: str, tmp_path: Path) -> None:
+    lines = [record(r, gm=10.0 * r, gradient_norm=1.0 / r) for r in (1, 2)]
+    runs = [fake_run(tmp_path / m, {"method.name": m}, lines) for m in ("fedavg", "fedprior")]
+    for company in (runs, runs[1:]):
+        ax = FIGURES[name].draw(company, Choice()).figure.axes[0]
+        (drawn,) = (one for one in ax.lines if one.get_label() == "FedPrior")
+        assert (drawn.get_color(), drawn.get_linestyle()) == (COLOURS["fedprior"], "--")
+
+
+def lab(colour: str) -> NDArray[np.float64]:
+    """CIELAB, in which distances are as the eye sees them."""
+    rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]] @ linear
+    x, y, z = np.cbrt(xyz / (0.9505, 1, 1.0888))  # no colour here is so dark that the cube root would not hold
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def test_every_method_has_a_look_of_its_own() -> None:
+    """Colours differ, by much where dashes are the same; no two methods have the same dashes and marker."""
+    assert COLOURS.keys() == METHODS.keys()
+    look = {name: own_look(name) for name in METHODS}
+    assert len({(one.dashes, one.marker) for one in look.values()}) == len(METHODS)
+    for a, b in combinations(METHODS, 2):
+        apart = np.linalg.norm(lab(look[a].colour) - lab(look[b].colour))
+        assert apart > (28 if look[a].dashes == look[b].dashes else 14), (a, b, apart)
+    for name, one in look.items():
+        assert 35 < lab(one.colour)[0] < 70, f"{name} fades on white or on black"

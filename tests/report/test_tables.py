@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from sys import modules
 
 import pytest
 from fake import fake_run, three_seeds
 
 from fednh.errors import UserError
-from fednh.report.groups import lay_out
+from fednh.methods import METHODS
+from fednh.report.groups import lay_out, method_name
 from fednh.report.load import Run
 from fednh.report.sheet import Sheet
 from fednh.report.tables import (
@@ -33,6 +35,12 @@ def texts(sheet: Sheet) -> list[list[str]]:
 
 def places(sheet: Sheet) -> list[list[int]]:
     return [[cell.place for cell in row] for row in sheet.rows]
+
+
+def test_methods_are_spelled_as_in_their_files() -> None:
+    """A file opens with the name that the method's own paper gives it; the FedNH paper has other names for one."""
+    spelled = {name: (modules[cls.__module__].__doc__ or "").partition(":")[0] for name, cls in METHODS.items()}
+    assert {name: method_name(name) for name in METHODS} == {**spelled, "feduh": "FedAvg+UH"}
 
 
 def test_accuracy_has_the_layout_of_table_1(nine: list[Run]) -> None:

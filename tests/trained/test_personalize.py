@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fednh
+from fednh.core.fit import LocalFit
 from fednh.data.sources.builtin import digits
 from fednh.errors import Notice, UserError
 from fednh.methods import METHODS
@@ -67,6 +68,27 @@ def test_fednh_keeps_the_classes_that_the_site_lacks(finished: dict[str, Path], 
     right = fednh.load_model(run).predict(DATA.x_test[there]) == DATA.y_test[there].astype(str)
     assert made.comparison["global"]["held_share"] == pytest.approx(100 * right.mean())
     assert made.comparison["personalised"]["held_share"] > made.comparison["global"]["held_share"]
+
+
+def test_fedprior_needs_class_counts_alone(site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newcomer's model is the global one with its class prior; only the local model to compare with is trained."""
+    run = real_run(tmp_path / "run", {"method.name": "fedprior", **STILL}).path
+    trained, batchwise = [], LocalFit.batchwise
+    monkeypatch.setattr(LocalFit, "batchwise", lambda *args, **named: trained.append(1) or batchwise(*args, **named))
+    made = personalize(run, site, epochs=1)
+    assert len(trained) == 1
+    shared, _ = read_model(run / "models/global.safetensors")
+    counts = torch.tensor([made.comparison["classes"].get(str(c), 0) for c in range(10)])
+    prior = ((counts + 1) / (counts + 1).sum()).log()
+    assert made.params.keys() == {*shared, "prior"}
+    assert all(torch.equal(made.params[name], shared[name]) for name in shared)
+    torch.testing.assert_close(made.params["prior"], prior)
+
+    monkeypatch.setattr(METHODS["fedprior"], "kept_is_trained", True)
+    again = personalize(run, site, epochs=1)
+    assert len(trained) == 3
+    assert all(torch.equal(made.params[name], again.params[name]) for name in again.params)
+    assert again.comparison == made.comparison
 
 
 def test_the_command(finished: dict[str, Path], site: str, tmp_path: Path) -> None:
@@ -146,13 +168,16 @@ class Normalised(nn.Module):
         return self.head(self.body(x))  # type: ignore[no-any-return]
 
 
-def test_and_from_their_normalisation(site: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["fedavg", "fedprior"])
+def test_and_from_their_normalisation(method: str, site: str, tmp_path: Path) -> None:
     state = Normalised(10).state_dict()
     state["body.2.weight"] = torch.full((6,), 3.0)
     state["body.2.running_var"] = torch.full((6,), 1e6)
     save_file(state, tmp_path / "start.safetensors")
-    settings = {"method.name": "fedavg", "model.name": "test_personalize:Normalised", "model.norm": "local"}
+    settings = {"method.name": method, "model.name": "test_personalize:Normalised", "model.norm": "local"}
     run = real_run(tmp_path / "run", {**settings, "model.weights": str(tmp_path / "start.safetensors"), **STILL}).path
     made = personalize(run, site, epochs=1)
     assert torch.allclose(made.params["body.2.weight"], torch.tensor(3.0))
-    assert (made.params["body.2.running_var"] > 1e5).all(), "three batches forget less than a third"
+    variance = made.params["body.2.running_var"]
+    assert (variance > 1e5).all(), "three batches forget less than a third"
+    assert (variance < 9e5).all(), "a round moves it, whatever the method keeps"

@@ -95,6 +95,11 @@ class Method(ABC):
         """The names in `by_class` in which the length of a row is the number of samples behind it."""
         return ()
 
+    @property
+    def kept_is_trained(self) -> bool:
+        """Whether a round changes what a client keeps. If not, a newcomer's personal model needs no round before it."""
+        return True
+
     def init(self, net: Net, rng: torch.Generator) -> Tree:
         """The server's whole state. Call `net.init(rng)` first: then all methods start from the same weights."""
         return net.init(rng)

@@ -19,6 +19,7 @@ class FedBABU(Method):
     """Only the body is trained, against a frozen random head; fine-tuning of both makes the personal model."""
 
     cite = "Oh et al., FedBABU: Toward Enhanced Representation for Federated Image Classification, ICLR 2022"
+    kept_is_trained = False  # the head is the initial one
 
     finetune_epochs: Annotated[int, Field(ge=0)] = 5  # tau, epochs of fine-tuning
 

@@ -46,6 +46,7 @@ class FedETF(Method):
 
     cite = "Li et al., No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning, ICCV 2023"
     model = ("body", "projection", "head", "beta")
+    kept_is_trained = False
 
     beta: Annotated[float, Field(gt=0)] = 10.0  # the temperature at the start; it is trained
     gamma: Annotated[float, Field(ge=0)] = 1.0  # how strongly class counts enter the loss; 0: not at all

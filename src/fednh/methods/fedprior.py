@@ -78,6 +78,10 @@ class FedPrior(Method):
     def counted(self) -> tuple[str, ...]:
         return self.fednh.counted
 
+    @property
+    def kept_is_trained(self) -> bool:
+        return self.personal == "local"
+
     def init(self, net: Net, rng: torch.Generator) -> Tree:
         start = self.fednh.init(net, rng)
         average = {**prefix("average", select(start, *MOVING)), "average.weight": torch.zeros(())}

@@ -32,6 +32,8 @@ PAPER_NAMES = {
     "feduh": "FedAvg+UH",
     "fednh": "FedNH",
 }
+# Others whose papers spell them unlike their classes.
+SPELLED = {"scaffold": "SCAFFOLD", "pfedfda": "pFedFDA"}
 # How a run was computed, stored and monitored: these change neither the meaning nor the value of a metric.
 _NO_MATTER = (
     *("seed", "workers", "data.dir", "checkpoint", "store", "eval.every", "eval.prior", "diagnostics"),
@@ -46,8 +48,8 @@ _LAID_OUT = (
 
 
 def method_name(name: str) -> str:
-    """The paper's name of a method, else its class name; a method given by import path keeps the path."""
-    return PAPER_NAMES.get(name) or (METHODS[name].__name__ if name in METHODS else name)
+    """The name of a method in the paper, else in its own; a method given by import path keeps the path."""
+    return {**PAPER_NAMES, **SPELLED}.get(name) or (METHODS[name].__name__ if name in METHODS else name)
 
 
 @dataclass(frozen=True)

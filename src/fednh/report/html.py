@@ -229,12 +229,12 @@ def _explorer(runs: Sequence[Run]) -> tuple[list[dict[str, Any]], dict[Path, int
         for seed in seeds(group):
             same = [run for run in group if run.config.seed == seed]
             variants = by_variant(same)
-            paint = style.colours(list(variants), [g[0].method for g in variants.values()])
+            look = style.looks(list(variants), [g[0].method for g in variants.values()])
             methods = []
             shown = [key for key in EXPLORED if any(p.get(key) is not None for r in same for p in r.summary["clients"])]
             for variant, (run, *_) in variants.items():
                 values = {key: _by_client(run, key) for key in shown}
-                methods.append({"label": variant, "colour": paint[variant], "values": values})
+                methods.append({"label": variant, "colour": look[variant].colour, "values": values})
             measured = (person["client"] for run in same for person in run.summary["clients"])
             found.append(
                 {

@@ -1,7 +1,8 @@
 """A site that never took part gets a personal model from a finished run, by the method's own personalisation.
 
 It is enrolled as any client, from the configuration alone; it receives what the server would send after the last round,
-trains as in one round of the method, and its personal model is what the method calls so.
+trains as in one round of the method, unless that changes nothing it keeps, and its personal model is what the method
+calls so.
 """
 
 from __future__ import annotations
@@ -178,11 +179,13 @@ def _trained(
     sgd: Sgd,
     seed: int,
 ) -> Tree:
-    """A newcomer's round and its personal model."""
+    """A newcomer's round, where it changes what is kept (normalisation too), and its personal model."""
     with one_thread():
-        update = client.update(method, net, kept, received, ClientData(train, index, seed, purpose="personalize"), sgd)
+        if method.kept_is_trained or net.stateful:
+            data = ClientData(train, index, seed, purpose="personalize")
+            kept = client.update(method, net, kept, received, data, sgd).keep
         data = ClientData(train, index, seed, purpose="personalize personal")
-        return arranged(client.personal_model(method, net, update.keep, received, data, sgd))
+        return arranged(client.personal_model(method, net, kept, received, data, sgd))
 
 
 def _metrics(method: Method, net: Net, params: Tree, held: Samples) -> dict[str, float | None]:

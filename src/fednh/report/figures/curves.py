@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from fednh.errors import UserError, did_you_mean
 from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, metrics_of, stated_n
-from fednh.report.figures.style import DASHES, colours, grid, legend_below, side_by_side
+from fednh.report.figures.style import grid, legend_below, looks, side_by_side
 from fednh.report.groups import by_variant, seeds
 from fednh.report.load import Run
 
@@ -64,16 +64,16 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     }
     if max(len(points) for points in curves.values()) < 2:
         raise NotAllowed("no run evaluated more than one round that its other seeds evaluated too (see eval.every)")
-    paint = colours(list(variants), [group[0].method for group in variants.values()])
+    look = looks(list(variants), [group[0].method for group in variants.values()])
     figure, axes = side_by_side(len(metrics), 3.1)
     for ax, (metric, name) in zip(axes.flat, metrics.items(), strict=True):
-        for i, label in enumerate(variants):
+        for label in variants:
             points = curves[label, metric]
             if not points:
                 continue
             x, mean, spread = (np.array([getattr(p, key) for p in points]) for key in ("x", "mean", "spread"))
-            ax.plot(x, mean, color=paint[label], linestyle=DASHES[i % len(DASHES)], label=label)
-            ax.fill_between(x, mean - spread, mean + spread, color=paint[label], alpha=0.16, linewidth=0)
+            ax.plot(x, mean, color=look[label].colour, linestyle=look[label].dashes, label=label)
+            ax.fill_between(x, mean - spread, mean + spread, color=look[label].colour, alpha=0.16, linewidth=0)
         grid(ax)
         ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=choice.x == "round"))
         ax.set(title=name, xlabel=AXES[choice.x][0])

@@ -17,7 +17,7 @@ from fednh.report.figures.base import (
     stated_n,
     whom,
 )
-from fednh.report.figures.style import ALARM, colours, ink, muted, panels, shortened
+from fednh.report.figures.style import ALARM, ink, looks, muted, panels, shortened
 from fednh.report.groups import by_variant
 from fednh.report.load import Run, left_out
 from fednh.report.stats import lowest_tenth, worst_tenth
@@ -32,7 +32,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     if not able:
         raise NotAllowed("no client took part in any run, or no accuracy of single clients was measured")
     variants = dict(sorted(by_variant(able).items(), key=lambda item: -_mean(item[1], metric_key)))
-    paint = colours(list(variants), [group[0].method for group in variants.values()])
+    look = looks(list(variants), [group[0].method for group in variants.values()])
     figure, axes = panels(1, 1, 7.6, 0.9 + 0.46 * len(variants))
     ax, rows = axes[0, 0], []
     total = sum(len(run.counted(metric_key)) for group in variants.values() for run in group)
@@ -47,7 +47,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         mean, worst = _mean(group, metric_key), float(np.mean([worst_tenth(column) for column in by_seed]))
         height = place + np.random.default_rng(0).uniform(-0.27, 0.27, len(values))
         dots = {"s": 13, "linewidths": 0, "rasterized": total > RASTER}
-        ax.scatter(values[~marked], height[~marked], color=paint[label], alpha=0.6, **dots)
+        ax.scatter(values[~marked], height[~marked], color=look[label].colour, alpha=0.6, **dots)
         ax.scatter(values[marked], height[marked], color=ALARM, marker="D", **dots)
         ax.plot([mean] * 2, [place - 0.38, place + 0.38], color=ink(), linewidth=1.6)
         spread = float(np.mean([run.summary[f"{metric_key}_std"] for run in group if run.has(metric_key)]))

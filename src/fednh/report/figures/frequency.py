@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, stated_n
-from fednh.report.figures.style import MARKERS, colours, grid, legend_below, panels
+from fednh.report.figures.style import Look, grid, legend_below, looks, panels
 from fednh.report.groups import by_variant
 from fednh.report.load import Run
 
@@ -51,9 +51,9 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     if not able:
         raise NotAllowed("no personal model was measured by class on a test set that all clients share")
     variants = by_variant(able)
-    paint = colours(list(variants), [group[0].method for group in variants.values()])
+    look = looks(list(variants), [group[0].method for group in variants.values()])
     figure, axes = panels(1, 2, 4.4, 3.3)
-    rows = _global(axes[0, 0], variants, paint, choice.shots) + _personal(axes[0, 1], variants, paint, choice.shots)
+    rows = _global(axes[0, 0], variants, look, choice.shots) + _personal(axes[0, 1], variants, look, choice.shots)
     legend_below(figure, variants)
     few, many = choice.shots
     n = stated_n(map(len, variants.values()))
@@ -66,23 +66,17 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
 
 
 def _global(
-    ax: Axes, variants: dict[str, list[Run]], paint: dict[str, str], bounds: tuple[int, int]
+    ax: Axes, variants: dict[str, list[Run]], look: dict[str, Look], bounds: tuple[int, int]
 ) -> list[list[Any]]:
     rows = []
-    for i, (label, group) in enumerate(variants.items()):
+    for label, group in variants.items():
         own = [run for run in group if run.summary["per_class"] is not None]
         if not own:
             continue
         samples = np.mean([_totals(run) for run in own], axis=0)
         right = np.mean(np.array([run.summary["per_class"] for run in own], np.float64), axis=0)  # None becomes NaN
-        look: dict[str, Any] = {
-            "color": paint[label],
-            "marker": MARKERS[i % len(MARKERS)],
-            "s": 20,
-            "alpha": 0.75,
-            "linewidths": 0,
-        }
-        ax.scatter(samples, right, label=label, **look)
+        dots: dict[str, Any] = {"s": 20, "alpha": 0.75, "linewidths": 0}
+        ax.scatter(samples, right, label=label, color=look[label].colour, marker=look[label].marker, **dots)
         names = own[0].partition["classes"]
         seen = [row for row in zip(names, samples, right, strict=True) if not np.isnan(row[2])]
         rows += [["global", label, c, s, a, ""] for c, s, a in seen]
@@ -97,7 +91,7 @@ def _global(
 
 
 def _personal(
-    ax: Axes, variants: dict[str, list[Run]], paint: dict[str, str], bounds: tuple[int, int]
+    ax: Axes, variants: dict[str, list[Run]], look: dict[str, Look], bounds: tuple[int, int]
 ) -> list[list[Any]]:
     rows, width = [], 0.8 / len(variants)
     groups = {label: [personal_groups(run, bounds) for run in group] for label, group in variants.items()}
@@ -107,8 +101,8 @@ def _personal(
             values = [g[shot][0] for g in found if shot in g]
             if values:
                 at = place + (i - (len(groups) - 1) / 2) * width
-                ax.bar(at, np.mean(values), width * 0.9, color=paint[label], label=label)
-                ax.errorbar(at, np.mean(values), yerr=_sd(values), color=paint[label], alpha=0.6, linewidth=1)
+                ax.bar(at, np.mean(values), width * 0.9, color=look[label].colour, label=label)
+                ax.errorbar(at, np.mean(values), yerr=_sd(values), color=look[label].colour, alpha=0.6, linewidth=1)
                 pairs = sum(g[shot][1] for g in found if shot in g)
                 rows.append(["personal", label, f"{shot}-shot", pairs, np.mean(values), _sd(values)])
     words = {"absent": "absent\n0", "few": f"few\n1–{bounds[0] - 1}", "many": f"many\n> {bounds[1]}"}

@@ -9,7 +9,7 @@ import numpy as np
 
 from fednh.errors import UserError
 from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, metrics_of, stated_n
-from fednh.report.figures.style import CYCLE, DASHES, MARKERS, grid, legend_below, line, side_by_side
+from fednh.report.figures.style import grid, legend_below, line, numbered, side_by_side
 from fednh.report.groups import Group, group_runs, method_name, show, varying
 from fednh.report.load import Run
 
@@ -77,8 +77,9 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
             if not points:
                 continue
             x, mean, spread = (np.array([getattr(p, k) for p in points]) for k in ("value", "mean", "spread"))
-            look = {"color": CYCLE[i % len(CYCLE)], "linestyle": DASHES[i % 4], "marker": MARKERS[i % 11]}
-            ax.errorbar(x, mean, yerr=spread, markersize=4, capsize=2, label=label, **look)
+            look = numbered(i)
+            drawn = {"color": look.colour, "linestyle": look.dashes, "marker": look.marker}
+            ax.errorbar(x, mean, yerr=spread, markersize=4, capsize=2, label=label, **drawn)
             rows += [[label, name, p.value, p.mean, p.spread, p.n] for p in points]
             counts |= {p.n for p in points}
         grid(ax)

@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -28,31 +29,38 @@ from fednh.storage.files import write_bytes
 
 FORMATS = ("svg", "pdf", "png")
 
-# Okabe and Ito's colours, darkened where they would fade on white; a method keeps its colour in every figure.
+# Okabe and Ito's colours, darkened where they would fade on white, and others between them. A method keeps its look in
+# every figure: its place here decides its dashes and its marker, so that colours that are near have other dashes.
 COLOURS = {
     "fednh": "#0077bb",
+    "fedbabu": "#cc6699",
     "feduh": "#33a6dd",
     "fedavg": "#e08a00",
-    "local": "#8a8f98",
-    "fedper": "#009e73",
-    "fedrep": "#6a9f3a",
-    "fedbabu": "#cc6699",
-    "ditto": "#d55e00",
-    "fedproto": "#b59f00",
     "fedrod": "#8a63c9",
+    "ditto": "#d55e00",
+    "local": "#8a8f98",
+    "fedrep": "#6a9f3a",
     "creff": "#a8506e",
-    "fedprox": "#b8651b",
     "scaffold": "#4d6a8f",
-    "fedbn": "#c9a24b",
-    "fedetf": "#00808a",
-    "fedlc": "#e0705a",
+    "fedper": "#009e73",
     "fedloge": "#5f4b8b",
+    "fedbn": "#c9a24b",
     "pfedfda": "#2f8f4e",
+    "fedproto": "#b59f00",
     "fedvls": "#9c7a2e",
+    "fedetf": "#00808a",
+    "fedprior": "#c2189b",
+    "fedprox": "#b8651b",
+    "fedala": "#7030e0",
+    "fedlc": "#e0705a",
+    "fedpac": "#2b5be0",
+    "feddbe": "#3fae2a",
+    "fedgela": "#d040e8",
 }
 OTHERS = ("#7d5a3c", "#5b7f5f", "#6f5d8c", "#9a4a3d", "#3f7f9f")  # of methods that are not ours, by name
 CYCLE = ("#0077bb", "#e08a00", "#009e73", "#cc6699", "#33a6dd", "#d55e00", "#8a63c9", "#b59f00", "#8a8f98", "#a8506e")
-DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (5, 2)), (0, (1.2, 1.4)), (0, (5, 1.5, 1.2, 1.5)))
+Dashes = str | tuple[int, tuple[float, ...]]
+DASHES: tuple[Dashes, ...] = ("-", (0, (5, 2)), (0, (1.2, 1.4)), (0, (5, 1.5, 1.2, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h", "*")
 ALARM = "#d1495b"
 
@@ -131,15 +139,50 @@ def side_by_side(count: int, height: float) -> tuple[Figure, NDArray[Any]]:
     return panels(count // across, across, 9.2 / across, height)
 
 
-def colours(labels: Sequence[str], methods: Sequence[str]) -> dict[str, str]:
-    """A colour for every label: its method's own, in shades where one of several methods has several labels."""
+@dataclass(frozen=True)
+class Look:
+    """How one label is drawn: in lines and in dots."""
+
+    colour: str
+    dashes: Dashes
+    marker: str
+
+
+def looks(labels: Sequence[str], methods: Sequence[str]) -> dict[str, Look]:
+    """A look for every label: its method's own; where one of several methods has several labels, the last one has it.
+
+    The others have its colour in paler shades.
+    """
     if len(set(methods)) == 1 and len(labels) > 1:
-        return {label: CYCLE[i % len(CYCLE)] for i, label in enumerate(labels)}
+        return {label: numbered(i) for i, label in enumerate(labels)}
     found = {}
     for i, (label, method) in enumerate(zip(labels, methods, strict=True)):
-        base, alike = COLOURS.get(method, OTHERS[crc32(method.encode()) % len(OTHERS)]), methods.count(method)
-        found[label] = base if alike == 1 else _shade(base, methods[: i + 1].count(method) / alike)
+        colour, place = _own(method)
+        after = methods[i + 1 :].count(method)
+        found[label] = _look(_shade(colour, 1 - after / methods.count(method)), place + after)
     return found
+
+
+def own_look(method: str) -> Look:
+    """A method's look, whatever it is shown with."""
+    return _look(*_own(method))
+
+
+def numbered(place: int) -> Look:
+    """The look of what is no method, or of one method's variants, by their places."""
+    return _look(CYCLE[place % len(CYCLE)], place)
+
+
+def _own(method: str) -> tuple[str, int]:
+    """A method's colour and place."""
+    if method in COLOURS:
+        return COLOURS[method], list(COLOURS).index(method)
+    number = crc32(method.encode())
+    return OTHERS[number % len(OTHERS)], number // len(OTHERS)
+
+
+def _look(colour: str, place: int) -> Look:
+    return Look(colour, DASHES[place % len(DASHES)], MARKERS[place % len(MARKERS)])
 
 
 def _shade(colour: str, strength: float) -> str:
