@@ -53,7 +53,7 @@ def rows() -> Iterator[Row]:
         usual = plain_conv2(*conv2_data), plain_resnet18(*resnet18_data), plain_small(*small_data)
     memory.keep_freed()
     yield from conv2(*conv2_data, usual[0])
-    yield resnet18(*resnet18_data, usual[1])
+    yield from resnet18(*resnet18_data, usual[1])
     yield from small(*small_data, usual[2])
     yield from methods_and_evaluation()
     yield from start_up()
@@ -164,28 +164,38 @@ def plain_round(
 
 
 def conv2(data: Dataset, parts: Parts, usual: float) -> Iterator[Row]:
-    """Conv2 on CIFAR-shaped data: near the limit, and far from the plain way."""
-    _, fed = federation(data, parts, **{"method.name": "fedavg"})
+    """Conv2 on CIFAR-shaped data: near the limit of ordinary convolutions or beyond it, and far from the plain way."""
+    fed, ordinary = both_ways(data, parts, "conv2")
     with workers() as pool:
         primitives = [Conv2Primitives() for _ in parts]
 
         def bare() -> None:
             list(pool.map(lambda one: [one.step() for _ in range(STEPS)], primitives))
 
-        ours, limit = best(6, local_training(fed, Sgd(epochs=1), pool), bare)
+        works = [local_training(each, Sgd(epochs=1), pool) for each in (fed, ordinary)]
+        ours, before, limit = best(6, *works, bare)
     each = f"{len(parts) * STEPS} steps of {BATCH} images: ours {ours:.2f} s, "
-    each += f"primitives {limit:.2f} s, plain {usual:.2f} s"
+    each += f"with ordinary convolutions {before:.2f} s, primitives {limit:.2f} s, plain {usual:.2f} s"
     yield Row("Conv2: share of the primitive limit", limit / ours, "", 0.9, False, each)
+    yield Row("Conv2: with fast convolutions against ordinary ones", before / ours, "x", 1.2, False, each)
     yield Row("Conv2: against the plain way", usual / ours, "x", 2.5, False, each)
 
 
-def resnet18(data: Dataset, parts: Parts, usual: float) -> Row:
+def resnet18(data: Dataset, parts: Parts, usual: float) -> Iterator[Row]:
     """ResNet-18 with GroupNorm at 64x64; the plain way has the same module in NCHW."""
-    _, fed = federation(data, parts, **{"method.name": "fedavg", "model.name": "resnet18"})
+    sgd = Sgd(epochs=1, batch_size=RESNET_BATCH)
     with workers() as pool:
-        (ours,) = best(2, local_training(fed, Sgd(epochs=1, batch_size=RESNET_BATCH), pool))
-    each = f"{CORES} steps of {RESNET_BATCH} images: ours {ours:.2f} s, plain {usual:.2f} s"
-    return Row("ResNet-18 (64x64): against the plain way", usual / ours, "x", 2.0, False, each)
+        ours, before = best(2, *(local_training(fed, sgd, pool) for fed in both_ways(data, parts, "resnet18")))
+    each = f"{CORES} steps of {RESNET_BATCH} images: ours {ours:.2f} s, "
+    each += f"with ordinary convolutions {before:.2f} s, plain {usual:.2f} s"
+    yield Row("ResNet-18 (64x64): with fast convolutions against ordinary ones", before / ours, "x", 1.2, False, each)
+    yield Row("ResNet-18 (64x64): against the plain way", usual / ours, "x", 2.0, False, each)
+
+
+def both_ways(data: Dataset, parts: Parts, model: str) -> list[Federation]:
+    """The same federation with fast and with ordinary convolutions."""
+    settings = {"method.name": "fedavg", "model.name": model}
+    return [federation(data, parts, **settings, **{"model.convolution": way})[1] for way in ("fast", "ordinary")]
 
 
 def small(data: Dataset, parts: Parts, usual: float) -> Iterator[Row]:
