@@ -199,9 +199,9 @@ def test_the_table_lives_on_a_terminal_until_it_is_interrupted(going: Path) -> N
         rounds = set(re.findall(r"(\d+)/100000", text))
     os.kill(pid, signal.SIGINT)
     with suppress(OSError):  # so a terminal says that nobody writes to it any more
-        while more := os.read(terminal, 65536):
+        while more := os.read(terminal, 65536) if select.select([terminal], [], [], 60)[0] else b"":
             text += more.decode(errors="replace")
-    os.close(terminal)
+    os.close(terminal)  # which ends a child that hangs
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert "interrupted" not in text
 

@@ -27,6 +27,7 @@ from fednh.cli.options import (
     with_short_options,
 )
 from fednh.config.short_options import SHORT_OPTIONS
+from fednh.core.stop import Stop
 from fednh.errors import Interrupted, UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def stop_on_signal(
     insist: bool = True,
 ) -> Iterator[threading.Event]:
     """The first Ctrl-C or SIGTERM asks the run to stop and save; a second one ends it at once, if one may `insist`."""
-    stop = threading.Event()
+    stop = Stop()
 
     def ask(signum: int, _: object) -> None:
         if stop.is_set() and insist:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-import threading
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fednh.cli.app import app, console_for_people
+from fednh.core.stop import Stop
 from fednh.errors import UserError
 
 
@@ -52,9 +52,9 @@ def watch(
         watch_screen.watch(console, runs, every, _until_stopped())
 
 
-def _until_stopped() -> threading.Event:
+def _until_stopped() -> Stop:
     """Set by Ctrl-C or SIGTERM, which end watching: there is nothing to save and nothing to say."""
-    stop = threading.Event()
+    stop = Stop()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     return stop
