@@ -58,9 +58,9 @@ def test_costly_servers_and_personal_models_are_counted(monkeypatch: pytest.Monk
         clock.now += 1.0
         return server
 
-    def tune(method: Any, net: Any, kept: Any, received: Any, data: Any, sgd: Any) -> Any:
+    def tune(method: Any, net: Any, kept: Any, received: Any, data: Any, sgd: Any, **more: Any) -> Any:
         clock.now += 2.0 * len(data)
-        return usual(method, net, kept, received, data, sgd)
+        return usual(method, net, kept, received, data, sgd, **more)
 
     monkeypatch.setattr(CReFF, "aggregate", aggregate)
     monkeypatch.setattr(client, "personal_model", tune)

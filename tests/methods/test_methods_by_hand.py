@@ -568,13 +568,13 @@ def test_fedprior(play: Play) -> None:
     x = play.xy[0][0]
     plain = {name: value for name, value in personal.items() if name != "prior"}
     torch.testing.assert_close(
-        play.method.logits(play.net, personal, x), play.method.logits(play.net, plain, x) + prior, **CLOSE
+        play.method.scores(play.net, personal, x), play.method.logits(play.net, plain, x) + prior, **CLOSE
     )
     same(select(plain, "body"), bodies[0], **CLOSE)  # the client's own, with personal = "local"
     # How new an input is, is the cosine to the nearest prototype, whatever the client's classes are.
     features = F.normalize(play.net.features(personal, x), dim=1)
     nearest = (features @ F.normalize(personal["head.weight"], dim=1).T).max(1).values
-    found = novelty.similarity(play.method, personal, play.method.logits(play.net, personal, x))
+    found = novelty.similarity(play.method, personal, play.method.scores(play.net, personal, x))
     assert found is not None
     torch.testing.assert_close(found, nearest, **CLOSE)
 

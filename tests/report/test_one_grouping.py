@@ -112,6 +112,8 @@ OTHER_FIGURES: dict[str, Any] = {
     "aggregator": "median",
     "rounds": 199,
     "train.momentum": 0.5,
+    "personal.model": "global",
+    "personal.prior": 1.0,
     "method.rho": 0.5,
 }
 SAME_FIGURES: dict[str, Any] = {

@@ -116,6 +116,15 @@ class TrainConfig(Section):
         return Sgd(lr, self.momentum, self.weight_decay, self.clip, self.batch_size, self.epochs)
 
 
+class PersonalConfig(Section):
+    model: Literal["own", "global"] = "own"  # whose weights a client's model has: its own by the method, or the global
+    prior: float = Field(0.0, ge=0)  # tau: how much of the client's log class share is added to its logits
+    smoothing: float = Field(0.1, gt=0)  # samples added to every class before shares are taken
+
+
+OWN = PersonalConfig()  # as the method makes them
+
+
 class EvalConfig(Section):
     every: int = Field(10, ge=0, le=MANY)  # rounds between evaluations; 0: only at the end
     clients: Literal["active", "all"] | int = (
@@ -211,6 +220,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     method: dict[str, Any] = Field(default_factory=lambda: {"name": "fednh"})
     train: TrainConfig = TrainConfig()
+    personal: PersonalConfig = PersonalConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     store: StoreConfig = StoreConfig()

@@ -16,7 +16,7 @@ from fednh.core.client import Report
 from fednh.core.losses import BatchLoss, Loss
 from fednh.core.tree import Tree, finite
 from fednh.data.batches import ClientData, blank_samples
-from fednh.errors import RunError
+from fednh.errors import RunError, UserError
 from fednh.methods.base import Method
 from fednh.models.net import Net
 from fednh.words import one_line
@@ -34,6 +34,20 @@ def declared_upload(method: Method, net: Net, initial: Tree) -> Form:
     data = ClientData(samples, np.arange(len(samples)))
     kept, received = method.enroll(initial), method.broadcast(initial)
     return form_of(method.client_update(net, kept, received, data, _Still())[1])
+
+
+def check_personal(model: str, method: Method, name: str, initial: Tree) -> None:
+    """Personal models can be the global one (`personal.model`) only if clients receive all of it."""
+    if model == "own":
+        return
+    whole = method.global_model(initial)
+    try:
+        sent = method.global_model(method.broadcast(initial))
+    except KeyError:
+        sent = None
+    if whole is None or sent is None or sent.keys() != whole.keys():
+        why = "has no global model" if whole is None else "does not send all of its global model to clients"
+        raise UserError(f"personal.model = 'global' cannot be had with method {name}, which {why}; leave it at 'own'")
 
 
 class _Still:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fednh.config.schema import OWN, PersonalConfig
 from fednh.core import evaluate
 from fednh.core.diagnostics import GradientNorm
 from fednh.core.evaluate import Personal
@@ -81,15 +82,19 @@ def personal_model(
     data: ClientData,
     sgd: Sgd,
     tick: Callable[[int], None] = unhurried,
+    how: PersonalConfig = OWN,
 ) -> Tree:
-    """The client's own model, as `method.logits` takes it; its normalisation is part of it.
+    """The client's own model, as `method.scores` takes it; its normalisation is part of it.
 
-    `tick` is called before every step of training, if the method trains here.
+    The method makes it, or (`how.model`) it is the global model as it was received; the client's class prior may be put
+    into it. `tick` is called before every step of training, if the method trains here.
     """
     with LocalNorm(net, kept, data.index.device) as norm:
         fit = norm.fit(LocalFit(data, sgd, tick=tick, training=_training(net, data)))
-        model = method.personal_model(net, without_norm(kept), received, data, fit)
-    return {**model, **norm.state}
+        shared = method.global_model(received) if how.model == "global" else None
+        model = method.personal_model(net, without_norm(kept), received, data, fit) if shared is None else shared
+    prior = {"prior": how.prior * log_share(data.counts, how.smoothing)} if how.prior else {}  # (C,)
+    return {**model, **prior, **norm.state}
 
 
 def logits_of(
@@ -107,7 +112,7 @@ def logits_of(
         nonlocal done
         tick(len(x))
         known, done = (None if features is None else features[done : done + len(x)]), done + len(x)
-        return method.logits(net if known is None else KnowingNet(net, model, x, known), model, x)
+        return method.scores(net if known is None else KnowingNet(net, model, x, known), model, x)
 
     return evaluate.logits_of(predict, test)
 

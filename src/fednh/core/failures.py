@@ -38,6 +38,9 @@ def _place(method: Method, error: Exception) -> str | None:
     """
     frames = list(walk_tb(error.__traceback__))
     inside = [i for i, (frame, _) in enumerate(frames) if frame.f_locals.get("self") is method]
+    inside = [
+        i for i in inside if frames[i][0].f_code is not Method.scores.__code__
+    ] or inside  # it only calls `logits`
     if not inside or (isinstance(error, OSError) and any(_ours(frame) for frame, _ in frames[inside[-1] + 1 :])):
         return None
     own = [row for row in frames[inside[0] :] if row[0].f_code.co_filename == getfile(type(method))]

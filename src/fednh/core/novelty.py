@@ -64,7 +64,7 @@ def look(
     found = []
     for rows in torch.split(torch.from_numpy(index).to(samples.x.device), EVAL_BATCH):
         tick(len(rows))
-        logits = method.logits(net, params, samples.floats(samples.x[rows]))
+        logits = method.scores(net, params, samples.floats(samples.x[rows]))
         found.append(_cosine(params, logits))
     values = torch.cat(found).cpu().to(torch.float64)
     levels = torch.quantile(values, torch.tensor(QUANTILES, dtype=torch.float64)).tolist()

@@ -84,6 +84,7 @@ class Rounds:
         self.total = None if self.test is None else evaluate.total_per_class(self.test)  # (C,)
         with failures.named(self.method, "the first try on blank samples failed, before any round"):
             initial = initial_state(self.method, self.net, self.config.seed, self.config.device)
+            checks.check_personal(self.config.personal.model, self.method, self.config.method["name"], initial)
             self.upload_form = checks.declared_upload(self.method, self.net, initial)
             self.executor.begin(initial)
         self.form = checks.form_of(initial)

@@ -123,7 +123,17 @@ class SimulationAnswers:
         with failures.named(method, f"the server failed after round {asked.done}"):
             shared = method.global_model(asked.server) if self.fed.measures_held_out else None
         sgd, prior = config.train.sgd(asked.done), config.eval.prior
-        stage = Measuring(asked.down, shared, sgd, config.seed, asked.done, asked.final, prior, records=asked.records)
+        stage = Measuring(
+            asked.down,
+            shared,
+            sgd,
+            config.seed,
+            asked.done,
+            asked.final,
+            prior,
+            records=asked.records,
+            how=config.personal,
+        )
         simulation.meter.begin(sum(stage.samples(simulation.material, client) for client in asked.evaluate))
         found = []
         for unit in simulation.map(stage, [[client] for client in asked.evaluate]):  # stopped, it starts again

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fednh.config.schema import PersonalConfig
 from fednh.core import checks, failures, novelty
 from fednh.core import client as clients
 from fednh.core.client import Update
@@ -158,6 +159,7 @@ class Measuring(Stage):
     round: int
     final: bool = False
     prior: Sequence[float] = ()  # `eval.prior`
+    how: PersonalConfig = field(default_factory=PersonalConfig, kw_only=True)
     body: SharedBody = field(default_factory=SharedBody, kw_only=True, compare=False)
 
     def __call__(self, on: Material, unit: Unit, kept: Sequence[Tree], tick: Tick = unhurried) -> list[Measured]:
@@ -175,7 +177,7 @@ class Measuring(Stage):
         method, net, part = on.method, on.net, on.parts[client]
         with failures.named(method, f"the personal model of {on.name(client)} failed after round {self.round}"):
             data = ClientData(on.train, part, self.seed, self.round, client, "personal")
-            model = clients.personal_model(method, net, kept, self.received(client), data, self.sgd, tick)
+            model = clients.personal_model(method, net, kept, self.received(client), data, self.sgd, tick, self.how)
             about = novelty.look(method, net, model, on.train, part, self.seed, tick) if self.final else None
             held = subset(on.train, on.held_out[client])
             seen = self.body.features(net, self.down, model, on.test, tick)

@@ -88,12 +88,14 @@ def measure(config: Config, fed: Federation) -> Pace:
             count = min(4 * count, len(part))
             spent, update = all_at_once(partial(train, count))
         data = ClientData(fed.train, part[:count], config.seed)
-        tune, model = all_at_once(lambda: client.personal_model(method, net, update.keep, down, data, sgd))
+        tune, model = all_at_once(
+            lambda: client.personal_model(method, net, update.keep, down, data, sgd, how=config.personal)
+        )
         seen = fed.test if len(fed.test) else fed.train
         some = min(len(seen), EVAL_BATCH)
         test = subset(seen, np.arange(some))
         model = arranged(model)
-        look, _ = all_at_once(lambda: evaluate.correct_per_class(lambda x: method.logits(net, model, x), test))
+        look, _ = all_at_once(lambda: evaluate.correct_per_class(lambda x: method.scores(net, model, x), test))
         picked = len(picked_clients(config, 1, len(fed.parts)))
         began = time.perf_counter()
         pool.submit(method.aggregate, server, Uploads([update.upload] * picked)).result()

@@ -194,7 +194,8 @@ class Site:
         """Evaluate the personal and the global model on the site's samples: aggregate numbers only."""
         fed, round_ = self.fed, order.evaluate
         data, test, held = self._data(order.client, round_, "personal"), self._test(), self._held_out()
-        model = clients.personal_model(fed.method, fed.net, kept, down, data, self.config.train.sgd(round_))
+        sgd, how = self.config.train.sgd(round_), self.config.personal
+        model = clients.personal_model(fed.method, fed.net, kept, down, data, sgd, how=how)
         self._save(model, order)
         shared = fed.method.global_model({**self._initial(), **down})
         shared = None if shared is None else {**shared, **more}

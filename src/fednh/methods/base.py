@@ -21,7 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, final
 
 import torch
 from pydantic import ConfigDict
@@ -153,5 +153,11 @@ class Method(ABC):
         return not_unit(server["head.weight"]) if self.cosine else None
 
     def logits(self, net: Net, params: Tree, x: Tensor) -> Tensor:  # (B, ...) -> (B, C)
-        """Class scores from a global or personal model; the largest one is the prediction."""
+        """Class scores from a global or personal model, without a prior."""
         return (scaled_cosine(net) if self.cosine else net.logits)(params, x)
+
+    @final
+    def scores(self, net: Net, params: Tree, x: Tensor) -> Tensor:  # (B, ...) -> (B, C)
+        """`logits` plus the class `prior` (C,) that a personal model may hold; the largest is the prediction."""
+        logits = self.logits(net, params, x)
+        return logits + params["prior"] if "prior" in params else logits

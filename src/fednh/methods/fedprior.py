@@ -9,7 +9,7 @@ softmax (Ren et al., "Balanced Meta-Softmax for Long-Tailed Visual Recognition",
 so that s * W f(x), shared by all clients, need not model the shares. The client knows its own, and by Bayes' rule adds
 them back without training (logit adjustment: Menon et al., "Long-Tail Learning via Logit Adjustment", ICLR 2021):
 
-    personal logits = s * W f(x) + tau * log pi_k                                             -> personal_model, logits
+    personal logits = s * W f(x) + tau * log pi_k                                             -> personal_model
 
 Body, prototypes and scale of a personal model are the global model's: newer and of more clients than what the client
 trained last (`personal = "local"` takes that). With `ema` above 0 the global model is a moving average of the server's
@@ -28,7 +28,6 @@ from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from fednh.methods.base import (
     ClientData,
@@ -117,7 +116,3 @@ class FedPrior(Method):
         prior = self.tau * log_share(data.counts, self.smoothing)  # (C,)
         local = select({**received, **kept}, *self.model)
         return {**(self.global_model(received) if self.personal == "global" else local), "prior": prior}
-
-    def logits(self, net: Net, params: Tree, x: Tensor) -> Tensor:
-        scores = scaled_cosine(net)(params, x)
-        return scores + params["prior"] if "prior" in params else scores

@@ -130,7 +130,7 @@ class Model:
     def logits(self, stored: Tensor, params: Tree, how: scaling.Constants) -> Tensor:  # (B, ...) -> (B, C)
         """From samples as they are stored to class scores: preprocessing, network, method."""
         x = scaling.floats(scaling.filled(stored, how.centre), how.gain, how.shift)
-        return self.method.logits(self.net, params, x)
+        return self.method.scores(self.net, params, x)
 
     @cached_property
     def normalisation(self) -> scaling.Constants:

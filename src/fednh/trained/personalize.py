@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fednh.config import Config
+from fednh.config.schema import OWN, PersonalConfig
 from fednh.core import client, evaluate, failures, novelty
 from fednh.core.federation import initial_state
 from fednh.core.fit import Sgd
@@ -72,7 +73,9 @@ def personalize(
     sgd = _sgd(config, epochs)
     with failures.named(method, "personalising failed"):
         initial = initial_state(method, net, config.seed)
-        params = _trained(method, net, method.enroll(initial), received, train, parts[0], sgd, config.seed)
+        params = _trained(
+            method, net, method.enroll(initial), received, train, parts[0], sgd, config.seed, config.personal
+        )
     alone = METHODS["local"]()
     fresh = arranged(net.init(torch_rng(config.seed, "init")))
     local = _trained(alone, net, fresh, {}, train, parts[0], sgd, config.seed)
@@ -178,17 +181,18 @@ def _trained(
     index: Indices,
     sgd: Sgd,
     seed: int,
+    how: PersonalConfig = OWN,
 ) -> Tree:
     """A newcomer's round, where it changes what is kept (normalisation too), and its personal model."""
     with one_thread():
-        if method.kept_is_trained or net.stateful:
+        if (method.kept_is_trained and how.model == "own") or net.stateful:
             data = ClientData(train, index, seed, purpose="personalize")
             kept = client.update(method, net, kept, received, data, sgd).keep
         data = ClientData(train, index, seed, purpose="personalize personal")
-        return arranged(client.personal_model(method, net, kept, received, data, sgd))
+        return arranged(client.personal_model(method, net, kept, received, data, sgd, how=how))
 
 
 def _metrics(method: Method, net: Net, params: Tree, held: Samples) -> dict[str, float | None]:
-    correct = evaluate.correct_per_class(lambda x: method.logits(net, params, x), held)
+    correct = evaluate.correct_per_class(lambda x: method.scores(net, params, x), held)
     macro, share = evaluate.held_accuracy(correct, evaluate.total_per_class(held))
     return {"held_macro": macro, "held_share": share}
