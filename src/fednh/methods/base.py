@@ -43,7 +43,7 @@ from fednh.core.losses import (
 )
 from fednh.core.tree import Tree, Uploads, below, mean, prefix, select
 from fednh.data.batches import ClientData
-from fednh.methods.prototypes import not_unit, sparse_head, uniform_head
+from fednh.methods.prototypes import not_unit, projected_simplex, sparse_head, uniform_head
 from fednh.models.net import Net
 
 MODEL = ("body", "head")  # the names of a whole network
@@ -68,6 +68,7 @@ __all__ = [
     "mean",
     "not_unit",
     "prefix",
+    "projected_simplex",
     "scaled_cosine",
     "select",
     "sparse_head",

@@ -32,8 +32,8 @@ from fednh.methods.base import (
     balanced_softmax,
     cross_entropy,
     not_unit,
+    projected_simplex,
     select,
-    uniform_head,
     unit,
 )
 
@@ -54,14 +54,7 @@ class FedETF(Method):
     turn_epochs: Annotated[int, Field(ge=0)] = 3  # for each of the two
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:
-        space = max(net.dim, net.num_classes)
-        return {
-            **select(net.init(rng), "body"),
-            "projection.weight": (torch.rand(space, net.dim, generator=rng) * 2 - 1) / net.dim**0.5,
-            "projection.bias": (torch.rand(space, generator=rng) * 2 - 1) / net.dim**0.5,
-            "head.weight": uniform_head(net.num_classes, space, "separated", rng),  # V, (C, space)
-            "beta": torch.tensor(self.beta),
-        }
+        return {**projected_simplex(net, rng), "beta": torch.tensor(self.beta)}
 
     def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
         model = fit(received, self.balanced(net, data), only=TRAINED)

@@ -33,8 +33,8 @@ from fednh.methods.base import (
     Tree,
     cross_entropy,
     not_unit,
+    projected_simplex,
     select,
-    uniform_head,
     unit,
 )
 
@@ -51,13 +51,7 @@ class FedGELA(Method):
     scale: Annotated[float, Field(gt=0)] = 20.0  # of the logits: the lengths of W's and h's vectors, multiplied
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:
-        space = max(net.dim, net.num_classes)
-        return {
-            **select(net.init(rng), "body"),
-            "projection.weight": (torch.rand(space, net.dim, generator=rng) * 2 - 1) / net.dim**0.5,
-            "projection.bias": (torch.rand(space, generator=rng) * 2 - 1) / net.dim**0.5,
-            "head.weight": uniform_head(net.num_classes, space, "separated", rng),  # W, (C, space)
-        }
+        return projected_simplex(net, rng)
 
     def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
         phi = local_scale(data)

@@ -24,7 +24,9 @@ from safetensors.torch import save
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from torch import Tensor
 
+from fednh.core.tree import Tree, select
 from fednh.errors import UserError
+from fednh.models.net import Net
 from fednh.storage import cache as caches
 
 Array = NDArray[np.float64]
@@ -336,6 +338,20 @@ def uniform_head(classes: int, dim: int, how: str, rng: torch.Generator) -> Tens
     if how == "orthogonal":
         return orthogonal(classes, dim, rng)
     return rotated(separated(classes, dim).points, rng)
+
+
+def projected_simplex(net: Net, rng: torch.Generator) -> Tree:
+    """A body, and behind a linear projection of its features a head of separated prototypes: FedETF's and FedGELA's.
+
+    The projection's space has as many dimensions as the features, or as there are classes if they are more.
+    """
+    space = max(net.dim, net.num_classes)
+    return {
+        **select(net.init(rng), "body"),
+        "projection.weight": (torch.rand(space, net.dim, generator=rng) * 2 - 1) / net.dim**0.5,
+        "projection.bias": (torch.rand(space, generator=rng) * 2 - 1) / net.dim**0.5,
+        "head.weight": uniform_head(net.num_classes, space, "separated", rng),  # (C, space)
+    }
 
 
 def sparse_head(classes: int, dim: int, sparsity: float, rng: torch.Generator) -> Tensor:  # (C, d)
