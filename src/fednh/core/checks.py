@@ -37,7 +37,7 @@ def declared_upload(method: Method, net: Net, initial: Tree) -> Form:
 
 
 def check_personal(model: str, method: Method, name: str, initial: Tree) -> None:
-    """Personal models can be the global one (`personal.model`) only if clients receive all of it."""
+    """Personal models can be the global one (`personal.model`) only if clients receive all of it, and no records."""
     if model == "own":
         return
     whole = method.global_model(initial)
@@ -45,7 +45,7 @@ def check_personal(model: str, method: Method, name: str, initial: Tree) -> None
         sent = method.global_model(method.broadcast(initial))
     except KeyError:
         sent = None
-    if whole is None or sent is None or sent.keys() != whole.keys():
+    if whole is None or sent is None or sent.keys() != whole.keys() or method.recorded:
         why = "has no global model" if whole is None else "does not send all of its global model to clients"
         raise UserError(f"personal.model = 'global' cannot be had with method {name}, which {why}; leave it at 'own'")
 

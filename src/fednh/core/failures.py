@@ -12,6 +12,8 @@ from types import FrameType
 from fednh.errors import RunError
 from fednh.methods.base import Method
 
+SCORES = Method.scores.__code__  # no hook: it only calls `logits`
+
 
 def sentence(method: Method, error: Exception, what: str) -> str:
     """One sentence: `what` failed, with which error, and where in the method it was raised."""
@@ -37,10 +39,8 @@ def _place(method: Method, error: Exception) -> str | None:
     A method reads uploads from a generator: a disk error while they are produced is not the method's fault.
     """
     frames = list(walk_tb(error.__traceback__))
-    inside = [i for i, (frame, _) in enumerate(frames) if frame.f_locals.get("self") is method]
-    inside = [
-        i for i in inside if frames[i][0].f_code is not Method.scores.__code__
-    ] or inside  # it only calls `logits`
+    called = [i for i, (frame, _) in enumerate(frames) if frame.f_locals.get("self") is method]
+    inside = [i for i in called if frames[i][0].f_code is not SCORES] or called
     if not inside or (isinstance(error, OSError) and any(_ours(frame) for frame, _ in frames[inside[-1] + 1 :])):
         return None
     own = [row for row in frames[inside[0] :] if row[0].f_code.co_filename == getfile(type(method))]

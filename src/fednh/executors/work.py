@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fednh.config.schema import PersonalConfig
+from fednh.config.schema import OWN, PersonalConfig
 from fednh.core import checks, failures, novelty
 from fednh.core import client as clients
 from fednh.core.client import Update
@@ -159,7 +159,7 @@ class Measuring(Stage):
     round: int
     final: bool = False
     prior: Sequence[float] = ()  # `eval.prior`
-    how: PersonalConfig = field(default_factory=PersonalConfig, kw_only=True)
+    how: PersonalConfig = field(default=OWN, kw_only=True)
     body: SharedBody = field(default_factory=SharedBody, kw_only=True, compare=False)
 
     def __call__(self, on: Material, unit: Unit, kept: Sequence[Tree], tick: Tick = unhurried) -> list[Measured]:
