@@ -107,10 +107,10 @@ def test_where_it_is_taken(calls: list[int]) -> None:
 def test_bfloat16_takes_the_ordinary_convolution() -> None:
     """Only asked, not computed: on some machines a convolution in bfloat16 ends the process."""
     x, weight = torch.zeros(64, 64, 14, 14), torch.zeros(64, 64, 5, 5)
-    assert fast_conv._plain(x, weight)
+    assert fast_conv.is_plain(x, weight)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not fast_conv._plain(x, weight)
-    assert not fast_conv._plain(x.bfloat16(), weight.bfloat16())
+        assert not fast_conv.is_plain(x, weight)
+    assert not fast_conv.is_plain(x.bfloat16(), weight.bfloat16())
 
 
 @pytest.mark.usefixtures("bf16")

@@ -120,13 +120,32 @@ class Momentum:
     @torch.no_grad()
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
         moved = [(p, v, g) for p, v, g in zip(self.params, self.velocity, gradients, strict=True) if g is not None]
-        params, velocity, grads = ([row[i] for row in moved] for i in range(3))
+        if not moved:
+            return
+        params, velocity = ([row[i] for row in moved] for i in range(2))
+        grads = [_like(g, p) for p, _, g in moved]
         if self.sgd.clip > 0:
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+            factor = (self.sgd.clip / (norm + 1e-6)).clamp(max=1.0)
             # Not in place: two names may share one gradient tensor, as with a loss on their sum.
-            grads = list(torch._foreach_mul(grads, (self.sgd.clip / (norm + 1e-6)).clamp(max=1.0)))
-        if self.sgd.weight_decay > 0:
-            grads = list(torch._foreach_add(grads, params, alpha=self.sgd.weight_decay))
-        torch._foreach_mul_(velocity, self.sgd.momentum)
-        torch._foreach_add_(velocity, grads)
-        torch._foreach_add_(params, velocity, alpha=-self.sgd.lr)
+            if factor.device.type != "cpu" or factor != 1:
+                grads = list(torch._foreach_mul(grads, factor))
+        torch._fused_sgd_(
+            params,
+            grads,
+            velocity if self.sgd.momentum else [],
+            weight_decay=self.sgd.weight_decay,
+            momentum=self.sgd.momentum,
+            lr=self.sgd.lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
+
+
+def _like(gradient: Tensor, param: Tensor) -> Tensor:
+    """The gradient, its values in memory in the order of the parameter's, as the fused optimiser takes them to be."""
+    if gradient.stride() == param.stride():
+        return gradient
+    return torch.empty_like(param).copy_(gradient)

@@ -9,12 +9,13 @@ at points, multiply there, go back. With R products instead of m * r a line, and
 Networks", 2016.) Real points cost one product, a pair of conjugate complex points three (Karatsuba). Many real points
 lose digits, so from eight points on the rest lie on the unit circle: for 5x5 weights and 10x10 outputs R is 17, where a
 Fourier transform takes 20, and the error is below 1e-6. Both gradients are the same sums transposed: what was
-transformed is used again.
+transformed is used again. The transforms are a kernel (native.py) where channels fill its vectors, else torch's products.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from fednh.models import native
 
 LARGEST = {3: 4, 5: 12}  # outputs a side of a tile, by the side of the weights
 SMALLEST = 4  # outputs a side: below this nothing is gained
@@ -40,9 +43,13 @@ class FastConv2d(nn.Conv2d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if _plain(x, self.weight) and _pays_off(x, self.weight, int(self.padding[0])):
-            return fast_conv2d(x, self.weight, self.bias, int(self.padding[0]))
-        return super().forward(x)
+        return self.convolved(x, self.bias)
+
+    def convolved(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The convolution, with another bias than its own, or none."""
+        if is_plain(x, self.weight) and _computable(self) and _pays_off(x, self.weight, int(self.padding[0])):
+            return fast_conv2d(x, self.weight, bias, int(self.padding[0]))
+        return self._conv_forward(x, self.weight, bias)
 
 
 def quicken(module: nn.Module) -> None:
@@ -72,7 +79,8 @@ def _computable(layer: nn.Conv2d) -> bool:
     )
 
 
-def _plain(x: Tensor, weight: Tensor) -> bool:
+def is_plain(x: Tensor, weight: Tensor) -> bool:
+    """Whether nothing but autograd looks at what is computed, and it is float32 on a CPU."""
     return (
         x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
@@ -114,23 +122,21 @@ class Plan(NamedTuple):
         """n, inputs a side of a tile."""
         return self.tile + self.side - 1
 
-    def cut(self, x: Tensor) -> Tensor:  # (N, C, H, H) -> (n, n, N * tiles^2, C)
+    def windows(self, x: Tensor) -> Tensor:  # (N, C, H, H) -> (N, tiles, tiles, n, n, C)
+        """What each tile sees: a view of the image, or of the image with a border of zeros."""
         rows, before = x.permute(0, 2, 3, 1), self.padding
         after = self.tiles * self.tile + self.side - 1 - self.inputs - before
         if before or after:
             rows = F.pad(rows, (0, 0, before, after, before, after))
-        if self.tiles == 1:
-            return rows.permute(1, 2, 0, 3).contiguous()
-        windows = rows.unfold(1, self.window, self.tile).unfold(2, self.window, self.tile)  # (N, t, t, C, n, n)
-        return windows.permute(4, 5, 0, 1, 2, 3).flatten(2, 4).contiguous()
+        return rows.unfold(1, self.window, self.tile).unfold(2, self.window, self.tile).permute(0, 1, 2, 4, 5, 3)
 
-    def uncut(self, windows: Tensor) -> Tensor:  # (n, n, N * tiles^2, C) -> (N, H, H, C)
-        """The transpose of `cut`: what windows share is added up."""
-        m, n, t, over = self.tile, self.window, self.tiles, self.side - 1
+    def add_up(self, windows: Tensor) -> Tensor:  # (N, tiles, tiles, n, n, C) -> (N, H, H, C)
+        """The transpose of `windows`: what they share is added up."""
+        m, t, over = self.tile, self.tiles, self.side - 1
         if t == 1:
-            rows = windows.permute(2, 0, 1, 3)
+            rows = windows[:, 0, 0]
         else:
-            parts = windows.view(n, n, -1, t, t, windows.shape[-1]).permute(2, 3, 0, 4, 1, 5)  # (N, t, n, t, n, C)
+            parts = windows.permute(0, 1, 3, 2, 4, 5)  # (N, t, n, t, n, C)
             blocks = parts.new_zeros(len(parts), t + 1, m, t + 1, m, parts.shape[-1])
             blocks[:, :t, :, :t] = parts[:, :, :m, :, :m]
             blocks[:, 1:, :over, :t] += parts[:, :, m:, :, :m]
@@ -140,17 +146,13 @@ class Plan(NamedTuple):
         kept = slice(self.padding, self.padding + self.inputs)
         return rows[:, kept, kept]
 
-    def join(self, tiles: Tensor) -> Tensor:  # (m, m, N * tiles^2, K) -> (N, H', H', K)
+    def as_tiles(self, rows: Tensor) -> Tensor:  # (N, tiles * m, tiles * m, K) -> (N, tiles, tiles, m, m, K), a view
         m, t = self.tile, self.tiles
-        rows = tiles.view(m, m, -1, t, t, tiles.shape[-1]).permute(2, 3, 0, 4, 1, 5).flatten(3, 4).flatten(1, 2)
-        return rows[:, : self.outputs, : self.outputs]
+        return rows.unflatten(2, (t, m)).unflatten(1, (t, m)).permute(0, 1, 3, 2, 4, 5)
 
-    def disjoin(self, y: Tensor) -> Tensor:  # (N, K, H', H') -> (m, m, N * tiles^2, K), the transpose of `join`
-        m, t = self.tile, self.tiles
-        rows, more = y.permute(0, 2, 3, 1), t * m - self.outputs
-        if more:
-            rows = F.pad(rows, (0, 0, 0, more, 0, more))
-        return rows.reshape(-1, t, m, t, m, rows.shape[-1]).permute(2, 4, 0, 1, 3, 5).flatten(2, 4).contiguous()
+    def tiles_of(self, y: Tensor) -> Tensor:  # (N, K, H', H') -> (N, tiles, tiles, m, m, K)
+        rows, more = y.permute(0, 2, 3, 1), self.tiles * self.tile - self.outputs
+        return self.as_tiles(F.pad(rows, (0, 0, 0, more, 0, more)) if more else rows)
 
 
 class _Convolution(torch.autograd.Function):
@@ -158,16 +160,17 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> Tensor:
         plan = Plan.of(x.shape[2], weight.shape[2], padding)
         a, b, g = matrices(plan.tile, plan.side, x.dtype)
-        w = _transformed(g, weight.permute(2, 3, 1, 0).contiguous())  # (R^2, C, K)
+        w = spread(g, weight.permute(1, 2, 3, 0)[:, None, None].contiguous())  # (R^2, C, K)
         channels = max(weight.shape[:2])
         step = max(1, BYTES // (x.element_size() * w.shape[0] * plan.tiles**2 * channels))
-        seen, made = [], []
-        for part in torch.split(x, step):
-            seen.append(_transformed(b, plan.cut(part)))  # (R^2, rows, C)
-            made.append(plan.join(_returned(a, torch.bmm(seen[-1], w))))
+        seen, side = [], plan.tiles * plan.tile
+        y = x.new_empty(len(x), side, side, len(weight))
+        for part, rows in zip(torch.split(x, step), torch.split(y, step), strict=True):
+            seen.append(spread(b, plan.windows(part)))  # (R^2, rows, C)
+            collect(a, torch.bmm(seen[-1], w), plan.as_tiles(rows))
         ctx.plan, ctx.step = plan, step
         ctx.save_for_backward(w, *seen)
-        y = torch.cat(made).contiguous() if len(made) > 1 else made[0].contiguous()
+        y = y[:, : plan.outputs, : plan.outputs].contiguous()
         if bias is not None:
             y += bias
         return y.permute(0, 3, 1, 2)
@@ -182,29 +185,73 @@ class _Convolution(torch.autograd.Function):
         dx: list[Tensor] = []
         dw: Tensor | None = None
         for part, x in zip(torch.split(dy, ctx.step), seen, strict=True):
-            y = _transformed(a, plan.disjoin(part))  # (R^2, rows, K)
+            y = spread(a, plan.tiles_of(part))  # (R^2, rows, K)
             if wants_x:
-                dx.append(plan.uncut(_returned(b, torch.bmm(y, w.mT))))
+                windows = dy.new_empty(len(part), plan.tiles, plan.tiles, plan.window, plan.window, w.shape[1])
+                collect(b, torch.bmm(y, w.mT), windows)
+                dx.append(plan.add_up(windows))
             if wants_weight:
                 dw = torch.bmm(x.mT, y) if dw is None else dw.baddbmm_(x.mT, y)
         return (
-            torch.cat(dx).permute(0, 3, 1, 2) if wants_x else None,
-            None if dw is None else _returned(g, dw).permute(3, 2, 0, 1),
+            (dx[0] if len(dx) == 1 else torch.cat(dx)).permute(0, 3, 1, 2) if wants_x else None,
+            None if dw is None else _weights(g, dw),
             dy.sum((0, 2, 3)) if wants_bias else None,
             None,
         )
 
 
-def _transformed(matrix: Tensor, tiles: Tensor) -> Tensor:  # (R, s), (s, s, ...) -> (R^2, ...)
-    side, rest = tiles.shape[0], tiles.shape[2:]
-    lines = torch.mm(matrix, tiles.view(side, -1)).view(len(matrix), side, -1)
-    return torch.matmul(matrix, lines).view(-1, *rest)
+def _weights(g: Tensor, dw: Tensor) -> Tensor:  # (R, r), (R^2, C, K) -> (K, C, r, r)
+    side = g.shape[1]
+    out = dw.new_empty(dw.shape[1], 1, 1, side, side, dw.shape[2])
+    collect(g, dw, out)
+    return out[:, 0, 0].permute(3, 0, 1, 2)
 
 
-def _returned(matrix: Tensor, tiles: Tensor) -> Tensor:  # (R, s), (R^2, ...) -> (s, s, ...); the transpose
+def spread(matrix: Tensor, tiles: Tensor) -> Tensor:  # (R, s), (N, t, t, s, s, C) -> (R^2, N * t^2, C)
+    """matrix @ tile @ matrix.T for all tiles and channels."""
+    *outer, side, _, channels = tiles.shape
+    rows = math.prod(outer)
+    if not _has_kernel(tiles):
+        lines = torch.mm(matrix, tiles.permute(3, 4, 0, 1, 2, 5).reshape(side, -1)).view(len(matrix), side, -1)
+        return torch.matmul(matrix, lines).view(-1, rows, channels)
+    out = _far_apart(len(matrix) ** 2, rows, channels, tiles)
+    _transform(matrix, tiles, _grid(out, len(matrix), outer))
+    return out
+
+
+def collect(matrix: Tensor, products: Tensor, tiles: Tensor) -> None:  # (R, s), (R^2, N * t^2, C), (N, t, t, s, s, C)
+    """The transpose of `spread`, written into `tiles`."""
     rank, side = matrix.shape
-    lines = torch.matmul(matrix.T, tiles.view(rank, rank, -1))
-    return torch.mm(matrix.T, lines.view(rank, -1)).view(side, side, *tiles.shape[1:])
+    outer = tiles.shape[:3]
+    if not _has_kernel(tiles):
+        lines = torch.matmul(matrix.T, products.reshape(rank, rank, -1))
+        found = torch.mm(matrix.T, lines.view(rank, -1)).view(side, side, *outer, -1)
+        tiles.copy_(found.permute(2, 3, 4, 0, 1, 5))
+        return
+    _transform(matrix.T.contiguous(), _grid(products, rank, outer), tiles)
+
+
+def _has_kernel(tiles: Tensor) -> bool:
+    wide = native.width()
+    return bool(wide) and tiles.dtype == torch.float32 and tiles.shape[-1] % wide == 0 and tiles.stride(-1) == 1
+
+
+def _far_apart(count: int, rows: int, channels: int, like: Tensor) -> Tensor:  # (count, rows, channels)
+    """Not a power of two apart: the kernel writes all `count` in turn, and they would share few lines of the cache."""
+    apart = rows * channels + 16
+    return like.new_empty(count * apart).as_strided((count, rows, channels), (apart, channels, 1))
+
+
+def _grid(products: Tensor, rank: int, outer: Sequence[int]) -> Tensor:  # (R^2, N * t^2, C) -> (N, t, t, R, R, C)
+    return products.unflatten(1, tuple(outer)).unflatten(0, (rank, rank)).permute(2, 3, 4, 0, 1, 5)
+
+
+def _transform(matrix: Tensor, source: Tensor, target: Tensor) -> None:
+    sizes = native.Tiles(*matrix.shape, source.shape[-1])
+    sizes.count[:] = source.shape[:3]
+    sizes.from_tile[:], sizes.from_[:] = source.stride()[:3], source.stride()[3:5]
+    sizes.to_tile[:], sizes.to[:] = target.stride()[:3], target.stride()[3:5]
+    native.call("transform", matrix, source, target, sizes)
 
 
 @cache

@@ -15,6 +15,7 @@ from torch.func import functional_call
 from fednh.core.tree import Tree, arranged, below
 from fednh.errors import UserError
 from fednh.models.fast_conv import quicken
+from fednh.models.pooled_conv import fuse
 from fednh.models.randomness import Draws, not_repeatable, seeded
 from fednh.models.weights import read_weights
 
@@ -160,6 +161,7 @@ class Net:
             self._mine.module = copy.deepcopy(self._skeleton)
             if self.convolution == "fast":
                 quicken(self._mine.module)
+                fuse(self._mine.module)
         part: nn.Module = getattr(self._mine.module, name)
         return part
 
