@@ -9,7 +9,7 @@ at points, multiply there, go back. With R products instead of m * r a line, and
 Networks", 2016.) Real points cost one product, a pair of conjugate complex points three (Karatsuba). Many real points
 lose digits, so from eight points on the rest lie on the unit circle: for 5x5 weights and 10x10 outputs R is 17, where a
 Fourier transform takes 20, and the error is below 1e-6. Both gradients are the same sums transposed: what was
-transformed is used again. The transforms are a kernel (native.py) where channels fill its vectors, else torch's products.
+transformed is used again. Where channels fill a kernel's vectors (native.py) it transforms, elsewhere torch's products do.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class FastConv2d(nn.Conv2d):
         """The convolution, with another bias than its own, or none."""
         if is_plain(x, self.weight) and _computable(self) and _pays_off(x, self.weight, int(self.padding[0])):
             return fast_conv2d(x, self.weight, bias, int(self.padding[0]))
-        return self._conv_forward(x, self.weight, bias)
+        out: Tensor = self._conv_forward(x, self.weight, bias)
+        return out
 
 
 def quicken(module: nn.Module) -> None:
@@ -148,7 +149,7 @@ class Plan(NamedTuple):
 
     def as_tiles(self, rows: Tensor) -> Tensor:  # (N, tiles * m, tiles * m, K) -> (N, tiles, tiles, m, m, K), a view
         m, t = self.tile, self.tiles
-        return rows.unflatten(2, (t, m)).unflatten(1, (t, m)).permute(0, 1, 3, 2, 4, 5)
+        return rows.view(len(rows), t, m, t, m, -1).permute(0, 1, 3, 2, 4, 5)
 
     def tiles_of(self, y: Tensor) -> Tensor:  # (N, K, H', H') -> (N, tiles, tiles, m, m, K)
         rows, more = y.permute(0, 2, 3, 1), self.tiles * self.tile - self.outputs
@@ -243,7 +244,7 @@ def _far_apart(count: int, rows: int, channels: int, like: Tensor) -> Tensor:  #
 
 
 def _grid(products: Tensor, rank: int, outer: Sequence[int]) -> Tensor:  # (R^2, N * t^2, C) -> (N, t, t, R, R, C)
-    return products.unflatten(1, tuple(outer)).unflatten(0, (rank, rank)).permute(2, 3, 4, 0, 1, 5)
+    return products.view(rank, rank, *outer, products.shape[-1]).permute(2, 3, 4, 0, 1, 5)
 
 
 def _transform(matrix: Tensor, source: Tensor, target: Tensor) -> None:

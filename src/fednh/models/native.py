@@ -37,11 +37,11 @@ class Sizes(ctypes.Structure):
 
 
 class Conv(Sizes):
-    _fields_ = [(name, ctypes.c_long) for name in ("images", "height", "width", "channels", "side", "kernels")]  # noqa: RUF012
+    _fields_ = [(name, ctypes.c_long) for name in ("images", "height", "width", "channels", "side", "kernels")]
 
 
 class Tiles(Sizes):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *((name, ctypes.c_long) for name in ("rows", "columns", "channels")),
         ("count", ctypes.c_long * 3),
         ("from_tile", ctypes.c_long * 3),
@@ -52,7 +52,7 @@ class Tiles(Sizes):
 
 
 class Image(Sizes):
-    _fields_ = [(name, ctypes.c_long) for name in ("images", "height", "width", "channels")]  # noqa: RUF012
+    _fields_ = [(name, ctypes.c_long) for name in ("images", "height", "width", "channels")]
 
 
 @cache
@@ -63,15 +63,22 @@ def library() -> ctypes.CDLL | None:
         return None
     flags = ["-O3", "-shared", "-fPIC", *INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), [])]
     try:
-        version = _run([compiler, "--version"])
-        facts = [SOURCE.read_text(encoding="utf-8"), version, platform.machine(), platform.libc_ver()[1], *flags]
-        name = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
+        facts = [SOURCE.read_text(encoding="utf-8"), _version(compiler), platform.machine(), *platform.libc_ver()]
+        name = hashlib.sha256("\0".join([*facts, *flags]).encode()).hexdigest()[:16]
         kept = caches.folder("native") / f"kernels-{name}.so"
-        if not _is_mine(kept) and not caches.keep(kept, lambda file: _compile(compiler, flags, file)):
-            return _loaded_once(compiler, flags)
-        return _ready(ctypes.CDLL(str(kept)))
+        if _is_mine(kept) or caches.keep(kept, lambda file: _compile(compiler, flags, file)):
+            return _ready(ctypes.CDLL(str(kept)))
+        return _loaded_once(compiler, flags)
     except (OSError, AttributeError, subprocess.SubprocessError):
         return None
+
+
+def described() -> str | None:
+    """With what the kernels were compiled, and for which instructions; None without them."""
+    compiler = _compiler()
+    if compiler is None or library() is None:
+        return None
+    return f"{_version(compiler).partition(chr(10))[0]}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def width() -> int:
@@ -98,15 +105,20 @@ def _compiler() -> str | None:
     return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")))), None)
 
 
+@cache
+def _version(compiler: str) -> str:
+    return _run([compiler, "--version"])
+
+
 def _run(command: list[str]) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS).stdout
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, check=True, capture_output=True, text=True, timeout=SECONDS
+    ).stdout
 
 
 def _compile(compiler: str, flags: list[str], file: Path) -> None:
-    try:
-        _run([compiler, *flags, "-o", str(file), str(SOURCE)])
-    except subprocess.SubprocessError as error:
-        raise OSError("the compiler failed") from error
+    _run([compiler, *flags, "-o", str(file), str(SOURCE)])
+    file.chmod(0o700)
 
 
 def _is_mine(file: Path) -> bool:

@@ -47,7 +47,7 @@ def fuse(module: nn.Module) -> None:
         for conv, pool, relu in zip(names, names[1:], names[2:], strict=False):
             first = layers[conv]
             if type(first) in (nn.Conv2d, FastConv2d) and _halves(layers[pool]) and type(layers[relu]) is nn.ReLU:
-                first.__class__ = PooledConv2d  # type: ignore[union-attr]
+                first.__class__ = PooledConv2d
                 layers[pool] = layers[relu] = nn.Identity()
 
 

@@ -19,6 +19,7 @@ import fednh
 from fednh.config import Config, dump, validate
 from fednh.core.tree import Tree
 from fednh.errors import Interrupted, RunError, UserError
+from fednh.models import native
 from fednh.storage import fingerprint
 from fednh.storage.files import sync_below, sync_path, write_bytes, write_json
 from fednh.storage.layout import RunLayout
@@ -283,6 +284,7 @@ def environment(config: Config) -> dict[str, Any]:
         "threads_per_worker": 1,
         "device": config.device,
         "precision": config.precision,
+        "kernels": native.described(),
     }
 
 

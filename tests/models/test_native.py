@@ -1,0 +1,116 @@
+"""Kernels are compiled once and kept; where that is not possible, work goes on without them."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fednh.models import native
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler on this machine")
+
+
+@pytest.fixture(autouse=True)
+def _anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Look for the library again, in a cache of its own."""
+    monkeypatch.setenv("FEDNH_CACHE", str(tmp_path / "cache"))
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
+
+
+def compiler(folder: Path, script: str) -> str:
+    file = folder / "cc"
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+def kept(folder: Path) -> list[Path]:
+    return sorted((folder / "cache/native").glob("*"))
+
+
+def test_it_is_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native.width() in (8, 16)
+    (file,) = kept(tmp_path)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o700
+    native.library.cache_clear()
+    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("it is there already"))
+    assert native.library() is not None
+    assert kept(tmp_path) == [file]
+
+
+def test_what_others_can_change_is_not_loaded_but_replaced(tmp_path: Path) -> None:
+    assert native.library() is not None
+    (file,) = kept(tmp_path)
+    file.unlink()
+    file.write_bytes(b"not a library")
+    file.chmod(0o666)
+    native.library.cache_clear()
+    assert native.library() is not None
+    assert file.read_bytes()[:4] == b"\x7fELF"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o700
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FEDNH_CACHE", str(tmp_path / "file"))
+    assert native.library() is not None
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "exit 1",
+        "[ $1 = --version ] && echo mine; exit 3",
+        '[ $1 = --version ] || { while [ "$1" != -o ]; do shift; done; echo broken > "$2"; }',
+    ],
+    ids=["it does not start", "it fails", "it writes no library"],
+)
+def test_with_a_bad_compiler_torch_does_the_work(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", compiler(tmp_path, script))
+    assert native.library() is None
+    assert native.width() == 0
+    assert native.described() is None
+
+
+def test_without_a_compiler_or_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDNH_NATIVE", "0")
+    assert native.library() is None
+    native.library.cache_clear()
+    monkeypatch.delenv("FEDNH_NATIVE")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert native.library() is None
+
+
+def test_two_processes_at_once(tmp_path: Path) -> None:
+    """Neither loads half of what the other writes."""
+    script = "from fednh.models import native; print(native.width())"
+    ready = {**os.environ, "FEDNH_CACHE": str(tmp_path / "both")}
+    started = [
+        subprocess.Popen([sys.executable, "-c", script], env=ready, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    assert [int(each.communicate(timeout=120)[0]) for each in started] == [native.width()] * 2
+    assert len(list((tmp_path / "both/native").iterdir())) == 1
+
+
+@pytest.mark.parametrize("capability", ["AVX2", pytest.param("DEFAULT", marks=pytest.mark.soak)])
+def test_narrower_instructions_give_the_same(capability: str, tmp_path: Path) -> None:
+    """The tests of kernels pass with what is compiled for an older processor, which a newer one can run, too."""
+    script = (
+        "import sys, torch, pytest\n"
+        f"torch.backends.cpu.get_cpu_capability = lambda: {capability!r}\n"
+        "from fednh.models import native\n"
+        "assert native.width() == 8\n"
+        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', *sys.argv[1:]]))\n"
+    )
+    tests = [str(Path(__file__).with_name(name)) for name in ("test_pooled_conv.py", "test_fast_conv.py")]
+    done = subprocess.run([sys.executable, "-c", script, *tests], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
