@@ -9,7 +9,7 @@ at points, multiply there, go back. With R products instead of m * r a line, and
 Networks", 2016.) Real points cost one product, a pair of conjugate complex points three (Karatsuba). Many real points
 lose digits, so from eight points on the rest lie on the unit circle: for 5x5 weights and 10x10 outputs R is 17, where a
 Fourier transform takes 20, and the error is below 1e-6. Both gradients are the same sums transposed: what was
-transformed is used again. Where channels fill a kernel's vectors (native.py) it transforms, elsewhere torch's products do.
+transformed is used again. Where channels fill a kernel's vectors (native.py), a kernel transforms; else torch does.
 """
 
 from __future__ import annotations
