@@ -37,6 +37,13 @@ def test_the_page_is_what_the_results_give() -> None:
     assert results.PAGE.read_text(encoding="utf-8") == results.page(), "run: make results, or tools/results.py --page"
 
 
+def test_the_pictures_show_what_the_results_give(tmp_path: Path) -> None:
+    results.draw_curves(folder=tmp_path)
+    for file in results.IMAGES.glob("results-*.csv"):
+        assert file.read_text() == (tmp_path / file.name).read_text(), "run: tools/results.py --page"
+    assert {f.name for f in tmp_path.iterdir()} == {f.name for f in results.IMAGES.glob("results-*")}
+
+
 def test_every_run_of_the_campaign_can_be_parsed_and_has_a_name_of_its_own() -> None:
     from fednh.config import load
 

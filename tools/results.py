@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from fednh.report import render, tables
-from fednh.report.load import load_run
+from fednh.report.figures import FIGURES, Choice
+from fednh.report.figures.write import write_figure
+from fednh.report.load import Run, load_run
 from fednh.storage.cache import data_folder
 from fednh.storage.layout import RunLayout
 
 ROOT = Path(__file__).parents[1]
-RESULTS, PAGE = ROOT / "results", ROOT / "docs/results.md"
+RESULTS, PAGE, IMAGES = ROOT / "results", ROOT / "docs/results.md", ROOT / "docs/images"
 FULL = 200  # rounds of the paper's runs
 TAUS = ("-1", "-0.5", "0.5", "1")  # `eval.prior` of all runs
 KEPT = (
@@ -190,12 +192,41 @@ def page(results: Path = RESULTS) -> str:
         if about == "ablation":
             parts.append(with_and_without_prior(there, results))
             continue
-        finished = [load_run(results / e.name) for e in there if RunLayout(results / e.name).finished]
-        if full := [run for run in finished if run.config.rounds >= FULL]:
+        if full := full_length(there, results):
             sheets = [*tables.result_sheets(full, paper=True), tables.cost_sheet(full)]
             parts += [render.to_markdown(sheet) for sheet in sheets]
+            parts += [
+                f"![Accuracy by round, {preset}]({image(preset).relative_to(PAGE.parent)})\n"
+                for preset in presets(full)
+            ]
         parts.append(by_round(there, results))
     return "\n".join(parts)
+
+
+def full_length(entries: list[Entry], results: Path) -> list[Run]:
+    """The finished runs of as many rounds as the paper's."""
+    finished = [load_run(results / e.name) for e in entries if RunLayout(results / e.name).finished]
+    return [run for run in finished if run.config.rounds >= FULL]
+
+
+def presets(runs: list[Run]) -> list[str]:
+    return sorted({run.config.data.name for run in runs})
+
+
+def image(preset: str, folder: Path = IMAGES) -> Path:
+    """The picture of a data set's full-length runs; the numbers are beside it, as CSV."""
+    return folder / f"results-{preset}.svg"
+
+
+def draw_curves(results: Path = RESULTS, folder: Path = IMAGES) -> None:
+    """Accuracy by round of the full-length runs with the paper's first partition, a picture for each data set."""
+    entries = {
+        e.name: e for e in campaign(results / "campaign.toml") if e.about == "paper" and not e.set and not e.seed
+    }
+    full = full_length(list(entries.values()), results)
+    for preset in presets(full):
+        runs = [run for run in full if run.config.data.name == preset]
+        list(write_figure(FIGURES["curves"], runs, Choice(), image(preset, folder)))
 
 
 def begun(entry: Entry, entries: list[Entry], results: Path) -> bool:
@@ -232,9 +263,9 @@ def _percent(value: float | None) -> str:
 
 def by_round(entries: list[Entry], results: Path) -> str:
     """GM / PM(V) / PM(L) of every run at the tens, and the mean of its last evaluations."""
-    rows = [(entry, evaluated(results / entry.name)) for entry in entries]
+    rows = [(entry, evaluated(results / entry.name, entry.rounds)) for entry in entries]
     tens = sorted({round_ for _, found in rows for round_ in found if round_ % 10 == 0})
-    shown = tens if len(tens) <= 8 else [t for t in tens if t % 50 == 0 or t in (10, 20)]
+    shown = tens if len(tens) <= 8 else [t for t in tens if t % 40 == 0 or t == 20]
     lines = ["By round: GM / PM(V) / PM(L) in percent, of the clients that took part in the round.", ""]
     lines.append(
         "| run | " + " | ".join(f"round {t}" for t in shown) + " | mean of the last three evaluations | rounds done |"
@@ -243,16 +274,16 @@ def by_round(entries: list[Entry], results: Path) -> str:
     for entry, found in rows:
         cells = [triple([found[t]]) if t in found else "" for t in shown]
         last = triple([found[t] for t in sorted(found)[-3:]])
-        count = rounds_of(results / entry.name)
+        count = min(rounds_of(results / entry.name), entry.rounds)
         name = f"{entry.preset}, {entry.label}" + (f", seed {entry.seed}" if entry.seed else "")
         lines.append("| " + " | ".join([name, *cells, last, str(count)]) + " |")
     return "\n".join(lines) + "\n"
 
 
-def evaluated(folder: Path) -> dict[int, dict[str, Any]]:
-    """The evaluated rounds of a run."""
-    lines = RunLayout(folder).metrics_file.read_text(encoding="utf-8").splitlines()
-    return {record["round"]: record for record in map(json.loads, lines) if record.get("pm_l") is not None}
+def evaluated(folder: Path, rounds: int) -> dict[int, dict[str, Any]]:
+    """The evaluated rounds of a run, up to this one."""
+    records = map(json.loads, RunLayout(folder).metrics_file.read_text(encoding="utf-8").splitlines())
+    return {each["round"]: each for each in records if each.get("pm_l") is not None and each["round"] <= rounds}
 
 
 def triple(records: list[dict[str, Any]]) -> str:
@@ -278,6 +309,7 @@ def main() -> int:
             collect(each, asked.work)
     elif not asked.page:
         ended = go_on_with_all([each for each in entries if not done(each)], asked.work, asked.jobs)
+    draw_curves()
     PAGE.write_text(page(), encoding="utf-8")
     return ended
 
