@@ -61,7 +61,8 @@ def nodes(*machines: dict[str, Any], source: Path = SOURCE) -> Iterator[Nodes]:
     home.chmod(0o700)
     elsewhere = home / "elsewhere"
     elsewhere.mkdir()
-    around = {**os.environ, **LOOPBACK, "PYTHONPATH": str(source)}
+    (home / "ray").mkdir()  # where the cluster notes its address; Ray's own folder for that need not exist
+    around = {**os.environ, **LOOPBACK, "PYTHONPATH": str(source), "RAY_TMPDIR": str(home)}
     with (home / "errors").open("w") as errors:
         process = subprocess.Popen(
             [sys.executable, __file__, str(home), json.dumps(machines or [{}, {}])],
