@@ -13,7 +13,7 @@ import pytest
 
 from fednh.models import native
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler on this machine")
+pytestmark = pytest.mark.skipif(native._compiler() is None, reason="no C compiler on this machine")
 
 
 @pytest.fixture(autouse=True)

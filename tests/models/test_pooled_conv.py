@@ -12,7 +12,7 @@ from fednh.models import build_net, native, pooled_conv
 from fednh.models.fast_conv import FastConv2d, quicken
 from fednh.models.pooled_conv import PooledConv2d, fuse
 
-needs_kernels = pytest.mark.skipif(native.library() is None, reason="no C compiler on this machine")
+needs_kernels = pytest.mark.skipif(native._compiler() is None, reason="no C compiler on this machine")
 
 
 def three_layers(conv: nn.Conv2d) -> nn.Sequential:

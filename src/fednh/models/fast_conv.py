@@ -30,7 +30,8 @@ LARGEST = {3: 4, 5: 12}  # outputs a side of a tile, by the side of the weights
 SMALLEST = 4  # outputs a side: below this nothing is gained
 CHANNELS = {3: 64, 5: 32}  # with fewer the ordinary convolution is as fast, or faster
 ROWS = {3: 64, 5: 16}  # images times tiles: as for channels
-BYTES = 10 << 20  # of a chunk's transformed inputs: they should stay in the processor's cache
+BYTES = 10 << 20  # of a chunk's transformed inputs at most: they should stay in the processor's cache
+SMALL_BYTES = 2 << 20  # where the weights are small enough to be read for every chunk: a core's own cache
 FILLED = 0.6  # the least share of the tiles' outputs that the result needs
 NEAR = 0.6  # points are 0, infinity, +-1, +-NEAR, +-1/NEAR and the unit circle: chosen by the error they leave
 
@@ -126,24 +127,19 @@ class Plan(NamedTuple):
     def windows(self, x: Tensor) -> Tensor:  # (N, C, H, H) -> (N, tiles, tiles, n, n, C)
         """What each tile sees: a view of the image, or of the image with a border of zeros."""
         rows, before = x.permute(0, 2, 3, 1), self.padding
-        after = self.tiles * self.tile + self.side - 1 - self.inputs - before
-        if before or after:
-            rows = F.pad(rows, (0, 0, before, after, before, after))
+        after = self.bordered - self.inputs - before
+        return self.as_windows(F.pad(rows, (0, 0, before, after, before, after)) if before or after else rows)
+
+    @property
+    def bordered(self) -> int:
+        """Pixels a side that the tiles see together."""
+        return self.tiles * self.tile + self.side - 1
+
+    def as_windows(self, rows: Tensor) -> Tensor:  # (N, bordered, bordered, C) -> (N, tiles, tiles, n, n, C), a view
         return rows.unfold(1, self.window, self.tile).unfold(2, self.window, self.tile).permute(0, 1, 2, 4, 5, 3)
 
-    def add_up(self, windows: Tensor) -> Tensor:  # (N, tiles, tiles, n, n, C) -> (N, H, H, C)
-        """The transpose of `windows`: what they share is added up."""
-        m, t, over = self.tile, self.tiles, self.side - 1
-        if t == 1:
-            rows = windows[:, 0, 0]
-        else:
-            parts = windows.permute(0, 1, 3, 2, 4, 5)  # (N, t, n, t, n, C)
-            blocks = parts.new_zeros(len(parts), t + 1, m, t + 1, m, parts.shape[-1])
-            blocks[:, :t, :, :t] = parts[:, :, :m, :, :m]
-            blocks[:, 1:, :over, :t] += parts[:, :, m:, :, :m]
-            blocks[:, :t, :, 1:, :over] += parts[:, :, :m, :, m:]
-            blocks[:, 1:, :over, 1:, :over] += parts[:, :, m:, :, m:]
-            rows = blocks.flatten(3, 4).flatten(1, 2)
+    def inside(self, rows: Tensor) -> Tensor:  # (N, bordered, bordered, C) -> (N, H, H, C)
+        """The image without its border."""
         kept = slice(self.padding, self.padding + self.inputs)
         return rows[:, kept, kept]
 
@@ -163,7 +159,8 @@ class _Convolution(torch.autograd.Function):
         a, b, g = matrices(plan.tile, plan.side, x.dtype)
         w = spread(g, weight.permute(1, 2, 3, 0)[:, None, None].contiguous())  # (R^2, C, K)
         channels = max(weight.shape[:2])
-        step = max(1, BYTES // (x.element_size() * w.shape[0] * plan.tiles**2 * channels))
+        size = min(BYTES, max(SMALL_BYTES, 4 * w.element_size() * w.numel()))
+        step = max(1, size // (x.element_size() * w.shape[0] * plan.tiles**2 * channels))
         seen, side = [], plan.tiles * plan.tile
         y = x.new_empty(len(x), side, side, len(weight))
         for part, rows in zip(torch.split(x, step), torch.split(y, step), strict=True):
@@ -188,9 +185,9 @@ class _Convolution(torch.autograd.Function):
         for part, x in zip(torch.split(dy, ctx.step), seen, strict=True):
             y = spread(a, plan.tiles_of(part))  # (R^2, rows, K)
             if wants_x:
-                windows = dy.new_empty(len(part), plan.tiles, plan.tiles, plan.window, plan.window, w.shape[1])
-                collect(b, torch.bmm(y, w.mT), windows)
-                dx.append(plan.add_up(windows))
+                rows = dy.new_zeros(len(part), plan.bordered, plan.bordered, w.shape[1])
+                collect(b, torch.bmm(y, w.mT), plan.as_windows(rows), add=True)
+                dx.append(plan.inside(rows))
             if wants_weight:
                 dw = torch.bmm(x.mT, y) if dw is None else dw.baddbmm_(x.mT, y)
         return (
@@ -220,16 +217,24 @@ def spread(matrix: Tensor, tiles: Tensor) -> Tensor:  # (R, s), (N, t, t, s, s, 
     return out
 
 
-def collect(matrix: Tensor, products: Tensor, tiles: Tensor) -> None:  # (R, s), (R^2, N * t^2, C), (N, t, t, s, s, C)
-    """The transpose of `spread`, written into `tiles`."""
+def collect(matrix: Tensor, products: Tensor, tiles: Tensor, add: bool = False) -> None:
+    """The transpose of `spread`: (R, s), (R^2, N * t^2, C), written into `tiles` (N, t, t, s, s, C), or added to them.
+
+    Tiles that are added to may overlap.
+    """
     rank, side = matrix.shape
     outer = tiles.shape[:3]
-    if not _has_kernel(tiles):
-        lines = torch.matmul(matrix.T, products.reshape(rank, rank, -1))
-        found = torch.mm(matrix.T, lines.view(rank, -1)).view(side, side, *outer, -1)
-        tiles.copy_(found.permute(2, 3, 4, 0, 1, 5))
+    if _has_kernel(tiles):
+        _transform(matrix.T.contiguous(), _grid(products, rank, outer), tiles, add)
         return
-    _transform(matrix.T.contiguous(), _grid(products, rank, outer), tiles)
+    lines = torch.matmul(matrix.T, products.reshape(rank, rank, -1))
+    found = torch.mm(matrix.T, lines.view(rank, -1)).view(side, side, *outer, -1).permute(2, 3, 4, 0, 1, 5)
+    if not add:
+        tiles.copy_(found)
+        return
+    for j in (0, 1):  # tiles overlap with their neighbours alone, so every other one does not
+        for k in (0, 1):
+            tiles[:, j::2, k::2] += found[:, j::2, k::2]
 
 
 def _has_kernel(tiles: Tensor) -> bool:
@@ -247,8 +252,8 @@ def _grid(products: Tensor, rank: int, outer: Sequence[int]) -> Tensor:  # (R^2,
     return products.view(rank, rank, *outer, products.shape[-1]).permute(2, 3, 4, 0, 1, 5)
 
 
-def _transform(matrix: Tensor, source: Tensor, target: Tensor) -> None:
-    sizes = native.Tiles(*matrix.shape, source.shape[-1])
+def _transform(matrix: Tensor, source: Tensor, target: Tensor, add: bool = False) -> None:
+    sizes = native.Tiles(*matrix.shape, source.shape[-1], add)
     sizes.count[:] = source.shape[:3]
     sizes.from_tile[:], sizes.from_[:] = source.stride()[:3], source.stride()[3:5]
     sizes.to_tile[:], sizes.to[:] = target.stride()[:3], target.stride()[3:5]

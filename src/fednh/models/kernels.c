@@ -183,18 +183,19 @@ void conv_pool_gradient(const float *x, const float *d, const uint8_t *which, fl
 /* --- transforms of tiles ---------------------------------------------------------------------------------------------
 
    out[i, j] = sum over k, l of m[i, k] m[j, l] x[k, l], for every tile and channel; m (rows, columns). Tiles are counted
-   by three indices, each with a stride of its own in x and in out; so are the two indices inside of a tile. */
+   by three indices, each with a stride of its own in x and in out; so are the two indices inside of a tile. With `add`
+   that is added to what out holds, where tiles may overlap. */
 
 typedef struct {
-  long rows, columns, channels, count[3], from_tile[3], from[2], to_tile[3], to[2]; /* strides in floats */
+  long rows, columns, channels, add, count[3], from_tile[3], from[2], to_tile[3], to[2]; /* strides in floats */
 } Tiles;
 
-#ifndef AHEAD
-#define AHEAD 64
-#endif
-enum { MOST = 24, GROUP = 6 }; /* rows or columns of m; outputs at a time, which share the load of an input */
+/* Rows or columns of m; outputs at a time, which share the load of an input; bytes that are asked for ahead: the next
+   channels of the same place, since places are too far apart for the processor to guess. */
+enum { MOST = 24, GROUP = 6, AHEAD = 4 * WIDTH };
 
-INLINE void line_some(const int outputs, const float *m, const char *x, long step, long columns, vec *out, long apart) {
+INLINE void line_some(const int outputs, const int add, const float *m, const char *x, long step, long columns, char *out,
+                      long apart) {
   vec sums[GROUP];
   for (int i = 0; i < outputs; i++) sums[i] = (vec){0};
   for (long k = 0; k < columns; k++, x += step, m += MOST) {
@@ -203,23 +204,27 @@ INLINE void line_some(const int outputs, const float *m, const char *x, long ste
     for (int i = 0; i < outputs; i++) sums[i] += m[i] * each;
   }
   for (int i = 0; i < outputs; i++) {
-    vec *place = (vec *)((char *)out + i * apart);
+    vec *place = (vec *)(out + i * apart);
     __builtin_prefetch((char *)place + AHEAD, 1);
+    if (add) sums[i] += *place;
     *place = sums[i];
   }
 }
 
 /* One line of a tile: `columns` vectors `step` bytes apart -> `rows` vectors `apart` bytes apart; m is transposed. */
-INLINE void line_all(const float *m, long rows, long columns, const char *x, long step, char *out, long apart) {
+INLINE void line_all(const int add, const float *m, long rows, long columns, const char *x, long step, char *out,
+                     long apart) {
   long i = 0;
-  for (; i + GROUP <= rows; i += GROUP) line_some(GROUP, m + i, x, step, columns, (vec *)(out + i * apart), apart);
+#define SOME(outputs) line_some(outputs, add, m + i, x, step, columns, out + i * apart, apart)
+  for (; i + GROUP <= rows; i += GROUP) SOME(GROUP);
   switch (rows - i) {
-    case 5: line_some(5, m + i, x, step, columns, (vec *)(out + i * apart), apart); break;
-    case 4: line_some(4, m + i, x, step, columns, (vec *)(out + i * apart), apart); break;
-    case 3: line_some(3, m + i, x, step, columns, (vec *)(out + i * apart), apart); break;
-    case 2: line_some(2, m + i, x, step, columns, (vec *)(out + i * apart), apart); break;
-    case 1: line_some(1, m + i, x, step, columns, (vec *)(out + i * apart), apart); break;
+    case 5: SOME(5); break;
+    case 4: SOME(4); break;
+    case 3: SOME(3); break;
+    case 2: SOME(2); break;
+    case 1: SOME(1); break;
   }
+#undef SOME
 }
 
 void transform(const float *m, const float *x, float *out, const Tiles *t) {
@@ -235,11 +240,14 @@ void transform(const float *m, const float *x, float *out, const Tiles *t) {
         float *place = out + a * t->to_tile[0] + b * t->to_tile[1] + c * t->to_tile[2];
         for (long channel = 0; channel < t->channels; channel += WIDTH) {
           for (long l = 0; l < columns; l++)
-            line_all(turned, rows, columns, (const char *)(tile + l * t->from[1] + channel), 4 * t->from[0],
+            line_all(0, turned, rows, columns, (const char *)(tile + l * t->from[1] + channel), 4 * t->from[0],
                      (char *)(lines + l), size * columns);
-          for (long i = 0; i < rows; i++)
-            line_all(turned, rows, columns, (const char *)(lines + i * columns), size,
-                     (char *)(place + i * t->to[0] + channel), 4 * t->to[1]);
+          for (long i = 0; i < rows; i++) {
+            const char *line = (const char *)(lines + i * columns);
+            char *to = (char *)(place + i * t->to[0] + channel);
+            if (t->add) line_all(1, turned, rows, columns, line, size, to, 4 * t->to[1]);
+            else line_all(0, turned, rows, columns, line, size, to, 4 * t->to[1]);
+          }
         }
       }
 }

@@ -42,7 +42,7 @@ class Conv(Sizes):
 
 class Tiles(Sizes):
     _fields_ = [
-        *((name, ctypes.c_long) for name in ("rows", "columns", "channels")),
+        *((name, ctypes.c_long) for name in ("rows", "columns", "channels", "add")),
         ("count", ctypes.c_long * 3),
         ("from_tile", ctypes.c_long * 3),
         ("from_", ctypes.c_long * 2),
