@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from fednh.models import native
 
@@ -114,3 +115,16 @@ def test_narrower_instructions_give_the_same(capability: str, tmp_path: Path) ->
     tests = [str(Path(__file__).with_name(name)) for name in ("test_pooled_conv.py", "test_fast_conv.py")]
     done = subprocess.run([sys.executable, "-c", script, *tests], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+def test_kernels_stay_inside_of_their_arrays(capability: str, tmp_path: Path) -> None:
+    here, program = torch.backends.cpu.get_cpu_capability(), tmp_path / "bounds"
+    if capability == "AVX512" and here != "AVX512":
+        pytest.skip("this processor has no AVX-512")
+    source = Path(__file__).with_name("kernel_bounds.c")
+    command = ["cc", "-O1", "-g", "-fsanitize=address,undefined", *native.INSTRUCTIONS[capability]]
+    subprocess.run([*command, "-o", str(program), str(source)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.returncode) == ("clean\n", 0), done.stderr[:2000]

@@ -163,7 +163,9 @@ void conv_pool_gradient(const float *x, const float *d, const uint8_t *which, fl
     for (long i = 0; i < rows; i++) {
       const float *from = x + (n * c->height + 2 * i) * line;
       const long at = (n * rows + i) * columns * c->kernels;
-      const int inside = n + 1 < c->images || i + 1 < rows; /* then loads beyond the lines in use are still in x */
+      /* Whether the last load of WIDTH inputs from this line ends inside of x. */
+      const long last = (n * c->height + 2 * i + c->side) * line + 2 * (columns - 1) * c->channels;
+      const int inside = last + c->side * c->channels + WIDTH - 1 <= c->images * c->height * line;
 #define CALL(vectors, k)                                                                                            \
   if (CHOOSES && inside && c->channels < WIDTH) {                                                                   \
     long j = 0;                                                                                                     \

@@ -99,7 +99,7 @@ class _ConvPool(torch.autograd.Function):
         rows = x.permute(0, 2, 3, 1).contiguous()  # channels last, as it mostly is
         out = x.new_empty(images, (height - side + 1) // 2, (width - side + 1) // 2, kernels)
         which = torch.empty_like(out, dtype=torch.uint8) if any(ctx.needs_input_grad) else None
-        native.call("conv_pool", rows, weight.permute(2, 3, 1, 0).contiguous(), bias, out, which, sizes)
+        native.call("conv_pool", rows, weight.permute(2, 3, 1, 0).contiguous(), bias.contiguous(), out, which, sizes)
         ctx.sizes = sizes
         if which is not None:
             ctx.save_for_backward(rows, which)
@@ -125,7 +125,7 @@ class _Pool(torch.autograd.Function):
         sizes = native.Image(images, height, width, channels)
         out = x.new_empty(images, height // 2, width // 2, channels)
         which = torch.empty_like(out, dtype=torch.uint8) if any(ctx.needs_input_grad) else None
-        native.call("pool_relu", x.permute(0, 2, 3, 1).contiguous(), bias, out, which, sizes)
+        native.call("pool_relu", x.permute(0, 2, 3, 1).contiguous(), bias.contiguous(), out, which, sizes)
         ctx.sizes = sizes
         if which is not None:
             ctx.save_for_backward(which)
