@@ -80,6 +80,21 @@ def test_a_campaign_goes_on_where_it_stands(tmp_path: Path) -> None:
     assert f"{with_prior['pm_v']:.1f} / {with_prior['pm_l']:.1f}" in page
 
 
+def test_a_run_that_starts_anew_does_not_replace_one_that_has_gone_further(tmp_path: Path) -> None:
+    entry = results.entry("digits", "fednh", rounds=9, about="x")
+    for place, rounds in (("work", 2), ("kept", 5)):
+        folder = tmp_path / place / entry.name
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("{}\n" * rounds)
+    (tmp_path / "kept" / entry.name / "summary.json").write_text("{}")
+    results.collect(entry, tmp_path / "work", tmp_path / "kept")
+    assert results.rounds_of(tmp_path / "kept" / entry.name) == 5
+    assert (tmp_path / "kept" / entry.name / "summary.json").exists()
+    (tmp_path / "work" / entry.name / "metrics.jsonl").write_text("{}\n" * 6)
+    results.collect(entry, tmp_path / "work", tmp_path / "kept")
+    assert results.rounds_of(tmp_path / "kept" / entry.name) == 6
+
+
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_runs_start_in_their_order_and_none_twice_at_once(
     jobs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

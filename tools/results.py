@@ -64,7 +64,7 @@ class Entry:
     @property
     def command(self) -> list[str]:
         words = ["run", self.preset, "--method", self.method, "--seed", str(self.seed), "--rounds", str(self.rounds)]
-        usual = {"eval.every": 10, "checkpoint.every": 5, "eval.prior": f"[{','.join(TAUS)}]"}
+        usual = {"eval.every": 20, "checkpoint.every": 5, "eval.prior": f"[{','.join(TAUS)}]"}
         for key, value in {**usual, **self.set}.items():
             words += ["--set", f"{key}={value}"]
         return words
@@ -156,9 +156,9 @@ def go_on_with_all(entries: list[Entry], work: Path, jobs: int) -> int:
 
 
 def collect(entry: Entry, work: Path, results: Path = RESULTS) -> None:
-    """Copy what can be read of the run."""
+    """Copy what can be read of the run, unless what is kept has gone further: on a new machine a run starts anew."""
     source, target = work / entry.name, results / entry.name
-    if rounds_of(source) == 0:
+    if rounds_of(source) == 0 or rounds_of(source) < rounds_of(target):
         return
     target.mkdir(parents=True, exist_ok=True)
     for name in KEPT:
