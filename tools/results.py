@@ -204,9 +204,9 @@ def page(results: Path = RESULTS) -> str:
 
 
 def full_length(entries: list[Entry], results: Path) -> list[Run]:
-    """The finished runs of as many rounds as the paper's."""
-    finished = [load_run(results / e.name) for e in entries if RunLayout(results / e.name).finished]
-    return [run for run in finished if run.config.rounds >= FULL]
+    """The finished runs of as many rounds as the paper's, of entries that ask for so many."""
+    finished = [e for e in entries if e.rounds >= FULL and RunLayout(results / e.name).finished]
+    return [run for run in (load_run(results / e.name) for e in finished) if run.config.rounds >= FULL]
 
 
 def presets(runs: list[Run]) -> list[str]:
