@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 
 from fednh.core.losses import balanced_softmax, class_means, cross_entropy, squared_distance, unit
 
@@ -15,6 +16,16 @@ def test_cross_entropy_gives_one_value_a_sample() -> None:
     x = torch.tensor([[0.0, 0.0], [math.log(3), 0.0]])
     loss = cross_entropy(scores)({}, x, torch.tensor([0, 0]))
     torch.testing.assert_close(loss, torch.tensor([math.log(2), math.log(4 / 3)]))
+
+
+def test_cross_entropy_is_torchs_to_the_bit() -> None:
+    x = torch.randn(64, 10, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(64) % 10
+    ours, torchs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    values, expected = cross_entropy(scores)({}, ours, y), F.cross_entropy(torchs, y, reduction="none")
+    assert torch.equal(values, expected)
+    gradients = [torch.autograd.grad(v.mean(), p)[0] for v, p in ((values, ours), (expected, torchs))]
+    assert torch.equal(*gradients)
 
 
 def test_balanced_softmax_by_hand() -> None:

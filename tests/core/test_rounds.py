@@ -258,25 +258,29 @@ def test_a_non_finite_upload_is_refused(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Poisoned(FedAvg):
-    """FedAvg with a client, known by its number of samples, whose personal state is infinite; its upload is not."""
+    """FedAvg with a client, known by its number of samples, whose personal state or upload is infinite, not both."""
 
     victim: int = -1
+    uploads: bool = False
 
     def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
         model, upload = super().client_update(net, kept, received, data, fit)
         state = torch.where(data.counts.sum() == self.victim, torch.inf, 0.0)
+        if self.uploads:
+            return model, {**upload, "head.weight": upload["head.weight"] + state}
         return {**model, "memory": state}, upload
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
-def test_a_non_finite_personal_state_is_refused_as_an_upload_is(engine: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("uploads", "what"), [(True, "upload"), (False, "personal state")])
+def test_what_is_not_finite_is_refused_by_either_engine(uploads: bool, what: str, engine: str, tmp_path: Path) -> None:
     config, federation, victim = broken("nan", engine=engine)
-    federation = replace(federation, method=Poisoned(victim=len(federation.parts[victim])))
+    federation = replace(federation, method=Poisoned(victim=len(federation.parts[victim]), uploads=uploads))
     simulation, summary, told = run_config(tmp_path / "r", config, federation)
     picked = [r["round"] for r in told.records if victim in picked_clients(config, r["round"])]
     assert [r["round"] for r in told.records if r["refused"] == [victim]] == picked
     assert summary["refused"] == len(picked) > 0
-    assert f"round 2: the personal state of client {victim} is not finite and was refused" in told.notes
+    assert f"round 2: the {what} of client {victim} is not finite and was refused" in told.notes
     assert victim not in simulation.executor.store.members
     assert not any(victim in r["clients"] for r in told.records)
 

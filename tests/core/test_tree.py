@@ -54,6 +54,26 @@ def test_finite(bad: float) -> None:
     assert not tree.finite({**TREE, "z": torch.tensor([0.0, bad])})
 
 
+def test_finite_numbers_whose_sum_is_not_are_finite() -> None:
+    assert tree.finite({"z": torch.full((2,), 3e38)})
+    assert tree.finite_rows({"z": torch.full((1, 2), 3e38)}, 1) == [True]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_finite_by_row(bad: float) -> None:
+    """Rows are matrices or single numbers; infinities of both signs cancel in no sum."""
+    w, s = torch.zeros(4, 2, 3), torch.zeros(4)
+    w[1, 0, 2], s[3] = bad, bad
+    assert tree.finite_rows({"w": w, "s": s}, 4) == [True, False, True, False]
+    w[1, 1, 1], w[2, 0, 0], s[2] = -bad, bad, -bad
+    assert tree.finite_rows({"w": w, "s": s}, 4) == [True, False, False, False]
+    assert tree.finite_rows({}, 2) == [True, True]
+
+
+def test_mean_of_trees_without_names() -> None:
+    assert tree.mean([{}, {}]) == {}
+
+
 def test_arranged_changes_layout_not_values() -> None:
     weight = torch.randn(4, 3, 5, 5)
     laid = tree.arranged({"w": weight})["w"]

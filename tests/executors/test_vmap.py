@@ -45,7 +45,7 @@ def parts() -> list[np.ndarray]:
 
 
 def both(
-    name: str, samples: Samples, rounds: int = 2, late: int = 0, **settings: Any
+    name: str, samples: Samples, rounds: int = 2, late: int = 0, sgd: Sgd = SGD, **settings: Any
 ) -> tuple[list[client.Update], list[client.Update]]:
     """Some rounds of a method by the loop and in one block; each starts from what the one before kept.
 
@@ -59,11 +59,11 @@ def both(
     for round_ in range(1, rounds + 1):
         down = method.broadcast(server)
         one_by_one = [
-            client.update(method, net, kept[k], {**down, **records[k]}, ClientData(samples, part, 5, round_, k), SGD)
+            client.update(method, net, kept[k], {**down, **records[k]}, ClientData(samples, part, 5, round_, k), sgd)
             for k, part in enumerate(parts())
         ]
         block = Block(samples, parts(), range(len(SIZES)), 5, round_, "train")
-        together = update_block(method, net, block, kept, down, SGD, records)
+        together = update_block(method, net, block, kept, down, sgd, records)
         kept = [kept[k] if k < late and round_ < rounds - k else u.keep for k, u in enumerate(one_by_one)]
         server = method.aggregate(server, Uploads([update.upload for update in one_by_one]))
         records = method.records(server, [select(update.upload, *method.recorded) for update in one_by_one])
@@ -105,6 +105,20 @@ def test_a_block_carries_running_values_and_draws_samples_as_the_loop_does(
     """Clients that joined late share a block with others."""
     one_by_one, together = both(name, samples, rounds, late=2 if rounds > 1 else 0, **settings)
     assert largest_difference(one_by_one, together) < 2e-5
+
+
+@pytest.mark.parametrize("name", ["fednh", "feddbe", "fedrep"])
+def test_clients_of_one_batch_are_not_shuffled_and_give_what_the_loop_gives(
+    name: str, samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses of single samples do not see an order; a loss of whole batches (FedDBE) might, and is given the loop's."""
+    calls, shuffle = [], Block.shuffle
+    monkeypatch.setattr(Block, "shuffle", lambda block: calls.append(block) or shuffle(block))
+    one_by_one, together = both(name, samples, sgd=replace(SGD, batch_size=max(SIZES)))
+    assert bool(calls) == (name == "feddbe")
+    assert largest_difference(one_by_one, together) < 2e-5
+    both(name, samples, rounds=1, sgd=replace(SGD, batch_size=max(SIZES) - 1))
+    assert calls
 
 
 def test_a_block_draws_what_each_client_would(samples: Samples) -> None:

@@ -93,7 +93,8 @@ def not_finite(report: Report) -> str | None:
 
     A state that is not finite would spoil all of the client's later rounds.
     """
-    if not (math.isfinite(report.loss_sum or 0.0) and finite(report.upload)):
+    looked = finite(report.upload) if report.upload_finite is None else report.upload_finite
+    if not (math.isfinite(report.loss_sum or 0.0) and looked):
         return "the upload"
     return None if report.kept_finite else "the personal state"
 

@@ -40,6 +40,7 @@ class Report:
     loss_sum: float | None  # their summed loss; None: the client does not report it
     gradient_norm: float | None = None  # squared, of the body at the received model, where it was asked for
     kept_finite: bool = True  # whether what the client keeps is finite
+    upload_finite: bool | None = None  # None: nobody that the server trusts has looked
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,14 @@ class Update:
     samples: int  # training samples processed
     loss_sum: float  # their summed loss
     gradient_norm: float | None = None  # squared, of the body at the received model, where it was asked for
+    kept_finite: bool = True
+    upload_finite: bool = True
 
     @property
     def report(self) -> Report:
         """The part that reaches the server."""
-        return Report(self.upload, self.samples, self.loss_sum, self.gradient_norm, finite(self.keep))
+        numbers = self.samples, self.loss_sum, self.gradient_norm
+        return Report(self.upload, *numbers, self.kept_finite, self.upload_finite)
 
 
 def update(
@@ -66,7 +70,9 @@ def update(
     with LocalNorm(net, kept, data.index.device) as norm:
         fit = LocalFit(data, sgd, norm.undisturbed(probe), training=_training(net, data))
         keep, upload = method.client_update(net, without_norm(kept), received, data, norm.fit(fit))
-    return Update({**keep, **norm.kept()}, upload, fit.samples, fit.loss_sum, probe.value if probe else None)
+    keep = {**keep, **norm.kept()}
+    norm_at_start = probe.value if probe else None
+    return Update(keep, upload, fit.samples, fit.loss_sum, norm_at_start, finite(keep), finite(upload))
 
 
 def _training(net: Net, data: ClientData) -> Callable[[], AbstractContextManager[object]]:

@@ -26,7 +26,12 @@ BatchLoss = Callable[[Tree, Tensor, Tensor, Tensor], tuple[Tensor, Tree]]
 
 def cross_entropy(logits: Logits) -> Loss:
     """-log softmax(logits)[y]."""
-    return lambda params, x, y: F.cross_entropy(logits(params, x), y, reduction="none")
+    return lambda params, x, y: _surprise(logits(params, x), y)
+
+
+def _surprise(logits: Tensor, y: Tensor) -> Tensor:  # (B, C), (B,) -> (B,)
+    """F.cross_entropy without its mean, to the bit, in operations that vmap has rules for in C++."""
+    return -F.log_softmax(logits, -1).gather(-1, y[..., None]).squeeze(-1)
 
 
 def of_batch(loss: Loss) -> BatchLoss:
@@ -42,7 +47,7 @@ def of_samples(loss: BatchLoss) -> Loss:
 def balanced_softmax(logits: Logits, share: Tensor) -> Loss:  # share: (C,)
     """Cross-entropy on logits + log(class share) (Ren et al. 2020); a class with share 0 is left out of the softmax."""
     prior = share.log()
-    return lambda params, x, y: F.cross_entropy(logits(params, x) + prior, y, reduction="none")
+    return lambda params, x, y: _surprise(logits(params, x) + prior, y)
 
 
 def log_share(counts: Tensor, smoothing: float = 1.0) -> Tensor:  # (C,)

@@ -6,6 +6,7 @@ set of functions serves them all. Trees are values: no function here changes one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -48,9 +49,8 @@ def mean(trees: Iterable[Tree]) -> Tree:
             total = {name: value.clone() for name, value in tree.items()}
         elif tree.keys() != total.keys():
             raise ValueError(f"trees to average differ in names: {sorted(tree.keys() ^ total.keys())}")
-        else:
-            for name, value in tree.items():
-                total[name] += value
+        elif total:  # not every method uploads something
+            torch._foreach_add_(list(total.values()), [tree[name] for name in total])
         count += 1
     if count == 0:
         raise ValueError("nothing to average")
@@ -99,7 +99,23 @@ def size(tree: Tree) -> int:
 
 def finite(tree: Tree) -> bool:
     """Whether every number is finite."""
-    return all(bool(torch.isfinite(value).all()) for value in tree.values())
+    return all(_finite(value) for value in tree.values())
+
+
+def _finite(value: Tensor) -> bool:
+    """A finite sum has finite terms, and is sooner there than a look at each of them."""
+    return math.isfinite(value.sum()) or bool(torch.isfinite(value).all())
+
+
+def finite_rows(stacked: Tree, count: int) -> list[bool]:
+    """Whether every number of each of `count` stacked trees is finite: name -> (count, ...)."""
+    sums = torch.zeros(count, dtype=torch.float64)
+    for value in stacked.values():
+        sums += value.reshape(count, -1).sum(1).cpu()
+    return [
+        math.isfinite(each) or finite({name: value[k] for name, value in stacked.items()})
+        for k, each in enumerate(sums.tolist())
+    ]
 
 
 def arranged(tree: Tree) -> Tree:

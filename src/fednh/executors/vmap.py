@@ -14,13 +14,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.graph import get_gradient_edge
 from torch.func import grad_and_value, vmap
 
 from fednh.core.client import Update
 from fednh.core.fit import Sgd
 from fednh.core.losses import BatchLoss, Loss, of_batch
 from fednh.core.seeding import torch_rng
-from fednh.core.tree import Tree, belongs, stack
+from fednh.core.tree import Tree, belongs, finite_rows, stack
 from fednh.data.batches import EVAL_BATCH, ClientData, Samples, drawn_number
 from fednh.data.partitions import Indices
 from fednh.methods.base import Method
@@ -53,10 +55,11 @@ class Block:
 
     def shuffle(self) -> Tensor:  # (K, n)
         """A new order of every client's samples, the same as `ClientData.shuffled` draws; padding stays last."""
-        order = np.zeros((len(self), self.width), np.int64)
-        for row, size, rng in zip(order, self.sizes, self._rngs, strict=True):
-            row[:size] = torch.randperm(int(size), generator=rng).numpy()
-        return torch.from_numpy(order).to(self.index.device)
+        order = torch.zeros(len(self), self.width, dtype=torch.int64)
+        with temporarily_clear_interpreter_stack():  # each client's own draws are not mapped, and are cheaper outside
+            for row, size, rng in zip(order.unbind(), self.sizes.tolist(), self._rngs, strict=True):
+                torch.randperm(size, generator=rng, out=row[:size])
+        return order.to(self.index.device)
 
     def random(self, times: int) -> Tensor:  # (K, times, n)
         """The numbers that each client's `ClientData.random` would give; padding gets zeros."""
@@ -114,9 +117,16 @@ class BlockFit:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=data.block.index.device)
 
     def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
-        return self.batchwise(params, of_batch(loss), only=only, epochs=epochs)
+        # One batch holds all samples of every client: their order cannot matter to losses of single samples.
+        whole = self.data.block.width <= self.sgd.batch_size
+        return self._trained(params, of_batch(loss), only, epochs, shuffled=not whole)
 
     def batchwise(self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
+        return self._trained(params, loss, only, epochs)
+
+    def _trained(
+        self, params: Tree, loss: BatchLoss, only: tuple[str, ...], epochs: int | None, shuffled: bool = True
+    ) -> Tree:
         sgd, data = self.sgd, self.data
         params = dict(sorted(params.items()))
         fixed = {name: value for name, value in params.items() if not belongs(name, only)}
@@ -137,12 +147,12 @@ class BlockFit:
         slope = grad_and_value(objective, has_aux=True)
         smallest = int(data.block.sizes.min())
         for _ in range(sgd.epochs if epochs is None else epochs):
-            order = data.block.shuffle()[data.me]
+            order = data.block.shuffle()[data.me] if shuffled else None
             for start in range(0, data.block.width, sgd.batch_size):
                 here = slice(start, start + sgd.batch_size)
                 real = data.real[here]
                 count = real.sum()
-                chunk = order[here]
+                chunk = here if order is None else order[here]
                 gradients, (value, carried) = slope(moving, data.x[chunk], data.y[chunk], real / count.clamp(min=1))
                 # If every client has a sample in this batch, all are updated and no mask is needed.
                 active = None if start < smallest else (count > 0).to(value.dtype)
@@ -159,9 +169,14 @@ class BlockFit:
 
 
 def _depends_on(value: Tensor, params: Tree) -> list[str]:
-    """The names that a value has a gradient for, even if it is zero."""
-    gradients = torch.autograd.grad(value, list(params.values()), retain_graph=True, allow_unused=True)
-    return [name for name, gradient in zip(params, gradients, strict=True) if gradient is not None]
+    """The names that a value has a gradient for, even if it is zero: those that autograd's graph reaches."""
+    reached, waiting = set(), [get_gradient_edge(value).node]
+    while waiting:
+        node = waiting.pop()
+        if node not in reached:
+            reached.add(node)
+            waiting += [before for before, _ in node.next_functions if before is not None]
+    return [name for name, param in params.items() if get_gradient_edge(param).node in reached]
 
 
 def move(params: Tree, velocity: Tree, gradients: Tree, sgd: Sgd, active: Tensor | None) -> None:
@@ -202,14 +217,19 @@ def update_block(
         return keep, upload, fit.loss_sum
 
     keep, upload, loss = _mapped(one, block, kept, received, own)
+    sound, sendable = (finite_rows(tree, len(block)) for tree in (keep, upload))
+    own_memory = {name: [row.clone() for row in value.unbind()] for name, value in keep.items()}  # the block's is freed
+    rows = {name: value.unbind() for name, value in upload.items()}
     return [
         Update(
-            {name: value[k].clone() for name, value in keep.items()},  # its own memory: the block's is given back
-            {name: value[k] for name, value in upload.items()},
-            int(block.sizes[k]) * epochs[0],
-            float(loss[k]),
+            {name: values[k] for name, values in own_memory.items()},
+            {name: values[k] for name, values in rows.items()},
+            size * epochs[0],
+            loss_sum,
+            kept_finite=sound[k],
+            upload_finite=sendable[k],
         )
-        for k in range(len(block))
+        for k, (size, loss_sum) in enumerate(zip(block.sizes.tolist(), loss.tolist(), strict=True))
     ]
 
 
