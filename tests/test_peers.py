@@ -114,12 +114,16 @@ def test_the_page_has_every_row_and_the_versions() -> None:
         Row("conv2", "pfl", PROCESSES, 1_000.0, 2.0, {"pfl": "0.6.0", "torch": "2.13.0"}, 2.0, 1.0),
         Row("small", "fluke", words="its environment could not be made: it failed: no network"),
     ]
-    result = {"when": "2026-01-31T00:00:00+00:00", "busy": True, "turns": 3, "rows": [asdict(row) for row in rows]}
+    result = {"when": "2026-01-31T00:00:00+00:00", "machine": "a processor, AVX9", "busy": True, "turns": 3}
+    result["rows"] = [asdict(row) for row in rows]
     text = page(json.loads(json.dumps(result)))
     assert "| **fednh** | 2,000 | | | two workers of one thread |" in text
     assert f"| pfl | 1,000 | 2.00 x | at least 1.5 x, reached | {PROCESSES} |" in text
     assert "| fluke | its environment could not be made: it failed: no network | | at least 5 x |  |" in text
-    assert "Measured on 2026-01-31, while it was busy with other work; the best of 3 turns" in " ".join(text.split())
+    assert (
+        "on 2 cores (a processor, AVX9). Measured on 2026-01-31, while it was busy with other work; the best of 3 turns"
+        in " ".join(text.split())
+    )
     assert "Versions: fednh 0.1.0, pfl 0.6.0, torch 2.13.0." in text
 
 

@@ -17,11 +17,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.peers.sides import OURS, PEERS, ROOT, Failed, Side, install, measure
 from benchmarks.peers.work import CORES, Answer, Job
+from fednh.storage.run_folder import cpu
 
 RESULTS = Path(__file__).parents[1] / "peers.json"
 PAGE, SECTION = ROOT / "docs" / "performance.md", "## Beside other libraries\n"
@@ -127,7 +129,8 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "`make bench-peers` trains the same round on other libraries, each in a virtual environment of its own:",
         "FedAvg, 5 local epochs, batches of 64, SGD with learning rate 0.01 and momentum 0.9, the same layers and",
-        f"samples, on {CORES} cores. Measured on {result['when'][:10]}{busy}; the best of {result['turns']} turns that",
+        f"samples, on {CORES} cores ({result['machine']}). Measured on {result['when'][:10]}{busy}; the best of "
+        f"{result['turns']} turns that",
         "all took one after another, after a warm-up round.",
     ]
     for work, title in TITLES.items():
@@ -217,6 +220,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(time.perf_counter() - began, 1),
+        "machine": f"{cpu()}, {torch.backends.cpu.get_cpu_capability()}",
         "busy": arguments.busy,
         "turns": arguments.turns,
         "rows": [asdict(row) for row in rows],
