@@ -52,14 +52,14 @@ class Update:
     samples: int  # training samples processed
     loss_sum: float  # their summed loss
     gradient_norm: float | None = None  # squared, of the body at the received model, where it was asked for
-    kept_finite: bool = True
-    upload_finite: bool = True
+    kept_finite: bool | None = None  # None: nobody has looked
+    upload_finite: bool | None = None
 
     @property
     def report(self) -> Report:
         """The part that reaches the server."""
-        numbers = self.samples, self.loss_sum, self.gradient_norm
-        return Report(self.upload, *numbers, self.kept_finite, self.upload_finite)
+        kept = finite(self.keep) if self.kept_finite is None else self.kept_finite
+        return Report(self.upload, self.samples, self.loss_sum, self.gradient_norm, kept, self.upload_finite)
 
 
 def update(
