@@ -263,7 +263,8 @@ def _percent(value: float | None) -> str:
 
 def by_round(entries: list[Entry], results: Path) -> str:
     """GM / PM(V) / PM(L) of every run at the tens, and the mean of its last evaluations."""
-    rows = [(entry, evaluated(results / entry.name, entry.rounds)) for entry in entries]
+    by_data = sorted(entries, key=lambda entry: entry.preset)
+    rows = [(entry, evaluated(results / entry.name, entry.rounds)) for entry in by_data]
     tens = sorted({round_ for _, found in rows for round_ in found if round_ % 10 == 0})
     shown = tens if len(tens) <= 8 else [t for t in tens if t % 40 == 0 or t == 20]
     lines = ["By round: GM / PM(V) / PM(L) in percent, of the clients that took part in the round.", ""]
