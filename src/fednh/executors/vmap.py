@@ -14,8 +14,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd.graph import get_gradient_edge
 from torch.func import grad_and_value, vmap
 
 from fednh.core.client import Update
@@ -55,11 +53,10 @@ class Block:
 
     def shuffle(self) -> Tensor:  # (K, n)
         """A new order of every client's samples, the same as `ClientData.shuffled` draws; padding stays last."""
-        order = torch.zeros(len(self), self.width, dtype=torch.int64)
-        with temporarily_clear_interpreter_stack():  # each client's own draws are not mapped, and are cheaper outside
-            for row, size, rng in zip(order.unbind(), self.sizes.tolist(), self._rngs, strict=True):
-                torch.randperm(size, generator=rng, out=row[:size])
-        return order.to(self.index.device)
+        order = np.zeros((len(self), self.width), np.int64)
+        for row, size, rng in zip(order, self.sizes, self._rngs, strict=True):
+            row[:size] = torch.randperm(int(size), generator=rng).numpy()
+        return torch.from_numpy(order).to(self.index.device)
 
     def random(self, times: int) -> Tensor:  # (K, times, n)
         """The numbers that each client's `ClientData.random` would give; padding gets zeros."""
@@ -169,14 +166,9 @@ class BlockFit:
 
 
 def _depends_on(value: Tensor, params: Tree) -> list[str]:
-    """The names that a value has a gradient for, even if it is zero: those that autograd's graph reaches."""
-    reached, waiting = set(), [get_gradient_edge(value).node]
-    while waiting:
-        node = waiting.pop()
-        if node not in reached:
-            reached.add(node)
-            waiting += [before for before, _ in node.next_functions if before is not None]
-    return [name for name, param in params.items() if get_gradient_edge(param).node in reached]
+    """The names that a value has a gradient for, even if it is zero."""
+    gradients = torch.autograd.grad(value, list(params.values()), retain_graph=True, allow_unused=True)
+    return [name for name, gradient in zip(params, gradients, strict=True) if gradient is not None]
 
 
 def move(params: Tree, velocity: Tree, gradients: Tree, sgd: Sgd, active: Tensor | None) -> None:
