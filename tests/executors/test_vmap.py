@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from test_rounds import run_config, timeless
 
 from conftest import identical
@@ -20,8 +22,8 @@ from fednh.core.seeding import torch_rng
 from fednh.core.tree import Tree, Uploads, below, prefix, select
 from fednh.data.batches import ClientData, Samples
 from fednh.errors import UserError
-from fednh.executors.engine import LARGEST, blocks, choose
-from fednh.executors.vmap import Block, OneOfBlock, move, update_block
+from fednh.executors.engine import BLOCKS, LARGEST, SMALLEST, blocks, choose
+from fednh.executors.vmap import Block, BlockStep, OneOfBlock, outside, update_block
 from fednh.executors.work import Training
 from fednh.methods import METHODS
 from fednh.methods.base import Method
@@ -151,8 +153,42 @@ def test_without_the_mask_the_block_is_wrong(name: str, samples: Samples, monkey
 
 def test_who_has_no_batch_left_stands_still(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weight decay and momentum would go on moving a client after its last batch."""
-    monkeypatch.setattr("fednh.executors.vmap.move", lambda p, v, g, sgd, active: move(p, v, g, sgd, None))
+    monkeypatch.setattr(BlockStep, "everyone", property(lambda step: True, lambda step, value: None))
     assert largest_difference(*both("fedavg", samples)) > 1e-3
+
+
+def test_outside_of_the_map_a_tensor_is_the_whole_blocks() -> None:
+    """Mapped along any axis, or the same for all clients; what comes back is mapped again, with its gradient."""
+    seen: list[torch.Tensor] = []
+    row, column, shared = torch.arange(6.0).view(3, 2), torch.arange(6.0).view(2, 3), torch.ones(2)
+
+    def one(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        def work(*whole: torch.Tensor) -> list[torch.Tensor]:
+            seen.extend(whole)
+            return [whole[0] + whole[1] + whole[2]]
+
+        (total,) = outside(work, row, column, shared)
+        return 10 * total
+
+    made = torch.func.vmap(one, in_dims=(0, 1))(row.requires_grad_(), column)
+    assert [tuple(value.shape) for value in seen] == [(3, 2)] * 3
+    assert made.tolist() == (10 * (row + column.T + 1)).tolist()
+    made.sum().backward()
+    assert row.grad is not None
+    assert row.grad.tolist() == [[10.0, 10.0]] * 3
+
+
+def test_an_error_outside_of_the_map_leaves_the_map_as_it_was() -> None:
+    def one(x: torch.Tensor) -> torch.Tensor:
+        def work(x: torch.Tensor) -> list[torch.Tensor]:
+            raise ValueError("not today")
+
+        with pytest.raises(ValueError, match="not today"):
+            outside(work, x)
+        return x.sum()
+
+    assert torch.func.vmap(one)(torch.ones(3, 2)).tolist() == [2.0, 2.0, 2.0]
+    assert torch.func.vmap(lambda x: x * 2)(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
 
 
 @dataclass(frozen=True)
@@ -217,12 +253,26 @@ def test_the_rule() -> None:
 def test_blocks_hold_every_client_once_and_are_bounded() -> None:
     _, fed = federation()
     order = sorted(range(40), key=lambda k: -len(fed.parts[k]))
-    big = replace(fed, parts=[np.tile(np.arange(len(fed.train)), 4)] * 40)
+    big = replace(fed, parts=[np.tile(np.arange(len(fed.train)), 12)] * 40)
     for those in (fed, big):
         made = list(blocks(those, order))
         assert [k for block in made for k in block] == order
         assert max(len(block) for block in made) <= LARGEST
     assert len(list(blocks(big, order))) > len(list(blocks(fed, order)))
+
+
+@given(clients=st.integers(1, 3000))
+def test_blocks_are_equally_large(clients: int) -> None:
+    _, fed = federation()
+    many = replace(fed, parts=[np.arange(5)] * clients)
+    sizes = [len(block) for block in blocks(many, range(clients))]
+    assert sum(sizes) == clients
+    assert max(sizes) - sizes[-1] < len(sizes)
+    assert max(sizes) <= LARGEST
+    if clients >= SMALLEST:
+        assert max(sizes) >= SMALLEST / 2
+    if SMALLEST * BLOCKS <= clients <= LARGEST * BLOCKS:
+        assert len(sizes) == BLOCKS
 
 
 @dataclass(frozen=True)
@@ -239,6 +289,10 @@ def test_a_method_that_cannot_be_mapped_takes_the_loop() -> None:
     config, fed = federation()
     peeking = replace(fed, method=Peeking())
     assert engine_of(peeking, config) == "loop"
+    told: list[str] = []
+    choose(config, peeking, peeking.method.init(fed.net, torch_rng(0, "init")), told.append)
+    assert len(told) == 1
+    assert told[0].startswith("clients are computed one by one: Peeking or its model does not run for many")
     with pytest.raises(UserError, match=r"engine = 'vmap' cannot be used: Peeking or its model does not run"):
         engine_of(peeking, config.model_copy(update={"engine": "vmap"}))
 
@@ -314,6 +368,25 @@ def test_one_failing_client_does_not_cost_its_block(tmp_path: Path) -> None:
     assert summary["failed"] == sizes.count(bad)
     assert told.records[0]["failed"] == [k for k, size in enumerate(sizes) if size == bad]
     assert len(told.records[0]["clients"]) == 40 - sizes.count(bad)
+    assert not any("could not be computed at once" in words for words in told.notes)
+
+
+def test_a_block_that_fails_where_its_clients_do_not_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> list[client.Update]:
+        raise RuntimeError("a fault of ours")
+
+    config, fed = federation(rounds=2, engine="vmap", **{"train.epochs": 1, "eval.every": 0})
+    monkeypatch.setattr("fednh.executors.work.update_block", broken)
+    simulation, _, told = run_config(tmp_path / "run", config, fed)
+    assert simulation.executor.engine == "vmap"
+    assert [len(record["clients"]) for record in told.records] == [40, 40]
+    notes = [words for words in told.notes if "could not be computed at once" in words]
+    assert len(notes) == 1
+    assert notes[0].startswith(
+        "round 1: a block of clients could not be computed at once (RuntimeError: a fault of ours)"
+    )
 
 
 def test_every_method_can_be_mapped() -> None:

@@ -54,6 +54,7 @@ class Update:
     gradient_norm: float | None = None  # squared, of the body at the received model, where it was asked for
     kept_finite: bool | None = None  # None: nobody has looked
     upload_finite: bool | None = None
+    alone: str = ""  # why this client's block was computed one client at a time, if its block is to blame
 
     @property
     def report(self) -> Report:

@@ -123,28 +123,40 @@ class Momentum:
         if not moved:
             return
         params, velocity = ([row[i] for row in moved] for i in range(2))
-        grads = [_like(g, p) for p, _, g in moved]
+        grads = [like(g, p) for p, _, g in moved]
         if self.sgd.clip > 0:
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
             factor = (self.sgd.clip / (norm + 1e-6)).clamp(max=1.0)
             # Not in place: two names may share one gradient tensor, as with a loss on their sum.
             if factor.device.type != "cpu" or factor != 1:
                 grads = list(torch._foreach_mul(grads, factor))
-        torch._fused_sgd_(
-            params,
-            grads,
-            velocity if self.sgd.momentum else [],
-            weight_decay=self.sgd.weight_decay,
-            momentum=self.sgd.momentum,
-            lr=self.sgd.lr,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-        )
+        descend(params, grads, velocity, self.sgd)
 
 
-def _like(gradient: Tensor, param: Tensor) -> Tensor:
+def descend(params: list[Tensor], gradients: list[Tensor], velocity: list[Tensor], sgd: Sgd) -> None:
+    """Weight decay and momentum in place, in one pass; a gradient lies in memory as its parameter does."""
+    torch._fused_sgd_(
+        [dense(value) for value in params],
+        [dense(value) for value in gradients],
+        [dense(value) for value in velocity] if sgd.momentum else [],
+        weight_decay=sgd.weight_decay,
+        momentum=sgd.momentum,
+        lr=sgd.lr,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+    )
+
+
+def dense(value: Tensor) -> Tensor:
+    """The same numbers in the order of memory: on other views the fused optimiser takes twice as long."""
+    if value.is_contiguous():
+        return value
+    return value.permute(sorted(range(value.ndim), key=value.stride, reverse=True))
+
+
+def like(gradient: Tensor, param: Tensor) -> Tensor:
     """The gradient, its values in memory in the order of the parameter's, as the fused optimiser takes them to be."""
     if gradient.stride() == param.stride():
         return gradient

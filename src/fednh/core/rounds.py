@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fednh.config import Config
-from fednh.core import aggregate, checks, evaluate, failures, novelty, outliers
+from fednh.core import aggregate, checks, evaluate, failures, memory, novelty, outliers
 from fednh.core import client as clients
 from fednh.core.client import Report
 from fednh.core.evaluate import Personal
@@ -59,7 +59,7 @@ class Rounds:
 
     def run(self) -> dict[str, Any]:
         """Run all rounds that the folder does not have yet; returns the summary."""
-        with one_thread(), self.checkpoints, self.executor:
+        with one_thread(), memory.settled(), self.checkpoints, self.executor:
             self._prepare()
             while self.progress.closed < self.config.rounds:
                 self._exchange()

@@ -94,7 +94,7 @@ def stack(trees: Iterable[Tree]) -> Tree:
 
 def size(tree: Tree) -> int:
     """Bytes of all tensors: what it costs to send or to keep."""
-    return sum(value.numel() * value.element_size() for value in tree.values())
+    return sum(value.nbytes for value in tree.values())
 
 
 def finite(tree: Tree) -> bool:

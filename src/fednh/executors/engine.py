@@ -6,7 +6,7 @@ bits do not depend on who computes: blocks are made from the clients, not from t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
 import numpy as np
@@ -20,24 +20,21 @@ from fednh.errors import UserError
 from fednh.executors.vmap import Block, update_block
 
 FEWEST = 32  # clients per round: with fewer, vmap does not pay off
-LARGEST = 64  # clients in a block: more gain nothing
+SMALLEST, LARGEST = 32, 128  # clients in a block: fewer cost too many calls, more gain nothing ...
+BLOCKS = 8  # ... and in between a round has this many blocks, for as many workers
 STATE_BYTES = 16 << 20  # of one copy of a block's parameters
 DATA_BYTES = 32 << 20  # of a block's padded samples
 
 
-def blocks(fed: Federation, order: Sequence[int]) -> Iterator[list[int]]:
-    """Blocks of neighbours in the order, as many as fit; the order is by size, so little is padded."""
-    block: list[int] = []
-    limit = 0
-    for client in order:
-        if not block:
-            limit = block_size(fed, len(fed.parts[client]))
-        block.append(client)
-        if len(block) == limit:
-            yield block
-            block = []
-    if block:
-        yield block
+def blocks(fed: Federation, order: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Blocks of neighbours in the order, equally large as far as they fit; the order is by size: little is padded."""
+    wanted = min(LARGEST, max(SMALLEST, -(-len(order) // BLOCKS)))
+    even = -(-len(order) // max(1, -(-len(order) // wanted)))
+    start = 0
+    while start < len(order):
+        end = start + min(even, block_size(fed, len(fed.parts[order[start]])))
+        yield order[start:end]
+        start = end
 
 
 def block_size(fed: Federation, samples: int) -> int:
@@ -47,18 +44,22 @@ def block_size(fed: Federation, samples: int) -> int:
     return max(1, min(LARGEST, STATE_BYTES // (4 * parameters), by_data))
 
 
-def choose(config: Config, fed: Federation, server: Tree) -> str:
+def choose(config: Config, fed: Federation, server: Tree, note: Callable[[str], None] = lambda words: None) -> str:
     """The engine that a config asks for; "auto" follows a fixed rule, so that the same run always gets the same engine.
 
     The rule: vmap where at least `FEWEST` clients are picked a round, the model has no convolutions, eight typical
-    clients or more fit into a block, and no setting needs the loop.
+    clients or more fit into a block, and no setting needs the loop. A `note` tells that a method cannot be mapped.
     """
     if config.engine == "loop" or (config.engine == "auto" and not _worth(config, fed)):
         return "loop"
-    obstacle = _obstacle(config, fed) or _does_not_map(fed, server)
-    if obstacle and config.engine == "vmap":
-        raise UserError(f"engine = 'vmap' cannot be used: {obstacle}; use engine = 'loop'")
-    return "loop" if obstacle else "vmap"
+    expected, fault = _obstacle(config, fed), None
+    if not expected:
+        fault = _does_not_map(fed, server)
+    if config.engine == "vmap" and (expected or fault):
+        raise UserError(f"engine = 'vmap' cannot be used: {expected or fault}; use engine = 'loop'")
+    if fault:
+        note(f"clients are computed one by one: {fault}")
+    return "loop" if expected or fault else "vmap"
 
 
 def _worth(config: Config, fed: Federation) -> bool:

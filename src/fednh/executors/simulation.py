@@ -32,6 +32,7 @@ class Simulation:
     backend: str
     deployed, least = False, 1
     engine: str
+    told = False  # that a block could not be computed at once
 
     def __init__(
         self, config: Config, federation: Federation, folder: RunFolder, watcher: Watcher, stop: threading.Event
@@ -63,7 +64,7 @@ class Simulation:
 
     def begin(self, initial: Tree) -> None:
         self.store.newcomer = self.fed.method.enroll(initial)
-        self.engine = choose(self.config, self.fed, initial)
+        self.engine = choose(self.config, self.fed, initial, self.note)
 
     def present(self) -> Sequence[int]:
         return range(len(self.fed.parts))
@@ -85,6 +86,15 @@ class Simulation:
 
     def name(self, client: int) -> str:
         return self.fed.name(client)
+
+    def tell_if_alone(self, why: str, round_: int) -> None:
+        """Tell once that a block did not work where its clients do: results are as good, but later."""
+        if why and not self.told:
+            self.told = True
+            self.note(
+                f"round {round_}: a block of clients could not be computed at once ({why}); they were computed one by "
+                f"one, which is slower. engine = 'loop' leaves out the attempt"
+            )
 
     def note(self, text: str, client: int | None = None, round_: int = 0) -> None:
         self.watcher.note(text)
@@ -114,6 +124,7 @@ class SimulationAnswers:
                 if isinstance(update, Failure):
                     yield client, Missing("failed", update.words, update.error)
                     continue
+                self.simulation.tell_if_alone(update.alone, round_)
                 store.put(client, update.keep, round_)
                 yield client, update.report
 

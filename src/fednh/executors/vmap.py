@@ -9,15 +9,17 @@ that has no batch left in a step is not updated in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import grad_and_value, vmap
+from torch._C import _functorch as functorch
+from torch.func import vmap
 
 from fednh.core.client import Update
-from fednh.core.fit import Sgd
+from fednh.core.fit import Sgd, dense, descend, like
 from fednh.core.losses import BatchLoss, Loss, of_batch
 from fednh.core.seeding import torch_rng
 from fednh.core.tree import Tree, belongs, finite_rows, stack
@@ -43,10 +45,11 @@ class Block:
         real = np.arange(self.width) < self.sizes[:, None]
         self.index = torch.from_numpy(index).to(device)  # (K, n)
         self.real = torch.from_numpy(real).to(device, torch.float32)  # (K, n): 0 marks padding
+        x = samples.floats(samples.x[self.index.flatten()])
+        self.x = x.view(*index.shape, *x.shape[1:])  # (K, n, ...)
         self.y = samples.y[self.index]  # (K, n)
         self.counts = torch.zeros(len(parts), samples.num_classes, device=device).scatter_add_(1, self.y, self.real)
-        self._address = (seed, round_)
-        self._rngs = [self._rng(purpose, client) for client in clients]
+        self._address, self._purpose = (seed, round_), purpose
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -65,9 +68,40 @@ class Block:
             row[:, :size] = torch.rand(times, int(size), generator=self._rng("method", client))
         return keys.to(self.index.device)
 
+    @cached_property
+    def _rngs(self) -> list[torch.Generator]:
+        return [self._rng(self._purpose, client) for client in self.clients]
+
     def _rng(self, purpose: str, client: int) -> torch.Generator:
         seed, round_ = self._address
         return torch_rng(seed, purpose, round_, client)
+
+
+def outside(work: Callable[..., Sequence[Tensor]], *mapped: Tensor) -> list[Tensor]:
+    """Step out of the map: call `work` with every tensor as the whole block's (K, ...), and map what it returns.
+
+    At least one of the tensors must be mapped. The rule by which a `torch.autograd.Function` is mapped could do the
+    same, but every step needs a call, and its calls would take a twentieth of a round.
+    """
+    level = functorch.current_level()
+    size = next(
+        functorch.get_unwrapped(value).shape[functorch.maybe_get_bdim(value)]
+        for value in mapped
+        if functorch.is_batchedtensor(value)
+    )
+    whole = [_whole(value, size) for value in mapped]
+    map_ = functorch.pop_dynamic_layer_stack()
+    try:
+        made = work(*whole)
+    finally:
+        functorch.push_dynamic_layer_stack(map_)
+    return [functorch._add_batch_dim(value, 0, level) for value in made]
+
+
+def _whole(value: Tensor, size: int) -> Tensor:  # (size, ...)
+    if not functorch.is_batchedtensor(value):
+        return value.expand(size, *value.shape)
+    return functorch.get_unwrapped(value).movedim(functorch.maybe_get_bdim(value), 0)
 
 
 class OneOfBlock:
@@ -78,10 +112,8 @@ class OneOfBlock:
 
     def __init__(self, block: Block, me: Tensor):
         self.block, self.me = block, me
-        self.counts = block.counts[me]  # (C,)
-        self.y = block.y[me]  # (n,)
-        self.real = block.real[me]  # (n,)
-        self.x = block.samples.floats(block.samples.x[block.index[me]])  # (n, ...)
+        # (n, ...), (n,), (n,), (C,)
+        self.x, self.y, self.real, self.counts = outside(lambda _: (block.x, block.y, block.real, block.counts), me)
 
     @property
     def share(self) -> Tensor:  # (C,)
@@ -127,21 +159,11 @@ class BlockFit:
         sgd, data = self.sgd, self.data
         params = dict(sorted(params.items()))
         fixed = {name: value for name, value in params.items() if not belongs(name, only)}
-        # Adding a mapped zero gives every client its own copy of parameters that are shared when received.
-        moving = {name: value + 0 * data.real[0] for name, value in params.items() if name not in fixed}
-        if not moving:
+        names = [name for name in params if name not in fixed]
+        if not names:
             raise ValueError(f"nothing to train: no name in {sorted(params)} belongs to {only}")
-        velocity = {name: torch.zeros_like(value) for name, value in moving.items()}
-        used: set[str] = set()  # what the loss does not depend on is not decayed either, as in `LocalFit`
-
-        def objective(moving: Tree, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tree]:
-            values, carried = loss({**fixed, **moving}, x, y, weight)
-            value = (values * weight).sum()
-            if not used:
-                used.update(_depends_on(value, moving))
-            return value, carried
-
-        slope = grad_and_value(objective, has_aux=True)
+        step = BlockStep(sgd)
+        moving = dict(zip(names, outside(step.begin, data.me, *(params[name] for name in names)), strict=True))
         smallest = int(data.block.sizes.min())
         for _ in range(sgd.epochs if epochs is None else epochs):
             order = data.block.shuffle()[data.me] if shuffled else None
@@ -150,43 +172,70 @@ class BlockFit:
                 real = data.real[here]
                 count = real.sum()
                 chunk = here if order is None else order[here]
-                gradients, (value, carried) = slope(moving, data.x[chunk], data.y[chunk], real / count.clamp(min=1))
-                # If every client has a sample in this batch, all are updated and no mask is needed.
-                active = None if start < smallest else (count > 0).to(value.dtype)
-                move({name: moving[name] for name in moving if name in used}, velocity, gradients, sgd, active)
+                weight = real / count.clamp(min=1)
+                values, carried = loss({**fixed, **moving}, data.x[chunk], data.y[chunk], weight)
+                step.everyone = start < smallest
+                (value,) = outside(step, (values * weight).sum(), count)
                 for name, new in carried.items():
-                    fixed[name] = new if active is None else torch.where(active > 0, new, fixed[name])
+                    fixed[name] = new.detach() if step.everyone else torch.where(count > 0, new.detach(), fixed[name])
                 self.loss_sum = self.loss_sum + value * count
             self.samples += 1
-        return {**fixed, **moving}
+        return {**fixed, **{name: value.detach().contiguous() for name, value in moving.items()}}
 
     def reach(self, epochs: int | None = None) -> Tensor:  # (): a client of fewer batches takes fewer steps
         batches = (self.data.real.sum() / self.sgd.batch_size).ceil()
         return self.sgd.reach((self.sgd.epochs if epochs is None else epochs) * batches)
 
 
-def _depends_on(value: Tensor, params: Tree) -> list[str]:
-    """The names that a value has a gradient for, even if it is zero."""
-    gradients = torch.autograd.grad(value, list(params.values()), retain_graph=True, allow_unused=True)
-    return [name for name, gradient in zip(params, gradients, strict=True) if gradient is not None]
+class BlockStep:
+    """Steps of all clients of a block, outside of the map: one backward pass, then clipping, weight decay and momentum.
+
+    A client's loss depends on its own parameters alone, so the gradient of the sum over clients has each client's in
+    its row.
+    """
+
+    everyone = True  # whether every client has a sample in the batch; set before a step
+
+    def __init__(self, sgd: Sgd):
+        self.sgd = sgd
+
+    def begin(self, me: Tensor, *params: Tensor) -> list[Tensor]:  # (K, ...) each
+        """Every client's own copy of the parameters. Matrices lie transposed in memory, as their gradients do."""
+        self.params = [_own(value.mT).mT if value.ndim == 3 else _own(value) for value in params]
+        self.velocity = [torch.zeros_like(value) for value in self.params]
+        return [value.requires_grad_() for value in self.params]
+
+    def __call__(self, value: Tensor, count: Tensor) -> tuple[Tensor]:  # (K,), (K,)
+        """Every client's loss, once its parameters are updated; `count` is 0 for clients that have no batch left."""
+        found = torch.autograd.grad(value.sum(), self.params, allow_unused=True)
+        with torch.no_grad():
+            moved = [row for row in zip(self.params, found, self.velocity, strict=True) if row[1] is not None]
+            params, gradients, velocity = ([row[i] for row in moved] for i in range(3))
+            gradients = self._clipped([like(g, p) for p, g in zip(params, gradients, strict=True)])
+            if self.everyone:
+                descend(params, gradients, velocity, self.sgd)
+                return (value.detach(),)
+            rows = count.nonzero().flatten()
+            theirs, slopes, speeds = ([each[rows] for each in column] for column in (params, gradients, velocity))
+            descend(theirs, slopes, speeds, self.sgd)
+            for whole, part in zip((*params, *velocity), (*theirs, *speeds), strict=True):
+                whole.index_copy_(0, rows, part)
+        return (value.detach(),)
+
+    def _clipped(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Every client's gradient, no longer than `clip`."""
+        if self.sgd.clip <= 0:
+            return gradients
+        norms = [torch.linalg.vector_norm(dense(each).reshape(len(each), -1), dim=1) for each in gradients]
+        shrink = (self.sgd.clip / (torch.linalg.vector_norm(torch.stack(norms), dim=0) + 1e-6)).clamp(max=1.0)  # (K,)
+        if shrink.device.type == "cpu" and bool((shrink == 1).all()):
+            return gradients
+        # not in place: two names may share one gradient tensor
+        return [each * shrink.view(-1, *[1] * (each.ndim - 1)) for each in gradients]
 
 
-def move(params: Tree, velocity: Tree, gradients: Tree, sgd: Sgd, active: Tensor | None) -> None:
-    """Clipping, weight decay and momentum in place, as `fit.Momentum` does; `active` is 0 for clients not to update."""
-    if sgd.clip > 0:
-        norm = torch.stack([torch.linalg.vector_norm(gradients[name]) for name in params]).square().sum().sqrt()
-        shrink = (sgd.clip / (norm + 1e-6)).clamp(max=1.0)
-    for name, p in params.items():
-        g, v = gradients[name], velocity[name]
-        if sgd.clip > 0:
-            g = g * shrink  # not in place: two names may share one gradient tensor
-        if sgd.weight_decay > 0:
-            g = g.add(p, alpha=sgd.weight_decay)
-        if active is None:
-            p.add_(v.mul_(sgd.momentum).add_(g), alpha=-sgd.lr)
-        else:
-            v.copy_(torch.where(active > 0, sgd.momentum * v + g, v))
-            p.add_(v * active, alpha=-sgd.lr)
+def _own(value: Tensor) -> Tensor:
+    return value.detach().clone(memory_format=torch.contiguous_format)
 
 
 def update_block(

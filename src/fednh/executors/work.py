@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from fednh.data.partitions import Indices
 from fednh.executors.vmap import Block, update_block
 from fednh.methods.base import Method
 from fednh.models.net import Net
+from fednh.words import one_line
 
 Unit = Sequence[int]  # the clients that are computed together
 Tick = Callable[[int], None]
@@ -110,12 +111,16 @@ class Training(Stage):
     def __call__(
         self, on: Material, unit: Unit, kept: Sequence[Tree], tick: Tick = unhurried
     ) -> list[Update | Failure]:
+        why = ""
         if self.together:
             try:
                 return list(self._block(on, unit, kept))
-            except Exception:  # one by one: the error names the client that fails, and the others succeed
-                pass
-        return [self.one_client(on, client, mine) for client, mine in zip(unit, kept, strict=True)]
+            except Exception as error:  # one by one: the error names the client that fails, and the others succeed
+                why = f"{type(error).__name__}: {one_line(str(error), 200)}"
+        made = [self.one_client(on, client, mine) for client, mine in zip(unit, kept, strict=True)]
+        if why and not any(isinstance(update, Failure) for update in made):
+            made = [replace(update, alone=why) for update in made if isinstance(update, Update)]
+        return made
 
     @property
     def apart(self) -> bool:
