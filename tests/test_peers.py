@@ -52,6 +52,20 @@ def test_a_setting_that_fails_is_left_out() -> None:
     assert (row.setting, row.words) == (THREADS, "")
 
 
+def test_a_setting_that_fails_once_is_tried_again() -> None:
+    failed: set[Job] = set()
+
+    def measured(side: Side, job: Job) -> Answer:
+        if job.setting == ONE and job not in failed:
+            failed.add(job)
+            raise Failed("the port was taken")
+        return Answer({}, job.samples, {THREADS: 2.0, ONE: 1.0}[job.setting], 2.0, 1.0)
+
+    (row,) = compare("small", [OTHER], 1, measured)
+    assert (row.setting, row.words) == (ONE, "")
+    assert len(failed) == 2  # the trial and the turn
+
+
 @pytest.mark.parametrize(
     ("printed", "words"),
     [

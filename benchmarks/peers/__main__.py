@@ -70,7 +70,7 @@ def compare(work: str, sides: Sequence[Side], turns: int, measured: Measure) -> 
             if side.name in words:
                 continue
             try:
-                answer = measured(side, Job(work, settings[side.name], rounds=ROUNDS[work]))
+                answer = again_if_failed(measured, side, Job(work, settings[side.name], rounds=ROUNDS[work]))
             except Failed as error:
                 words[side.name] = str(error)
                 continue
@@ -91,6 +91,14 @@ def compare(work: str, sides: Sequence[Side], turns: int, measured: Measure) -> 
     return rows
 
 
+def again_if_failed(measured: Measure, side: Side, job: Job) -> Answer:
+    """A failure may be chance, a port that was taken for example; it should not cost a library its faster setting."""
+    try:
+        return measured(side, job)
+    except Failed:
+        return measured(side, job)
+
+
 def fastest(work: str, side: Side, measured: Measure) -> str:
     """The setting that takes the least time for one epoch; one that fails is left out while another works."""
     if len(side.settings) == 1:
@@ -98,7 +106,7 @@ def fastest(work: str, side: Side, measured: Measure) -> str:
     seconds: dict[str, float] = {}
     for setting in side.settings:
         try:
-            seconds[setting] = measured(side, Job(work, setting, epochs=1)).seconds
+            seconds[setting] = again_if_failed(measured, side, Job(work, setting, epochs=1)).seconds
         except Failed as error:
             failed = error
     if not seconds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from conftest import DISTINCT, identical
 from fednh.config import Config, load
-from fednh.core import checks, rounds
+from fednh.core import checks, memory, rounds
 from fednh.core.federation import Federation, build_federation, initial_state
 from fednh.core.fit import Fit
 from fednh.core.picks import dropped_clients, picked_clients
@@ -458,3 +459,10 @@ def test_a_deployment_does_not_weigh_sites_by_what_they_report(tmp_path: Path, m
     monkeypatch.setattr(simulation.executor, "deployed", True)
     with pytest.raises(UserError, match=r"which they report themselves .* use 'mean' in a deployment"):
         simulation._check_end()
+
+
+def test_what_exists_is_spared_garbage_collections_only_while_a_run_lasts() -> None:
+    with pytest.raises(ValueError, match="stop"), memory.settled():
+        assert gc.get_freeze_count() > 1000
+        raise ValueError("stop")
+    assert gc.get_freeze_count() == 0
