@@ -183,6 +183,11 @@ leaf = st.one_of(
 keys = st.sampled_from([*Config.model_fields, "name", "every", "rho", "memory", "x"]) | st.text(max_size=6)
 
 
+def test_a_method_section_without_a_name_is_fednhs() -> None:
+    assert validate({"method": {}}).method == validate({}).method
+    assert validate({"method": {"rho": 0.7}}).method == {**validate({}).method, "rho": 0.7}
+
+
 @given(st.dictionaries(keys, leaf | st.dictionaries(keys, leaf, max_size=4), max_size=5))
 def test_any_tree_is_a_config_or_one_sentence(tree: dict[str, object]) -> None:
     try:

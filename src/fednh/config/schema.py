@@ -35,6 +35,7 @@ from fednh.words import name_problem
 
 WRITTEN = {"written": True}  # context of a config that a run has written: complete, so nothing need be imported
 
+DEFAULT_METHOD = "fednh"
 MANY = 10**9  # the limit of every count; more is a typing error
 
 
@@ -218,7 +219,7 @@ class Config(Section):
     partition: PartitionConfig = PartitionConfig()
     participation: ParticipationConfig = ParticipationConfig()
     model: ModelConfig = ModelConfig()
-    method: dict[str, Any] = Field(default_factory=lambda: {"name": "fednh"})
+    method: dict[str, Any] = Field(default_factory=lambda: {"name": DEFAULT_METHOD})
     train: TrainConfig = TrainConfig()
     personal: PersonalConfig = PersonalConfig()
     eval: EvalConfig = EvalConfig()
@@ -234,7 +235,7 @@ class Config(Section):
         if info.context == WRITTEN:
             return self
         method = build_method(self.method)
-        full = {"name": self.method["name"], **dataclasses.asdict(method)}
+        full = {"name": self.method.get("name", DEFAULT_METHOD), **dataclasses.asdict(method)}
         object.__setattr__(self, "method", full)
         return self
 
@@ -250,7 +251,7 @@ class Config(Section):
 def build_method(section: Mapping[str, Any]) -> Method:
     """The Method that a [method] section describes."""
     fields = dict(section)
-    name = fields.pop("name", "fednh")
+    name = fields.pop("name", DEFAULT_METHOD)
     found = find_method(name)
     known = hyper_parameters(name)
     for key in [key for key in fields if key not in known]:

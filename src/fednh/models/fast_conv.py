@@ -164,8 +164,10 @@ class _Convolution(torch.autograd.Function):
         seen, side = [], plan.tiles * plan.tile
         y = x.new_empty(len(x), side, side, len(weight))
         for part, rows in zip(torch.split(x, step), torch.split(y, step), strict=True):
-            seen.append(spread(b, plan.windows(part)))  # (R^2, rows, C)
-            collect(a, torch.bmm(seen[-1], w), plan.as_tiles(rows))
+            spectrum = spread(b, plan.windows(part))  # (R^2, rows, C)
+            collect(a, torch.bmm(spectrum, w), plan.as_tiles(rows))
+            if any(ctx.needs_input_grad):
+                seen.append(spectrum)
         ctx.plan, ctx.step = plan, step
         ctx.save_for_backward(w, *seen)
         y = y[:, : plan.outputs, : plan.outputs].contiguous()
