@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from fednh.config import Config, validate
+from fednh.config.schema import DEFAULT_METHOD
 from fednh.data.published import PUBLISHED
 from fednh.data.sources import BUILTIN, agreed
 from fednh.errors import Refused, UserError
@@ -100,7 +101,7 @@ class Policy:
         method, model, train = (dict(_section(tree, name)) for name in ("method", "model", "train"))
         federation = _section(tree, "federation")
         self._check_federation(federation)
-        _allowed("method.name", method.get("name", "fednh"), self.methods, "methods")
+        _allowed("method.name", method.get("name", DEFAULT_METHOD), self.methods, "methods")
         _allowed("model.name", model.get("name", "auto"), self.models, "models")
         self._check_length(tree, train, method)
         if model.get("weights") is not None:
