@@ -70,6 +70,11 @@ class Entry:
         return words
 
     @property
+    def sampled(self) -> bool:
+        """Whether the rounds' personal models are those of a few clients alone, which say little."""
+        return "eval.clients" in self.set
+
+    @property
     def label(self) -> str:
         shown = {key: value for key, value in self.set.items() if not key.startswith("eval.")}
         return " ".join([self.method, *(f"{key.removeprefix('method.')}={value}" for key, value in shown.items())])
@@ -268,13 +273,16 @@ def by_round(entries: list[Entry], results: Path) -> str:
     tens = sorted({round_ for _, found in rows for round_ in found if round_ % 10 == 0})
     shown = tens if len(tens) <= 8 else [t for t in tens if t % 40 == 0 or t == 20]
     lines = ["By round: GM / PM(V) / PM(L) in percent, of the clients that took part in the round.", ""]
+    if any(entry.sampled for entry in entries):
+        lines[0] += " GM alone: evaluated every five rounds, without their personal models."
     lines.append(
         "| run | " + " | ".join(f"round {t}" for t in shown) + " | mean of the last three evaluations | rounds done |"
     )
     lines.append("|---|" + "---|" * (len(shown) + 2))
     for entry, found in rows:
-        cells = [triple([found[t]]) if t in found else "" for t in shown]
-        last = triple([found[t] for t in sorted(found)[-3:]])
+        metrics = ["gm"] if entry.sampled else list(METRICS)
+        cells = [together([found[t]], metrics) if t in found else "" for t in shown]
+        last = together([found[t] for t in sorted(found)[-3:]], metrics)
         count = min(rounds_of(results / entry.name), entry.rounds)
         name = f"{entry.preset}, {entry.label}" + (f", seed {entry.seed}" if entry.seed else "")
         lines.append("| " + " | ".join([name, *cells, last, str(count)]) + " |")
@@ -287,10 +295,11 @@ def evaluated(folder: Path, rounds: int) -> dict[int, dict[str, Any]]:
     return {each["round"]: each for each in records if each.get("pm_l") is not None and each["round"] <= rounds}
 
 
-def triple(records: list[dict[str, Any]]) -> str:
+def together(records: list[dict[str, Any]], metrics: list[str]) -> str:
+    """The means of these metrics over the records."""
     means = [
         None if any(r.get(key) is None for r in records) or not records else sum(r[key] for r in records) / len(records)
-        for key in METRICS
+        for key in metrics
     ]
     return " / ".join(map(_percent, means))
 
