@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,17 @@ def test_every_run_of_the_campaign_can_be_parsed_and_has_a_name_of_its_own() -> 
 
 
 @pytest.mark.soak
+def test_every_kept_run_has_the_methods_settings_of_its_entry() -> None:
+    """So that presets can change, and what was run is still what the page says."""
+    from fednh.config import load
+
+    for entry in results.campaign():
+        file = results.RESULTS / entry.name / "config.toml"
+        if file.exists():
+            asked = load(entry.preset, {"method.name": entry.method, "seed": entry.seed, **entry.set})
+            assert tomllib.loads(file.read_text())["method"] == asked.method, entry.name
+
+
 def test_a_campaign_goes_on_where_it_stands(tmp_path: Path) -> None:
     kept, work = tmp_path / "results", tmp_path / "work"
     kept.mkdir()

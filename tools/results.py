@@ -226,7 +226,9 @@ def image(preset: str, folder: Path = IMAGES) -> Path:
 def draw_curves(results: Path = RESULTS, folder: Path = IMAGES) -> None:
     """Accuracy by round of the full-length runs with the paper's first partition, a picture for each data set."""
     entries = {
-        e.name: e for e in campaign(results / "campaign.toml") if e.about == "paper" and not e.set and not e.seed
+        e.name: e
+        for e in campaign(results / "campaign.toml")
+        if e.about == "paper" and not e.seed and not any(key.startswith("partition.") for key in e.set)
     }
     full = full_length(list(entries.values()), results)
     for preset in presets(full):

@@ -170,6 +170,17 @@ def test_the_legend_has_everything_that_any_panel_shows(tmp_path: Path) -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["Local", "FedNH"]
 
 
+def test_a_legend_of_long_names_stays_within_its_figure(tmp_path: Path) -> None:
+    variants = [(1.0, "count", "orthogonal"), (20.0, "uniform", "separated"), (20.0, "count", "separated")]
+    for i, (scale, aggregation, head) in enumerate(variants):
+        settings = {"method.scale": scale, "method.aggregation": aggregation, "method.head_init": head}
+        fake_run(tmp_path / str(i), settings, rounds(50.0, 60.0))
+    figure = drawn("curves", load_runs([tmp_path])).figure
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == 3
+    assert legend.get_window_extent().width <= figure.bbox.width
+
+
 def test_a_method_without_rare_classes_is_in_the_legend_too(tmp_path: Path) -> None:
     """FedAvg's only evaluated client owns every class, so it has no bar in the first group, the absent classes."""
     for method, who in (("fedavg", 0), ("fednh", 1)):

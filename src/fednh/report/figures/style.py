@@ -218,7 +218,7 @@ def log_axis(axes: Axes, which: str) -> None:
 
 
 def legend_below(figure: Figure, order: Iterable[str], columns: int = 6) -> None:
-    """One legend for all panels: whatever is drawn in any of them, in the given order."""
+    """One legend for all panels, whatever is drawn in any of them, in the given order; as many columns as have room."""
     drawn: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -226,7 +226,11 @@ def legend_below(figure: Figure, order: Iterable[str], columns: int = 6) -> None
     labels = [label for label in order if label in drawn]
     if labels:
         handles = [drawn[label] for label in labels]
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))
+        for number in range(min(columns, len(labels)), 0, -1):
+            legend = figure.legend(handles, labels, loc="outside lower center", ncols=number)
+            if number == 1 or legend.get_window_extent().width <= figure.bbox.width:
+                break
+            legend.remove()
 
 
 def save(figure: Figure, path: Path) -> None:
