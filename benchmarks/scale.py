@@ -103,13 +103,22 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
         simulation.run()
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
-        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak": peak_memory(),
         "rounds": [record["seconds"] for record in records],
         "built": built,
         "begun": begun,
         "total": time.perf_counter() - started,
         "members": len(simulation.executor.store.members),
     }
+
+
+def peak_memory() -> int:
+    """Bytes that this process had in memory at most; getrusage would also count those of the process that started it."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:  # not Linux
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")))
 
 
 def synthetic(job: Job) -> Any:
