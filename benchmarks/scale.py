@@ -113,7 +113,7 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def peak_memory() -> int:
-    """Bytes that this process had in memory at most; getrusage would also count those of the process that started it."""
+    """Bytes that this process had in memory at most; getrusage also counts those of the process that started it."""
     try:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
     except OSError:  # not Linux
