@@ -76,7 +76,7 @@ class Entry:
 
     @property
     def label(self) -> str:
-        shown = {key: value for key, value in self.set.items() if not key.startswith("eval.")}
+        shown = {key: value for key, value in self.set.items() if not key.startswith(("eval.", "checkpoint."))}
         return " ".join([self.method, *(f"{key.removeprefix('method.')}={value}" for key, value in shown.items())])
 
 
