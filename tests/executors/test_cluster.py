@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kept_or_received
 import pytest
 from ray_nodes import Nodes, nodes
 
@@ -89,6 +91,23 @@ def left_behind(folder: Path) -> list[str]:
         except OSError:
             continue
     return found
+
+
+@pytest.mark.parametrize(
+    ("engine", "choice"),
+    [("vmap", kept_or_received.FEW[0]), pytest.param("loop", kept_or_received.FEW[1], marks=pytest.mark.soak)],
+)
+def test_what_a_client_kept_reaches_its_method(engine: str, choice: dict[str, Any], two: Nodes, tmp_path: Path) -> None:
+    """Also under names that are broadcast; see test_kept_and_received.py."""
+    shutil.copy(kept_or_received.__file__, tmp_path)
+    settings = {"engine": engine, **{f"method.{key}": value for key, value in choice.items()}}
+    args = ["--method", "kept_or_received:KeptOrReceived", *SMALL, *SOME]
+    args += [word for key, value in settings.items() for word in ("--set", f"{key}={str(value).lower()}")]
+    process = start(["run", *args, "--out", "ray"], tmp_path, two)
+    on_pool(args, tmp_path / "pool")
+    code, _, err = ended(process)
+    assert (code, err) == (0, "")
+    same(tmp_path / "pool", tmp_path / "ray")
 
 
 def test_two_machines_give_the_pools_bits(two: Nodes, tmp_path: Path) -> None:

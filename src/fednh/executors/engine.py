@@ -82,13 +82,17 @@ def _obstacle(config: Config, fed: Federation) -> str | None:
 
 
 def _does_not_map(fed: Federation, server: Tree) -> str | None:
-    """Try the method on two blank clients without training: why it cannot be mapped, or None."""
+    """Try two rounds of the method on two blank clients: why it cannot be mapped, or None.
+
+    Two rounds, because the second begins with what the first one kept.
+    """
     samples = blank_samples(fed.net.shape, fed.net.num_classes, fed.train.x.device)
     everything = np.arange(len(samples))
-    kept, down = fed.method.enroll(server), fed.method.broadcast(server)
+    kept, down = [fed.method.enroll(server)] * 2, fed.method.broadcast(server)
     try:
-        block = Block(samples, [everything, everything[:1]], [0, 1], 0, 0, "train")
-        update_block(fed.method, fed.net, block, [kept, kept], down, Sgd(epochs=1))
+        for round_ in range(2):
+            block = Block(samples, [everything, everything[:1]], [0, 1], 0, round_, "train")
+            kept = [update.keep for update in update_block(fed.method, fed.net, block, kept, down, Sgd(epochs=1))]
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         return f"{type(fed.method).__name__} or its model does not run for many clients at once ({reason})"

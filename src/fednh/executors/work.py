@@ -137,11 +137,10 @@ class Training(Stage):
             return Failure(words, error)
 
     def _block(self, on: Material, unit: Unit, kept: Sequence[Tree]) -> list[Update]:
-        # Group clients that kept the same names: new clients may have kept none. Received names need not be kept.
+        # Clients that kept the same names are computed together; new clients may have kept none.
         alike: dict[tuple[str, ...], dict[int, Tree]] = {}
         for client, mine in zip(unit, kept, strict=True):
-            brought = {name: value for name, value in mine.items() if name not in self.down}
-            alike.setdefault(tuple(sorted(brought)), {})[client] = brought
+            alike.setdefault(tuple(sorted(mine)), {})[client] = mine
         done = {client: update for some in alike.values() for client, update in self._together(on, some).items()}
         return [done[client] for client in unit]
 
