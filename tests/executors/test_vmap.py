@@ -21,7 +21,7 @@ from fednh.core.fit import Fit, Sgd
 from fednh.core.seeding import torch_rng
 from fednh.core.tree import Tree, Uploads, below, prefix, select
 from fednh.data.batches import ClientData, Samples
-from fednh.errors import UserError
+from fednh.errors import RunError, UserError
 from fednh.executors.engine import BLOCKS, LARGEST, SMALLEST, blocks, choose
 from fednh.executors.vmap import Block, BlockStep, OneOfBlock, outside, update_block
 from fednh.executors.work import Training
@@ -369,6 +369,25 @@ def test_one_failing_client_does_not_cost_its_block(tmp_path: Path) -> None:
     assert told.records[0]["failed"] == [k for k, size in enumerate(sizes) if size == bad]
     assert len(told.records[0]["clients"]) == 40 - sizes.count(bad)
     assert not any("could not be computed at once" in words for words in told.notes)
+
+
+@dataclass(frozen=True)
+class Misspelt(FedAvg):
+    """Distils from a teacher whose tensors it looks for under a name that nothing has."""
+
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        def loss(params: Tree, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return (net.logits(params, x) - net.logits(below(received, "techer"), x)).square().mean(1)
+
+        model = fit(received, loss, only=("body", "head"))
+        return model, model
+
+
+@pytest.mark.parametrize("name", ["auto", "loop"])
+def test_a_teacher_without_its_tensors_is_an_error_on_both_engines(name: str, tmp_path: Path) -> None:
+    config, fed = federation(rounds=1, engine=name, **{"train.epochs": 1, "eval.every": 0})
+    with pytest.raises(RunError, match=r"failed in round 1: .* is given a tree that lacks body.linear1.bias, .* and "):
+        run_config(tmp_path / "run", config, replace(fed, method=Misspelt()))
 
 
 def test_a_block_that_fails_where_its_clients_do_not_is_reported_once(

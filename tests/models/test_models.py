@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from conftest import identical
-from fednh.core.tree import select
+from fednh.core.tree import Tree, prefix, select
 from fednh.errors import UserError
 from fednh.models import build_net, choose
 
@@ -210,3 +211,44 @@ def test_layers_in_the_order_of_the_module() -> None:
         "body.linear2.weight",
         "head.weight",
     ]
+
+
+def without(tree: Tree, *names: str) -> Tree:
+    return {name: value for name, value in tree.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tree: {}, "lacks body.linear1.bias, body.linear1.weight"),
+        (lambda tree: without(tree, "body.linear1.bias"), "lacks body.linear1.bias$"),
+        (lambda tree: without(tree, "head.weight"), "lacks head.weight$"),
+        (lambda tree: prefix("teacher", tree), "lacks body.linear1.bias, body.linear1.weight"),
+        (lambda tree: {**tree, "body.linear3.weight": tree["head.weight"]}, "does not have: body.linear3.weight$"),
+        (lambda tree: {**tree, "head.bias": torch.zeros(3)}, "does not have: head.bias$"),
+    ],
+)
+def test_a_tree_has_the_names_of_the_model(change: Callable[[Tree], Tree], words: str) -> None:
+    """Otherwise the skeleton's own weights would be computed with, or a tensor left out, without a word."""
+    net = build_net("mlp", (4,), 3, {"hidden": [5]})
+    tree, x = net.init(torch.Generator().manual_seed(1)), torch.ones(2, 4)
+    assert net.logits({**tree, "scale": torch.ones(())}, x).shape == (2, 3), "names of a method's own are left alone"
+    with pytest.raises(ValueError, match=f"model mlp is given a tree that .*{words}"):
+        net.logits(change(tree), x)
+
+
+class WithBuffer(nn.Module):
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU())
+        self.body.register_buffer("shift", torch.ones(5))
+        self.head = nn.Linear(5, num_classes)
+
+
+def test_a_clients_normalisation_may_be_in_the_tree_and_buffers_need_not() -> None:
+    net = build_net(f"{__name__}:WithBuffer", (4,), 3, norm="local")
+    tree, x = net.init(torch.Generator().manual_seed(1)), torch.ones(2, 4)
+    assert not tree.keys() & net.norm.keys()
+    identical({"y": net.logits(tree, x)}, {"y": net.logits({**tree, **net.norm}, x)})
+    with pytest.raises(ValueError, match=r"lacks body\.0\.bias$"):
+        net.logits(without(tree, "body.0.bias"), x)

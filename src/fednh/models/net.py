@@ -20,6 +20,7 @@ from fednh.models.randomness import Draws, not_repeatable, seeded
 from fednh.models.weights import read_weights
 
 BATCH_NORM = nn.modules.batchnorm._NormBase  # what may keep running statistics: batch and instance normalisation
+PARTS = ("body", "head")
 NORMS = (BATCH_NORM, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
@@ -70,6 +71,7 @@ class Net:
             self.norm = arranged({name: state[name].detach().clone() for name in inside})
         self.trained_norms = frozenset(self.norm.keys() & parameters)
         self.parameter_shapes = [tuple(value.shape) for value in self._skeleton.parameters()]
+        self._needed = {part: frozenset(below(dict.fromkeys(parameters - self.norm.keys()), part)) for part in PARTS}
         self._mine = threading.local()
         self.random = False
         self.dim = self._probe()
@@ -114,7 +116,7 @@ class Net:
             return self._features(params, x).float()
 
     def classify(self, params: Tree, features: Tensor) -> Tensor:  # (B, D) -> (B, C)
-        out: Tensor = functional_call(self._part("head"), below(params, "head"), (features,))
+        out: Tensor = functional_call(self._part("head"), self._state(params, "head"), (features,))
         return out
 
     def logits(self, params: Tree, x: Tensor) -> Tensor:  # (B, ...) -> (B, C)
@@ -149,11 +151,19 @@ class Net:
                     layer.training = training
 
     def _features(self, params: Tree, x: Tensor) -> Tensor:
-        body, state = self._part("body"), below(params, "body")
-        if self.norm:
-            state = {**below(getattr(self._mine, "norm", self.norm), "body"), **state}
-        out: Tensor = functional_call(body, state, (x,))
+        out: Tensor = functional_call(self._part("body"), self._state(params, "body"), (x,))
         return out
+
+    def _state(self, params: Tree, part: str) -> Tree:
+        """What `params` holds for `.body` or `.head`, by the part's own names: all of its parameters and nothing else.
+
+        `functional_call` would take a parameter that is missing from the skeleton, and leave out what it does not know.
+        """
+        state, needed = below(params, part), self._needed[part]
+        norm = below(getattr(self._mine, "norm", self.norm), part) if self.norm else {}
+        if state.keys() != needed and (problem := _difference(part, state, needed, norm)):
+            raise ValueError(f"model {self.name} is given a tree that {problem}")
+        return {**norm, **state} if norm else state
 
     def _part(self, name: str) -> nn.Module:
         """This thread's own `.body` or `.head`."""
@@ -166,10 +176,10 @@ class Net:
         return part
 
     def _checked(self, module: nn.Module, norm: str) -> nn.Module:
-        for part in ("body", "head"):
+        for part in PARTS:
             if not isinstance(getattr(module, part, None), nn.Module):
                 raise UserError(f"model {self.name} has no .{part}; a model needs .body (features) and .head (linear)")
-        if {name.partition(".")[0] for name, _ in module.named_parameters()} - {"body", "head"}:
+        if {name.partition(".")[0] for name, _ in module.named_parameters()} - set(PARTS):
             raise UserError(f"model {self.name} has parameters outside .body and .head; move them into .body")
         for name, layer in module.named_modules():
             if isinstance(layer, BATCH_NORM):
@@ -241,6 +251,18 @@ def _use_batch_statistics(module: nn.Module, yes: bool) -> None:
     for layer in module.modules():
         if isinstance(layer, BATCH_NORM):
             layer.training = yes
+
+
+def _difference(part: str, state: Tree, needed: frozenset[str], norm: Tree) -> str | None:
+    """How the names of a part differ from those of its parameters; a client's normalisation may be among them."""
+    for words, names in (
+        ("lacks", needed - state.keys()),
+        ("holds what it does not have:", state.keys() - needed - norm.keys()),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            return f"{words} {', '.join(f'{part}.{name}' for name in sorted(names)[:3])}{more}"
+    return None
 
 
 def _layer(name: str) -> str:
