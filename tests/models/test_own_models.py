@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from conftest import CLIENTS, identical, same
 from fednh.config import load
 from fednh.core import client
 from fednh.core.federation import build_federation
-from fednh.core.fit import Sgd
+from fednh.core.fit import Fit, Sgd
 from fednh.core.local_norm import NORM
-from fednh.core.tree import Uploads, below
+from fednh.core.tree import Tree, Uploads, below
 from fednh.data.batches import ClientData, Samples
 from fednh.errors import Notice, UserError
 from fednh.executors import pool
 from fednh.methods import METHODS
+from fednh.methods.fedavg import FedAvg
 from fednh.models import Net, build_net
 from fednh.storage.run_folder import RunFolder
 from forked import fednh
@@ -240,6 +242,65 @@ def test_looking_at_gradients_leaves_statistics_alone(tiny: Samples) -> None:
         data = ClientData(tiny, CLIENTS[0])
         keeps.append(client.update(method, net, {}, server, data, SGD, gradient_norm=look).keep)
     identical(*keeps)
+
+
+@dataclass(frozen=True)
+class Looking(FedAvg):
+    """FedAvg whose loss makes other passes beside the one that trains; they add nothing to it."""
+
+    cite = "none"
+
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        def loss(params: Tree, x: Tensor, y: Tensor) -> Tensor:
+            teacher = net.logits(received, x)
+            with torch.no_grad():
+                prototypes = net.features(params, x)
+            own = F.cross_entropy(net.logits(params, x), y, reduction="none")
+            return own + 0 * (teacher.sum() + prototypes.sum() + net.features(received, x).sum())
+
+        model = fit(received, loss, only=("body", "head"))
+        return model, model
+
+
+def test_only_the_pass_that_trains_changes_statistics(tiny: Samples) -> None:
+    """Teachers, earlier models and prototypes pass through the network too, in the middle of a step."""
+    net = local()
+    server = FedAvg().init(net, torch.Generator().manual_seed(1))
+    data = ClientData(tiny, CLIENTS[0])
+    plain, looking = (client.update(method, net, {}, server, data, SGD).keep for method in (FedAvg(), Looking()))
+    assert int(looking[f"{NORM}.body.bn.num_batches_tracked"]) == SGD.epochs, "one batch an epoch"
+    same(plain, looking, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_statistics_change_once_a_step(method: str, tiny: Samples) -> None:
+    """For every method, by the number of samples that it trained on; heads alone are trained without them."""
+    net, how = local(), METHODS[method]()
+    server = how.init(net, torch.Generator().manual_seed(1))
+    data = ClientData(tiny, CLIENTS[0])
+    update = client.update(how, net, how.enroll(server), how.broadcast(server), data, SGD)
+    steps, counted = update.samples / len(data), int(update.keep[f"{NORM}.body.bn.num_batches_tracked"])
+    assert 0 < counted <= steps
+    assert counted == steps or method in {"fedrep", "fedrod", "fedpac", "fedloge", "fedetf"}
+
+
+def test_a_teacher_uses_running_statistics(tiny: Samples) -> None:
+    net = local()
+    received = FedAvg().init(net, torch.Generator().manual_seed(1))
+    seen = []
+
+    class Teaching(Looking):
+        def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+            def loss(params: Tree, x: Tensor, y: Tensor) -> Tensor:
+                seen.append((net.logits(received, x), x))
+                return F.cross_entropy(net.logits(params, x), y, reduction="none")
+
+            model = fit(received, loss, only=("body", "head"), epochs=1)
+            return model, model
+
+    client.update(Teaching(), net, {}, received, ClientData(tiny, CLIENTS[0]), SGD)
+    [(teacher, x)] = seen
+    torch.testing.assert_close(teacher, net.logits({**received, **net.norm}, x))
 
 
 def test_a_batch_of_one_sample(tiny: Samples) -> None:

@@ -19,6 +19,7 @@ from fednh.core import client
 from fednh.core.client import Update
 from fednh.core.federation import initial_state
 from fednh.core.fit import Sgd
+from fednh.core.tree import Tree
 from fednh.data.batches import ClientData, Samples
 from fednh.errors import UserError
 from fednh.methods import METHODS
@@ -88,6 +89,11 @@ class Odd(nn.Module):
         return out
 
 
+def moving(params: Tree) -> Tree:
+    """As a fit passes them to its loss."""
+    return {name: value.clone().requires_grad_() for name, value in params.items()}
+
+
 @pytest.mark.parametrize("kind", LAYERS)
 def test_every_layer_draws_from_the_generator_that_is_given(kind: str) -> None:
     net = build_net(f"{ME}:Odd", (4,), 3, {"kind": kind}, head="fc")
@@ -97,12 +103,12 @@ def test_every_layer_draws_from_the_generator_that_is_given(kind: str) -> None:
     def drawn(seed: int) -> Tensor:
         torch.manual_seed(int(torch.randint(1000, ())))  # whatever the process's own generator would give
         with net.training(torch.Generator().manual_seed(seed)):
-            return net.logits(params, x)
+            return net.logits(moving(params), x)
 
     before = torch.get_rng_state()
     usual = net.logits(params, x)
     with net.training(torch.Generator().manual_seed(0)):
-        net.logits(params, x)
+        net.logits(moving(params), x)
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(drawn(5), drawn(5))
     assert not torch.equal(drawn(5), drawn(6))
@@ -115,8 +121,11 @@ def test_dropout_by_hand() -> None:
     h = x @ params["body.lin.weight"].T + params["body.lin.bias"]
     kept = torch.empty(6, 6).bernoulli_(0.5, generator=torch.Generator().manual_seed(3))
     with net.training(torch.Generator().manual_seed(3)):
-        torch.testing.assert_close(net.features(params, x), 2 * kept * h)
-    torch.testing.assert_close(net.features(params, x), h)
+        torch.testing.assert_close(net.features(params, x), h)  # a teacher's pass: nothing of it moves
+        torch.testing.assert_close(net.features(moving(params), x), 2 * kept * h)
+        with torch.no_grad():
+            torch.testing.assert_close(net.features(moving(params), x), h)
+    torch.testing.assert_close(net.features(moving(params), x), h)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,9 @@ class Net:
 
     A net with random layers, such as dropout, is `random`: they are off, except in a thread that is `training`.
 
+    Batch statistics and random layers act only in passes that train: gradients are recorded, and a tensor of the tree
+    moves. A second pass in the same loss, such as a teacher's, uses running statistics and leaves them alone.
+
     With precision "bf16" the body's convolutions and matrix products run in bfloat16, forward and backward. Features
     come out as float32, and so does everything that is made of them.
     """
@@ -61,7 +64,8 @@ class Net:
         self._skeleton = self._checked(seeded(build, 0), norm)
         self._weights: Tree = {} if weights is None else read_weights(weights, self._skeleton, head)
         self._skeleton.load_state_dict(self._weights, strict=False)
-        _use_batch_statistics(self._skeleton, False)
+        for layer in self._skeleton.modules():
+            layer.training = layer.training and not isinstance(layer, BATCH_NORM)
         inside = _norm_names(self._skeleton)
         parameters = {name for name, _ in self._skeleton.named_parameters()}
         self.norms = () if norm == "local" else tuple(name for name in inside if name in parameters)
@@ -110,14 +114,13 @@ class Net:
 
     def features(self, params: Tree, x: Tensor) -> Tensor:  # (B, ...) -> (B, D)
         if self.precision == "float32":
-            return self._features(params, x)
+            return self._apply("body", params, x)
         # Entered at every call: autocast holds for one thread. No weight is used twice, so none is worth caching.
         with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):
-            return self._features(params, x).float()
+            return self._apply("body", params, x).float()
 
     def classify(self, params: Tree, features: Tensor) -> Tensor:  # (B, D) -> (B, C)
-        out: Tensor = functional_call(self._part("head"), self._state(params, "head"), (features,))
-        return out
+        return self._apply("head", params, features)
 
     def logits(self, params: Tree, x: Tensor) -> Tensor:  # (B, ...) -> (B, C)
         return self.classify(params, self.features(params, x))
@@ -125,10 +128,11 @@ class Net:
     def lend(self, norm: Tree | None, training: bool = False) -> None:
         """Set this thread's normalisation: a client's own, or (None) the initial one.
 
-        While `training`, layers with running statistics use those of the batch and update the ones lent in place.
+        While `training`, layers with running statistics use those of the batch, in passes that train, and update the
+        ones lent in place.
         """
         self._mine.norm = self.norm if norm is None else norm
-        _use_batch_statistics(self._part("body"), training)
+        self._mine.batch_statistics = training
 
     @contextmanager
     def training(self, rng: torch.Generator) -> Iterator[None]:
@@ -136,22 +140,26 @@ class Net:
         if not self.random:
             yield
             return
-        self._switch(True)
+        self._mine.drawing = True
         try:
             with Draws(rng):
                 yield
         finally:
-            self._switch(False)
+            self._mine.drawing = False
 
-    def _switch(self, training: bool) -> None:
-        """Set the mode of all layers of this thread but batch normalisation, whose mode `lend` sets."""
-        for part in (self._part("body"), self._part("head")):
-            for layer in part.modules():
-                if not isinstance(layer, BATCH_NORM):
-                    layer.training = training
+    def _set_modes(self, part: nn.Module, trains: bool) -> None:
+        """Turn batch statistics and random layers of a part on where this thread asked for them and the pass trains."""
+        for layer in part.modules():
+            if isinstance(layer, BATCH_NORM):
+                layer.training = trains and getattr(self._mine, "batch_statistics", False)
+            elif self.random:
+                layer.training = trains and getattr(self._mine, "drawing", False)
 
-    def _features(self, params: Tree, x: Tensor) -> Tensor:
-        out: Tensor = functional_call(self._part("body"), self._state(params, "body"), (x,))
+    def _apply(self, name: str, params: Tree, x: Tensor) -> Tensor:
+        part = self._part(name)
+        if self.norm or self.random:
+            self._set_modes(part, torch.is_grad_enabled() and any(value.requires_grad for value in params.values()))
+        out: Tensor = functional_call(part, self._state(params, name), (x,))
         return out
 
     def _state(self, params: Tree, part: str) -> Tree:
@@ -211,7 +219,11 @@ class Net:
                 for part in (self._skeleton, body, head):
                     part.eval()
                 with self.training(torch.Generator()):  # refuses what cannot be seeded
+                    self._set_modes(body, True)
+                    self._set_modes(head, True)
                     head(body(x))
+                self._set_modes(body, False)
+                self._set_modes(head, False)
                 *_, draws = self._drawn(x)
         except (RuntimeError, ValueError, TypeError) as error:
             reason = str(error).strip().partition("\n")[0]
@@ -245,12 +257,6 @@ class Net:
             return features, logits, not torch.equal(before, torch.get_rng_state())
 
         return seeded(forward, 0)
-
-
-def _use_batch_statistics(module: nn.Module, yes: bool) -> None:
-    for layer in module.modules():
-        if isinstance(layer, BATCH_NORM):
-            layer.training = yes
 
 
 def _difference(part: str, state: Tree, needed: frozenset[str], norm: Tree) -> str | None:
