@@ -6,7 +6,7 @@ import torch
 from conftest import CLIENTS, identical, same
 from fednh.core.fit import LocalFit, Momentum, Sgd
 from fednh.core.losses import cross_entropy
-from fednh.core.tree import Tree, select
+from fednh.core.tree import Tree, below, prefix, select
 from fednh.data.batches import ClientData, Samples
 from fednh.models import Net
 
@@ -125,3 +125,14 @@ def test_without_momentum_a_step_is_the_gradient_alone() -> None:
     for _ in range(2):
         step((torch.tensor([2.0]),))
     assert param.item() == pytest.approx((1 - 0.5 * 2.1) - 0.5 * (2 - 0.1 * 0.05))
+
+
+def test_frozen_names_do_not_move_wherever_a_method_keeps_them(net: Net, tiny: Samples) -> None:
+    before = {**start(net), **prefix("mine", start(net))}
+    frozen = {name for name in start(net) if name.startswith("body.")}
+    data, loss = ClientData(tiny, CLIENTS[0]), cross_entropy(lambda tree, x: net.logits(below(tree, "mine"), x))
+    after = LocalFit(data, Sgd(weight_decay=0.5), frozen=frozen)(before, loss, only=("mine",))
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {"mine.head.weight"}
+    alone = LocalFit(data, Sgd(), frozen=frozen)
+    identical(alone(before, loss, only=("mine.body",)), before)
+    assert alone.samples == 0

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from test_rounds import run_config
 from torch import Tensor, nn
 
 from conftest import CLIENTS, identical, same
@@ -21,6 +22,7 @@ from fednh.core import client
 from fednh.core.federation import build_federation
 from fednh.core.fit import Fit, Sgd
 from fednh.core.local_norm import NORM
+from fednh.core.seeding import torch_rng
 from fednh.core.tree import Tree, Uploads, below
 from fednh.data.batches import ClientData, Samples
 from fednh.errors import Notice, UserError
@@ -374,3 +376,60 @@ def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for line in lines:
         ended = fednh([*line.split("#")[0].split()[1:], "--rounds", "1", "--epochs", "1", "--quiet"], tmp_path / "log")
         assert ended.code == 0, f"{line}: {ended.stderr}"
+
+
+class Frozen(nn.Module):
+    """A first layer that the module itself has frozen, as one does with pretrained layers."""
+
+    def __init__(self, num_classes: int, freeze: bool = True):
+        super().__init__()
+        first = nn.Linear(64, 8).requires_grad_(not freeze)
+        self.body = nn.Sequential(nn.Flatten(), first, nn.ReLU(), nn.Linear(8, 6), nn.ReLU())
+        self.head = nn.Linear(6, num_classes, bias=False)
+
+
+FROZEN = ("body.1.bias", "body.1.weight")
+
+
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    [(name, "loop") for name in METHODS]
+    + [pytest.param(name, "vmap", marks=() if name in ("fedavg", "ditto") else pytest.mark.soak) for name in METHODS],
+)
+def test_what_a_module_has_frozen_never_moves(method: str, engine: str, tmp_path: Path) -> None:
+    """To the bit, at the server and at every client, wherever a method keeps it; everything else moves."""
+    light = {"creff": {"match_steps": 2, "retrain_epochs": 2}, "fedetf": {"turns": 1, "turn_epochs": 1}}
+    settings = {f"method.{key}": value for key, value in light.get(method, {}).items()}
+    settings |= {"method.name": method, "model.name": f"{ME}:Frozen", "model.args": {}, "engine": engine, "rounds": 2}
+    settings |= {"partition.clients": 3, "participation.rate": 1.0, "train.epochs": 1, "eval.every": 0}
+    config = load("digits", {**settings, "train.weight_decay": 0.1, "eval.final": 1, "eval.samples": 50})
+    made, _, _ = run_config(tmp_path / "run", config, build_federation(config))
+    first = made.net.init(torch_rng(config.seed, "init"))
+    server, kept = made.server, [made.executor.store.get(client) for client in range(3)]
+    seen = 0
+    for tree in (server, *kept):
+        for name, value in tree.items():
+            if name.endswith(FROZEN) and not name.startswith(("c.", "c_i.")):
+                assert torch.equal(value, first[name[name.index("body.") :]]), name
+                seen += 1
+    assert seen or method in {"fedproto"}
+    assert not any(torch.equal(tree[name], first[name]) for tree in kept for name in ("body.3.weight",) if name in tree)
+
+
+def test_a_frozen_layer_makes_a_difference_and_a_frozen_model_is_refused(tmp_path: Path) -> None:
+    models = []
+    for freeze in (True, False):
+        more = {"model.args": {"freeze": freeze}, "partition.clients": 3, "participation.rate": 1.0, "eval.every": 0}
+        config = load("digits", {"model.name": f"{ME}:Frozen", "rounds": 1, "train.epochs": 1, **more})
+        made, _, _ = run_config(tmp_path / str(freeze), config, build_federation(config))
+        models.append(made.server)
+    assert not torch.equal(*(model["body.3.weight"] for model in models))
+    with pytest.raises(UserError, match="has frozen all of its parameters, so nothing can be trained"):
+        build_net(f"{ME}:AllFrozen", (4,), 3)
+
+
+class AllFrozen(nn.Module):
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, num_classes)
+        self.requires_grad_(False)

@@ -69,7 +69,7 @@ def update(
     """Train one client; returns what it keeps and what it uploads."""
     probe = GradientNorm(data, received) if gradient_norm else None
     with LocalNorm(net, kept, data.index.device) as norm:
-        fit = LocalFit(data, sgd, norm.undisturbed(probe), training=_training(net, data))
+        fit = LocalFit(data, sgd, norm.undisturbed(probe), training=_training(net, data), frozen=net.frozen)
         keep, upload = method.client_update(net, without_norm(kept), received, data, norm.fit(fit))
     keep = {**keep, **norm.kept()}
     norm_at_start = probe.value if probe else None
@@ -97,7 +97,7 @@ def personal_model(
     into it. `tick` is called before every step of training, if the method trains here.
     """
     with LocalNorm(net, kept, data.index.device) as norm:
-        fit = norm.fit(LocalFit(data, sgd, tick=tick, training=_training(net, data)))
+        fit = norm.fit(LocalFit(data, sgd, tick=tick, training=_training(net, data), frozen=net.frozen))
         shared = method.global_model(received) if how.model == "global" else None
         model = method.personal_model(net, without_norm(kept), received, data, fit) if shared is None else shared
     prior = {"prior": how.prior * log_share(data.counts, how.smoothing)} if how.prior else {}  # (C,)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -36,6 +36,22 @@ class Sgd:
         return far
 
 
+def moving_names(params: Tree, only: tuple[str, ...], frozen: Collection[str]) -> list[str]:
+    """The names below `only` that a fit moves: all that the model has not frozen, wherever a method keeps them.
+
+    "personal.body.conv.weight" is frozen if "body.conv.weight" is.
+    """
+    asked = [name for name in params if belongs(name, only)]
+    if not asked:
+        raise ValueError(f"nothing to train: no name in {sorted(params)} belongs to {only}")
+    return [name for name in asked if not is_frozen(name, frozen)] if frozen else asked
+
+
+def is_frozen(name: str, frozen: Collection[str]) -> bool:
+    """Whether a name, or what is left of it below a part, is that of a frozen parameter."""
+    return name in frozen or any(name.endswith("." + each) for each in frozen)
+
+
 class Fit(Protocol):
     """What a method is given to train with."""
 
@@ -58,7 +74,7 @@ class LocalFit:
     """`fit` for one client in one round; it also counts the samples processed and sums their loss.
 
     `watch` is called with (params, loss, only) before the first step of every call; `tick` is called before every step,
-    and may raise Interrupted. The loss of every step is computed inside of `training()`.
+    and may raise Interrupted. The loss of every step is computed inside of `training()`. Names in `frozen` do not move.
     """
 
     def __init__(
@@ -68,8 +84,10 @@ class LocalFit:
         watch: Callable[[Tree, Loss, tuple[str, ...]], None] | None = None,
         tick: Callable[[int], None] = unhurried,
         training: Callable[[], AbstractContextManager[object]] = nullcontext,
+        frozen: Collection[str] = (),
     ):
         self.data, self.sgd, self.watch, self.tick, self.training = data, sgd, watch, tick, training
+        self.frozen = frozen
         self.samples = 0
         self.loss_sum = 0.0
 
@@ -84,9 +102,9 @@ class LocalFit:
     def batchwise(self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
         sgd = self.sgd
         params = arranged(params)
-        moving = {name: value.detach().clone() for name, value in params.items() if belongs(name, only)}
+        moving = {name: params[name].detach().clone() for name in moving_names(params, only, self.frozen)}
         if not moving:
-            raise ValueError(f"nothing to train: no name in {sorted(params)} belongs to {only}")
+            return params
         if self.watch is not None:
             self.watch(params, of_samples(loss), only)
         working = {name: moving[name].requires_grad_() if name in moving else params[name] for name in params}

@@ -23,6 +23,7 @@ from fednh.core.client import Report
 from fednh.core.evaluate import Personal
 from fednh.core.executor import Answers, Exchange, Executor, Missing, Outcome
 from fednh.core.federation import ServerSide, initial_state
+from fednh.core.fit import is_frozen
 from fednh.core.machine import one_thread
 from fednh.core.meter import Meter
 from fednh.core.picks import dropped_clients, picked_clients, sampled_clients
@@ -221,6 +222,8 @@ class Rounds:
         rule = aggregate.rule(self.config.aggregator, self.server, self.config.trim, self.method, weights)
         with failures.named(self.method, f"the server failed in round {happened.round}"):
             server = self.method.aggregate(self.server, Uploads(uploads, rule))
+        still = {name: self.server[name] for name in self.server if is_frozen(name, self.net.frozen)}
+        server = {**server, **still}  # a mean of equal numbers may be rounded
         for _ in uploads:  # clients train as uploads are read: read those that the aggregate left
             pass
         self._check_refusals(happened)

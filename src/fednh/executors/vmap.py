@@ -8,7 +8,7 @@ that has no batch left in a step is not updated in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from typing import Any, cast
 
@@ -19,10 +19,10 @@ from torch._C import _functorch as functorch
 from torch.func import vmap
 
 from fednh.core.client import Update
-from fednh.core.fit import Sgd, dense, descend, like
+from fednh.core.fit import Sgd, dense, descend, like, moving_names
 from fednh.core.losses import BatchLoss, Loss, of_batch
 from fednh.core.seeding import torch_rng
-from fednh.core.tree import Tree, belongs, finite_rows, stack
+from fednh.core.tree import Tree, finite_rows, stack
 from fednh.data.batches import EVAL_BATCH, ClientData, Samples, drawn_number
 from fednh.data.partitions import Indices
 from fednh.methods.base import Method
@@ -140,8 +140,8 @@ class OneOfBlock:
 class BlockFit:
     """`fit` inside the map: what `LocalFit` does, for all clients of the block in step."""
 
-    def __init__(self, data: OneOfBlock, sgd: Sgd):
-        self.data, self.sgd = data, sgd
+    def __init__(self, data: OneOfBlock, sgd: Sgd, frozen: Collection[str] = ()):
+        self.data, self.sgd, self.frozen = data, sgd, frozen
         self.samples = 0  # each client's, in units of its size
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=data.block.index.device)
 
@@ -158,10 +158,10 @@ class BlockFit:
     ) -> Tree:
         sgd, data = self.sgd, self.data
         params = dict(sorted(params.items()))
-        fixed = {name: value for name, value in params.items() if not belongs(name, only)}
-        names = [name for name in params if name not in fixed]
+        names = moving_names(params, only, self.frozen)
         if not names:
-            raise ValueError(f"nothing to train: no name in {sorted(params)} belongs to {only}")
+            return params
+        fixed = {name: value for name, value in params.items() if name not in names}
         step = BlockStep(sgd)
         moving = dict(zip(names, outside(step.begin, data.me, *(params[name] for name in names)), strict=True))
         smallest = int(data.block.sizes.min())
@@ -252,7 +252,7 @@ def update_block(
 
     def one(me: Tensor, kept: Tree, received: Tree) -> tuple[Tree, Tree, Tensor]:
         data = OneOfBlock(block, me)
-        fit = BlockFit(data, sgd)
+        fit = BlockFit(data, sgd, net.frozen)
         keep, upload = method.client_update(net, kept, received, cast(ClientData, data), fit)
         epochs.append(fit.samples)
         return keep, upload, fit.loss_sum

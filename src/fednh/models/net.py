@@ -37,6 +37,8 @@ class Net:
 
     A net with random layers, such as dropout, is `random`: they are off, except in a thread that is `training`.
 
+    Parameters that the module has frozen (`requires_grad_(False)`) are `frozen`: no fit and no server moves them.
+
     Batch statistics and random layers act only in passes that train: gradients are recorded, and a tensor of the tree
     moves. A second pass in the same loss, such as a teacher's, uses running statistics and leaves them alone.
 
@@ -73,7 +75,8 @@ class Net:
         if norm == "local":
             state = self._skeleton.state_dict()
             self.norm = arranged({name: state[name].detach().clone() for name in inside})
-        self.trained_norms = frozenset(self.norm.keys() & parameters)
+        self.frozen = frozenset(name for name, value in self._skeleton.named_parameters() if not value.requires_grad)
+        self.trained_norms = frozenset(self.norm.keys() & parameters - self.frozen)
         self.parameter_shapes = [tuple(value.shape) for value in self._skeleton.parameters()]
         self._needed = {part: frozenset(below(dict.fromkeys(parameters - self.norm.keys()), part)) for part in PARTS}
         self._mine = threading.local()
@@ -189,6 +192,8 @@ class Net:
                 raise UserError(f"model {self.name} has no .{part}; a model needs .body (features) and .head (linear)")
         if {name.partition(".")[0] for name, _ in module.named_parameters()} - set(PARTS):
             raise UserError(f"model {self.name} has parameters outside .body and .head; move them into .body")
+        if not any(value.requires_grad for value in module.parameters()):
+            raise UserError(f"model {self.name} has frozen all of its parameters, so nothing can be trained")
         for name, layer in module.named_modules():
             if isinstance(layer, BATCH_NORM):
                 self._check_batch_norm(name, layer, norm)
