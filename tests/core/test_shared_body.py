@@ -21,13 +21,13 @@ from fednh.models import Net
 def test_the_test_set_passes_through_a_shared_body_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """FedPrior's personal models are the global one with priors: eight clients or one, the body works the same."""
     seen: list[int] = []
-    plain = Net._features
+    plain = Net.features
 
     def counted(self: Net, params: Tree, x: torch.Tensor) -> torch.Tensor:
         seen.append(0 if torch.is_grad_enabled() else len(x))
         return plain(self, params, x)
 
-    monkeypatch.setattr(Net, "_features", counted)
+    monkeypatch.setattr(Net, "features", counted)
     found: list[tuple[Any, Any, int]] = []
     for name, most in (("once", shared_body.MOST), ("each", 0)):
         monkeypatch.setattr(shared_body, "MOST", most)

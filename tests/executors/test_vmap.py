@@ -109,6 +109,16 @@ def test_a_block_carries_running_values_and_draws_samples_as_the_loop_does(
     assert largest_difference(one_by_one, together) < 2e-5
 
 
+@pytest.mark.parametrize("seed", [9, 20, 22, 35])
+def test_a_block_breaks_ties_as_the_loop_does(seed: int) -> None:
+    """pFedFDA on features that hardly differ: the losses of neighbouring betas are equal but for rounding."""
+    rng = np.random.default_rng(seed)
+    x, y = 0.03 * rng.normal(size=(sum(SIZES), 6)), rng.integers(0, 2, sum(SIZES))
+    flat = torch.from_numpy(x.astype(np.float32))
+    samples = Samples(flat, torch.from_numpy(y), 4, torch.full((6,), 2.0), torch.full((6,), 0.1), augment=False)
+    assert largest_difference(*both("pfedfda", samples)) < 3e-6
+
+
 @pytest.mark.parametrize("name", ["fednh", "feddbe", "fedrep"])
 def test_clients_of_one_batch_are_not_shuffled_and_give_what_the_loop_gives(
     name: str, samples: Samples, monkeypatch: pytest.MonkeyPatch

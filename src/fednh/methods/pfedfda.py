@@ -34,6 +34,7 @@ from torch import Tensor
 
 from fednh.methods.base import ClientData, Fit, Method, Net, Tree, Uploads, cross_entropy, select
 
+TIE = 1e-6  # relative: losses this near the smallest count as equal
 SMOOTH = 1e-4  # added to class shares, and the weight of the identity in a covariance that is inverted
 
 
@@ -93,13 +94,12 @@ class PFedFDA(Method):
         member = F.one_hot(y, net.num_classes).to(h.dtype) * real[:, None]  # (n, C); padding is in no class
         half = halves(data.random(1)[0], y, real, data.counts)  # (n,)
         divided = member * (data.counts > 1)  # a class with one sample has no halves
-        trials = [
-            self.trial(h, divided * (half != k)[:, None], divided * (half == k)[:, None], received, data.share)
-            for k in (0, 1)
-        ]
+        exact = [value.double() for value in (h, divided, received["means"], received["covariance"], data.share)]
+        trials = [self.trial(half == k, *exact) for k in (0, 1)]
         losses = torch.stack([a + b for a, b in zip(*trials, strict=True)])
+        tied = losses <= losses.min() * (1 + TIE)  # the first of these, whatever the engine's rounding
         tried = torch.tensor([(b, s) for s, others in self.betas() for b in others]).to(h)
-        best = tried[losses.argmin()]  # (2,): of the means, of the covariance
+        best = tried[tied.int().argmax()]  # (2,): of the means, of the covariance
         own = self.estimated(h, member, received["means"])
         return {name: mix(best[i], own[name], received[name]) for i, name in enumerate(("means", "covariance"))}
 
@@ -108,15 +108,21 @@ class PFedFDA(Method):
         steps = [i / self.grid for i in range(self.grid + 1)]
         yield from ((s, [s] if self.single_beta else steps) for s in steps)
 
-    def trial(self, h: Tensor, train: Tensor, test: Tensor, received: Tree, share: Tensor) -> list[Tensor]:
-        """For all betas, the mean loss on the members (n, C) of `test` with estimates from those of `train`."""
-        own, losses = self.estimated(h, train, received["means"]), []
+    def trial(
+        self, tested: Tensor, h: Tensor, member: Tensor, means: Tensor, covariance: Tensor, share: Tensor
+    ) -> list[Tensor]:  # (n,), (n, D), (n, C), (C, D), (D, D), (C,)
+        """For all betas, the mean loss on the samples `tested` with estimates from the others.
+
+        In double precision: neighbouring betas often differ by less than what float32 rounds away.
+        """
+        train, test = member * ~tested[:, None], member * tested[:, None]
+        own, losses = self.estimated(h, train, means), []
         for s, others in self.betas():
-            covariance = mix(s, own["covariance"], received["covariance"])
-            ends = [weights(means, covariance) for means in (own["means"], received["means"])]
+            mixed = mix(s, own["covariance"], covariance)
+            ends = [weights(each, mixed) for each in (own["means"], means)]
             for b in others:
                 weight = mix(b, *ends)  # linear in the means
-                scores = F.linear(h, weight, bias(weight, mix(b, own["means"], received["means"]), share))
+                scores = F.linear(h, weight, bias(weight, mix(b, own["means"], means), share))
                 losses.append(-(scores.log_softmax(1) * test).sum() / test.sum().clamp(min=1))
         return losses
 
@@ -126,7 +132,10 @@ class PFedFDA(Method):
         means = torch.where(counts[:, None] > 0, member.T @ h / counts.clamp(min=1)[:, None], otherwise)
         apart = (h - member @ means) * member.sum(1, keepdim=True)  # (n, D)
         scatter = apart.T @ apart / (counts.sum() - 1).clamp(min=1)
-        return {"means": means, "covariance": scatter + self.ridge * torch.eye(h.shape[1], device=h.device)}
+        return {
+            "means": means,
+            "covariance": scatter + self.ridge * torch.eye(h.shape[1], dtype=h.dtype, device=h.device),
+        }
 
 
 def mix(beta: float | Tensor, own: Tensor, received: Tensor) -> Tensor:

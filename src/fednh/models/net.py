@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fednh.core.tree import Tree, arranged, below
+from fednh.core.tree import Tree, arranged, belongs, below
 from fednh.errors import UserError
 from fednh.models.fast_conv import quicken
 from fednh.models.pooled_conv import fuse
@@ -78,7 +78,12 @@ class Net:
         self.frozen = frozenset(name for name, value in self._skeleton.named_parameters() if not value.requires_grad)
         self.trained_norms = frozenset(self.norm.keys() & parameters - self.frozen)
         self.parameter_shapes = [tuple(value.shape) for value in self._skeleton.parameters()]
-        self._needed = {part: frozenset(below(dict.fromkeys(parameters - self.norm.keys()), part)) for part in PARTS}
+        self._needed = {
+            part: frozenset(
+                name.removeprefix(f"{part}.") for name in parameters - self.norm.keys() if belongs(name, (part,))
+            )
+            for part in PARTS
+        }
         self._mine = threading.local()
         self.random = False
         self.dim = self._probe()
