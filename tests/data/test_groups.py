@@ -21,6 +21,7 @@ from fednh.data.dataset import Dataset
 from fednh.data.hold_out import hold_out
 from fednh.data.inspection import Division, inspect
 from fednh.data.partitions import PARTITIONS, Drawn
+from fednh.data.partitions.longtail import LongTail
 from fednh.data.partitions.site import BySite
 from fednh.data.sources import load, taken
 from fednh.data.test_set import test_rows as cut_rows
@@ -53,6 +54,7 @@ partitions = st.builds(
     name=st.sampled_from([name for name, kind in PARTITIONS.items() if not kind.natural]),
     clients=st.integers(1, 6),
     beta=st.sampled_from([0.1, 1.0, 100.0]),
+    imbalance=st.sampled_from([1.0, 3.0, 20.0]),
     classes_per_client=st.integers(1, 3),
     shards_per_client=st.integers(1, 3),
     min_samples=st.integers(1, 12),
@@ -65,7 +67,10 @@ partitions = st.builds(
 def test_no_partition_separates_a_group(
     data: tuple[np.ndarray, np.ndarray], config: PartitionConfig, seed: int
 ) -> None:
-    """Each sample in one client, each group in one client, the minimum respected, the same seed the same parts."""
+    """Each sample in one client, each group in one client, the minimum respected, the same seed the same parts.
+
+    A long tail leaves samples out, those that its own subset does not have, and no others.
+    """
     (labels, groups), kind = data, config.kind
     assert isinstance(kind, Drawn)
     with pytest.MonkeyPatch.context() as patch:
@@ -75,7 +80,8 @@ def test_no_partition_separates_a_group(
         except UserError:
             return
         again = kind.draw(labels, numpy_rng(seed, "p"), groups)
-    assert sorted(np.concatenate(parts).tolist()) == list(range(len(labels)))
+    whole = kind.subset(labels, numpy_rng(seed, "p")) if isinstance(kind, LongTail) else np.arange(len(labels))
+    assert sorted(np.concatenate(parts).tolist()) == whole.tolist()
     assert kept_together(groups, *parts)
     assert min(map(len, parts)) >= config.min_samples
     if config.name == "dirichlet":
