@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
 
 import fednh
 from fednh.core import client, evaluate
@@ -41,10 +44,22 @@ def test_on_a_balanced_test_set_no_bit_differs_from_the_share_of_samples() -> No
     for size in (7, 100, 1000):
         correct = torch.from_numpy(rng.integers(0, size + 1, 10).astype(np.float64))
         total, counts = torch.full((10,), float(size)).double(), torch.from_numpy(rng.integers(0, 40, 10)).float()
-        share = (counts / counts.sum()).double()
+        share = counts.double() / counts.sum()
         person = evaluate.personal(0, correct, total, counts)
         assert evaluate.accuracy(correct, total, torch.ones(10)) == float(100 * correct.sum() / total.sum())
         assert person.pm_l == float(100 * (share * correct).sum() / (share * total).sum())
+
+
+@given(st.lists(st.tuples(st.integers(0, 50_000), st.integers(0, 1000)), min_size=2, max_size=100))
+@example([(1, 1000), (2, 0), (40_000, 333)])
+def test_pm_l_has_the_bits_of_a_double(rows: list[tuple[int, int]]) -> None:
+    """Beside fractions, which do not round: float32 shares would be wrong from the seventh digit on."""
+    counts, right = zip(*rows, strict=True)
+    assume(sum(counts))
+    exact = Fraction(sum(n * k for n, k in rows), sum(counts) * 1000) * 100
+    total = torch.full((len(rows),), 1000.0).double()
+    person = evaluate.personal(0, torch.tensor(right).double(), total, torch.tensor(counts, dtype=torch.float32))
+    assert person.pm_l == pytest.approx(float(exact), rel=1e-13)
 
 
 def test_pm_l_of_equal_shares_is_pm_v() -> None:
@@ -116,17 +131,26 @@ def test_the_global_model_with_each_clients_prior_by_hand() -> None:
     """
     logits = torch.tensor([[2.0, 0.0], [0.0, 1.0], [0.0, 3.0]])
     test = Samples(torch.zeros(3, 1), torch.tensor([0, 0, 1]), 2, torch.ones(1), torch.zeros(1), augment=False)
-    found = evaluate.shared_with_prior(logits, test, [[8, 0], [3, 3]], tau=1.0)
+    found = evaluate.shared_with_prior(logits, test, [[8, 0], [3, 3]], tau=1.0, smoothing=1.0)
     assert found == {"shared_pm_v": pytest.approx((100 + 75) / 2), "shared_pm_l": pytest.approx((100 + 75) / 2)}
-    without = evaluate.shared_with_prior(logits, test, [[8, 0], [3, 3]], tau=0.0)
-    assert without["shared_pm_v"] == pytest.approx((50 + 75) / 2)
+    for less in ({"tau": 0.0, "smoothing": 1.0}, {"tau": 1.0, "smoothing": 1e6}):  # no prior, and one of equal shares
+        without = evaluate.shared_with_prior(logits, test, [[8, 0], [3, 3]], **less)
+        assert without["shared_pm_v"] == pytest.approx((50 + 75) / 2)
 
 
 def test_a_prior_added_when_measured_is_that_of_the_method(tmp_path: Path) -> None:
-    """FedPrior with tau = 0, measured with tau = 1 added, and FedPrior with tau = 1: the same models, so equal."""
-    small = {"rounds": 1, "partition.clients": 4, "train.epochs": 1, "eval.every": 0, "method.smoothing": 1}
+    """FedPrior with tau = 0, measured with tau = 1 added, and FedPrior with tau = 1: the same models, so equal.
+
+    All three ways to a prior smooth alike unless they are told otherwise.
+    """
+    small = {"rounds": 1, "partition.clients": 4, "train.epochs": 1, "eval.every": 0}
     plain = fednh.run("digits", method="fedprior", out=tmp_path / "0", **small, **{"method.tau": 0, "eval.prior": [1]})
     own = fednh.run("digits", method="fedprior", out=tmp_path / "1", **small)
+    whole = {"method.tau": 0, "personal.prior": 1}
+    assert (
+        fednh.run("digits", method="fedprior", out=tmp_path / "2", **small, **whole).summary["pm_l"]
+        == own.summary["pm_l"]
+    )
     added = plain.summary["prior"]["1"]
     assert (added["pm_v"], added["pm_l"]) == (own.summary["pm_v"], own.summary["pm_l"])
     assert added["pm_l"] != plain.summary["pm_l"]

@@ -23,7 +23,7 @@ from fednh.storage.layout import RunLayout
 from fednh.trained.personalize import personalize
 
 SMALL = {"rounds": 2, "train.epochs": 1, "partition.clients": 4, "participation.rate": 0.5, "eval.every": 1}
-SWITCHED = {"personal.model": "global", "personal.prior": 0.5, "personal.smoothing": 1}
+SWITCHED = {"personal.model": "global", "personal.prior": 0.5, "personal.smoothing": 0.7}
 
 
 def config(**settings: Any) -> Config:
@@ -34,7 +34,9 @@ def config(**settings: Any) -> Config:
 def test_the_switch_is_what_eval_prior_measures(method: str, tmp_path: Path) -> None:
     """The global model with half of the prior, measured beside a run, and as the personal models of another."""
     more: dict[str, Any] = {"method.name": method, **({"method.retrain_epochs": 3} if method == "creff" else {})}
-    simulation, beside, _ = run_config(tmp_path / "a", config(**more, **{"eval.prior": [0.5]}))
+    simulation, beside, _ = run_config(
+        tmp_path / "a", config(**more, **{"eval.prior": [0.5], "personal.smoothing": 0.7})
+    )
     switched, own, _ = run_config(tmp_path / "b", config(**more, **SWITCHED))
     identical(switched.server, simulation.server)  # training knows nothing of it
     found = beside["prior"]["0.5"]
@@ -44,7 +46,7 @@ def test_the_switch_is_what_eval_prior_measures(method: str, tmp_path: Path) -> 
     model = read_tree(RunLayout(tmp_path / "b").personal_model(client))
     prior = model.pop("prior")
     identical(model, read_tree(tmp_path / "b/models/global.safetensors"))
-    counts = torch.tensor(simulation.executor.fed.class_counts()[client]) + 1.0  # type: ignore[attr-defined]
+    counts = torch.tensor(simulation.executor.fed.class_counts()[client]) + 0.7  # type: ignore[attr-defined]
     torch.testing.assert_close(prior, 0.5 * (counts / counts.sum()).log())
     shared, x = fednh.load_model(tmp_path / "b"), digits().x_test
     scores = shared.logits(torch.from_numpy(x), shared.params, shared.normalisation) + prior
@@ -53,10 +55,11 @@ def test_the_switch_is_what_eval_prior_measures(method: str, tmp_path: Path) -> 
     ]
 
 
-def test_a_prior_in_the_methods_own_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("smoothing", [{}, {"personal.smoothing": 5}], ids=["default", "5"])
+def test_a_prior_in_the_methods_own_model(smoothing: dict[str, float], tmp_path: Path) -> None:
     more = {"method.name": "fedper"}
-    _, plain, _ = run_config(tmp_path / "a", config(**more, **{"eval.prior": [1.0]}))
-    _, own, _ = run_config(tmp_path / "b", config(**more, **{"personal.prior": 1, "personal.smoothing": 1}))
+    _, plain, _ = run_config(tmp_path / "a", config(**more, **{"eval.prior": [1.0], **smoothing}))
+    _, own, _ = run_config(tmp_path / "b", config(**more, **{"personal.prior": 1, **smoothing}))
     assert (own["pm_v"], own["pm_l"]) == (plain["prior"]["1"]["pm_v"], plain["prior"]["1"]["pm_l"])
 
 
@@ -100,5 +103,5 @@ def test_a_newcomer_needs_no_training(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(trained) == 1, "the local model to compare with"
     prior = made.params.pop("prior")
     identical(made.params, read_tree(tmp_path / "run/models/global.safetensors"))
-    counts = torch.bincount(torch.from_numpy(data.y_train[mine]).long(), minlength=10) + 1.0
+    counts = torch.bincount(torch.from_numpy(data.y_train[mine]).long(), minlength=10) + 0.7
     torch.testing.assert_close(prior, 0.5 * (counts / counts.sum()).log())

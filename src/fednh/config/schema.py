@@ -26,6 +26,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 from fednh.config import values
 from fednh.core import outliers
 from fednh.core.fit import Sgd
+from fednh.core.losses import SMOOTHING
 from fednh.data import partitions, sources
 from fednh.data.partitions import PARTITIONS, Partition
 from fednh.errors import Ignored, UserError, did_you_mean
@@ -120,7 +121,9 @@ class TrainConfig(Section):
 class PersonalConfig(Section):
     model: Literal["own", "global"] = "own"  # whose weights a client's model has: its own by the method, or the global
     prior: float = Field(0.0, ge=0)  # tau: how much of the client's log class share is added to its logits
-    smoothing: float = Field(0.1, gt=0)  # samples added to every class before shares are taken
+    smoothing: float = Field(
+        SMOOTHING, gt=0
+    )  # samples added to every class before shares are taken; for eval.prior too
 
 
 OWN = PersonalConfig()  # as the method makes them

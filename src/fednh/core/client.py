@@ -21,7 +21,7 @@ from fednh.core.diagnostics import GradientNorm
 from fednh.core.evaluate import Personal
 from fednh.core.fit import LocalFit, Sgd
 from fednh.core.local_norm import LocalNorm, without_norm
-from fednh.core.losses import log_share
+from fednh.core.losses import SMOOTHING, log_share
 from fednh.core.meter import unhurried
 from fednh.core.shared_body import KnowingNet
 from fednh.core.tree import Tree, arranged, finite
@@ -136,20 +136,21 @@ def measured(
     tick: Callable[[int], None] = unhurried,
     every_class: bool = True,
     prior: Sequence[float] = (),
+    smoothing: float = SMOOTHING,
     features: torch.Tensor | None = None,
 ) -> Personal:
     """What a client's own `model` achieves on the balanced test set and, like the `shared` one, on held-out samples.
 
     PM(V) and PM(L) need the client's own classes alone; without `every_class` only those are looked at. They are also
-    measured with each of `prior` times the log class share added to the logits. `features` (N, D) are the test set's
-    under the model's body, where they are known.
+    measured with each of `prior` times the log class share added to the logits, whose counts have `smoothing` more of
+    each class. `features` (N, D) are the test set's under the model's body, where they are known.
     """
     total = evaluate.total_per_class(test)
     looked_at = test
     if not every_class:
         own = of_own_classes(test, data.counts)
         looked_at, features = subset(test, own), None if features is None else features[own]
-    added = [None, *(tau * log_share(data.counts) for tau in prior)]  # (C,) each
+    added = [None, *(tau * log_share(data.counts, smoothing) for tau in prior)]  # (C,) each
     rows = [torch.zeros_like(total) for _ in added]  # correct by class
     if len(looked_at):
         logits = logits_of(method, net, model, looked_at, tick, features)

@@ -13,11 +13,13 @@ What clients hold out of their own data is another measure, with names of its ow
 for the personal model, and held_gm_macro and held_gm_share for the global model on the same samples. Their means leave
 out natural sites with a single class. Where the predictions are in one place, in a simulation, there are also
     held_pooled, held_gm_pooled   correct samples of all clients over all their held-out samples: a large client counts
-                                  for more, as in PFLlib; in the summary also `..._best`, of the best evaluated round
+                                  for more, as in PFLlib; in the summary also `..._best`, of the best of the rounds
+                                  in which the summary's clients were measured; the last is one of them
 
 `eval.prior` asks what personal models would achieve if tau times the client's log class share were added to their
 logits, for some values of tau: PM(V) and PM(L) under `prior`, by tau; `shared_pm_v` and `shared_pm_l` are those of the
-global model with the same addition. The predictions come from the same passes.
+global model with the same addition. The shares are taken as for `personal.prior`. The predictions come from
+the same passes.
 """
 
 from __future__ import annotations
@@ -81,14 +83,14 @@ def correct_per_class(predict: Callable[[Tensor], Tensor], test: Samples) -> Ten
 
 
 def shared_with_prior(
-    logits: Tensor, test: Samples, counts: Sequence[Sequence[int]], tau: float
+    logits: Tensor, test: Samples, counts: Sequence[Sequence[int]], tau: float, smoothing: float
 ) -> dict[str, float | None]:
     """The means over clients with these `counts` of PM(V) and PM(L) of a model with these `logits` (N, C) for the test
     set, after tau times the client's log class share is added."""
     total, rows = total_per_class(test), []
     for row in counts:
         count = torch.tensor(row, dtype=torch.float32)
-        guessed = (logits + tau * log_share(count).to(logits.device)).argmax(1)
+        guessed = (logits + tau * log_share(count, smoothing).to(logits.device)).argmax(1)
         rows.append(personal(0, hits_per_class(guessed, test), total, count))
     return {f"shared_{key}": mean_and_spread(getattr(row, key) for row in rows)[0] for key in ("pm_v", "pm_l")}
 
@@ -137,7 +139,7 @@ def personal(client: int, correct: Tensor, total: Tensor, counts: Tensor) -> Per
         return Personal(client, None, None, None)
     counts = counts.cpu()
     owned = (counts > 0).to(torch.float64)
-    by_share = accuracy(correct, total, counts / counts.sum())
+    by_share = accuracy(correct, total, counts.to(torch.float64) / counts.sum())
     return Personal(client, accuracy(correct, total, owned), by_share, per_class(correct, total))
 
 
@@ -178,7 +180,7 @@ def pooled(people: Sequence[Personal]) -> dict[str, float]:
 
 
 def best(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The highest pooled accuracies of all evaluated rounds, each of its own round."""
+    """The highest pooled accuracies of these rounds, each of its own round."""
     rows = list(records)
     return {f"{key}_best": max(row[key] for row in rows if key in row) for key in POOLED if any(key in r for r in rows)}
 

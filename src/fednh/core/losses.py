@@ -17,6 +17,9 @@ from fednh.core.tree import Tree
 from fednh.models.net import Net
 
 FEW_CLASSES = 32  # two vectors of the widest processors
+SMOOTHING = (
+    0.1  # samples added to every class before a client's class shares become a prior, unless a setting says more
+)
 
 Logits = Callable[[Tree, Tensor], Tensor]  # (params, x (B, ...)) -> (B, C)
 Loss = Callable[[Tree, Tensor, Tensor], Tensor]  # (params, x (B, ...), y (B,)) -> (B,)
@@ -57,7 +60,7 @@ def balanced_softmax(logits: Logits, share: Tensor) -> Loss:  # share: (C,)
     return lambda params, x, y: _surprise(logits(params, x) + prior, y)
 
 
-def log_share(counts: Tensor, smoothing: float = 1.0) -> Tensor:  # (C,)
+def log_share(counts: Tensor, smoothing: float = SMOOTHING) -> Tensor:  # (C,)
     """The logarithm of every class's share of `counts`; `smoothing` samples more of each class keep it finite."""
     more = counts + smoothing
     return (more / more.sum()).log()

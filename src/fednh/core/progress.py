@@ -73,7 +73,7 @@ class Progress:
     closed: int = 0  # how many records are complete (evaluated, if due) and written
     samples: int = 0
     seconds: float = 0.0  # wall time of everything
-    client_seconds: float = 0.0  # of client work
+    client_seconds: float = 0.0  # of waiting for clients: their work, without what the server does with it
     eval_seconds: float = 0.0
     usual: outliers.Lengths = field(default_factory=dict)  # usual lengths of uploads, where they are bounded
     lengths: dict[str, list[outliers.Lengths]] = field(default_factory=dict)  # each client's last ones (JSON: by text)

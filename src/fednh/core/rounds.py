@@ -249,8 +249,8 @@ class Rounds:
 
     def _uploads(self, outcomes: Iterator[Outcome], happened: Round) -> Iterator[Tree]:
         """The uploads that can be used, one by one as they come."""
-        started, bound = time.perf_counter(), self.config.upload_bound(deployed=self.executor.deployed)
-        reports = self._checked(outcomes, happened)
+        bound = self.config.upload_bound(deployed=self.executor.deployed)
+        reports = self._checked(self._timed(outcomes), happened)
         for client, report in self._bounded(list(reports), bound, happened) if bound else reports:
             happened.clients.append(client)
             happened.weights.append(report.samples or 0)
@@ -261,7 +261,16 @@ class Rounds:
             if report.gradient_norm is not None and math.isfinite(report.gradient_norm):
                 happened.gradient_norms[client] = report.gradient_norm
             yield report.upload
-        self.progress.client_seconds += time.perf_counter() - started
+
+    def _timed(self, outcomes: Iterator[Outcome]) -> Iterator[Outcome]:
+        """The same; the time until each arrives counts as the clients', what the server does with it does not."""
+        while True:
+            started = time.perf_counter()
+            outcome = next(outcomes, None)
+            self.progress.client_seconds += time.perf_counter() - started
+            if outcome is None:
+                return
+            yield outcome
 
     def _checked(self, outcomes: Iterator[Outcome], happened: Round) -> Iterator[tuple[int, Report]]:
         """The reports that are finite and have the declared form; the others are reported and counted."""
@@ -360,11 +369,15 @@ class Rounds:
         return sorted(wanted & present)
 
     def _of_the_round(self) -> list[int]:
-        """The clients whose personal models give the round's metrics: `eval.clients`."""
+        """The clients whose personal models give the round's metrics."""
+        return self._measured(self.progress.records[-1], self.members)
+
+    def _measured(self, record: dict[str, Any], members: set[int]) -> list[int]:
+        """The same for any round, from its record and its members: `eval.clients`."""
         if self.config.eval.clients == "active":
-            active: list[int] = self.progress.records[-1]["clients"]
+            active: list[int] = record["clients"]
             return active
-        return sampled_clients(self.config, self.config.eval.clients, sorted(self.members), self.progress.round)
+        return sampled_clients(self.config, self.config.eval.clients, sorted(members), record["round"])
 
     def _of_the_summary(self) -> list[int]:
         """The clients in the summary: in a deployment all sites that took part, otherwise those of `eval.final`."""
@@ -411,7 +424,7 @@ class Rounds:
             return
         counts = [self.side.counts[client] for client in sorted(chosen)]
         for tau, means in found.get("prior", {}).items():
-            means |= evaluate.shared_with_prior(logits, self.test, counts, float(tau))
+            means |= evaluate.shared_with_prior(logits, self.test, counts, float(tau), self.config.personal.smoothing)
 
     def _write_models(self, answers: Answers) -> None:
         """Write the global model, and the Tree that a new client would receive."""
@@ -428,17 +441,27 @@ class Rounds:
 
     def _summary(self, correct: torch.Tensor | None, people: list[Personal]) -> dict[str, Any]:
         lost = [record["round"] for record in self.progress.records if record.get("lost")]
+        metrics = evaluate.final_metrics(correct, self.total, people, self.side.one_class)
         return {
             "method": self.config.method["name"],
             "data": self.side.name,
             "seed": self.config.seed,
             "rounds": self.progress.round,
             **({"test_samples": int(self.total.sum())} if self.config.eval.samples and self.total is not None else {}),
-            **evaluate.final_metrics(correct, self.total, people, self.side.one_class),
-            **evaluate.best(self.progress.records),
+            **metrics,
+            **evaluate.best([*self._earlier({person.client for person in people}), metrics]),
             **self.progress.totals(),
             **({"lost": lost} if lost else {}),
         }
+
+    def _earlier(self, clients: set[int]) -> list[dict[str, Any]]:
+        """The records of the rounds before the last that measured exactly these clients."""
+        members, found = set[int](), []
+        for record in self.progress.records[:-1]:
+            members |= set(record["clients"])
+            if self._evaluates(record["round"]) and set(self._measured(record, members)) == clients:
+                found.append(record)
+        return found
 
     def _name_sites(self) -> None:
         """Put the sites' names beside the clients' numbers."""

@@ -185,7 +185,8 @@ class Measuring(Stage):
             about = novelty.look(method, net, model, on.train, part, self.seed, tick) if self.final else None
             held = subset(on.train, on.held_out[client])
             seen = self.body.features(net, self.down, model, on.test, tick)
+            priors = (self.prior, self.how.smoothing)
             person = clients.measured(
-                method, net, client, data, model, self.shared, on.test, held, tick, self.final, self.prior, seen
+                method, net, client, data, model, self.shared, on.test, held, tick, self.final, *priors, seen
             )
         return Measured(person, model if self.final else None, about)

@@ -30,6 +30,7 @@ from torch import Tensor
 from fednh.core.anyone import anyone
 from fednh.core.fit import Fit
 from fednh.core.losses import (
+    SMOOTHING,
     BatchLoss,
     Logits,
     Loss,
@@ -50,6 +51,7 @@ MODEL = ("body", "head")  # the names of a whole network
 
 __all__ = [
     "MODEL",
+    "SMOOTHING",
     "BatchLoss",
     "ClientData",
     "Fit",

@@ -30,6 +30,7 @@ import torch
 from pydantic import Field
 
 from fednh.methods.base import (
+    SMOOTHING,
     ClientData,
     Fit,
     Method,
@@ -59,7 +60,7 @@ class FedPrior(Method):
     by_class = FedNH.by_class
 
     tau: Annotated[float, Field(ge=0)] = 1.0  # how much of the prior a personal model adds: 1 by Bayes' rule, 0 nothing
-    smoothing: Annotated[float, Field(gt=0)] = 0.1  # samples added to every class for the personal prior
+    smoothing: Annotated[float, Field(gt=0)] = SMOOTHING  # samples added to every class for the personal prior
     personal: Literal["global", "local"] = "global"  # whose body, prototypes and scale a personal model has
     ema: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the global model: the weight of the average in the next one
     rho: Annotated[float, Field(gt=0, lt=1)] = 0.9  # FedNH's, Eq. (4)

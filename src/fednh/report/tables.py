@@ -105,8 +105,9 @@ def pooled_sheet(runs: Sequence[Run]) -> Sheet:
     """Accuracy on the held-out samples of all clients together, after the last and after the best round."""
     words = (
         "Correct samples of all clients over all samples that they hold out, so a large client counts for more; PM: "
-        "personal models, GM: the global model. The best round is chosen on these same samples, which flatters a "
-        "little; PFLlib publishes this number."
+        "personal models, GM: the global model. The best round is chosen among those that measured the same clients as "
+        "the last (all rounds, if all clients take part in each) and on these same samples, which flatters a little; "
+        "PFLlib publishes this number."
     )
     return _metrics(
         "pooled", "Accuracy on all held-out samples together in percent", words, POOLED, lay_out(runs), False
@@ -142,9 +143,9 @@ def cost_sheet(runs: Sequence[Run]) -> Sheet:
         rows.append(cells + (_beside(group, base.get(group.setting)) if base else []))
     workers = sorted({int(run.environment["workers"]) for group in layout.groups for run in group.runs})
     note = (
-        "Client seconds: wall time of the clients' work, without aggregation and evaluation. Times hold for the "
-        f"machine they were measured on, with {' or '.join(map(str, workers))} worker(s) a run, and grow when other "
-        f"work shares its cores. Bytes: what the round's clients send up and receive. {_counts(layout)}"
+        "Client seconds: wall time of waiting for the clients' work, without aggregation and evaluation. Times hold "
+        f"for the machine they were measured on, with {' or '.join(map(str, workers))} worker(s) a run, and grow when "
+        f"other work shares its cores. Bytes: what the round's clients send up and receive. {_counts(layout)}"
     )
     return Sheet("cost", "Cost" + _common(layout), columns, rows, note)
 
