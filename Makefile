@@ -51,7 +51,7 @@ unit: setup
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
 soak: setup
-	@$(BIN)/python -m pytest -m soak
+	@$(BIN)/python -m pytest -m soak -n 2 --dist worksteal
 	@$(BIN)/python tests/mutations/run.py
 
 bench: setup

@@ -51,6 +51,14 @@ def test_what_is_not_selected_is_bit_identical(net: Net, tiny: Samples, moving: 
     identical(before, reference)  # and the input itself is never written to
 
 
+def test_a_gradient_that_two_names_share_is_clipped_once(tiny: Samples) -> None:
+    """Both have the gradient (1, 1), of joint norm 2; clipped to 1, that is a half, and a step of 0.1 goes 0.05."""
+    before = {"body.one": torch.zeros(2), "body.two": torch.zeros(2)}
+    fit = LocalFit(ClientData(tiny, CLIENTS[0]), Sgd(0.1, 0.0, 0.0, clip=1.0, batch_size=6, epochs=1))
+    after = fit(before, lambda p, x, y: (p["body.one"] + p["body.two"]).sum() + 0 * x[:, 0], only=("body",))
+    same(after, {name: torch.full((2,), -0.05) for name in before}, rtol=1e-5, atol=0.0)
+
+
 def test_selecting_nothing_is_an_error(net: Net, tiny: Samples) -> None:
     with pytest.raises(ValueError, match="nothing to train"):
         LocalFit(ClientData(tiny, CLIENTS[0]), Sgd())(start(net), cross_entropy(net.logits), only=("tail",))

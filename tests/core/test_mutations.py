@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,14 +17,30 @@ SPEC.loader.exec_module(mutations)
 
 
 @pytest.mark.parametrize("patch", mutations.patches(), ids=lambda patch: patch["name"])
-def test_it_applies(patch: dict) -> None:  # type: ignore[type-arg]
+def test_it_applies(patch: dict[str, Any]) -> None:
     changed = mutations.mutated(patch, ROOT)
-    assert all(path.read_text(encoding="utf-8") != text for path, text in changed.items())
     assert changed
-    for test in patch["tests"]:
-        assert (ROOT / test.partition("::")[0]).is_file(), test
+    for path, text in changed.items():
+        assert path.read_text(encoding="utf-8") != text
+        if path.suffix == ".py":
+            compile(text, path, "exec")  # a mutation that is no Python would be seen by any test
+    assert patch["tests"]
+
+
+def test_every_named_test_exists_and_is_none_of_the_long_ones() -> None:
+    named = mutations.named_tests(mutations.patches())
+    code, printed = mutations.pytest(ROOT, ["--collect-only", *named], mutations.SECONDS)
+    assert code == 0, printed[-3000:]
+    found = set(printed.split("\n"))
+    parts = {part for test in found for part in (test, test.partition("[")[0], test.partition("::")[0])}
+    assert set(named) <= parts
+
+
+def test_names_are_distinct() -> None:
+    names = [patch["name"] for patch in mutations.patches()]
+    assert len(set(names)) == len(names)
 
 
 def test_a_patch_that_no_longer_applies_is_a_failure() -> None:
     gone = {"name": "gone", "tests": [], "edits": [{"file": "README.md", "old": "no such words here", "new": ""}]}
-    assert mutations.problem(gone, ROOT) == "gone: README.md holds 'no such words here' 0 times; correct the patch"
+    assert mutations.problem(gone, ROOT) == "README.md holds 'no such words here' 0 times; correct the patch"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +18,10 @@ from rich.console import Console
 from conftest import DISTINCT, identical
 from fednh.config import Config, load
 from fednh.core import checks, memory, rounds
+from fednh.core import client as clients
 from fednh.core.federation import Federation, build_federation, initial_state
 from fednh.core.fit import Fit
-from fednh.core.picks import dropped_clients, picked_clients
+from fednh.core.picks import dropped_clients, picked_clients, sampled_clients
 from fednh.core.progress import Round
 from fednh.core.rounds import Rounds
 from fednh.core.tree import Tree, Uploads
@@ -33,6 +35,7 @@ from fednh.methods.fedavg import FedAvg
 from fednh.models import Net
 from fednh.screen import Patience, RunLines
 from fednh.storage.files import read_tree
+from fednh.storage.layout import RunLayout
 from fednh.storage.run_folder import RunFolder
 
 SMALL = {"rounds": 3, "train.epochs": 1, "partition.clients": 8, "eval.every": 2}
@@ -178,6 +181,98 @@ def test_samples_are_counted(tmp_path: Path) -> None:
     expected = 3 * sum(len(parts[k]) for r in told.records for k in r["clients"])
     assert summary["samples"] == expected
     assert summary["samples_per_second"] == pytest.approx(expected / summary["client_seconds"], rel=0.01)
+
+
+@dataclass(frozen=True)
+class Slow(FedAvg):
+    """FedAvg that takes its time: `client` seconds for every update, `server` seconds after every upload read."""
+
+    client: float = 0.0
+    server: float = 0.0
+
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        time.sleep(self.client)
+        return super().client_update(net, kept, received, data, fit)
+
+    def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
+        read = []
+        for upload in uploads.trees:
+            time.sleep(self.server)
+            read.append(upload)
+        return super().aggregate(server, Uploads(iter(read), uploads.rule))
+
+
+@pytest.mark.parametrize("bound", [0.0, 10.0], ids=["one by one", "all at once"])
+def test_client_seconds_are_those_of_clients(bound: float, tmp_path: Path) -> None:
+    """Four uploads a round, two rounds: what the server does with them is not in it, what clients do is."""
+    more = {"method.name": "fedavg", "rounds": 2, "workers": 1, "engine": "loop", "eval.every": 0, "bound": bound}
+    config = load("digits", {**SMALL, **more})
+    federation = build_federation(config)
+    for pause in ({"client": 0.05}, {"server": 0.05}):
+        slow = replace(federation, method=Slow(**pause))
+        _, summary, _ = run_config(tmp_path / "-".join(pause), config, slow)
+        if "client" in pause:
+            assert summary["client_seconds"] >= 8 * 0.05
+        else:
+            assert summary["seconds"] - summary["client_seconds"] >= 8 * 0.05
+
+
+HELD = {"data.merge_test": True, "data.holdout": 0.25, "method.name": "fedproto", "train.epochs": 1}
+
+
+def test_the_best_round_is_over_the_clients_of_the_last(tmp_path: Path) -> None:
+    """With some of the clients in a round: other rounds' clients are others, so the last round has no rival."""
+    more = {**HELD, "partition.clients": 8, "participation.rate": 0.25}
+    for name, each in {"once": {"rounds": 4, "eval.every": 0}, "often": {"rounds": 4, "eval.every": 1}}.items():
+        _, summary, told = run_config(tmp_path / name, load("digits", {**more, **each}))
+        assert summary["held_pooled_best"] == summary["held_pooled"]
+        assert summary["held_pooled"] != told.records[-1]["held_pooled"], "the round's own clients are fewer"
+
+
+def test_the_best_round_of_all_clients(tmp_path: Path) -> None:
+    """Rounds count from when everybody has taken part on; with all clients in each, that is from the first."""
+    common = {**HELD, "rounds": 5, "eval.every": 1, "eval.clients": "all", "partition.clients": 4, "train.lr": 0.3}
+    for rate in (1.0, 0.75):
+        _, summary, told = run_config(tmp_path / str(rate), load("digits", {**common, "participation.rate": rate}))
+        whole = [
+            record["held_pooled"]
+            for number, record in enumerate(told.records, 1)
+            if len({client for each in told.records[:number] for client in each["clients"]}) == 4
+        ]
+        assert len(whole) == 5 if rate == 1.0 else 2 <= len(whole) < 5
+        assert summary["held_pooled_best"] == max(whole) > summary["held_pooled"] == whole[-1]
+
+
+def test_the_members_of_a_run_are_those_who_reported(tmp_path: Path) -> None:
+    """Who drops out has no model to measure, neither at once nor after an interruption."""
+    for rounds_ in (1, 2):  # the second call goes on with the first one's run
+        _, summary, _ = play(tmp_path, rounds=rounds_, participation__dropout=0.5, method__name="fedavg")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    reported = {client for line in lines for client in line["clients"]}
+    assert {client for line in lines for client in line["dropped"]} - reported
+    assert [row["client"] for row in summary["clients"]] == sorted(reported)
+
+
+def test_a_sample_of_the_members_is_drawn_anew_in_every_round() -> None:
+    config, members = load("digits", {}), list(range(100, 140))
+    samples = [sampled_clients(config, 5, members, round_) for round_ in range(1, 21)]
+    assert samples == [sampled_clients(config, 5, members, round_) for round_ in range(1, 21)]
+    assert all(len(set(sample)) == 5 and set(sample) <= set(members) for sample in samples)
+    assert len({tuple(sample) for sample in samples}) == 20
+    assert sampled_clients(config, "all", members, 1) == sampled_clients(config, 40, members, 1) == members
+
+
+def test_a_personal_model_is_trained_at_the_rate_of_its_round(tmp_path: Path) -> None:
+    """FedBABU's fine-tuning after round 3, with a tenth of a tenth of the first rate."""
+    config = load("digits", {**SMALL, "method.name": "fedbabu", "train.lr": 0.3, "train.lr_decay": 0.1})
+    simulation, summary, _ = run_config(tmp_path, config)
+    fed, method, net = simulation.executor.fed, simulation.method, simulation.net
+    down, sgd = method.broadcast(simulation.server), replace(config.train.sgd(1), lr=0.3 * 0.01)
+    for client in (row["client"] for row in summary["clients"][:2]):
+        data = ClientData(fed.train, fed.parts[client], config.seed, 3, client, "personal")
+        kept = simulation.executor.store.get(client)
+        expected = clients.personal_model(method, net, kept, down, data, sgd)
+        identical(read_tree(RunLayout(tmp_path).personal_model(client)), expected)
 
 
 def test_dropout(tmp_path: Path) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import Play, TwoPart, average, train
+from reference import SGD, Play, TwoPart, average, train
 from torch import nn
 
 from conftest import identical, same
+from fednh.core.client import personal_model
 from fednh.core.tree import select
-from fednh.data.batches import Samples
+from fednh.data.batches import ClientData, Samples
 from fednh.methods import METHODS
 from fednh.methods.prototypes import sparse_head
 from fednh.models import Net, build_net
@@ -63,6 +65,15 @@ def test_two_rounds(play: Play) -> None:
     for c in (1, 2):
         aligned = psi[c] * locals_[1][c].norm()
         torch.testing.assert_close(scores[:, c], h @ aligned + h @ locals_[1][c], **CLOSE)
+
+
+def test_a_class_with_one_sample_is_the_clients_own(play: Play, tiny: Samples) -> None:
+    """Three samples of class 0 and one of class 1: both can be predicted, the others cannot."""
+    data = ClientData(tiny, np.array([0, 1, 2, 3]))
+    model = personal_model(play.method, play.net, play.kept[0], play.received(0), data, SGD)
+    scores = play.method.logits(play.net, model, tiny.x)
+    assert torch.isneginf(scores).all(0).tolist() == [False, False, True, True]
+    assert torch.isfinite(scores[:, :2]).all()
 
 
 class Biased(nn.Module):

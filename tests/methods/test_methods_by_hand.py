@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import SGD, Play, TwoPart, average, train, trained
+from reference import QUICK, SGD, Play, TwoPart, average, train, trained
 
 from conftest import identical, same
 from fednh.core import client, novelty
+from fednh.core.fit import Sgd
 from fednh.core.tree import Tree, Uploads, prefix, select
-from fednh.data.batches import Samples
+from fednh.data.batches import ClientData, Samples
 from fednh.methods import METHODS, Method
 from fednh.methods.fedala import FedALA
 from fednh.methods.fedpac import mixtures
@@ -160,6 +161,27 @@ def test_fedproto(play: Play) -> None:
 
 
 @of("fedproto")
+def test_fedproto_remembers_a_class_without_an_owner_in_the_round(play: Play) -> None:
+    """Round 2 has client 0 alone: its classes 0 and 1 are as it says, class 2 stays as client 1 left it."""
+    play.round()
+    before = play.server["prototypes"]
+    own, _ = play.round()
+    alone = play.method.aggregate({**play.server, "prototypes": before}, Uploads(iter([own.upload])))
+    torch.testing.assert_close(alone["prototypes"], torch.cat([own.upload["prototypes"][:2], before[2:]]))
+    assert before[2].any()
+    assert alone["known"].tolist() == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(("method", "mark"), [("fedproto", "known"), ("creff", "owned")])
+def test_a_single_sample_makes_an_owner(method: str, mark: str, net: Net, tiny: Samples) -> None:
+    """Three samples of class 0 and one of class 1."""
+    play = Play(METHODS[method](**QUICK.get(method, {})), net, tiny)
+    data, sgd = ClientData(tiny, np.array([0, 1, 2, 3])), Sgd(epochs=1)
+    update = client.update(play.method, net, play.kept[0], play.received(0), data, sgd)
+    assert update.upload[mark].tolist() == [1, 1, 0, 0]
+
+
+@of("fedproto")
 def test_fedproto_predicts_the_nearest_known_prototype(play: Play) -> None:
     play.round()
     personal, x = play.personal(0), play.xy[1][0]
@@ -253,6 +275,8 @@ def test_creff(play: Play) -> None:
         assert torch.equal(play.server["features"][3], start["features"][3]), "a class of nobody keeps its features"
         same(select(play.server, "body", "head"), average([m.tree() for m in models]), **CLOSE)
         assert not torch.allclose(play.server["retrained"], play.server["head.weight"], atol=1e-3)
+        by_the_same_seed = play.method.retrain(play.server["features"], int(play.initial["seed"]))
+        assert torch.equal(play.server["retrained"], by_the_same_seed), "the same in every round, whatever the features"
     shared = play.method.global_model(play.server)
     assert shared is not None
     same(shared, {**select(play.server, "body"), "head.weight": play.server["retrained"]})

@@ -60,6 +60,13 @@ def test_paired_t_of_two_pairs() -> None:
     assert found.effect == pytest.approx(math.sqrt(2))
 
 
+def test_wilcoxons_test_counts_the_differences_that_are_not_zero() -> None:
+    """Of six pairs with a tie five can be ranked: p could not fall below 2 / 2^5 = 0.06, so it is Student's test."""
+    assert paired([1.0, 2.0, 3.0, 4.0, 5.0, 0.0]).test == "t"
+    full = paired([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 0.0])
+    assert (full.test, full.n) == ("Wilcoxon", 7)
+
+
 def test_worst_tenth_rounds_up() -> None:
     assert worst_tenth([5.0, 1.0, 9.0]) == 1.0
     assert worst_tenth([float(v) for v in range(20)]) == 0.5
