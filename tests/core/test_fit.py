@@ -55,7 +55,8 @@ def test_a_gradient_that_two_names_share_is_clipped_once(tiny: Samples) -> None:
     """Both have the gradient (1, 1), of joint norm 2; clipped to 1, that is a half, and a step of 0.1 goes 0.05."""
     before = {"body.one": torch.zeros(2), "body.two": torch.zeros(2)}
     fit = LocalFit(ClientData(tiny, CLIENTS[0]), Sgd(0.1, 0.0, 0.0, clip=1.0, batch_size=6, epochs=1))
-    after = fit(before, lambda p, x, y: (p["body.one"] + p["body.two"]).sum() + 0 * x[:, 0], only=("body",))
+    weight = torch.ones(2)  # so that the gradient lies in memory as the parameters do and is not copied
+    after = fit(before, lambda p, x, y: ((p["body.one"] + p["body.two"]) * weight).sum() + 0 * x[:, 0], only=("body",))
     same(after, {name: torch.full((2,), -0.05) for name in before}, rtol=1e-5, atol=0.0)
 
 

@@ -6,7 +6,7 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,23 +40,113 @@ def kept(folder: Path) -> list[Path]:
 def test_it_is_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.width() in (8, 16)
     (file,) = kept(tmp_path)
-    assert stat.S_IMODE(file.stat().st_mode) == 0o700
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     native.library.cache_clear()
-    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("it is there already"))
+    monkeypatch.setattr(native, "_compiled", lambda *_: pytest.fail("it is there already"))
     assert native.library() is not None
     assert kept(tmp_path) == [file]
 
 
-def test_what_others_can_change_is_not_loaded_but_replaced(tmp_path: Path) -> None:
+@pytest.fixture
+def again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Looks for the library a second time, and says how often it had to be compiled then."""
+
+    def look() -> int:
+        compiled, made = native._compiled, list[int]()
+        monkeypatch.setattr(native, "_compiled", lambda *args: made.append(1) or compiled(*args))
+        native.library.cache_clear()
+        assert native.width() in (8, 16)
+        monkeypatch.setattr(native, "_compiled", compiled)
+        return len(made)
+
+    return look
+
+
+def test_what_others_can_change_is_not_loaded_but_replaced(tmp_path: Path, again: Callable[[], int]) -> None:
     assert native.library() is not None
     (file,) = kept(tmp_path)
-    file.unlink()
-    file.write_bytes(b"not a library")
-    file.chmod(0o666)
-    native.library.cache_clear()
+    for thing in (file, file.parent):  # whole as it is: who can write it could have written anything, checksum and all
+        for mode in (0o720, 0o702):
+            thing.chmod(mode)
+            assert again() == 1
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600
+            assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+            assert again() == 0
+    assert kept(tmp_path) == [file]
+
+
+def test_what_belongs_to_somebody_else_is_neither_loaded_nor_replaced(
+    tmp_path: Path, again: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert native.library() is not None
-    assert file.read_bytes()[:4] == b"\x7fELF"
-    assert stat.S_IMODE(file.stat().st_mode) == 0o700
+    (file,) = kept(tmp_path)
+    before, somebody = file.read_bytes(), os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: somebody)
+    assert again() == again() == 1, "compiled for this process alone"
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:5000] + bytes([content[5000] ^ 1]) + content[5001:],
+    ],
+    ids=["empty", "half", "a bit turned"],
+)
+def test_a_damaged_library_is_replaced(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    """In processes of their own: a library that is cut off would kill whoever loads it."""
+    command = [sys.executable, "-c", "from fednh.models import native; print(native.width())"]
+    width = native.width()
+    (file,) = kept(tmp_path)
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (again.returncode, again.stdout) == (0, f"{width}\n"), again.stderr
+    assert file.read_bytes() == whole
+
+
+def test_a_library_under_anothers_name_is_not_loaded(tmp_path: Path, again: Callable[[], int]) -> None:
+    """Who can only rename this user's files puts an older library of theirs in the place of the newest."""
+    assert native.library() is not None
+    (file,) = kept(tmp_path)
+    older = native._compiled(str(native._compiler()), ["-O0", "-shared", "-fPIC", "-DOLDER"])
+    native._keep("0" * 64, older)
+    (tmp_path / "cache/native" / native._file("0" * 64)).replace(file)
+    assert again() == 1
+    assert again() == 0
+
+
+def test_a_swap_between_check_and_load_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is loaded is what was read: the file is another one by then, of another user as far as anybody knows."""
+    assert native.library() is not None
+    (file,) = kept(tmp_path)
+    checked, loaded = native._check_mine, native._loaded
+
+    def swap(content: bytes) -> object:
+        file.unlink()
+        file.write_bytes(b"somebody else's")
+        return loaded(content)
+
+    looked: list[int] = []
+    monkeypatch.setattr(native, "_check_mine", lambda found: looked.append(found.st_ino) or checked(found))
+    monkeypatch.setattr(native, "_loaded", swap)
+    monkeypatch.setattr(native, "_compiled", lambda *_: pytest.fail("it is there already"))
+    inode = file.stat().st_ino
+    native.library.cache_clear()
+    assert native.width() in (8, 16)
+    assert looked == [file.parent.stat().st_ino, inode], "the folder, then the file, each as it was opened"
+
+
+def test_without_files_in_memory_a_private_copy_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = lambda *_: os.open(os.devnull, os.O_WRONLY)  # noqa: E731
+    monkeypatch.setattr(os, "memfd_create", nothing, raising=False)
+    assert native.width() in (8, 16), "what is there cannot be loaded"
+    native.library.cache_clear()
+    monkeypatch.delattr(os, "memfd_create")
+    assert native.width() in (8, 16), "as on other systems than Linux"
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
 """Kernels in C (kernels.c), compiled on this machine when first needed; without a compiler, torch does their work.
 
-The library is kept in the cache folder `native`, under a name made of all that it depends on. FEDNH_NATIVE=0 leaves
-kernels out, as on a machine without a compiler.
+The library is kept in the cache folder `native`, under a name made of all that it depends on, with a checksum at its
+end. It will be executed, so it is read only if file and folder are this user's and nobody else can write them, and what
+was read and checked is loaded from memory or a private copy: what happens to the file later does not matter. Anything
+else is compiled anew. FEDNH_NATIVE=0 leaves kernels out, as on a machine without a compiler.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fednh.storage import cache as caches
+from fednh.storage.files import private_folder
 
 SOURCE = Path(__file__).with_name("kernels.c")
 INSTRUCTIONS = {  # what torch itself uses on this processor, so it is there
@@ -64,11 +70,14 @@ def library() -> ctypes.CDLL | None:
     flags = ["-O3", "-shared", "-fPIC", *INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), [])]
     try:
         facts = [SOURCE.read_text(encoding="utf-8"), _version(compiler), platform.machine(), *platform.libc_ver()]
-        name = hashlib.sha256("\0".join([*facts, *flags]).encode()).hexdigest()[:16]
-        kept = caches.folder("native") / f"kernels-{name}.so"
-        if _is_mine(kept) or caches.keep(kept, lambda file: _compile(compiler, flags, file)):
-            return _ready(ctypes.CDLL(str(kept)))
-        return _loaded_once(compiler, flags)
+        name = hashlib.sha256("\0".join([*facts, *flags]).encode()).hexdigest()
+        with suppress(OSError, AttributeError):
+            return _loaded(_kept(name))
+        made = _compiled(compiler, flags)
+        found = _loaded(made)
+        with suppress(OSError):  # a cache that cannot be written, or is somebody else's, must not stop a run
+            _keep(name, made)
+        return found
     except (OSError, AttributeError, subprocess.SubprocessError):
         return None
 
@@ -116,26 +125,81 @@ def _run(command: list[str]) -> str:
     ).stdout
 
 
-def _compile(compiler: str, flags: list[str], file: Path) -> None:
-    _run([compiler, *flags, "-o", str(file), str(SOURCE)])
-    file.chmod(0o700)
-
-
-def _is_mine(file: Path) -> bool:
-    """Whether the file is there and nobody else can have put or changed it: it will be executed."""
-    try:
-        found = file.stat()
-    except OSError:
-        return False
-    return found.st_uid == os.getuid() and not found.st_mode & 0o022
-
-
-def _loaded_once(compiler: str, flags: list[str]) -> ctypes.CDLL:
-    """For a cache folder that cannot be written: compiled for this process alone."""
+def _compiled(compiler: str, flags: list[str]) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernels.so"
-        _compile(compiler, flags, file)
-        return _ready(ctypes.CDLL(str(file)))
+        _run([compiler, *flags, "-o", str(file), str(SOURCE)])
+        return file.read_bytes()
+
+
+def _kept(name: str) -> bytes:
+    """The library in the cache; OSError if there is none that can be trusted and is whole."""
+    with _folder() as folder:
+        descriptor = os.open(_file(name), os.O_RDONLY | os.O_NONBLOCK, dir_fd=folder)
+        with os.fdopen(descriptor, "rb") as file:
+            _check_mine(os.fstat(descriptor))
+            content = file.read()
+    content, checksum = content[: -hashlib.sha256().digest_size], content[-hashlib.sha256().digest_size :]
+    if checksum != _checksum(name, content):
+        raise OSError("the library in the cache is damaged")
+    return content
+
+
+def _keep(name: str, content: bytes) -> None:
+    """Put the library into the cache, in one step; OSError where that cannot be."""
+    private_folder(caches.folder("native"))
+    with _folder() as folder:
+        draft = f".{_file(name)}.{os.getpid()}-{threading.get_ident()}.tmp"
+        try:
+            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content + _checksum(name, content))
+            os.replace(draft, _file(name), src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(draft, dir_fd=folder)
+            raise
+
+
+def _file(name: str) -> str:
+    return f"kernels-{name[:16]}.so"
+
+
+def _checksum(name: str, content: bytes) -> bytes:
+    return hashlib.sha256(name.encode() + content).digest()
+
+
+@contextmanager
+def _folder() -> Iterator[int]:
+    """The cache's folder, opened: what is done through this descriptor is done in the folder that was checked."""
+    descriptor = os.open(caches.folder("native"), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _check_mine(os.fstat(descriptor))
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _check_mine(found: os.stat_result) -> None:
+    """OSError unless nobody else can have put or changed it."""
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError("others can write the library in the cache, or the folder")
+
+
+def _loaded(content: bytes) -> ctypes.CDLL:
+    """Load a library that is in memory; no file that others could reach has a part in it."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("fednh-kernels")
+        try:
+            with os.fdopen(descriptor, "wb", closefd=False) as file:
+                file.write(content)
+            return _ready(ctypes.CDLL(f"/proc/self/fd/{descriptor}"))  # it stays open: the loader knows it by this name
+        except OSError:  # no /proc, or what is in memory may not be executed
+            os.close(descriptor)
+    with tempfile.TemporaryDirectory() as folder:
+        private = Path(folder) / "kernels.so"
+        private.write_bytes(content)
+        return _ready(ctypes.CDLL(str(private)))
 
 
 def _ready(found: ctypes.CDLL) -> ctypes.CDLL:
