@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import fednh
+from conftest import identical
 from fednh.api import _settings
 from fednh.config import load
 from fednh.errors import UserError
@@ -51,3 +54,33 @@ def test_import_is_fast_and_lazy() -> None:
         "assert callable(fednh.load_model) and 'torch' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda run: run.model(1.0), "a client is chosen by its whole number or its site's name, not by 1.0"),
+        (lambda run: run.model(True), "not by True"),
+        (lambda run: run.model([1]), r"not by \[1\]"),
+        (lambda run: fednh.load_model(None), "None is not a path; give a model file or a run folder"),
+        (lambda run: fednh.load_model(1), "1 is not a path"),
+        (lambda run: fednh.load_run(None), "None is not a path; give the folder of a run"),
+        (lambda run: fednh.resume(None), "None is not a path; give the folder of a run"),
+        (lambda run: fednh.run("digits", out=1.0), "1.0 is not a path; give out= the folder of the run"),
+        (lambda run: fednh.run({1: 2}), "1 is not a setting"),
+        (lambda run: run.model().threshold(None), "'None' should be a cosine"),
+    ],
+)
+def test_what_is_of_another_type_is_refused_in_a_sentence(
+    call: Callable[[fednh.Result], object], told: str, finished: dict[str, Path]
+) -> None:
+    with pytest.raises(UserError, match=told) as error:
+        call(fednh.load_run(finished["fednh"]))
+    assert "\n" not in str(error.value)
+
+
+def test_numbers_of_other_types_choose_clients_and_thresholds(finished: dict[str, Path]) -> None:
+    run = fednh.load_run(finished["fednh"])
+    client = run.clients[0]
+    identical(run.model(np.int64(client)).params, run.model(client).params)  # type: ignore[arg-type]
+    assert run.model().threshold(0.6) == run.model().threshold("0.6") == 0.6

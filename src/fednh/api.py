@@ -21,9 +21,12 @@ from fednh.executors import pool
 from fednh.report.load import load_run as _load_run
 from fednh.screen import watcher
 from fednh.storage import fingerprint
+from fednh.storage.files import path_of
 from fednh.storage.run_folder import RunFolder, read_config
 from fednh.storage.run_names import new_folder
 from fednh.trained.model import Model, load_model
+
+RUN = "the folder of a run"
 
 __all__ = ["Dataset", "Model", "Result", "load_model", "load_run", "resume", "run"]
 
@@ -68,7 +71,7 @@ def run(
     samples are not kept: `data.name` is `memory:` and a name or a checksum, and to go on with the run, give them again.
     """
     settings, samples = _with_data(config, data, overrides)
-    folder = RunFolder(Path(out) if out is not None else new_folder(settings))
+    folder = RunFolder(new_folder(settings) if out is None else path_of(out, "out= the folder of the run"))
     return _run(settings, folder, progress, samples=samples)
 
 
@@ -78,7 +81,7 @@ def resume(path: str | Path, *, rounds: int | None = None, data: Any = None, pro
     The result is that of one run of that many rounds without any interruption. A run that was given its `data` is given
     the same again.
     """
-    folder = RunFolder(Path(path))
+    folder = RunFolder(path_of(path, RUN))
     settings = read_config(folder.path)
     if rounds is not None:
         settings = validate({**settings.model_dump(), "rounds": rounds})
@@ -105,7 +108,7 @@ def _run(
 
 def load_run(path: str | Path) -> Result:
     """A finished run from its folder."""
-    found = _load_run(Path(path))
+    found = _load_run(path_of(path, RUN))
     return Result(found.path, found.config, found.summary, found.records)
 
 
@@ -133,7 +136,7 @@ def _settings(config: str | Path | Mapping[str, Any] | Config | None, overrides:
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Settings by dotted name, from options, sections and names with underscores."""
     found: dict[str, Any] = {}
-    for key, value in settings.items():
+    for key, value in ((str(key), value) for key, value in settings.items()):
         if isinstance(value, Mapping) and value:
             found |= _flat(value, f"{prefix}{key}.")
         elif prefix or isinstance(value, Mapping):

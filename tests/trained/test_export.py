@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 import fednh
 from fednh.data.sources.builtin import digits
 from fednh.errors import UserError
 from fednh.methods import METHODS
+from fednh.methods.base import Method, Net, Tree
+from fednh.methods.fedavg import FedAvg
 from fednh.trained import export as exporting
 from fednh.trained.export import export
 from forked import fednh as command
@@ -79,6 +84,36 @@ def test_an_export_that_differs_is_refused(
     monkeypatch.setattr(exporting, "_torch", wrong)
     with pytest.raises(UserError, match="differs from the original"):
         export(fednh.load_model(finished["fednh"]), "torch", tmp_path / "m.pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+@dataclass(frozen=True)
+class Branching(FedAvg):
+    """Its logits depend on values, which torch.export cannot follow."""
+
+    def logits(self, net: Net, params: Tree, x: Tensor) -> Tensor:
+        found = net.logits(params, x)
+        return found if float(found.sum()) > 0 else 2 * found
+
+
+@dataclass(frozen=True)
+class Unheard(FedAvg):
+    """Its logits can be traced, but ONNX has no such operation."""
+
+    def logits(self, net: Net, params: Tree, x: Tensor) -> Tensor:
+        return torch.special.bessel_j0(net.logits(params, x))
+
+
+@pytest.mark.parametrize(("method", "form"), [(Branching(), "torch"), (Branching(), "onnx"), (Unheard(), "onnx")])
+def test_what_cannot_be_exported_is_told_in_a_sentence(
+    method: Method, form: str, finished: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = replace(fednh.load_model(finished["fedavg"]), method=method)
+    with pytest.raises(UserError, match=f"cannot be exported with --format {form}: torch cannot write down") as told:
+        export(model, form, tmp_path / "model")
+    assert "\n" not in str(told.value)
+    assert len(str(told.value)) < 600
+    assert "".join(capfd.readouterr()) == ""
     assert list(tmp_path.iterdir()) == []
 
 

@@ -134,6 +134,13 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def path_of(given: object, what: str) -> Path:
+    """The path that a program gave; what is none is refused, and `what` says what is wanted."""
+    if isinstance(given, str | os.PathLike):
+        return Path(given)
+    raise UserError(f"{given!r} is not a path; give {what}")
+
+
 def expanded(path: str | Path) -> Path:
     """The path with ~ and ~name replaced by home folders."""
     try:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from fednh.errors import UserError, nearest
 from fednh.storage.layout import RunLayout
@@ -37,8 +38,10 @@ def find_client(names: Mapping[int, str], wanted: int | str, where: str | Path, 
 
     `clients` are those that have what is looked for, and `where` says where: the error lists them.
     """
-    if isinstance(wanted, int):
-        return wanted
+    if isinstance(wanted, SupportsIndex) and not isinstance(wanted, bool):
+        return index(wanted)
+    if not isinstance(wanted, str):
+        raise UserError(f"{where}: a client is chosen by its whole number or its site's name, not by {wanted!r}")
     for client, name in names.items():
         if name == wanted:
             return client

@@ -15,7 +15,8 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from fednh.storage.files import keep, make_folder
 from fednh.storage.model_file import Card, remembered
 from fednh.trained import inputs
 from fednh.trained.model import Model
+from fednh.words import one_line
 
 FORMATS = ("onnx", "torch")
 TOLERANCE = 1e-4  # relative to values of 1 and more, absolute below
@@ -66,14 +68,15 @@ def export(model: Model, form: str, path: Path) -> dict[str, Any]:
         extras.need("onnx", "an export to ONNX")
     samples, origin = real_samples(model)
     whole = Whole(model).eval()
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), _quiet(), _in_words(model, form):
         batch = torch.export.Dim("batch")
         program = torch.export.export(whole, (torch.from_numpy(samples[:2]),), dynamic_shapes=({0: batch},))
     make_folder(path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".export-") as folder:
         draft = Path(folder) / ("model.onnx" if form == "onnx" else "model.pt2")
-        run = (_onnx if form == "onnx" else _torch)(model, program, draft)
-        difference = _difference(model, run, samples)
+        with _in_words(model, form):
+            run = (_onnx if form == "onnx" else _torch)(model, program, draft)
+            difference = _difference(model, run, samples)
         if not difference <= TOLERANCE:
             raise UserError(f"the exported model differs from the original by {difference:.1e}; it was not written")
         keep(draft, path)
@@ -164,14 +167,31 @@ def _difference(model: Model, run: Runner, samples: Inputs) -> float:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the exporters, which warn of optional libraries and deprecations on every call."""
-    logger = logging.getLogger("torch.onnx")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+def _in_words(model: Model, form: str) -> Iterator[None]:
+    """What an exporter cannot do is told in a sentence: its own text has pages, about its insides."""
     try:
-        with warnings.catch_warnings():
+        yield
+    except (UserError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        name = model.card.method.get("name")
+        reason = one_line(next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__), 200)
+        raise UserError(
+            f"this model of {name} cannot be exported with --format {form}: torch cannot write down what its network "
+            f"or its method's logits compute ({reason}); they may use tensor operations alone, with no `if` or loop "
+            f"that depends on values"
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the exporters: they warn of optional libraries and deprecations on every call, and print what failed."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    nowhere = StringIO()
+    try:
+        with warnings.catch_warnings(), redirect_stdout(nowhere), redirect_stderr(nowhere):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(before)
+        logging.disable(before)

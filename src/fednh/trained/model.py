@@ -21,6 +21,7 @@ from fednh.data.walk import refuse
 from fednh.errors import UserError
 from fednh.methods import Method
 from fednh.models import Net
+from fednh.storage.files import path_of
 from fednh.storage.layout import MODEL, RunLayout
 from fednh.storage.model_file import Card, architecture, read_model
 from fednh.storage.site_names import find_client, read_names
@@ -98,10 +99,11 @@ class Model:
         name = self.card.method.get("name")
         return f"a model of {name} has no cosines to prototypes, so what it does not know cannot be told by them"
 
-    def threshold(self, level: str) -> float:
+    def threshold(self, level: str | float) -> float:
         """The similarity below which an input counts as unknown: a number, "auto" (5%), or a stored quantile, "1%"."""
         if not self.method.cosine:
             raise UserError(self.no_similarity)
+        level = str(level)
         try:
             if level != "auto" and not level.endswith("%"):
                 return float(level)
@@ -151,7 +153,7 @@ def load_model(path: str | Path, client: int | str | None = None) -> Model:
 
     A client is meant by its number, or by the name of its site; text that is both is taken for the name.
     """
-    file = find_model(Path(path), client)
+    file = find_model(path_of(path, "a model file or a run folder"), client)
     params, card = read_model(file)
     try:
         net, method = architecture(card)
