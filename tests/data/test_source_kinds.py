@@ -118,7 +118,7 @@ def test_a_new_kind_is_one_file_and_one_line(tmp_path: Path) -> None:
     (package / "data" / "sources" / "lines.py").write_text(KIND)
     registry = package / "data" / "sources" / "__init__.py"
     line = "from fednh.data.sources.lines import Lines\n\\1Lines, "
-    text, changed = re.subn(r"(?m)^(SOURCES: .* for kind in \()", line, registry.read_text())
+    text, changed = re.subn(r"(?m)^(SOURCES: [^(]* for kind in \()", line, registry.read_text())
     assert changed == 1
     registry.write_text(text)
     points = "".join(f"{k % 3} {k}.5 {k % 7} {-k}\n" for k in range(60))
@@ -135,7 +135,7 @@ def test_a_new_kind_is_one_file_and_one_line(tmp_path: Path) -> None:
     listed = " ".join(said["listed"].replace("│", " ").split())
     assert "lines:TEXT" in listed
     assert "a label and numbers" in listed
-    assert "lines:TEXT, mnist" in said["unknown"]
+    assert "lines:TEXT, memory:NAME" in said["unknown"]
     assert said["empty"] == "'lines:' lacks what comes behind it; write for example lines:points.lines"
     assert "data.skip = 10 should be less than or equal to 9" in said["range"]
     assert "data.skipp is not a setting; did you mean 'data.skip'?" in said["setting"]
