@@ -54,6 +54,17 @@ def count(what: str, number: int = 1) -> None:
     COUNTS[what] += number
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # this is a process of pytest-xdist, which reports to the main one
+        session.config.workeroutput["counts"] = COUNTS
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    for what, number in getattr(node, "workeroutput", {}).get("counts", {}).items():
+        count(what, number)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if any(COUNTS.values()):
         lost = len(terminalreporter.stats.get("failed", []))
