@@ -123,8 +123,8 @@ def test_what_is_missing_or_never_seen_is_counted_and_told(tmp_path: Path) -> No
     assert [note.partition(": ")[2] for note in data.notes] == [
         "2 of 6 values of 'code' are missing and 3 were never seen in training or data.columns ('Z', 'Y') "
         "and count as unknown",
-        "1 of 6 values of 'age' are missing and take the mean of the training rows (with natural sites, of the "
-        "site's own)",
+        "1 of 6 values of 'age' are missing and take the mean of the training rows (with natural sites, the "
+        "mean that the sites agree on)",
     ]
     kept = own(source, columns={"code": ["A", "NA"]})  # Namibia
     assert kept.x_train.argmax(1).tolist() == [0, 2, 1, 2, 2, 2]

@@ -17,6 +17,7 @@ from fednh.data.dataset import Dataset, one_site
 from fednh.data.hold_out import hold_out
 from fednh.data.inspection import Division, effective, gini, inspect
 from fednh.data.partitions.site import BySite
+from fednh.data.scaling import Scaling, agreed, measure, statistics
 from fednh.errors import UserError
 
 
@@ -51,21 +52,66 @@ def settings(**more: object) -> Config:
     return load(None, {"data.name": "npz:x", **small, **{k.replace("__", "."): v for k, v in more.items()}})
 
 
-def test_every_site_is_scaled_by_its_own_training_rows() -> None:
+def test_sites_measure_their_own_rows_and_agree_on_one_scaling() -> None:
+    """Means 2 and 200, deviations 1 and 100: the mean is 101, and either site is 99 and its own deviation away."""
     data = vectors(np.array([[1.0], [3.0], [100.0], [300.0]]), [0, 1, 0, 1], [0, 0, 1, 1])
     fed = build_federation(settings(), data)
-    assert fed.dataset.x_train[:, 0].tolist() == [-1, 1, -1, 1]
-    assert [s.mean for s in fed.scalings] == [(2.0,), (200.0,)]
-    card = fed.card(settings(), 1)
-    assert (card["site"], card["preprocessing"]["mean"], card["preprocessing"]["std"]) == ("s", (200.0,), (100.0,))
-    assert fed.card(settings())["preprocessing"]["mean"] == (101.0,)  # the global model: the mean of the sites'
+    assert fed.statistics == (Scaling((2.0,), (1.0,)), Scaling((200.0,), (100.0,)))
+    assert fed.dataset.mean == (101.0,)
+    assert fed.dataset.std == (pytest.approx((np.hypot(1, 99) + np.hypot(100, 99)) / 2),)
+    cards = [fed.card(settings(), client)["preprocessing"] for client in (None, 0, 1)]
+    assert cards[0] == cards[1] == cards[2]  # the global model's, and the personal ones'
+    assert (cards[0]["mean"], cards[0]["std"], cards[0]["scale"]) == (fed.dataset.mean, fed.dataset.std, 1.0)
 
 
-def test_test_rows_are_scaled_as_their_site_does_it() -> None:
+def test_all_rows_are_scaled_alike_wherever_they_come_from() -> None:
     data = vectors(np.array([[1.0], [3.0], [100.0], [300.0]]), [0, 1, 0, 1], [0, 0, 1, 1])
-    x = np.array([[2.0], [300.0], [101.0]], np.float32)
+    x = np.array([[3.0], [3.0], [3.0]], np.float32)
     data = replace(data, x_test=x, y_test=np.array([0, 1, 0]), site_test=np.array([0, 1, -1]))
-    assert build_federation(settings(), data).dataset.x_test[:, 0].tolist() == [0, 1, 0]
+    fed = build_federation(settings(), data)
+    seen = {*fed.test.floats(fed.test.x.clone())[:, 0].tolist(), fed.train.floats(fed.train.x.clone())[1, 0].item()}
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("means", "stds", "mean", "std"),
+    [
+        ((4.0,), (2.0,), 4.0, 2.0),
+        ((4.0, 4.0, 4.0), (2.0, 2.0, 2.0), 4.0, 2.0),  # exactly what all say
+        ((1.0, 2.0, 9.0), (3.0, 3.0, 3.0), 2.0, np.hypot(3, 1)),
+        ((0.0, 7.0, 9.0), (-1.0, 2.0, 2.0), 8.0, np.hypot(2, 1)),  # the first has no value: it does not count
+        ((0.0, 0.0), (-1.0, -1.0), 0.0, 1.0),  # nobody has one
+        ((5.0, 5.0), (0.0, 0.0), 5.0, 1.0),  # constant, everywhere the same
+        ((0.0, 1.0), (0.0, 0.0), 0.5, 0.5),  # constant, but not the same
+        ((0.0, 0.0, 0.0, 200.0), (0.0, 0.0, 0.0, 50.0), 0.0, np.hypot(50, 200)),  # it varies at one site alone
+        ((1e9, 1e9), (1e-3, 1e-3), 1e9, 1e9 * np.finfo(np.float32).eps),  # float32 does not tell such values apart
+    ],
+)
+def test_what_sites_agree_on_by_hand(
+    means: tuple[float, ...], stds: tuple[float, ...], mean: float, std: float
+) -> None:
+    found = agreed([Scaling((m,), (s,)) for m, s in zip(means, stds, strict=True)])
+    assert found == Scaling((mean,), (pytest.approx(std, rel=1e-15),))
+
+
+@given(
+    st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(1, 1e6)), min_size=2, max_size=6),
+    st.tuples(st.floats(-1e29, 1e29), st.sampled_from([-1.0, 0.0, 1e-29, 1.0, 1e29])),
+)
+def test_one_site_of_three_and_more_moves_the_agreement_within_what_the_others_say(
+    honest: list[tuple[float, float]], lie: tuple[float, float]
+) -> None:
+    (mean,), (std,) = agreed([Scaling((m,), (s,)) for m, s in [*honest, lie]])
+    means, stds = zip(*honest, strict=True)
+    assert min(means) <= mean <= max(means)
+    assert min(stds) <= std * (1 + 1e-12)
+    assert std <= np.hypot(max(stds), max(means) - min(means)) * (1 + 1e-12)
+
+
+def test_a_feature_that_is_missing_or_constant_at_a_site_is_told_so() -> None:
+    x = np.array([[np.nan, 2.0, 1.0], [np.nan, 2.0, 3.0]], np.float32)
+    assert statistics(x, 1.0) == Scaling((0.0, 2.0, 2.0), (-1.0, 0.0, 1.0))
+    assert measure(x, 1.0) == Scaling((0.0, 2.0, 2.0), (1.0, 1.0, 1.0))
 
 
 HEAD = "a,b,label,site,split\n"
@@ -92,23 +138,23 @@ def standardised(path: Path, rows: list[str], partition: str, holdout: float = 0
     return tuple(seen[part] for part in (*fed.parts, *fed.held_out)) + tuple(fed.held_out)
 
 
-def test_nothing_leaks_into_training_rows(tmp_path: Path) -> None:
+def test_nothing_leaks_from_test_rows_into_training_rows(tmp_path: Path) -> None:
     test = ["1,2,0,north,test", "3,4,1,south,test"]
-    north, south, _, _, held_north, _ = standardised(tmp_path / "a.csv", [*NORTH, *SOUTH, *test], "site")
-    # another test set
+    north, south, *_ = standardised(tmp_path / "a.csv", [*NORTH, *SOUTH, *test], "site")
     changed = standardised(tmp_path / "b.csv", [*NORTH, *SOUTH, "900,-7,0,north,test"], "site")
     assert np.array_equal(changed[0], north)
     assert np.array_equal(changed[1], south)
-    # another site's rows
-    strange = [row.replace("5", "999", 1) for row in SOUTH]
-    changed = standardised(tmp_path / "c.csv", [*NORTH, *strange, *test], "site")
-    assert np.array_equal(changed[0], north)
-    assert not np.array_equal(changed[1], south)
-    # the site's own held-out rows
-    wild = [f"{10**6},{k},{k % 2},north,train" if k in held_north else row for k, row in enumerate(NORTH)]
-    changed = standardised(tmp_path / "d.csv", [*wild, *SOUTH, *test], "site")
-    assert np.array_equal(changed[0], north)
-    assert not np.array_equal(changed[2], _)
+
+
+@pytest.mark.parametrize("key", ["data.holdout", "seed"])
+def test_what_a_site_holds_out_does_not_change_what_it_says(key: str) -> None:
+    """Or two greetings would tell the rows apart that are in one and not in the other."""
+    rng = np.random.default_rng(0)
+    data = vectors(rng.normal(size=(40, 2)), [0, 1] * 20, [0] * 20 + [1] * 20)
+    values = {"data.holdout": (0.0, 0.3, 0.95), "seed": (0, 1, 2)}[key]
+    said = [build_federation(settings(**{"data.holdout": 0.5, key: value}), data).statistics for value in values]
+    assert said[0] == said[1] == said[2]
+    assert said[0][1] == statistics(data.x_train[20:], 1.0)
 
 
 def test_nothing_leaks_from_held_out_rows_without_sites(tmp_path: Path) -> None:
@@ -122,11 +168,12 @@ def test_nothing_leaks_from_held_out_rows_without_sites(tmp_path: Path) -> None:
     assert not np.array_equal(first[2], second[2])
 
 
-def test_missing_numbers_take_the_sites_own_mean(tmp_path: Path) -> None:
+def test_missing_numbers_take_the_agreed_mean(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,label,site\n1,x,n\n3,y,n\n,x,n\n10,x,s\n,y,s\n")
     given = {"data.name": f"csv:{tmp_path / 't.csv'}", "partition.name": "site", "partition.min_samples": 1}
     fed = build_federation(load(None, {**given, "data.holdout": 0.0}))
-    assert fed.dataset.x_train[:, 0].tolist() == [-1, 1, 0, 0, 0]
+    assert fed.statistics == (Scaling((2.0,), (1.0,)), Scaling((10.0,), (0.0,)))
+    assert fed.train.x[:, 0].tolist() == [1, 3, 6, 10, 6]
     together = build_federation(load(None, {**given, "partition.name": "iid", "partition.clients": 1}))
     assert not together.train.x.isnan().any()
 

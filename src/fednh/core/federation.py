@@ -41,8 +41,7 @@ class Federation:
     net: Net
     method: Method
     held_out: list[Indices] = field(default_factory=list)  # client -> indices into `train`, to measure on
-    scalings: tuple[scaling.Scaling, ...] = ()  # one per natural site, where each has its own
-    raw_scale: float = 1.0  # what raw inputs are divided by before a site's own scaling
+    statistics: tuple[scaling.Scaling, ...] = ()  # what each natural site measured; the data set has the agreed ones
     sites: tuple[str, ...] = ()  # the clients' names, where they are natural sites
     as_read: dict[str, Any] | None = None  # fingerprint of the data before they were scaled
 
@@ -62,18 +61,10 @@ class Federation:
         return class_counts(self.dataset, self.parts)
 
     def card(self, config: Config, client: int | None = None) -> dict[str, Any]:
-        """Metadata that a saved model needs to be used elsewhere; with `client`, for that client's personal model.
-
-        Where every site scales its inputs by its own statistics, a personal model's card has those of its site, and
-        the global model's card the mean of all sites'.
-        """
+        """Metadata that a saved model needs to be used elsewhere; with `client`, for that client's personal model."""
         data = self.dataset
-        scale = {"scale": data.scale, "mean": data.mean, "std": data.std}
-        if self.scalings:
-            mine = scaling.average(self.scalings) if client is None else self.scalings[client]
-            scale = {"scale": self.raw_scale, **mine._asdict()}
         whose = {} if client is None else {"client": client, **({"site": self.sites[client]} if self.sites else {})}
-        preprocessing = {**data.preprocessing, **scale}
+        preprocessing = {**data.preprocessing, "scale": data.scale, "mean": data.mean, "std": data.std}
         card = card_of(config, self.net, data.shape, data.classes, data.name, preprocessing, data.reading)
         return {**card, **whose}
 
@@ -205,8 +196,7 @@ def build_federation(config: Config, dataset: Dataset | None = None, run: Path |
         data, parts, held_out, client_names(data, config, len(parts)), _share(data, config)
     ):
         warnings.warn(words, Notice, 2)
-    raw_scale = data.scale
-    data, scalings = scaling.fit(data, parts, held_out, natural)
+    data, statistics = scaling.fit(data, parts, held_out, natural)
     return Federation(
         dataset=data,
         train=samples_of(data, "train", config.data.augment, config.device),
@@ -215,8 +205,7 @@ def build_federation(config: Config, dataset: Dataset | None = None, run: Path |
         net=network(config, data.shape, data.num_classes),
         method=config.build_method(),
         held_out=held_out,
-        scalings=scalings,
-        raw_scale=raw_scale,
+        statistics=statistics,
         sites=data.sites if natural else (),
         as_read=as_read,
     )

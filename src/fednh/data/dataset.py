@@ -50,7 +50,7 @@ class Dataset:
     site_train: Labels | None = None  # the site number of every training sample
     site_test: Labels | None = None  # the same of test samples, where it is known; -1: of none of the sites
     group_train: Labels | None = None  # the number of every training sample's group, which is never separated
-    fitted: bool = False  # mean and std were measured on the training samples, and are again when some are held out
+    fitted: bool = False  # mean and std were measured on the training samples; a run measures its own (scaling.py)
     preprocessing: dict[str, Any] = field(default_factory=dict)  # how a raw input becomes a sample, for model cards
     reading: dict[str, str] = field(default_factory=dict)  # the form of the file, where it had to be found
     warnings: tuple[str, ...] = ()  # what in the raw data will hurt, in such sentences

@@ -2,15 +2,18 @@
 
 Decided here for training, evaluation, prediction, exported models and sites, so that all compute the same, to the bit.
 
-Mean and deviation of features are measured on training samples and on nothing else. With natural sites each site
-measures its own, so no number of one site depends on another's; the global model's metadata has their mean. Otherwise
-all training samples are measured together. Held-out and test samples never are.
+A run has one mean and one deviation of every feature: all its models have them, global and personal, at every site. So
+what was measured is what a saved model computes, wherever it is used. With natural sites each site measures its own
+samples, and `agreed` makes one of what they say; sites of a deployed federation do the same over the wire. Without
+natural sites the training samples are measured together. Test samples are never measured.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +23,8 @@ from torch import Tensor
 
 from fednh.data.dataset import Dataset, Inputs
 from fednh.data.partitions.base import Indices
+
+EPSILON = float(np.finfo(np.float32).eps)  # a smaller share of the mean is lost in float32
 
 
 class Scaling(NamedTuple):
@@ -55,10 +60,11 @@ def floats(stored: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
     return out.permute(0, 3, 1, 2) if out.ndim == 4 else out
 
 
-def measure(x: Inputs, scale: float, preprocessing: dict[str, Any] | None = None) -> Scaling:
-    """Of each channel (or feature) of `x / scale`; missing values are passed over, a constant one gets deviation 1.
+def statistics(x: Inputs, scale: float, preprocessing: dict[str, Any] | None = None) -> Scaling:
+    """What one holder of samples says of each channel (or feature) of `x / scale`; missing values are passed over.
 
-    The slots of a table's categories stay as they are, 0 or 1.
+    A feature that does not vary here has deviation 0, one without any value -1. The slots of a table's categories stay
+    as they are, 0 or 1.
     """
     channels = x.shape[-1]
     # In blocks, so that a large uint8 set is never held as float64 as a whole.
@@ -72,10 +78,39 @@ def measure(x: Inputs, scale: float, preprocessing: dict[str, Any] | None = None
     mean = sum((np.nansum(rows(b), axis=0) for b in blocks), np.zeros(channels)) / count
     variance = sum((np.nansum(np.square(rows(b) - mean), axis=0) for b in blocks), np.zeros(channels)) / count
     mean, std = mean / scale, np.sqrt(variance) / scale
-    std[std == 0] = 1.0
+    std[there == 0] = -1.0
     slots = category_slots(preprocessing or {})
     mean[slots], std[slots] = 0.0, 1.0
     return Scaling(tuple(mean.tolist()), tuple(std.tolist()))
+
+
+def measure(x: Inputs, scale: float, preprocessing: dict[str, Any] | None = None) -> Scaling:
+    """The scaling of samples that one holder has: a feature that is constant or missing gets deviation 1."""
+    return agreed([statistics(x, scale, preprocessing)])
+
+
+def agreed(said: Sequence[Scaling]) -> Scaling:
+    """One scaling of all sites, from the statistics of each; a site counts once, whatever its size.
+
+    The mean is the median of the sites' means. The deviation is the median of the sites' deviations from that mean, so
+    a feature whose level differs from site to site is scaled by these differences too. A site without any value of a
+    feature does not count for it. With three or more sites the median bounds the influence of any single one; of two it
+    is the average. If all sites say the same, the result is exactly that.
+    """
+    means, stds = (zip(*column, strict=True) for column in zip(*said, strict=True))  # (sites, features), transposed
+    mean, std = zip(*map(_agreed, means, stds), strict=True)
+    return Scaling(mean, std)
+
+
+def _agreed(means: Sequence[float], stds: Sequence[float]) -> tuple[float, float]:
+    """The mean and deviation of one feature."""
+    known = [(mean, std) for mean, std in zip(means, stds, strict=True) if std >= 0]
+    if not known:
+        return 0.0, 1.0
+    centre = median(mean for mean, _ in known)
+    widths = [math.hypot(std, mean - centre) for mean, std in known]
+    width = median(widths) or max(widths)  # at most sites the feature has one and the same value
+    return centre, max(width, EPSILON * abs(centre)) if width else 1.0
 
 
 def category_slots(preprocessing: dict[str, Any]) -> list[int]:
@@ -89,52 +124,27 @@ def category_slots(preprocessing: dict[str, Any]) -> list[int]:
     return found
 
 
-def average(scalings: Sequence[Scaling]) -> Scaling:
-    """Each site counts once, whatever its size."""
-    mean, std = (np.mean(column, axis=0).tolist() for column in zip(*scalings, strict=True))
-    return Scaling(tuple(mean), tuple(std))
-
-
-def apply(x: Inputs, scale: float, scaling: Scaling) -> NDArray[np.float32]:  # (N, F)
-    """Vectors scaled by these statistics, as the network sees them."""
-    gain, shift, centre = constants(scale, *scaling)
-    stored = torch.from_numpy(np.ascontiguousarray(x))
-    found: NDArray[np.float32] = floats(filled(stored, centre), gain, shift).numpy()
-    return found
-
-
 def restore(seen: NDArray[Any], scale: float, scaling: Scaling) -> NDArray[np.float64]:
     """The stored values, channels last, of which a network that scales by these statistics sees `seen`."""
     stored: NDArray[np.float64] = (seen * np.array(scaling.std) + np.array(scaling.mean)) * scale
     return stored
 
 
-def measured_by_sites(data: Dataset, natural: bool) -> bool:
-    """Whether each site scales inputs by its own statistics: features yes; channels are scaled equally everywhere."""
-    return natural and data.fitted and not data.is_image
-
-
 def fit(
     data: Dataset, parts: Sequence[Indices], held_out: Sequence[Indices], by_site: bool
 ) -> tuple[Dataset, tuple[Scaling, ...]]:
-    """The data set with statistics of training samples alone, and with natural sites the scaling of each site.
+    """The data set with the mean and deviation that the run uses, and with natural sites what each site measured.
 
-    A test sample is scaled by the statistics of its site, or by the sites' mean if its site is not known.
+    A site measures all its samples but those of the test set: if held-out ones did not count, the statistics for two
+    divisions would tell single samples apart. Clients that are not sites measure what they train on, together.
     """
-    if not measured_by_sites(data, by_site):
-        if data.fitted and sum(map(len, parts)) < len(data.y_train):  # some are held out, or left out
-            mean, std = measure(data.x_train[np.concatenate(parts)], data.scale, data.preprocessing)
-            data = replace(data, mean=mean, std=std)
+    if not data.fitted:
         return data, ()
-    own = tuple(measure(data.x_train[part], data.scale, data.preprocessing) for part in parts)
-    x_train = np.empty(data.x_train.shape, np.float32)
-    for part, held, scaling in zip(parts, held_out, own, strict=True):
-        rows = np.concatenate([part, held])
-        x_train[rows] = apply(data.x_train[rows], data.scale, scaling)
-    x_test = apply(data.x_test, data.scale, average(own))
-    if data.site_test is not None:
-        for site, scaling in enumerate(own):
-            there = data.site_test == site
-            x_test[there] = apply(data.x_test[there], data.scale, scaling)
-    width = len(own[0].mean)
-    return replace(data, x_train=x_train, x_test=x_test, mean=(0.0,) * width, std=(1.0,) * width, scale=1.0), own
+    if by_site:
+        both = [np.concatenate(rows) for rows in zip(parts, held_out, strict=True)]
+        said = tuple(statistics(data.x_train[np.sort(rows)], data.scale, data.preprocessing) for rows in both)
+        return replace(data, **agreed(said)._asdict()), said
+    if sum(map(len, parts)) < len(data.y_train):  # some are held out, or left out
+        found = measure(data.x_train[np.concatenate(parts)], data.scale, data.preprocessing)
+        data = replace(data, **found._asdict())
+    return data, ()

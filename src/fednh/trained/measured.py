@@ -18,7 +18,6 @@ from safetensors import safe_open
 
 from fednh.config import Config, load
 from fednh.core.federation import class_counts, divide, fingerprint_of, load_data
-from fednh.data import scaling
 from fednh.data.dataset import Dataset, Inputs, Labels
 from fednh.data.partitions import Indices
 from fednh.data.sources import absolute
@@ -79,22 +78,6 @@ class Training:
             parts = [parts[card.client]]
         index = np.concatenate(parts)
         return set(_digests(data.x_train[index], data.y_train[index]))
-
-    def scaled(self, x: Inputs, card: Card) -> Inputs:
-        """Held-out samples of all clients as the run's global model met them: scaled by each site's own statistics.
-
-        `x` are raw values in the order of `held_out`; returned are values that the card's scaling turns into those.
-        """
-        data, how = self.data, card.preprocessing
-        if card.client is not None or not scaling.measured_by_sites(data, self.config.partition.kind.natural):
-            return x
-        rows, at = [], 0
-        for part, held in zip(*self.parts, strict=True):
-            own = scaling.measure(data.x_train[part], data.scale, data.preprocessing)
-            rows.append(scaling.apply(x[at : at + len(held)], data.scale, own))
-            at += len(held)
-        stored = scaling.restore(np.concatenate(rows), how.scale, scaling.Scaling(tuple(how.mean), tuple(how.std)))
-        return stored.astype(np.float32)
 
     def _check_counts(self, data: Dataset) -> None:
         """A folder of an older version has the numbers of samples and the names to compare, and nothing else."""
@@ -171,8 +154,7 @@ def _held(card: Card, training: Training, index: Indices, source: str) -> Measur
         raise UserError(f"{whose} held out no samples (data.holdout); choose --split test, or other --data")
     data = in_terms_of(card, training.data, source)
     x, y = data.x_train[index], data.y_train[index]
-    found = _with_warning(card, training, x, y, source, "held")
-    return Measured(training.scaled(x, card), y, source, "held", found.trained_on, found.warning)
+    return _with_warning(card, training, x, y, source, "held")
 
 
 def _reading(card: Card, training: Training | None, source: str, settings: Mapping[str, Any] | None) -> Config:

@@ -2,7 +2,7 @@
 
 It is enrolled as any client, from the configuration alone; it receives what the server would send after the last round,
 trains as in one round of the method, unless that changes nothing it keeps, and its personal model is what the method
-calls so.
+calls so. Inputs are scaled as in the run, by the statistics in the model's card: a newcomer measures nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from fednh.core.fit import Sgd
 from fednh.core.machine import one_thread
 from fednh.core.seeding import numpy_rng, torch_rng
 from fednh.core.tree import Tree, arranged
-from fednh.data import scaling
 from fednh.data.batches import ClientData, Samples, samples_of
 from fednh.data.dataset import Dataset, one_site
 from fednh.data.hold_out import DEFAULT_SHARE, hold_out
@@ -66,9 +65,6 @@ def personalize(
         config, _of_site(load_for(card, source, settings, of_run(config, "group")), site, source), holdout
     )
     known = _trained_on(run, card, data, parts[1])
-    if scaling.measured_by_sites(data, config.partition.kind.natural):
-        card = _with_scaling(card, scaling.measure(data.x_train[parts[0]], data.scale, data.preprocessing))
-        data = replace(data, mean=tuple(card.preprocessing.mean), std=tuple(card.preprocessing.std))
     train, held = samples_of(data, "train", config.data.augment), _held_out(data, parts[1])
     sgd = _sgd(config, epochs)
     with failures.named(method, "personalising failed"):
@@ -159,11 +155,6 @@ def _held_out(data: Dataset, held: Indices | None) -> Samples:
     if held is None:
         return samples_of(data, "test")
     return samples_of(replace(data, x_test=data.x_train[held], y_test=data.y_train[held], site_test=None), "test")
-
-
-def _with_scaling(card: Card, own: scaling.Scaling) -> Card:
-    how = card.preprocessing.model_copy(update={"mean": list(own.mean), "std": list(own.std)})
-    return card.model_copy(update={"preprocessing": how})
 
 
 def _sgd(config: Config, epochs: int | None) -> Sgd:

@@ -1,8 +1,8 @@
 """Reads tables, CSV or Parquet: a label column, perhaps a site and a split column, and features for all the rest.
 
-A number is a feature of its own; what is missing is NaN until it takes the mean of the training rows that count (see
-scaling.py). A category becomes one slot for each value that training rows have, and one for everything else, missing
-values included. `encode` does the same to raw rows later, from a model card's preprocessing alone.
+A number is a feature of its own; what is missing is NaN until it takes the mean that the run scales by (scaling.py). A
+category becomes one slot for each value that training rows have, and one for everything else, missing values included.
+`encode` does the same to raw rows later, from a model card's preprocessing alone.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def encode(
         if column["kind"] == "number":
             values = columns.numbers(table.column(name), name, where)
             if missing := int(np.isnan(values).sum()):
-                becomes = "take the mean of the training rows (with natural sites, of the site's own)"
+                becomes = "take the mean of the training rows (with natural sites, the mean that the sites agree on)"
                 notes.append(f"{where}: {missing} of {len(table)} values of {name!r} are missing and {becomes}")
             features.append(values[:, None])
         else:
