@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
 from typing import Any
 
+from fednh.data import scaling
 from fednh.flower.messages import Hello, Task
 
 
@@ -91,20 +91,11 @@ class Membership:
 
 
 def agree(tasks: Sequence[Task]) -> Task:
-    """The task that most of the first sites have; inputs are normalised by the median of their means and deviations.
-
-    With three or more sites the median bounds the influence of any single one; of two it is the average. Each site
-    counts once, whatever its size. If all sites agree, the result is exactly theirs.
-    """
+    """The task that most of the first sites have, with one scaling of inputs for all sites."""
     (common, _), *_ = Counter(_form(task) for task in tasks).most_common(1)
     alike = [task for task in tasks if _form(task) == common]
-    if len({(task.mean, task.std) for task in alike}) == 1:
-        return alike[0]
-    mean, std = (
-        tuple(median(column) for column in zip(*rows, strict=True))
-        for rows in ([task.mean for task in alike], [task.std for task in alike])
-    )
-    return replace(alike[0], mean=mean, std=std)
+    one = scaling.agreed([scaling.Scaling(task.mean, task.std) for task in alike])
+    return replace(alike[0], mean=one.mean, std=one.std)
 
 
 def number_problem(hello: Hello, parts: int) -> str | None:

@@ -29,7 +29,7 @@ from fednh.flower.arrays import to_arrays, to_tree
 from fednh.flower.bounds import quoted
 from fednh.words import name_problem, one_line
 
-FORMAT = 2  # version of these messages; server and sites must have the same
+FORMAT = 3  # version of these messages; server and sites must have the same
 NOTICE = "query.notice"  # Flower's message type for a notice from the server to a site
 SAMPLES = 10**12  # training samples that one site can process in a round
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
@@ -46,17 +46,16 @@ class Task:
     classes: tuple[str, ...]
     scale: float
     mean: tuple[float, ...]
-    std: tuple[float, ...]
+    std: tuple[float, ...]  # in a greeting 0: constant at this site, -1: without any value there
     preprocessing: str  # JSON, how a raw input becomes a sample
 
     @classmethod
     def of(cls, fed: Federation, name: str, divided: bool) -> Task:
-        """The task of a site's data, with the site's own statistics where it scales features by them."""
-        data, scale, mean, std = fed.dataset, fed.dataset.scale, fed.dataset.mean, fed.dataset.std
-        if fed.scalings and not divided:
-            scale, (mean, std) = fed.raw_scale, fed.scalings[0]
+        """The task of a site's data, with what it measured; of a divided set all sites have the same statistics."""
+        data = fed.dataset
+        mean, std = fed.statistics[0] if fed.statistics and not divided else (data.mean, data.std)
         how = json.dumps(data.preprocessing, sort_keys=True)
-        return cls(name, divided, data.shape, data.classes, scale, mean, std, how)
+        return cls(name, divided, data.shape, data.classes, data.scale, mean, std, how)
 
     @classmethod
     def read(cls, text: str) -> Task:
@@ -95,8 +94,8 @@ class Task:
             return "it has no classes, or one of them twice"
         if self.scale <= 0 or len(self.mean) != len(self.std) or len(self.mean) not in (1, self.shape[0]):
             return f"{len(self.mean)} means and {len(self.std)} deviations of {self.shape[0]} features or channels"
-        if any(value <= 0 for value in self.std):
-            return f"the deviation {quoted(min(self.std))} is not positive"
+        if any(value < 0 and value != -1 for value in self.std):
+            return f"the deviation {quoted(min(self.std))} is negative"
         return None
 
     def text(self) -> str:
@@ -244,7 +243,10 @@ def read_config(content: RecordDict) -> tuple[str, Task | None]:
             f"the server speaks format {quoted(record.get('format'))}, this site {FORMAT}: install the same fednh"
         )
     task = _text(record, "task")
-    return _text(record, "toml"), Task.read(task) if task else None
+    agreed = Task.read(task) if task else None
+    if agreed is not None and min(agreed.std) <= 0:
+        raise ValueError(f"the agreed deviation {quoted(min(agreed.std))} is not positive")
+    return _text(record, "toml"), agreed
 
 
 def read_tree(content: RecordDict, name: str, device: str, form: Form | None = None) -> Tree:

@@ -215,7 +215,7 @@ class Site:
             return self.fed.test
         if self.place.test is None:
             return subset(self.fed.test, self.index[:0])
-        return balanced(self.config, self.place.test, Task.of(self.fed, "", divided=False))
+        return balanced(self.config, self.place.test, self.fed.dataset)
 
     def _held_out(self) -> Samples:
         """The site's own samples that it does not train on: those held out, or the test part of its own source."""
@@ -316,8 +316,7 @@ def _federation(toml: str, place: Place, task: Task | None) -> Federation:
     if task is not None:
         if (data.shape, data.classes) != (task.shape, task.classes):
             raise Refused("this site's data has another shape or other classes than the federation agreed on")
-        if data.is_image:  # features are scaled by the site's own statistics, image channels by the agreed ones
-            data = replace(data, scale=task.scale, mean=task.mean, std=task.std, fitted=False)
+        data = replace(data, scale=task.scale, mean=task.mean, std=task.std, fitted=False)
     with _discreet(place):
         return build_federation(config, data)
 
@@ -351,8 +350,8 @@ def _loaded(config: Config) -> Dataset:
     return data
 
 
-def balanced(config: Config, source: str, task: Task) -> Samples:
-    """The test set of a source, or all of it if it has none, normalised as the task says."""
+def balanced(config: Config, source: str, task: Task | Dataset) -> Samples:
+    """The test set of a source, or all of it if it has none, scaled as the federation agreed."""
     whole = _changed(
         config.data, name=source, sites=None, without=None, group=None, merge_test=False
     )  # nothing of it is divided
