@@ -101,7 +101,7 @@ def test_rows_of_a_table(tmp_path: Path) -> None:
     assert served(run, file, client=1) == used
 
 
-def test_rows_of_sites_that_scale_by_their_own_statistics(tmp_path: Path) -> None:
+def test_rows_of_natural_sites(tmp_path: Path) -> None:
     files = [table(tmp_path / f"{site}.csv", year) for site, year in (("north", 1990), ("south", 16_000))]
     lines = [f"{line},{file.stem}" for file in files for line in file.read_text().splitlines()[1:]]
     (tmp_path / "both.csv").write_text("\n".join([f"{COLUMNS},site", *lines, ""]))
@@ -110,6 +110,7 @@ def test_rows_of_sites_that_scale_by_their_own_statistics(tmp_path: Path) -> Non
         run = fednh.run({**SETTINGS, **source}, out=tmp_path / "run").path
     trained = rows()
     used = [served(run, file, client) for client, file in enumerate(files)]
+    assert used == [served(run, file) for file in files], "the global model sees what personal ones see"
     assert [len(each) for each in used] == [40, 40]
     assert used[0] | used[1] <= trained
     assert not used[0] & used[1]
