@@ -84,6 +84,7 @@ def test_all_rows_are_scaled_alike_wherever_they_come_from() -> None:
         ((5.0, 5.0), (0.0, 0.0), 5.0, 1.0),  # constant, everywhere the same
         ((0.0, 1.0), (0.0, 0.0), 0.5, 0.5),  # constant, but not the same
         ((0.0, 0.0, 0.0, 200.0), (0.0, 0.0, 0.0, 50.0), 0.0, np.hypot(50, 200)),  # it varies at one site alone
+        ((5.0, 5.0, 1e29), (0.0, 0.0, 1e-29), 5.0, 1e29),  # a lie about a constant makes it vanish: (5 - 5) / 1e29
         ((1e9, 1e9), (1e-3, 1e-3), 1e9, 1e9 * np.finfo(np.float32).eps),  # float32 does not tell such values apart
     ],
 )
