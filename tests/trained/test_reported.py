@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from federations import trial
 from wire import deployed, serve, server_identity
 
 import fednh
 from fednh.config import dump, load
 from fednh.data.partitions import PARTITIONS
 from fednh.data.sources import SOURCES
+from fednh.flower.deploy import scaffold
 from fednh.methods import METHODS
 from fednh.storage.layout import RunLayout
 from fednh.storage.outcomes import read_outcomes
@@ -66,11 +68,11 @@ def written(path: Path, lines: Sequence[Sequence[str]], *more: str) -> Path:
     return path
 
 
-def table(folder: Path, with_test: bool = True) -> Path:
+def table(folder: Path, with_test: bool = True, sites: Sequence[str] = SITES) -> Path:
     """All sites in one file; test rows come from them and from a place that is no site."""
     parts = [("train", 30, 0), ("test", 8, 1)] if with_test else [("train", 30, 0)]
     lines = [
-        [*row, site, split] for split, n, seed in parts for k, site in enumerate(SITES) for row in rows(k, n, seed)
+        [*row, site, split] for split, n, seed in parts for k, site in enumerate(sites) for row in rows(k, n, seed)
     ]
     lines += [[*row, "rome", "test"] for row in rows(1, 8, 2) if with_test]
     return written(folder / "all.csv", lines, "site", "split")
@@ -269,7 +271,9 @@ def test_every_method_of_a_federation(method: str, tmp_path: Path) -> None:
     agrees_with_its_sites(tmp_path / "run", tmp_path / "state" / "own", tmp_path, alone)
 
 
-def agrees_with_its_sites(run: Path, state: Path, folder: Path, alone: dict[str, Any]) -> None:
+def agrees_with_its_sites(
+    run: Path, state: Path, folder: Path, alone: dict[str, Any], sites: Sequence[str] = SITES
+) -> None:
     """Compare a federation's summary with the models at its sites, and all with the simulation of the same rows."""
     simulated = fednh.run(alone, out=folder / "simulated")
     summary = json.loads((run / "summary.json").read_text())
@@ -280,7 +284,7 @@ def agrees_with_its_sites(run: Path, state: Path, folder: Path, alone: dict[str,
     shared = fednh.load_model(run) if RunLayout(run).global_model.exists() else None
     if shared is not None and summary["gm"] is not None:
         assert summary["gm"] == pytest.approx(balanced(shared.predict(test), labels), abs=1e-9)
-    for k, site in enumerate(SITES):
+    for k, site in enumerate(sites):
         own = next(state.rglob(f"{site}/personal.safetensors"))
         said, mine = read_outcomes(own.parent / "outcomes.safetensors"), fednh.load_model(own)
         file = written(folder / "held.csv", [lines[i] for i in held[k]])
@@ -303,3 +307,16 @@ def agrees_with_its_sites(run: Path, state: Path, folder: Path, alone: dict[str,
 def balanced(guessed: np.ndarray, labels: np.ndarray) -> float:
     """The mean recall of the classes, in percent."""
     return float(100 * np.mean([np.mean(guessed[labels == name] == name) for name in np.unique(labels)]))
+
+
+@pytest.mark.soak
+def test_a_federation_of_processes(tmp_path: Path) -> None:
+    """The same with `federation up --local`, as a person starts it; the sites have no shared test set."""
+    sources = [f"csv:{written(tmp_path / f'{site}.csv', rows(k, 30))}" for k, site in enumerate(SITES)]
+    own = {**QUICK, "method.name": "fednh", "data.columns": COLUMNS}
+    names = scaffold.site_names(3)
+    with trial(tmp_path) as made:
+        scaffold.write(made.folder, 3, sources, {**own, "federation.timeout": 120.0})
+        assert made.up().wait(280).code == 0, made.said()
+    alone = {**own, "partition.name": "site", "data.name": f"csv:{table(tmp_path, with_test=False, sites=names)}"}
+    agrees_with_its_sites(made.run, made.folder / "trial", tmp_path, alone, names)
