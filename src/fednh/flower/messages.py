@@ -94,8 +94,9 @@ class Task:
             return "it has no classes, or one of them twice"
         if self.scale <= 0 or len(self.mean) != len(self.std) or len(self.mean) not in (1, self.shape[0]):
             return f"{len(self.mean)} means and {len(self.std)} deviations of {self.shape[0]} features or channels"
-        if any(value < 0 and value != -1 for value in self.std):
-            return f"the deviation {quoted(min(self.std))} is negative"
+        said = () if self.divided else (0, -1)
+        if wrong := [value for value in self.std if value <= 0 and value not in said]:
+            return f"the deviation {quoted(wrong[0])} is not positive"
         return None
 
     def text(self) -> str:

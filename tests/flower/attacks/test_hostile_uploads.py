@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import Message
+from flwr.app import ConfigRecord, Message, RecordDict
 from test_parity import small
 from wire import Quiet, Wire, federate, serve, travelled
 
@@ -22,6 +22,7 @@ from fednh.core.tree import Tree
 from fednh.data.batches import ClientData
 from fednh.errors import RunError
 from fednh.executors import pool
+from fednh.flower import messages
 from fednh.flower.arrays import to_arrays, to_tree
 from fednh.flower.client_app import client_app
 from fednh.flower.membership import agree
@@ -268,3 +269,15 @@ def test_one_lie_about_the_data_moves_nothing_far() -> None:
     assert agree(honest).mean == (pytest.approx(0.45),) * 3
     same = [task(0.1, 0.3)] * 3
     assert agree(same) == same[0]
+
+
+@pytest.mark.parametrize("std", [0.0, -1.0])
+def test_a_site_refuses_an_agreement_without_a_deviation(std: float) -> None:
+    """A site may say that a feature is constant there (0) or missing (-1); an agreed deviation is positive."""
+    said = task(0.4, std)
+    assert Task.read(said.text()) == said
+    order = RecordDict({"config": ConfigRecord({"format": messages.FORMAT, "toml": "", "task": said.text()})})
+    with pytest.raises(ValueError, match=f"the agreed deviation {std} is not positive"):
+        messages.read_config(order)
+    with pytest.raises(ValueError, match=r"the deviation -2\.0 is not positive"):
+        Task.read(task(0.4, -2.0).text())
