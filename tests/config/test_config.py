@@ -74,14 +74,81 @@ def test_overrides() -> None:
 def test_another_method_leaves_the_files_hyper_parameters_behind(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text('[method]\nname = "fednh"\nrho = 0.5\n')
-    assert load(str(file), {"method.name": "ditto"}).method == {"name": "ditto", "lam": 0.75}
+    assert load(str(file), {"method.name": "ditto"}).method["lam"] == 0.75
     assert load(str(file), {"method.name": "fednh"}).method["rho"] == 0.5
+
+
+SEVERAL = """
+[method]
+name = "ditto"
+lam = 0.5
+
+[methods.ditto]
+lam = 0.1
+pull = "trained"
+
+[methods.fedrod]
+personal_sgd = "plain"
+"""
+
+
+def test_a_file_has_settings_for_several_methods(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(SEVERAL)
+    ditto = load(str(file), {}).method
+    assert (ditto["lam"], ditto["pull"]) == (0.5, "trained"), "[method] comes before [methods.ditto]"
+    assert load(str(file), {"method.lam": 0.3}).method["lam"] == 0.3
+    fedrod = load(str(file), {"method.name": "fedrod"})
+    assert fedrod.method["personal_sgd"] == "plain"
+    assert load(str(file), {"method.name": "fedrod", "method.personal_sgd": "train"}).method["personal_sgd"] == "train"
+    assert load(str(file), {"method.name": "fedavg"}).method == {"name": "fedavg"}
+    assert "methods" not in tomllib.loads(dump(fedrod)), "a written config has what holds, and no more"
+
+
+def test_the_default_method_has_a_table_too(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[methods.fednh]\nrho = 0.5\n")
+    assert load(str(file), {}).method["rho"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[methods.fedrodd]\n", r"c.toml: \[methods.fedrodd\]: .*did you mean 'fedrod'"),
+        ("[methods.ditto]\nlamm = 1\n", r"\[methods.ditto\]: method.lamm is not a hyper-parameter of ditto"),
+        ("[methods.ditto]\nlam = -1\n", r"\[methods.ditto\]: method.lam = -1 should be greater"),
+        ("[methods]\nditto = 1\n", r"c.toml: methods should have tables, \[methods.fedrod\] for example"),
+        ("methods = 1\n", "methods should have tables"),
+    ],
+)
+def test_wrong_settings_of_any_method_are_told(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=words):
+        load(str(file), {"method.name": "fedavg"})
+
+
+PAPERS = ("cifar10", "cifar100", "tinyimagenet")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_papers_presets_have_the_authors_settings(preset: str) -> None:
+    """What the FedNH authors' code does otherwise than the texts, where it moves a number of the paper's table."""
+    theirs = {
+        "fedrod": {"personal_sgd": "plain"},
+        "ditto": {"pull": "trained", "personal_sgd": "plain"},
+        "fedbabu": {"finetuned": "local"},
+    }
+    for name in METHODS:
+        if name != "fednh":
+            expected = {**dataclasses.asdict(METHODS[name]()), **(theirs.get(name, {}) if preset in PAPERS else {})}
+            assert load(preset, {"method.name": name}).method == {"name": name, **expected}
 
 
 def test_another_methods_setting_is_told_and_ignored() -> None:
     with pytest.warns(Ignored, match=r"method\.rho is a setting of fednh, fedprior, not of fedrod: ignored"):
         config = load("cifar10", {"method.name": "fedrod", "method.rho": 0.7})
-    assert config.method == {"name": "fedrod", "hypernetwork": "auto"}
+    assert config.method == {"name": "fedrod", "hypernetwork": "auto", "personal_sgd": "plain"}
 
 
 BAD = {

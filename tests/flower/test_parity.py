@@ -48,6 +48,15 @@ def test_same_models_and_figures_as_the_simulator(method: str, tmp_path: Path) -
     compare(tmp_path / "simulator", tmp_path / "flower")
 
 
+@pytest.mark.parametrize("method", ["fedrod", "ditto", "fedbabu"])
+def test_same_models_with_the_fednh_authors_settings(method: str, tmp_path: Path) -> None:
+    theirs = load("cifar10", {"method.name": method}).method
+    config = small(method, **{f"method.{key}": value for key, value in theirs.items()})
+    simulate(config, tmp_path / "simulator")
+    federate(config, tmp_path / "flower")
+    compare(tmp_path / "simulator", tmp_path / "flower")
+
+
 def test_the_same_sample_is_looked_at_in_the_end_also_of_an_extended_run(tmp_path: Path) -> None:
     config = small("fedper", **{"eval.final": 2, "eval.clients": 1, "eval.samples": 40})
     simulate(config, tmp_path / "simulator")

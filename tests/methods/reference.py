@@ -64,12 +64,17 @@ class TwoPart(nn.Module):
         return {**self.body_tree(), "head.weight": self.head.weight.detach().clone()}
 
 
-def train(parameters: list[nn.Parameter], loss: Callable[[], Tensor], epochs: int = SGD.epochs) -> None:
-    optimiser = torch.optim.SGD(parameters, SGD.lr, SGD.momentum, weight_decay=SGD.weight_decay)
+def train(
+    parameters: list[nn.Parameter], loss: Callable[[], Tensor], epochs: int = SGD.epochs, plain: bool = False
+) -> None:
+    """`plain`: without momentum, weight decay and clipping."""
+    more = {} if plain else {"momentum": SGD.momentum, "weight_decay": SGD.weight_decay}
+    optimiser = torch.optim.SGD(parameters, SGD.lr, **more)
     for _ in range(epochs):
         optimiser.zero_grad()
         loss().backward()
-        nn.utils.clip_grad_norm_(parameters, SGD.clip)
+        if not plain:
+            nn.utils.clip_grad_norm_(parameters, SGD.clip)
         optimiser.step()
 
 

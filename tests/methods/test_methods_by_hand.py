@@ -107,21 +107,41 @@ def test_fedbabu(play: Play) -> None:
     same(play.personal(1), tuned.tree(), **CLOSE)
 
 
-@of("ditto", lam=0.6)
-def test_ditto(play: Play) -> None:
+@of("fedbabu", finetune_epochs=2, finetuned="local")
+def test_fedbabu_fine_tunes_the_latest_local_model(play: Play) -> None:
+    newcomer = trained(TwoPart.of(play.initial), *play.xy[1], epochs=2)
+    same(play.personal(1), newcomer.tree(), **CLOSE)  # it has no local model: the one received
+    play.round()
+    global_ = play.server
+    local = TwoPart.of(global_)
+    train(list(local.linear.parameters()), lambda: F.cross_entropy(local(play.xy[1][0]), play.xy[1][1]))
+    updates = play.round()
+    same(updates[1].upload, local.body_tree(), **CLOSE)  # from the global body, not from the one kept
+    same(play.personal(1), trained(local, *play.xy[1], epochs=2).tree(), **CLOSE)
+    identical(select(play.server, "head"), select(play.initial, "head"))
+
+
+@pytest.mark.parametrize(
+    ("play", "authors"),
+    [
+        (METHODS["ditto"](lam=0.6), False),
+        (METHODS["ditto"](lam=0.6, pull="trained", personal_sgd="plain"), True),
+    ],
+    indirect=["play"],
+    ids=["paper", "authors"],
+)
+def test_ditto(play: Play, authors: bool) -> None:
     play.round()  # after it the personal and the received model differ
     start, personal = play.server, [TwoPart.of(play.personal(k)) for k in range(2)]
     models = local_models(play, start)
-    received = TwoPart.of(start)
-    for v, (x, y) in zip(personal, play.xy, strict=True):
+    for v, (x, y), model in zip(personal, play.xy, models, strict=True):
+        w = model if authors else TwoPart.of(start)
 
-        def loss(v: TwoPart = v, x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
-            pull = sum(
-                (a - b.detach()).square().sum() for a, b in zip(v.parameters(), received.parameters(), strict=True)
-            )
+        def loss(v: TwoPart = v, x: torch.Tensor = x, y: torch.Tensor = y, w: TwoPart = w) -> torch.Tensor:
+            pull = sum((a - b.detach()).square().sum() for a, b in zip(v.parameters(), w.parameters(), strict=True))
             return F.cross_entropy(v(x), y) + 0.3 * pull
 
-        train(list(v.parameters()), loss)
+        train(list(v.parameters()), loss, plain=authors)
     updates = play.round()
     for update, model, v in zip(updates, models, personal, strict=True):
         same(update.upload, model.tree(), **CLOSE)
@@ -194,9 +214,11 @@ def test_fedproto_predicts_the_nearest_known_prototype(play: Play) -> None:
     torch.testing.assert_close(by_head, TwoPart.of(personal)(x))
 
 
+@pytest.mark.parametrize("sgd", ["train", "plain"])
 @pytest.mark.parametrize("kind", ["on", "off"])
-def test_fedrod(kind: str, net: Net, tiny: Samples) -> None:
-    play = Play(METHODS["fedrod"](hypernetwork=kind), net, tiny)
+def test_fedrod(kind: str, sgd: str, net: Net, tiny: Samples) -> None:
+    play = Play(METHODS["fedrod"](hypernetwork=kind, personal_sgd=sgd), net, tiny)
+    plain = sgd == "plain"
     start = play.initial
     expected_uploads, personals = [], []
     for x, y in play.xy:
@@ -208,7 +230,7 @@ def test_fedrod(kind: str, net: Net, tiny: Samples) -> None:
         h, generic = model.features(x).detach(), model(x).detach()
         if kind == "off":
             personal = torch.nn.Parameter(start["personal.weight"].clone())
-            train([personal], lambda h=h, g=generic, p=personal, y=y: F.cross_entropy(g + h @ p.T, y))
+            train([personal], lambda h=h, g=generic, p=personal, y=y: F.cross_entropy(g + h @ p.T, y), plain=plain)
             expected_uploads.append(model.tree())
             personals.append({**model.tree(), "personal.weight": personal.detach()})
         else:
@@ -224,6 +246,7 @@ def test_fedrod(kind: str, net: Net, tiny: Samples) -> None:
             train(
                 [*first.parameters(), *second.parameters()],
                 lambda h=h, g=generic, y=y, make=head: F.cross_entropy(g + h @ make().T, y),
+                plain=plain,
             )
             hyper = {f"hyper.in.{n}": p.detach() for n, p in first.named_parameters()}
             hyper |= {f"hyper.out.{n}": p.detach() for n, p in second.named_parameters()}

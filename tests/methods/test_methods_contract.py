@@ -169,7 +169,7 @@ class Still:
     def __init__(self) -> None:
         self.starts: list[Tree] = []
 
-    def __call__(self, params: Tree, loss: object, *, only: object, epochs: object = None) -> Tree:
+    def __call__(self, params: Tree, loss: object, *, only: object, epochs: object = None, plain: bool = False) -> Tree:
         self.starts.append(params)
         return params
 

@@ -12,7 +12,7 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
-from fednh.config.schema import WRITTEN, Config, explain
+from fednh.config.schema import DEFAULT_METHOD, WRITTEN, Config, build_method, explain
 from fednh.data.image_groups import is_file
 from fednh.data.sources import absolute
 from fednh.errors import Ignored, UserError, did_you_mean
@@ -36,9 +36,27 @@ def load(source: str | None, overrides: Mapping[str, Any]) -> Config:
         tree, where = _read(Path(source)), f"{source}: "
     for key in sorted(overrides, key=lambda key: key not in FRESH):  # a name first, then what belongs to it
         _put(tree, key, overrides[key])
+    _of_the_method(tree, where)
     _make_paths_absolute(tree)
     _natural_sites(tree, overrides)
     return validate(tree, where)
+
+
+def _of_the_method(tree: dict[str, Any], where: str) -> None:
+    """A file may have settings for several methods, each in a table [methods.NAME]: those of the run's method hold.
+
+    What [method] itself and overrides say comes before them.
+    """
+    tables, chosen = tree.pop("methods", {}), tree.setdefault("method", {})
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+        raise UserError(f"{where}methods should have tables, [methods.fedrod] for example")
+    for name, table in tables.items():  # all are checked: a wrong word is told in every run
+        try:
+            build_method({**table, "name": name})
+        except UserError as error:
+            raise UserError(f"{where}[methods.{name}]: {error}") from error
+    if isinstance(chosen, dict) and (name := str(chosen.get("name", DEFAULT_METHOD))) in tables:
+        tree["method"] = {**tables[name], "name": name, **chosen}
 
 
 def _make_paths_absolute(tree: dict[str, Any]) -> None:

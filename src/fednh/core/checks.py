@@ -53,10 +53,14 @@ def check_personal(model: str, method: Method, name: str, initial: Tree) -> None
 class _Still:
     """`fit` that trains nothing."""
 
-    def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
+    def __call__(
+        self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None, plain: bool = False
+    ) -> Tree:
         return params
 
-    def batchwise(self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
+    def batchwise(
+        self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: int | None = None, plain: bool = False
+    ) -> Tree:
         return params
 
     def reach(self, epochs: int | None = None) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -28,6 +28,11 @@ class Sgd:
     clip: float = 10.0  # largest gradient norm; 0 turns clipping off
     batch_size: int = 64
     epochs: int = 5
+
+    @property
+    def plain(self) -> Sgd:
+        """The same learning rate, batches and epochs, without momentum, weight decay and clipping."""
+        return replace(self, momentum=0.0, weight_decay=0.0, clip=0.0)
 
     def reach(self, steps: Steps) -> Steps:
         """How far this many steps move a parameter whose gradient is always 1: lr * steps, and more with momentum."""
@@ -55,9 +60,15 @@ def is_frozen(name: str, frozen: Collection[str]) -> bool:
 class Fit(Protocol):
     """What a method is given to train with."""
 
-    def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree: ...
+    def __call__(
+        self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None, plain: bool = False
+    ) -> Tree:
+        """Train the names in `only`; `plain`: by SGD without momentum, weight decay and clipping."""
+        ...
 
-    def batchwise(self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
+    def batchwise(
+        self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: int | None = None, plain: bool = False
+    ) -> Tree:
         """As a call, for a loss that looks at a batch as a whole and may set values for the next step.
 
         It can set names that `only` leaves out: running means, for example. They start as in `params`, and come back as
@@ -91,16 +102,20 @@ class LocalFit:
         self.samples = 0
         self.loss_sum = 0.0
 
-    def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
+    def __call__(
+        self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None, plain: bool = False
+    ) -> Tree:
         """Minimise the mean of `loss` over the names in `only`; returns all of `params`, those names trained.
 
         Fresh momentum at every call. Weight decay acts on the moving names only: what is frozen comes back
         as it went in.
         """
-        return self.batchwise(params, of_batch(loss), only=only, epochs=epochs)
+        return self.batchwise(params, of_batch(loss), only=only, epochs=epochs, plain=plain)
 
-    def batchwise(self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
-        sgd = self.sgd
+    def batchwise(
+        self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: int | None = None, plain: bool = False
+    ) -> Tree:
+        sgd = self.sgd.plain if plain else self.sgd
         params = arranged(params)
         moving = {name: params[name].detach().clone() for name in moving_names(params, only, self.frozen)}
         if not moving:

@@ -70,10 +70,14 @@ class _Fit:
     def __init__(self, norm: LocalNorm, inner: Fit):
         self.norm, self.inner = norm, inner
 
-    def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
-        return self.batchwise(params, of_batch(loss), only=only, epochs=epochs)
+    def __call__(
+        self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None, plain: bool = False
+    ) -> Tree:
+        return self.batchwise(params, of_batch(loss), only=only, epochs=epochs, plain=plain)
 
-    def batchwise(self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
+    def batchwise(
+        self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: int | None = None, plain: bool = False
+    ) -> Tree:
         norm, net = self.norm, self.norm.net
         mine = {name: norm.state[name] for name in net.trained_norms if belongs(name, only)}
 
@@ -85,8 +89,8 @@ class _Fit:
                 net.lend(norm.state)
 
         if not any(belongs(name, only) for name in norm.state):
-            return self.inner.batchwise(params, loss, only=only, epochs=epochs)
-        out = self.inner.batchwise({**params, **mine}, lent, only=only, epochs=epochs)
+            return self.inner.batchwise(params, loss, only=only, epochs=epochs, plain=plain)
+        out = self.inner.batchwise({**params, **mine}, lent, only=only, epochs=epochs, plain=plain)
         norm.state.update({name: out[name] for name in mine})
         return {name: value for name, value in out.items() if name not in mine}
 

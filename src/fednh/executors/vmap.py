@@ -145,18 +145,28 @@ class BlockFit:
         self.samples = 0  # each client's, in units of its size
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=data.block.index.device)
 
-    def __call__(self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
+    def __call__(
+        self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None, plain: bool = False
+    ) -> Tree:
         # One batch holds all samples of every client: their order cannot matter to losses of single samples.
         whole = self.data.block.width <= self.sgd.batch_size
-        return self._trained(params, of_batch(loss), only, epochs, shuffled=not whole)
+        return self._trained(params, of_batch(loss), only, epochs, plain, shuffled=not whole)
 
-    def batchwise(self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: int | None = None) -> Tree:
-        return self._trained(params, loss, only, epochs)
+    def batchwise(
+        self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: int | None = None, plain: bool = False
+    ) -> Tree:
+        return self._trained(params, loss, only, epochs, plain)
 
     def _trained(
-        self, params: Tree, loss: BatchLoss, only: tuple[str, ...], epochs: int | None, shuffled: bool = True
+        self,
+        params: Tree,
+        loss: BatchLoss,
+        only: tuple[str, ...],
+        epochs: int | None,
+        plain: bool,
+        shuffled: bool = True,
     ) -> Tree:
-        sgd, data = self.sgd, self.data
+        sgd, data = self.sgd.plain if plain else self.sgd, self.data
         params = dict(sorted(params.items()))
         names = moving_names(params, only, self.frozen)
         if not names:

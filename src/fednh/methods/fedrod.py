@@ -5,7 +5,8 @@ logits of the personal one are added to fit the client's own class distribution.
 is produced from that distribution by a small shared network (C -> D -> C*D, ReLU between), which is what travels;
 without it, the personal head is a linear layer that the client keeps. Order of training as in the FedNH paper's
 appendix: body and generic head first, then the personal part with the body fixed, its loss detached from the generic
-logits.
+logits. `personal_sgd = "plain"` trains the personal part without momentum, weight decay and clipping, as the FedNH
+authors' code does.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class FedROD(Method):
     cite = "Chen & Chao, On Bridging Generic and Personalized Federated Learning for Image Classification, ICLR 2022"
 
     hypernetwork: Literal["auto", "on", "off"] = "auto"  # auto: on while D <= 256, the paper's choice for its models
+    personal_sgd: Literal["train", "plain"] = "train"  # of the personal part: as [train] says, or the FedNH authors'
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:
         server = net.init(rng)
@@ -59,7 +61,7 @@ class FedROD(Method):
                 generic = net.classify(params, h)
             return F.cross_entropy(generic + h @ personal_head(params, data.share).T, y, reduction="none")
 
-        model = fit(model, personal_loss, only=("personal", "hyper"))
+        model = fit(model, personal_loss, only=("personal", "hyper"), plain=self.personal_sgd == "plain")
         return model, select(model, *MODEL, "hyper")
 
     def personal_model(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> Tree:
