@@ -40,7 +40,7 @@ NEEDS = {
         "figure curves runs -o curves.svg",
         "report runs -o report.html",
         "evaluate runs/first --data digits -o measured",
-        "spiral --rounds 1 --out spiral",
+        "spiral --epochs 1 --rounds 1 --out spiral",
     ],
     "flower": [
         "federation certs fed",

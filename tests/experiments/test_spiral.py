@@ -52,15 +52,20 @@ def test_disagreement_is_measured_on_classes_that_both_clients_own() -> None:
 
 
 def test_the_settings_are_the_papers() -> None:
-    runs = plan(seed=4, rounds=7)
+    runs = plan(seed=4, epochs=9, rounds=7)
     assert list(runs) == [*CENTRAL, *FEDERATED]
     for name, config in runs.items():
         t = config.train
         assert (t.lr, t.momentum, t.weight_decay, t.lr_decay) == (0.1, 0.9, 1e-5, 0.99)
-        assert (config.seed, config.rounds) == (4, 7)
+        assert (config.seed, config.rounds) == (4, 7 if name in FEDERATED else 9)
         assert config.model.args == {"hidden": [16, 8, 4, 2], "linear_output": True}
         clients = (config.partition.clients, config.participation.rate, t.epochs)
         assert clients == ((100, 0.1, 5) if name in FEDERATED else (1, 1.0, 1))
+        many = name in FEDERATED
+        assert (t.batch_size, t.clip) == ((64, 10.0) if many else (5000, 0.0)), "one client: the authors' notebook"
+        if config.method["name"] == "feduh" and not many:
+            assert (config.method["scale"], config.method["train_scale"]) == (1.0, False)
+    assert [config.rounds for config in plan().values()] == [201] * 4 + [100] * 2
     assert [runs[name].data.name for name in CENTRAL] == ["spiral"] * 2 + ["spiral_imbalanced"] * 2
     assert runs["clients-feduh"].partition.name == "dirichlet"
     assert runs["clients-feduh"].partition.beta == 0.3
@@ -95,7 +100,7 @@ def test_the_verdict_goes_either_way() -> None:
 @pytest.mark.soak
 def test_the_command_leaves_figures_numbers_and_run_folders(tmp_path: Path) -> None:
     out = tmp_path / "spiral"
-    words = ["spiral", "--out", str(out), "--rounds", "2"]
+    words = ["spiral", "--out", str(out), "--epochs", "2", "--rounds", "2"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert "of the 8 claims" in done.output
