@@ -7,6 +7,7 @@ block: then they hold for all of it. Commands that train are run with fewer roun
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -49,6 +50,9 @@ ELSEWHERE = {  # commands that need what only other tests have: the words that m
     ("federation", "audit"): "tests/flower/attacks/test_audit_events.py",
     ("federation", "status"): "tests/flower/attacks/test_audit_events.py",
 }
+# Rows of the tables in docs/methods.md with runs on the digits.
+DIGITS = re.compile(r"^\| `(\w+)`(?:, `(method\.\w+=[\d.]+)`)?(?: \(the default\))? \| (.+?) \| (.*?) ?\|$", re.M)
+
 MAKE = {
     "test": "it runs this file",
     "demo": "test_the_demo",
@@ -256,3 +260,31 @@ def test_every_page_of_the_site_in_a_browser(tmp_path: Path) -> None:
         assert browser.errors == []
         browser.open(site / "notebooks/ten-minutes.html")
         assert browser.run("document.querySelectorAll('article img').length") == 5
+
+
+def digits_rows() -> list[tuple[str, str, int, list[float]]]:
+    """(method, setting, seed, GM and PM(V) and PM(L)) of the tables in docs/methods.md with runs on the digits."""
+    text = (ROOT / "docs/methods.md").read_text().partition("## FedDBE: how strong")[2]
+    found = []
+    for method, setting, *columns in DIGITS.findall(text):
+        for seed, cell in enumerate(columns):
+            if cell:
+                found.append((method, setting, seed, [float(n) for n in re.findall(r"[\d.]+", cell)]))
+    return found
+
+
+def test_the_tables_of_digits_are_read() -> None:
+    assert len(digits_rows()) == 12
+    assert ("feddbe", "method.kappa=50", 1, [93.7, 91.1, 96.8]) in digits_rows()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("method", "setting", "seed", "stated"), digits_rows())
+def test_the_numbers_of_the_digits_repeat(
+    method: str, setting: str, seed: int, stated: list[float], tmp_path: Path
+) -> None:
+    """Within half a point: another processor rounds otherwise."""
+    args = ["--method", method, "--rounds", "20", "--seed", str(seed), *(["--set", setting] if setting else [])]
+    assert fednh(["run", "digits", *args, "--out", str(tmp_path / "r")], tmp_path).code == 0
+    summary = json.loads((tmp_path / "r/summary.json").read_text())
+    assert [summary[name] for name in ("gm", "pm_v", "pm_l")] == pytest.approx(stated, abs=0.5)

@@ -13,8 +13,10 @@ The personal model adds the client's PRBM to the representation; the global one 
 Deviations: the initialisation is the run's first round, by the clients that take part in it and not by all, and its
 model is kept (authors' code: discarded), so no message is wasted; means over clients are uniform, not by size; PRBM
 moves by the run's optimiser; the personal model is the client's latest local one (authors' code measures the received
-model with the client's PRBM). The mean over dimensions, and z's zero start, are those of the authors' code, and kappa
-and mu those of its script for a CNN.
+model with the client's PRBM); a short last batch counts (authors' code drops it), and with mu = 1 it alone is z.
+The mean over dimensions, and z's zero start, are those of the authors' code, and mu is that of its script for a CNN.
+The script's kappa is 50, which the preset `pfllib` has; where representations are long that is far too strong, so the
+default is 1 (docs/methods.md has numbers). The consensus is a plain mean over clients with any aggregator that weighs.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class FedDBE(Method):
     cite = "Zhang et al., Eliminating Domain Bias for Federated Learning in Representation Space, NeurIPS 2023"
     model = ("body", "head", "prbm")
 
-    kappa: Annotated[float, Field(ge=0)] = 50.0  # how strongly a client's mean is pulled to the consensus
+    kappa: Annotated[float, Field(ge=0)] = 1.0  # how strongly a client's mean is pulled to the consensus
     mu: Annotated[float, Field(gt=0, le=1)] = 1.0  # the weight of a new batch in the running mean
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:

@@ -6,9 +6,9 @@ projection g brings the representation into its space, mu = unit(g(f(x))), and c
 loss, -log of n_y^gamma exp(beta v_y.mu) / sum_c n_c^gamma exp(beta v_c.mu), where n_c counts the client's samples of
 class c and beta is learned. The personal model is the global one, trained as in a round and then, with plain
 cross-entropy, classifier and projection in turn.
-Deviations: the space has as many dimensions as the representation, or as there are classes if they are more (authors'
-code: a choice for each network); all steps use the run's optimiser; three turns of personalisation, where the authors'
-code has twenty.
+Deviations: a class with n_c = 0 is left out of the softmax (authors' code: n_c = 1 then); the space has as many
+dimensions as the representation, or as there are classes if they are more (authors' code: a choice for each network);
+all steps use the run's optimiser and learning rate; three turns of personalisation, where the authors' code has twenty.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ Deviations: every row of the frame has the same number of zeros (authors' code: 
 other entries come from L-BFGS on an energy of all distances (authors' code: Adam on the smallest angles and the
 lengths). The frame has no bias (authors' code: a random one, fixed). phi_k starts as psi does (authors' code: each at
 random). The three losses are added and minimised together, and clipped together (authors' code: no clipping). Rows of
-the global psi have length 1 (authors' code: 1.7), which matters for probabilities only. Clients count alike in the
-average (authors' code: by size).
+the global psi have length 1 (authors' code: 1.7), which matters for probabilities only, but for predictions too where
+the head has a bias. Clients count alike in the average (authors' code: by size). Classes that a client lacks are those
+of its training samples (authors' code: of its test distribution).
 
 `norm` is that of the authors' code, for a ResNet with batch normalisation. A body without normalisation has to make its
 features far longer before the frame's logits differ, and psi and phi_k overshoot on them: on the digits 1 is better.

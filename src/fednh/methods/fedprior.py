@@ -13,7 +13,8 @@ them back without training (logit adjustment: Menon et al., "Long-Tail Learning 
 
 Body, prototypes and scale of a personal model are the global model's: newer and of more clients than what the client
 trained last (`personal = "local"` takes that). With `ema` above 0 the global model is a moving average of the server's
-states, each weighted by `ema` to the power of its age in rounds; training goes on from the newest state.
+states, each weighted by `ema` to the power of its age in rounds; training goes on from the newest state. Body and scale
+are averaged, and not the prototypes, which are a moving average already.
 
 On the client's own class distribution tau = 1 is right; tau = 0 treats all classes equally. `smoothing` samples are
 added to every class before shares are computed, so that no class has probability zero. Shares never leave the client.

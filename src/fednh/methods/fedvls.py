@@ -10,7 +10,8 @@ L        line 18  L_cal + lam L_dis + L_logit, whose weight is `suppression`
 
 `suppression` is 0.005 as in the authors' code; line 18 has 1. Line 15 lacks the sign of the divergence.
 Deviations: in L_logit a sample of class c counts 0 for c, as in line 16 (authors' code: e^0 = 1, and z - log p - log C
-for z); a class is left out where its mini-batch has no other. Clients count alike in the average (line 9: by size). The
+for z); log p is -inf for a vacant class, which leaves it out of L_cal (authors' code: log(p + 1e-9)); a class is left
+out of L_logit where its mini-batch has no other. Clients count alike in the average (line 9: by size). The
 teacher is the received model with the client's own dropout and normalisation, where a model has some.
 """
 

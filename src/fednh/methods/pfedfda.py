@@ -14,6 +14,7 @@ The global model has the global Gaussians and p = 1/C                           
 From the authors' code: mu starts uniform in [0, 1) and Sigma as the identity; p is smoothed by 1e-4, Sigma shrunk by as
 much towards a multiple of the identity; a client's covariance has 1 added to its diagonal (`ridge`); held-out halves
 have the same classes.
+The samples that decide about beta have trained the body, here as in the authors' code.
 Deviations: beta is searched on a grid (authors' code: L-BFGS from 0.5); features are those of the trained body without
 augmentation (authors' code: those that it had while training); clients count alike in the average (authors' code: by
 size); a class has a mean of its own from one sample on (authors' code: from three on in the personal model, before that

@@ -11,7 +11,8 @@ K eta_l is how far K steps move a parameter under a constant gradient of 1. With
 `fit.reach` replaces it; the two are the same without momentum. The gradient that is clipped is the corrected
 one; weight decay counts as part of the client's loss.
 Deviation: N, over which c averages, counts the clients that have taken part so far, and a client's first round has no
-correction. So sites may join at any time; when all clients take part in every round, this is Algorithm 1.
+correction. So sites may join at any time; when all clients take part in every round, this is Algorithm 1. A site that
+lost its state joins anew, and its old c_i stays in c. Changes of c_i are averaged plainly, also by `weighted_mean`.
 """
 
 from __future__ import annotations
