@@ -117,6 +117,8 @@ def test_a_block_breaks_ties_as_the_loop_does(seed: int) -> None:
     flat = torch.from_numpy(x.astype(np.float32))
     samples = Samples(flat, torch.from_numpy(y), 4, torch.full((6,), 2.0), torch.full((6,), 0.1), augment=False)
     assert largest_difference(*both("pfedfda", samples)) < 3e-6
+
+
 AUTHORS = {  # the settings of the FedNH authors' code, as the paper's presets have them
     name: {key: value for key, value in load("cifar10", {"method.name": name}).method.items() if key != "name"}
     for name in ("fedrod", "ditto", "fedbabu")
