@@ -338,7 +338,7 @@ def test_a_site_says_how_its_own_files_are_read(tmp_path: Path, caplog: pytest.L
     site = Site(read_place({**node, "layout": "CLASS/*", "on-bad": "skip"}), dump(config), None)
     assert site.fed.dataset.x_train[:, 0, 0, 0].tolist() == [101, 103, 100, 102]  # the middle of each
     assert "left out: well/p0/bad.png" in caplog.text
-    task = site.hello().task
+    task = site.hello()[0].task
     assert (json.loads(task.preprocessing)["fit"], "well/p0" in task.text()) == ("crop", False)
     for key, words in {"on-bad": "should be 'refuse' or 'skip'", "layout": "should be a path of the words"}.items():
         with pytest.raises(UserError, match=f"node-config: {key} = 'ignore' {words}"):

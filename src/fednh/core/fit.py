@@ -139,7 +139,7 @@ class LocalFit:
         return {name: value.detach() if name in moving else value for name, value in working.items()}
 
     def reach(self, epochs: int | None = None) -> float:
-        batches = -(-len(self.data) // self.sgd.batch_size)
+        batches = len(self.data.sizes(self.sgd.batch_size))
         return self.sgd.reach(float((self.sgd.epochs if epochs is None else epochs) * batches))
 
 

@@ -15,7 +15,7 @@ from fednh.core.seeding import torch_rng
 from fednh.data import scaling
 from fednh.data.augment import crop_flip
 from fednh.data.dataset import Dataset
-from fednh.errors import UserError
+from fednh.errors import Refused, UserError
 
 EVAL_BATCH = 128  # larger ones leave the processor's cache: a third slower for Conv2
 
@@ -88,8 +88,10 @@ class ClientData:
         round_: int = 0,
         client: int = 0,
         purpose: str = "train",
+        fewest: int = 1,
     ):
-        self.samples = samples
+        """`fewest`: no batch and no draw has fewer samples. A short last batch joins the one before."""
+        self.samples, self.fewest = samples, fewest
         self.index = torch.from_numpy(np.asarray(index, np.int64)).to(samples.x.device)
         self.y = samples.y[self.index]
         self.counts = torch.bincount(self.y, minlength=samples.num_classes).to(torch.float32)  # (C,)
@@ -112,12 +114,22 @@ class ClientData:
 
     def shuffled(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """One epoch of training batches (x, y) in a new order, augmented; the last one may be small."""
-        for chunk in torch.split(torch.randperm(len(self), generator=self.rng), batch_size):
+        for chunk in torch.split(torch.randperm(len(self), generator=self.rng), self.sizes(batch_size)):
             chunk = chunk.to(self.index.device)
             stored = self.samples.x[self.index[chunk]]
             if self.samples.augment:
                 stored = crop_flip(stored, self.rng)
             yield self.samples.floats(stored), self.y[chunk]
+
+    def sizes(self, batch_size: int, share: float = 1.0) -> list[int]:
+        """The sizes of the batches of an epoch, or of a share of the samples."""
+        number = min(drawn_number(share, len(self)), len(self))
+        if (least := min(batch_size, number)) < self.fewest and self.fewest > 1:
+            raise Refused(f"{least} samples at a time are fewer than the {self.fewest} that this site allows")
+        whole, short = divmod(number, batch_size)
+        if whole and 0 < short < self.fewest:
+            return [*([batch_size] * (whole - 1)), batch_size + short]
+        return [*([batch_size] * whole), *([short] if short else [])]
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """All samples once, in order, as they are: (x, y, weight), where a weight of zero marks padding."""
@@ -133,8 +145,8 @@ class ClientData:
 
         Within a round every call gives the same samples in the same order.
         """
-        order = self.random(1)[0].argsort(stable=True)[: drawn_number(share, len(self))]
-        for chunk in torch.split(order, batch_size):
+        order = self.random(1)[0].argsort(stable=True)
+        for chunk in torch.split(order[: sum(sizes := self.sizes(batch_size, share))], sizes):
             y = self.y[chunk]
             yield self.samples.floats(self.samples.x[self.index[chunk]]), y, torch.ones_like(y, dtype=torch.float32)
 

@@ -60,11 +60,11 @@ def floats(stored: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
     return out.permute(0, 3, 1, 2) if out.ndim == 4 else out
 
 
-def statistics(x: Inputs, scale: float, preprocessing: dict[str, Any] | None = None) -> Scaling:
+def statistics(x: Inputs, scale: float, preprocessing: dict[str, Any] | None = None, fewest: int = 1) -> Scaling:
     """What one holder of samples says of each channel (or feature) of `x / scale`; missing values are passed over.
 
-    A feature that does not vary here has deviation 0, one without any value -1. The slots of a table's categories stay
-    as they are, 0 or 1.
+    A feature that does not vary here has deviation 0; one that fewer than `fewest` samples have counts as missing in
+    all of them: mean 0 and deviation -1. The slots of a table's categories stay as they are, 0 or 1.
     """
     channels = x.shape[-1]
     # In blocks, so that a large uint8 set is never held as float64 as a whole.
@@ -78,7 +78,7 @@ def statistics(x: Inputs, scale: float, preprocessing: dict[str, Any] | None = N
     mean = sum((np.nansum(rows(b), axis=0) for b in blocks), np.zeros(channels)) / count
     variance = sum((np.nansum(np.square(rows(b) - mean), axis=0) for b in blocks), np.zeros(channels)) / count
     mean, std = mean / scale, np.sqrt(variance) / scale
-    std[there == 0] = -1.0
+    mean[there < fewest], std[there < fewest] = 0.0, -1.0
     slots = category_slots(preprocessing or {})
     mean[slots], std[slots] = 0.0, 1.0
     return Scaling(tuple(mean.tolist()), tuple(std.tolist()))

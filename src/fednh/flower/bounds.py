@@ -7,6 +7,7 @@ import math
 from typing import Any, NamedTuple, NoReturn
 
 from fednh.core.checks import Form
+from fednh.core.evaluate import HELD
 from fednh.words import one_line
 
 WORDS = 1 << 20  # bytes of a message without its arrays
@@ -16,6 +17,16 @@ CHUNK = 1 << 20  # bytes; Flower cuts arrays into chunks of 5 MB
 SAMPLE = 1 << 28  # numbers in one sample
 NAMES = 1 << 16  # classes, features or names of any kind
 NUMBER = 10**9  # of clients and rounds
+
+PERCENT = (0.0, 100.001, False)  # with a margin for rounding
+# The metrics of an evaluation: least, most, and whether it is a list; in per_class -1 is a class without samples.
+METRICS = {
+    "pm_v": PERCENT,
+    "pm_l": PERCENT,
+    "per_class": (-1.0, 100.001, True),
+    **dict.fromkeys(HELD, PERCENT),
+    "novelty": (-1.001, 1.001, True),
+}
 
 
 class Limit(NamedTuple):

@@ -22,7 +22,9 @@ from fednh.errors import Refused, RunError, UserError
 from fednh.flower import messages, signing
 from fednh.flower.audit_events import SiteEvents
 from fednh.flower.keys import fingerprint
+from fednh.flower.layout import StateFolder
 from fednh.flower.leaving import Seal, leave
+from fednh.flower.policy import Agreement
 from fednh.flower.site import Place, Site, read_place
 from fednh.storage.files import keep_private
 from fednh.words import one_line
@@ -36,7 +38,13 @@ class Duty:
 
     place: Place
     content: RecordDict
-    book: signing.OrderBook | None  # None in a simulation
+    # None in a simulation:
+    book: signing.OrderBook | None = None
+    agreement: Agreement | None = None
+    events: SiteEvents | None = None
+
+    def site(self) -> Site:
+        return Site(self.place, *messages.read_config(self.content), self.agreement)
 
 
 Handler = Callable[[Duty], RecordDict]
@@ -54,7 +62,10 @@ def client_app(home: Path | None = None, run: Path | None = None) -> ClientApp:
 
 
 def _hello(duty: Duty) -> RecordDict:
-    return Site(duty.place, *messages.read_config(duty.content)).hello().write()
+    hello, times = duty.site().hello()
+    if duty.events is not None:
+        duty.events.facts["greeting"] = times
+    return hello.write()
 
 
 def _notice(duty: Duty) -> RecordDict:
@@ -63,19 +74,24 @@ def _notice(duty: Duty) -> RecordDict:
 
 
 def _answer(duty: Duty) -> RecordDict:
-    order = messages.Order.read(duty.content)
-    site = Site(duty.place, *messages.read_config(duty.content))
-    down, more = site.read(duty.content)
-    if order.round and duty.book is not None and duty.place.policy is not None:
-        duty.book.count_round(duty.place.policy.rounds)
-    return site.answer(order, down, more).write()
+    order, policy = messages.Order.read(duty.content), duty.place.policy
+    if policy is None or duty.book is None:
+        site = duty.site()
+        return site.answer(order, *site.read(duty.content)).write()
+    policy.check_order(order)
+    site = duty.site()
+    work = signing.Work.of(duty.content, site.state(order.last))
+    duty.book.check(work, policy.rounds)
+    answer = site.answer(order, *site.read(duty.content)).write()
+    duty.book.count(work, policy.rounds)  # what was refused or has failed is not counted
+    return answer
 
 
 def _simulated(home: Path, run: Path | None, work: Handler, message: Message, context: Context) -> Message:
     """In a simulation the user is server and sites at once: nothing is signed, and errors are sent in full."""
     try:
         with one_thread():
-            content = work(Duty(read_place(context.node_config, home, run), message.content, None))
+            content = work(Duty(read_place(context.node_config, home, run), message.content))
     except (UserError, RunError) as error:
         content = messages.sorry(str(error))
     except Exception as error:
@@ -98,8 +114,10 @@ def _deployed(work: Handler, message: Message, context: Context) -> Message:
         seal = partial(signing.sign_reply, key=signing.read_site_private(place.key), envelope=envelope)
         order = signing.unsealed(message.content)
         events.asked(f"the server, key {fingerprint(place.orders.read_text())}", envelope.federation, order)
+        key = signing.fingerprint(signing.read_orders_public(place.orders))
+        agreement = Agreement(StateFolder(place.home).agreement(place.site, key))
         with one_thread():
-            content = work(Duty(place, order, book))
+            content = work(Duty(place, order, book, agreement, events))
         reply = leave(content, events, seal)
     except Refused as error:
         data = message.metadata

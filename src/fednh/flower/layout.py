@@ -12,7 +12,9 @@ A site's folder:
 What a site keeps, HOME being its `state`:
   HOME/audit/SITE.jsonl                                its audit log
   HOME/orders-KEY-SITE.json                            the last order that it took
+  HOME/agreed-KEY-SITE.json                            which samples count, and its greeting; delete it to agree anew
   HOME/FEDERATION/SITE/state.round-000007.safetensors  what the client kept after round 7; never leaves this disk
+  HOME/FEDERATION/SITE/replaced.round-000007.safetensors  the first of two different ones of round 7
   HOME/FEDERATION/SITE/personal.safetensors            its personal model, with its model card
   HOME/FEDERATION/SITE/outcomes.safetensors            what the models make of its held-out samples, one by one
   HOME/FEDERATION/SITE/fingerprint.json                a fingerprint of its data, to notice changes
@@ -126,7 +128,11 @@ class StateFolder(Layout):
 
     def order_book(self, site: str, key: str) -> Path:
         """The file about the orders that one key signed, named by its fingerprint."""
-        return self.path / f"orders-{key}-{hashlib.sha256(site.encode()).hexdigest()[:8]}.json"
+        return self.path / f"orders-{key}-{_short(site)}.json"
+
+    def agreement(self, site: str, key: str) -> Path:
+        """The file about what a site has agreed with the federation of this key."""
+        return self.path / f"agreed-{key}-{_short(site)}.json"
 
     def kept(self, federation: str, site: str) -> KeptState:
         return KeptState(self.path / _safe(federation) / _safe(site))
@@ -149,6 +155,10 @@ class KeptState(Layout):
     def state(self, round_: int) -> Path:
         return self.path / f"state.round-{round_:06d}.safetensors"
 
+    def replaced(self, round_: int) -> Path:
+        """The first state of a round that was trained again to another one."""
+        return self.path / f"replaced.round-{round_:06d}.safetensors"
+
     def states(self) -> dict[int, Path]:
         """The states on disk by round, oldest first."""
         found = sorted(self.path.glob("state.round-*.safetensors"))
@@ -157,6 +167,10 @@ class KeptState(Layout):
 
 def _sites(folder: Path) -> list[SiteFolder]:
     return [SiteFolder(path.parent) for path in sorted(folder.glob(f"*/{SiteFolder.node_config}"))]
+
+
+def _short(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:8]
 
 
 def _safe(name: str) -> str:

@@ -31,6 +31,7 @@ from fednh.words import name_problem, one_line
 
 FORMAT = 3  # version of these messages; server and sites must have the same
 NOTICE = "query.notice"  # Flower's message type for a notice from the server to a site
+LARGE = 1e30  # the largest number that is not taken for a fault
 SAMPLES = 10**12  # training samples that one site can process in a round
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 Number = int | float | list[float]
@@ -211,8 +212,8 @@ class Answer:
             round=_integer(facts, "round", 0, bounds.NUMBER),
             upload=upload,
             samples=_integer(facts, "samples", 1, SAMPLES) if "samples" in facts else None,
-            loss_sum=_number(facts, "loss_sum") if "loss_sum" in facts else None,
-            gradient_norm=_number(facts, "gradient_norm") if "gradient_norm" in facts else None,
+            loss_sum=_number(facts, "loss_sum", -LARGE) if "loss_sum" in facts else None,
+            gradient_norm=_number(facts, "gradient_norm", 0) if "gradient_norm" in facts else None,
             figures=_figures(_record(content, "figures", MetricRecord)) if "figures" in content else {},
         )
 
@@ -305,10 +306,11 @@ def _integer(record: ConfigRecord | MetricRecord, key: str, least: int, most: in
     return int(value)
 
 
-def _number(record: MetricRecord, key: str) -> float:
+def _number(record: MetricRecord, key: str, least: float) -> float:
+    """A number of at least `least`; NaN, by which a site says that its training failed, passes."""
     value = record.get(key)
-    if not isinstance(value, int | float):
-        raise ValueError(f"{key} is {quoted(value)}, not a number")
+    if not isinstance(value, int | float) or value < least or LARGE < value < math.inf:
+        raise ValueError(f"{key} is {quoted(value)}, not a number from {least:g} to {LARGE:g}")
     return float(value)
 
 
@@ -320,10 +322,19 @@ def _text(record: ConfigRecord, key: str, longest: int = bounds.TEXT) -> str:
 
 
 def _figures(record: MetricRecord) -> dict[str, Number]:
+    """Metrics by their names, each in its range."""
     found: dict[str, Number] = {}
     for key, value in record.items():
-        values = value if isinstance(value, list) else [value]
-        if len(values) > bounds.NAMES or not all(abs(number) < float("inf") for number in values):
-            raise ValueError(f"{quoted(key)} is not finite")
-        found[key] = [float(number) for number in value] if isinstance(value, list) else value
+        if key == "samples":
+            found[key] = _integer(record, key, 1, SAMPLES)
+            continue
+        if key not in bounds.METRICS:
+            raise ValueError(f"{quoted(key)} is not a metric")
+        least, most, several = bounds.METRICS[key]
+        numbers = value if isinstance(value, list) else [value]
+        if isinstance(value, list) != several or len(numbers) > bounds.NAMES:
+            raise ValueError(f"{key} should be {'a list' if several else 'one number'}")
+        if not all(isinstance(number, int | float) and least <= number <= most for number in numbers):
+            raise ValueError(f"{key} is {quoted(value)}, not from {least:g} to {most:g}")
+        found[key] = [float(number) for number in numbers] if several else float(numbers[0])
     return found

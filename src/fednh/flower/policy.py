@@ -7,38 +7,31 @@ Flower's node-config cannot hold lists, so lists are written as text with commas
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tomli_w
+from filelock import FileLock
 
 from fednh.config import Config, validate
 from fednh.config.schema import DEFAULT_METHOD
 from fednh.data.published import PUBLISHED
 from fednh.data.sources import BUILTIN, agreed
 from fednh.errors import Refused, UserError
+from fednh.flower import bounds
 from fednh.methods import METHODS
 from fednh.models import MODELS
-from fednh.storage.files import expanded
+from fednh.storage.files import expanded, write_json
 
 if TYPE_CHECKING:
     from fednh.flower.messages import Order
 
-METRICS = (
-    "samples",
-    "loss",
-    "gradient_norm",
-    "pm_v",
-    "pm_l",
-    "per_class",
-    "held_macro",
-    "held_share",
-    "held_gm_macro",
-    "held_gm_share",
-    "novelty",
-)
+METRICS = ("samples", "loss", "gradient_norm", *bounds.METRICS)
 # site.toml: what may be read ...
 DATA_KEYS = {
     "federation",
@@ -53,11 +46,14 @@ DATA_KEYS = {
     "group",
 }
 # ... and [allow], what may be run and what may leave.
-ALLOW_KEYS = {"methods", "models", "rounds", "epochs", "metrics", "sites", "privacy"}
+COUNTS = ("rounds", "epochs", "sites", "samples", "parameters")
+ALLOW_KEYS = {"methods", "models", "metrics", "counts", "privacy", *COUNTS}
 SERVERS_EPOCHS = {"retrain_epochs"}  # CReFF's: epochs at the server, not at the sites
 TEXTS = ("federation", "set", "label", "site-column", "weights", "separator", "decimal", "group")
 KEYS = DATA_KEYS | {f"allow.{key}" for key in ALLOW_KEYS}
 SAFE_DATA = ("augment", "holdout", *agreed())  # the server's data.*: how samples are made, not what is read
+ARGUMENTS = 10_000  # characters of model.args: even layers without parameters take memory
+QUESTIONS = 10  # different settings about a site's samples that it looks at until it agrees to one
 
 
 @dataclass(frozen=True)
@@ -80,13 +76,18 @@ class Policy:
     epochs: int | None = None  # the most in one round, for every kind of epochs
     metrics: tuple[str, ...] = METRICS  # which may leave
     sites: int = 1  # the fewest sites in a round in which it trains
+    samples: int = 10  # of its own data: the fewest behind any number that leaves, and in a batch
+    parameters: int = 100_000_000  # the most that a model has
+    counts: bool = False  # whether an upload may say how many samples of each class there are
     privacy: str = "none"  # the weakest privacy mechanism that it accepts
 
     def config(self, toml: str, source: str | None) -> Config:
         """The server's config as applied here; `source` is the site's own data (None: a part of a public set)."""
         try:
             tree = self.applied(tomllib.loads(toml), source)
-            return validate(tree, "the server's config: ")
+            config = validate(tree, "the server's config: ")
+            self._check_upload(config)
+            return config
         except (tomllib.TOMLDecodeError, RecursionError):
             raise Refused("the server's config is not valid TOML") from None
         except Refused:
@@ -104,10 +105,15 @@ class Policy:
         _allowed("method.name", method.get("name", DEFAULT_METHOD), self.methods, "methods")
         _allowed("model.name", model.get("name", "auto"), self.models, "models")
         self._check_length(tree, train, method)
+        if len(str(model.get("args"))) > ARGUMENTS:
+            raise Refused(f"model.args has more than {ARGUMENTS} characters")
         if model.get("weights") is not None:
             if self.weights is None:
                 raise Refused("model.weights: this site starts from no file; its site.toml names none (weights =)")
             model["weights"] = self.weights
+        batch = train.get("batch_size", 64)
+        if source is not None and (type(batch) is not int or batch < self.samples):
+            raise Refused(f"train.batch_size = {batch!r} is less than the {self.samples} of this site (allow.samples)")
         data = self._data(_section(tree, "data"), source)
         ours = {key: federation[key] for key in ("name", "min_clients") if key in federation}
         return {**tree, "method": method, "model": model, "data": data, "federation": ours}
@@ -119,6 +125,22 @@ class Policy:
         if self.rounds is not None and max(order.round, order.evaluate) > self.rounds:
             raise Refused(f"round {max(order.round, order.evaluate)} is beyond the {self.rounds} of this site's policy")
 
+    def check_parameters(self, number: int) -> None:
+        """Refuse a model that is too large."""
+        if number > self.parameters:
+            raise Refused(
+                f"the model has {number:,} parameters, more than the {self.parameters:,} that this site allows "
+                "(allow.parameters of its site.toml)"
+            )
+
+    def _check_upload(self, config: Config) -> None:
+        """Refuse a method whose upload, with these settings, has the class counts."""
+        if config.build_method().tells_counts and not self.counts:
+            raise Refused(
+                f"method.name = {config.method['name']!r} with these settings uploads how many samples of each class "
+                "there are, which this site does not allow (allow.counts of its site.toml)"
+            )
+
     def _check_federation(self, said: Mapping[str, Any]) -> None:
         name, fewest = said.get("name", "fednh"), said.get("min_clients", 1)
         if self.federation is not None and name != self.federation:
@@ -129,9 +151,7 @@ class Policy:
             )
 
     def _check_length(self, tree: Mapping[str, Any], train: Mapping[str, Any], method: Mapping[str, Any]) -> None:
-        asked = {"train.epochs": train.get("epochs", 5)}
-        asked |= {f"method.{key}": value for key, value in method.items() if key.endswith("epochs")}
-        asked = {key: value for key, value in asked.items() if key.removeprefix("method.") not in SERVERS_EPOCHS}
+        asked = _epochs(train.get("epochs", 5), method)
         limits = [("rounds", tree.get("rounds", 0), self.rounds), *((k, v, self.epochs) for k, v in asked.items())]
         for key, value, most in limits:
             if most is not None and (type(value) is not int or value > most):
@@ -176,12 +196,14 @@ class Policy:
 def read_policy(node: Mapping[str, Any]) -> Policy:
     """Read the rules from a node-config; other keys are ignored."""
     text = {key: _text(node, key) for key in TEXTS}
-    most = {key: _count(node, f"allow.{key}") for key in ("rounds", "epochs", "sites")}
+    most = {key: _count(node, f"allow.{key}") for key in COUNTS}
     usual, lists = Policy(), {key: _words(node, f"allow.{key}") for key in ("methods", "models", "metrics")}
     if unknown := sorted({*(lists["metrics"] or ())} - {*METRICS}):
         raise UserError(f"site.toml: allow.metrics has {unknown[0]!r}; metrics are {', '.join(METRICS)}")
     if node.get("allow.privacy", "none") != "none":
         raise UserError("site.toml: allow.privacy takes 'none' only: this version of fednh has no privacy mechanism")
+    if type(counts := node.get("allow.counts", False)) is not bool:
+        raise UserError(f"site.toml: allow.counts = {counts!r} should be true or false")
     return Policy(
         federation=text["federation"],
         set=text["set"],
@@ -198,8 +220,80 @@ def read_policy(node: Mapping[str, Any]) -> Policy:
         rounds=most["rounds"],
         epochs=most["epochs"],
         metrics=usual.metrics if lists["metrics"] is None else lists["metrics"],
-        sites=most["sites"] or 1,
+        sites=most["sites"] or usual.sites,
+        samples=most["samples"] or usual.samples,
+        parameters=most["parameters"] or usual.parameters,
+        counts=counts,
     )
+
+
+def about_samples(config: Config) -> dict[str, Any]:
+    """The server's settings that decide which samples of a site count, and how they are made."""
+    data = {f"data.{key}": getattr(config.data, key) for key in (*SAFE_DATA, "columns")}
+    more = {"partition.min_samples": config.partition.min_samples, "eval.samples": config.eval.samples}
+    found: dict[str, Any] = json.loads(json.dumps({"seed": config.seed, **data, **more}))
+    return found
+
+
+class Agreement:
+    """What a site with its own data has agreed with one federation: which samples count, and what it said of them.
+
+    Two answers about different samples can be subtracted, until one sample is left. So a site agrees to one choice of
+    samples, the first that its data fits, and from then on repeats its first greeting. It looks at no more than
+    `QUESTIONS` choices, because each refusal says something, too. To agree anew, its owner deletes the file.
+    """
+
+    def __init__(self, file: Path):
+        self._file, self._lock = file, FileLock(file.with_suffix(".lock"))
+
+    def check(self, config: Config) -> None:
+        """Refuse settings other than those agreed; call it before the data is read."""
+        asked = about_samples(config)
+        with self._lock:
+            known = self._read()
+            if known["settings"] is not None:
+                self._compare(known["settings"], asked)
+                return
+            name = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+            if name in known["asked"]:
+                return
+            if len(known["asked"]) >= QUESTIONS:
+                raise Refused(
+                    f"it was asked about its samples in {QUESTIONS} different ways and its data fitted none; its owner "
+                    f"lets it answer again by deleting {self._file.name} in its folder of state"
+                )
+            write_json(self._file, {**known, "asked": [*known["asked"], name]})
+
+    def keep(self, config: Config, greeting: dict[str, Any] | None = None) -> tuple[dict[str, Any] | None, int]:
+        """Agree to these settings; returns the first greeting, and how often it was given."""
+        with self._lock:
+            known = self._read()
+            if known["settings"] is not None:
+                self._compare(known["settings"], about_samples(config))
+            known |= {"settings": about_samples(config), "greeting": known["greeting"] or greeting}
+            known["greetings"] += greeting is not None
+            write_json(self._file, known)
+            return known["greeting"], known["greetings"]
+
+    def _compare(self, agreed: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+        for key in sorted({*agreed, *asked}):
+            if agreed.get(key) != asked.get(key):
+                raise Refused(
+                    f"{key} = {asked.get(key)!r}, but this site has agreed to {agreed.get(key)!r}, once for this "
+                    f"federation; its owner agrees anew by deleting {self._file.name} in its folder of state"
+                )
+
+    def _read(self) -> dict[str, Any]:
+        empty = {"settings": None, "asked": [], "greeting": None, "greetings": 0}
+        if not self._file.exists():
+            return empty
+        try:
+            found: dict[str, Any] = json.loads(self._file.read_text())
+            if set(found) != set(empty) or type(found["greetings"]) is not int:
+                raise ValueError
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"{self._file} is damaged; restore it, or delete it to agree anew") from error
+        return found
 
 
 def for_sites(config: Config) -> Config:
@@ -216,30 +310,45 @@ def for_sites(config: Config) -> Config:
 
 
 def site_toml(facts: Mapping[str, Any], config: Config) -> str:
-    """A new site's site.toml: the facts, what the federation's config says about its data, and rules to choose from."""
-    data = config.data
-    own = {"label": data.label, "site-column": data.site, "columns": ", ".join(data.columns or ()) or None}
-    own |= {"layout": data.layout, "on-bad": None if data.on_bad == "refuse" else data.on_bad}
-    own |= {
+    """A new site's site.toml: the facts, what the config says about its data, and rules that allow just this config."""
+    data, own = config.data, "data" in facts
+    said = {"label": data.label, "site-column": data.site, "columns": ", ".join(data.columns or ()) or None}
+    said |= {"layout": data.layout, "on-bad": None if data.on_bad == "refuse" else data.on_bad}
+    said |= {
         "group": data.group,
         "ignore": ", ".join(data.ignore or ()) or None,
         "separator": data.separator,
         "decimal": data.decimal,
     }
-    public = {"set": data.name}
-    known = _known(federation=config.federation.name, **(own if "data" in facts else public))
+    known = _known(federation=config.federation.name, **(said if own else {"set": data.name}))
+    method, usual = config.build_method(), Policy()
+    left_out = {"gradient_norm": config.diagnostics.gradient_norm, "per_class": not own, "novelty": method.cosine}
+    metrics = ", ".join(name for name in METRICS if left_out.get(name, True))
     return f"""\
 # What this site is, what may be read here, what may be run and what may leave: the server cannot change it.
 # Flower takes no lists: write them as text with commas.
 {tomli_w.dumps({**facts, **known})}
-[allow]  # a rule that is not given allows what fednh has built in, without a limit
-# methods = "{config.method["name"]}"
-# models = "{config.model.name}"
-# rounds = {config.rounds}       # most that are trained here in all; one that a restarted server repeats counts again
-# epochs = {config.train.epochs}       # most in a round
-# sites = {config.federation.min_clients}        # fewest that train together
-# metrics = "samples, loss, held_macro, held_share"
+[allow]  # just what the federation agreed on; a line that is left out allows what docs/deployment.md says
+methods = {_quoted(config.method["name"])}
+models = {_quoted(config.model.name)}
+rounds = {config.rounds}       # most that are trained here, and evaluated, in all; a repeated order counts once
+epochs = {max(_epochs(config.train.epochs, config.method).values())}       # most in a round
+sites = {config.federation.min_clients}        # fewest that train together
+samples = {usual.samples}     # of this site's own data: the fewest behind a number that leaves, and in a batch
+parameters = {usual.parameters}  # most that a model has
+counts = {"true" if method.tells_counts else "false"}   # whether an upload may hold the class counts
+metrics = {_quoted(metrics)}
 """
+
+
+def _quoted(text: str) -> str:
+    return tomli_w.dumps({"x": text}).strip().removeprefix("x = ")
+
+
+def _epochs(train: Any, method: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that say how many epochs a site trains in a round."""
+    more = {f"method.{key}": value for key, value in method.items() if key.endswith("epochs")}
+    return {"train.epochs": train, **{k: v for k, v in more.items() if k.removeprefix("method.") not in SERVERS_EPOCHS}}
 
 
 def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:

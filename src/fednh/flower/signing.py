@@ -15,7 +15,7 @@ import re
 import struct
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ from fednh.storage.files import write_json
 SEAL = "seal"  # the record that holds a signature
 ORDER, REPLY = b"fednh order 1", b"fednh reply 1"  # signed bytes begin with their purpose
 LONGEST_KEY = 1000  # characters of a public key
+AHEAD = 24 * 3600 * 10**9  # nanoseconds that a server's clock may be ahead of a site's
+REPEATS = 100  # answered orders that a site recognises when they are repeated
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,37 @@ def check_order(content: RecordDict, key: Ed25519PublicKey, expected: Envelope) 
     return envelope
 
 
+@dataclass(frozen=True)
+class Work:
+    """What an order asks a site to compute from its samples."""
+
+    trains: bool
+    evaluates: bool
+    digest: str  # of all that the answer depends on: a repeated order has the same, and its answer says nothing new
+
+    @classmethod
+    def of(cls, content: RecordDict, state: bytes) -> Work:
+        """The work of an order that starts from this state."""
+        order = content.get("order")
+        asked = {key: value for key, value in (order or {}).items() if key not in ("since", "sites")}
+        total = hashlib.sha256(hashlib.sha256(state).digest())
+        for part in _parts(RecordDict({**content, "order": ConfigRecord(asked)})):
+            total.update(struct.pack(">Q", len(part)) + part)
+        return cls(bool(asked.get("round")), bool(asked.get("evaluate")), total.hexdigest()[:32])
+
+
+@dataclass(frozen=True)
+class _Page:
+    """What the book's file holds."""
+
+    counter: int = 0  # of the last order
+    trained: int = 0  # orders to train that were answered
+    evaluated: int = 0
+    answered: tuple[str, ...] = ()  # digests of the newest of them
+
+
 class OrderBook:
-    """A site's record of the orders that one key signed: the last counter, and the number of rounds trained."""
+    """A site's record of the orders that one key signed: the last counter, and how much was answered."""
 
     def __init__(self, folder: Path, site: str, key: Ed25519PublicKey):
         self._path = StateFolder(folder).order_book(site, fingerprint(key))
@@ -109,34 +140,52 @@ class OrderBook:
         self._lock = FileLock(self._path.with_suffix(".lock"))  # two ClientApps of one site may run at once
 
     def accept(self, counter: int) -> None:
-        """Accept an order once; one with an old counter is Refused."""
+        """Accept an order once; one with an old counter, or one of the far future, is Refused."""
         with self._lock:
-            last, trained = self._read()
-            if counter <= last:
+            page = self._read()
+            if counter <= page.counter:
                 raise Refused(
                     "the order was given before, or is older than the last one: it was sent again, or the server's "
                     "clock has been set back"
                 )
-            self._write(counter, trained)
+            if counter > time.time_ns() + AHEAD:  # once accepted, it would shut out all others until then
+                raise Refused(
+                    "the order is dated more than a day ahead of this site's clock; set the server's clock, or this one"
+                )
+            self._write(replace(page, counter=counter))
 
-    def count_round(self, most: int | None) -> None:
-        """Count one more round of training; beyond the `most` allowed in all it is Refused."""
+    def check(self, work: Work, most: int | None) -> None:
+        """Refuse work beyond the `most` rounds that are trained here, and as many that are evaluated, in all."""
+        self._counted(self._read(), work, most)
+
+    def count(self, work: Work, most: int | None) -> None:
+        """Count work that was done, before its answer leaves; a repeated order counts once."""
         with self._lock:
-            last, trained = self._read()
-            if most is not None and trained >= most:
-                raise Refused(f"this site has trained {trained} rounds, and its site.toml allows no more")
-            self._write(last, trained + 1)
+            self._write(self._counted(self._read(), work, most))
 
-    def _write(self, counter: int, trained: int) -> None:
-        write_json(self._path, {"counter": counter, "trained": trained})
+    @staticmethod
+    def _counted(page: _Page, work: Work, most: int | None) -> _Page:
+        if work.digest in page.answered:
+            return page
+        if most is not None and work.trains and page.trained >= most:
+            raise Refused(f"this site has trained {page.trained} rounds, and its site.toml allows no more")
+        if most is not None and work.evaluates and page.evaluated >= most:
+            raise Refused(f"this site has evaluated {page.evaluated} rounds, and its site.toml allows no more")
+        answered = (*page.answered, work.digest)[-REPEATS:]
+        return _Page(page.counter, page.trained + work.trains, page.evaluated + work.evaluates, answered)
 
-    def _read(self) -> tuple[int, int]:
+    def _write(self, page: _Page) -> None:
+        write_json(self._path, asdict(page))
+
+    def _read(self) -> _Page:
         if not self._path.exists():
-            return 0, 0
+            return _Page()
         try:
             known = json.loads(self._path.read_text())
-            return int(known["counter"]), int(known["trained"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            page = _Page(int(known["counter"]), int(known["trained"]))  # earlier versions wrote no more
+            answered = tuple(str(each) for each in known.get("answered", ()))
+            return replace(page, evaluated=int(known.get("evaluated", 0)), answered=answered)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{self._path} is damaged; restore it, or delete it to accept old orders again") from error
 
 

@@ -8,6 +8,7 @@ server restarted from a checkpoint, or an answer that came too late does not cha
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import tomllib
@@ -27,6 +28,7 @@ from fednh.core import client as clients
 from fednh.core.evaluate import HELD
 from fednh.core.federation import Federation, build_federation, initial_state, load_data, test_sample
 from fednh.core.tree import Tree
+from fednh.data import scaling
 from fednh.data.agreement import not_agreed
 from fednh.data.batches import ClientData, Samples, samples_of, subset
 from fednh.data.dataset import Dataset, one_site
@@ -35,15 +37,17 @@ from fednh.errors import Refused, UserError
 from fednh.flower import leaving, messages
 from fednh.flower.layout import SiteFolder, StateFolder
 from fednh.flower.messages import Answer, Hello, Number, Order, Task
-from fednh.flower.policy import KEYS, Policy, read_policy
+from fednh.flower.policy import KEYS, Agreement, Policy, read_policy
+from fednh.models import parameters
 from fednh.storage import fingerprint
-from fednh.storage.files import expanded, read_tree, write_tree
+from fednh.storage.files import expanded, read_tree, write_bytes, write_tree
 from fednh.storage.layout import RunLayout
 from fednh.storage.model_file import write_model
 from fednh.storage.outcomes import Outcomes, write_outcomes
 from fednh.words import name_problem
 
 log = logging.getLogger("flwr")
+NEWEST = 2  # states that stay, whatever the server says
 
 
 @dataclass(frozen=True)
@@ -127,22 +131,48 @@ def _checked(key: str, setting: str, value: str) -> str:
 
 
 class Site:
-    """One site at work on one order."""
+    """One site at work on one order. `agreement` has what it agreed on before; None where there is nothing secret."""
 
-    def __init__(self, place: Place, toml: str, task: Task | None):
-        self.place = place
+    def __init__(self, place: Place, toml: str, task: Task | None, agreement: Agreement | None = None):
+        self.place, self.agreement = place, None if place.divided else agreement
         self.config = _config(toml, place)
+        if self.agreement is not None:
+            self.agreement.check(self.config)
         self.shared = toml, replace(place, part=-1, site="" if place.divided else place.site), task
         self.fed = _federation(*self.shared)
         self.index = self.fed.parts[max(place.part, 0)]
         self.kept = StateFolder(place.home).kept(self.config.federation.name, place.site)
+        if len(self.index) < self.fewest:
+            raise Refused(f"it would train on fewer samples than the {self.fewest} of its policy (allow.samples)")
 
-    def hello(self) -> Hello:
-        """The site's name and the form of its data; file names of its own data are not disclosed."""
+    @property
+    def fewest(self) -> int:
+        """The fewest samples behind any number that leaves; parts of public sets are no secret."""
+        return 1 if self.place.policy is None or self.place.divided else self.place.policy.samples
+
+    def hello(self) -> tuple[Hello, int]:
+        """The site's name and the form of its data, and how often it has said so; file names are not disclosed.
+
+        A site with its own data repeats its first greeting, so that no two of them can be compared.
+        """
         divided = self.place.divided
         name = self.fed.dataset.name if divided else self.config.federation.name
         site = self.fed.sites[self.place.part] if divided and self.fed.sites else self.place.site
-        return Hello(site, Task.of(self.fed, name, divided), self.place.part)
+        task, times = Task.of(self.fed, name, divided), 1
+        if not divided:
+            mean, std = statistics(data := _own_data(*self.shared[:2]), self.fewest)
+            task = replace(task, scale=data.scale, mean=mean, std=std)
+        if self.agreement is not None:
+            first, times = self.agreement.keep(self.config, json.loads(task.text()))
+            task = self._first(Task.read(json.dumps(first)), task)
+        return Hello(site, task, self.place.part), times
+
+    @staticmethod
+    def _first(said: Task, task: Task) -> Task:
+        """The first greeting's task, if it still describes the data."""
+        if (said.shape, said.classes, said.preprocessing) != (task.shape, task.classes, task.preprocessing):
+            raise Refused("the form of its data is not that of its first greeting; its owner must agree anew")
+        return said
 
     def read(self, content: RecordDict) -> tuple[Tree, Tree]:
         """The broadcast and the rest of the global model; tensors of another form than the config's are refused."""
@@ -153,10 +183,9 @@ class Site:
 
     def answer(self, order: Order, down: Tree, more: Tree) -> Answer:
         """Evaluate, train, save the state; `more` is the part of the global model that the broadcast lacks."""
-        policy = self.place.policy
-        if policy is not None:
-            policy.check_order(order)
-        return leaving.allowed(self._answer(order, down, more), policy)
+        if self.agreement is not None:
+            self.agreement.keep(self.config)
+        return leaving.allowed(self._answer(order, down, more), self.place.policy)
 
     def _answer(self, order: Order, down: Tree, more: Tree) -> Answer:
         self._tell_changed_data(order)
@@ -175,8 +204,7 @@ class Site:
             log.warning("round %d: %s is not finite: no state is saved, and the server refuses it", order.round, what)
             loss = math.nan  # the upload may be finite: the loss tells the server to refuse it
         else:
-            write_tree(self.kept.state(order.round), update.keep)
-        self._forget(order.since)
+            self._keep(order.round, update.keep, order.since)
         return Answer(order.client, order.round, update.upload, update.samples, loss, update.gradient_norm, figures)
 
     def _update(self, client: int, round_: int, kept: Tree, down: Tree) -> clients.Update:
@@ -186,7 +214,7 @@ class Site:
         return clients.update(self.fed.method, self.fed.net, kept, down, data, self.config.train.sgd(round_), look)
 
     def _data(self, client: int, round_: int, purpose: str) -> ClientData:
-        return ClientData(self.fed.train, self.index, self.config.seed, round_, client, purpose)
+        return ClientData(self.fed.train, self.index, self.config.seed, round_, client, purpose, self.fewest)
 
     # --- evaluation --------------------------------------------------------------------------------------------
 
@@ -201,7 +229,8 @@ class Site:
         shared = None if shared is None else {**shared, **more}
         person = clients.measured(fed.method, fed.net, order.client, data, model, shared, test, held)
         self._keep_outcomes(person.outcomes, order)
-        numbers: dict[str, Number | None] = {key: getattr(person, key) for key in ("pm_v", "pm_l", *HELD)}
+        keys = (*(("pm_v", "pm_l") if len(test) >= self.fewest else ()), *(HELD if len(held) >= self.fewest else ()))
+        numbers: dict[str, Number | None] = {key: getattr(person, key) for key in keys}
         if self.place.divided and person.per_class is not None:  # -1: the test set lacks the class
             numbers["per_class"] = [-1.0 if right is None else right for right in person.per_class]
         if order.final and shared is not None and not self.place.divided and len(data) >= novelty.FEWEST:
@@ -266,6 +295,11 @@ class Site:
             log.warning("no state is left in %s: this site starts anew", self.kept.path)
         return self.fed.method.enroll(self._initial())
 
+    def state(self, last: int) -> bytes:
+        """The file of the state that the site kept after round `last`; empty if there is none."""
+        path = self.kept.state(last)
+        return path.read_bytes() if path.exists() else b""
+
     def _tell_changed_data(self, order: Order) -> None:
         """Warn in the site's log if its data have changed since earlier rounds: the held-out samples change too."""
         if self.place.run is not None or self.fed.as_read is None:  # a simulation compares them once, at its start
@@ -278,10 +312,21 @@ class Site:
                 told,
             )
 
-    def _forget(self, since: int) -> None:
-        for round_, path in self.kept.states().items():
-            if round_ < since:
-                path.unlink(missing_ok=True)
+    def _keep(self, round_: int, tree: Tree, since: int) -> None:
+        """Write a round's state, and delete the oldest one if the server no longer needs it (`since`).
+
+        A server must not be able to destroy what a site has learned: one new state pushes out at most one old one, the
+        newest two always stay, and a state that is replaced by another one of the same round is set aside.
+        """
+        path, aside = self.kept.state(round_), self.kept.replaced(round_)
+        before = self.state(round_)
+        write_tree(path, tree)
+        if before and before != path.read_bytes() and not aside.exists():
+            write_bytes(aside, before)
+        oldest, *others = self.kept.states()
+        if oldest < since and len(others) >= NEWEST:
+            self.kept.state(oldest).unlink()
+            self.kept.replaced(oldest).unlink(missing_ok=True)
 
 
 def _config(toml: str, place: Place) -> Config:
@@ -294,31 +339,57 @@ def _config(toml: str, place: Place) -> Config:
     return config.model_copy(update={"device": place.device or config.device, "data": data})
 
 
+def statistics(data: Dataset, fewest: int) -> scaling.Scaling:
+    """The mean and deviation that a site tells of its features or channels: of all its samples, or none of few."""
+    if len(data.y_train) < fewest:
+        raise Refused(f"it has fewer samples than the {fewest} of its policy (allow.samples)")
+    if not data.fitted:
+        return scaling.Scaling(data.mean, data.std)
+    return scaling.statistics(data.x_train, data.scale, data.preprocessing, fewest)
+
+
 @lru_cache(maxsize=2)
-def _federation(toml: str, place: Place, task: Task | None) -> Federation:
-    """The site's data, network and method, loaded once per process; the parts of a divided set share it."""
-    config = _config(toml, place)
-    if place.data is None:
-        with _discreet(place):
-            return build_federation(
-                config.model_copy(update={"partition": _changed(config.partition, clients=place.parts)})
-            )
-    config = config.model_copy(
-        update={
-            "data": _changed(config.data, name=place.data),
-            "partition": _changed(config.partition, name="site"),
-        }
-    )
+def _own_data(toml: str, place: Place) -> Dataset:
+    """The samples of a site with its own source, as they were read; loaded once per process."""
+    config = _own_config(toml, place)
     with _discreet(place):
         data = one_site(_loaded(config), place.site)
     if place.policy is not None and (words := not_agreed(data, config.data.classes, config.data.columns)):
         raise Refused(f"this site discloses nothing about its data that is not agreed: {words}")
+    return data
+
+
+def _own_config(toml: str, place: Place) -> Config:
+    config = _config(toml, place)
+    data, partition = _changed(config.data, name=place.data), _changed(config.partition, name="site")
+    return config.model_copy(update={"data": data, "partition": partition})
+
+
+@lru_cache(maxsize=2)
+def _federation(toml: str, place: Place, task: Task | None) -> Federation:
+    """The site's data, network and method, loaded once per process; the parts of a divided set share it."""
+    if place.data is None:
+        config = _config(toml, place)
+        config = config.model_copy(update={"partition": _changed(config.partition, clients=place.parts)})
+        with _discreet(place):
+            data = load_data(config)
+            _check_size(config, place, data)
+            return build_federation(config, data)
+    config, data = _own_config(toml, place), _own_data(toml, place)
     if task is not None:
         if (data.shape, data.classes) != (task.shape, task.classes):
             raise Refused("this site's data has another shape or other classes than the federation agreed on")
         data = replace(data, scale=task.scale, mean=task.mean, std=task.std, fitted=False)
     with _discreet(place):
+        _check_size(config, place, data)
         return build_federation(config, data)
+
+
+def _check_size(config: Config, place: Place, data: Dataset) -> None:
+    """Refuse a model that is larger than the site allows, before any of it is built."""
+    if place.policy is not None:
+        model = config.model
+        place.policy.check_parameters(parameters(model.name, data.shape, data.num_classes, model.args))
 
 
 @contextmanager

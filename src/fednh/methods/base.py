@@ -99,6 +99,11 @@ class Method(ABC):
         return ()
 
     @property
+    def tells_counts(self) -> bool:
+        """Whether an upload holds how many samples of each class a client has; sites refuse it unless told otherwise."""
+        return bool(self.counted)
+
+    @property
     def kept_is_trained(self) -> bool:
         """Whether a round changes what a client keeps. If not, a newcomer's personal model needs no round before it."""
         return True

@@ -55,6 +55,10 @@ class FedPAC(Method):
     lam: Annotated[float, Field(ge=0)] = 1.0  # lambda, the pull towards the global centroids
     head_epochs: Annotated[int, Field(ge=0)] = 1  # epochs on the head, before train.epochs on the body
 
+    @property
+    def tells_counts(self) -> bool:
+        return True  # the last column of `sums`
+
     def init(self, net: Net, rng: torch.Generator) -> Tree:
         return {
             **net.init(rng),

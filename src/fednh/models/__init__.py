@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from fednh.core.imports import imported_class
@@ -21,7 +22,7 @@ from fednh.models.split import Split, check_head, find_head, is_split
 
 MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": MLP, "conv2": Conv2, "cnn": CNN, "resnet18": ResNet18}
 
-__all__ = ["MODELS", "Net", "build_net", "choose"]
+__all__ = ["MODELS", "Net", "build_net", "choose", "parameters"]
 
 
 def choose(shape: tuple[int, ...]) -> str:
@@ -48,12 +49,45 @@ def build_net(
     `n_classes`, whichever its constructor has as parameters, and with `args`. It has .body and .head, or `head` names
     its last linear layer, or that layer is found. For `norm`, `weights` and `convolution` see Net.
     """
+    name, make = _maker(name, shape, num_classes, args)
+    if name in MODELS and head is not None:
+        raise UserError(f"model.head = {head!r} is for models of your own; {name} has a head")
+    if name not in MODELS:
+        whole = seeded(make, 0)
+        if head is None and name.startswith(from_timm.PREFIX):
+            head = from_timm.classifier(name, whole)
+        elif head is None and not is_split(whole):
+            head = find_head(name, whole, num_classes)
+        if head is not None:
+            check_head(name, whole, head, shape)
+    build = make if head is None else lambda: Split(make(), str(head))
+    return Net(build, shape, num_classes, name, head=head, norm=norm, weights=weights, convolution=convolution)
+
+
+def parameters(name: str, shape: tuple[int, ...], num_classes: int, args: Mapping[str, Any] | None = None) -> int:
+    """How many parameters a model has, counted on PyTorch's meta device, which needs no memory for them.
+
+    A class of one's own that cannot be made there is made as it is.
+    """
+    name, make = _maker(name, shape, num_classes, args)
+    try:
+        with torch.device("meta"):
+            module = make()
+    except UserError:
+        if name in MODELS or name.startswith(from_timm.PREFIX):
+            raise
+        module = make()
+    return sum(each.numel() for each in (*module.parameters(), *module.buffers()))
+
+
+def _maker(
+    name: str, shape: tuple[int, ...], num_classes: int, args: Mapping[str, Any] | None
+) -> tuple[str, Callable[[], nn.Module]]:
+    """The name of the model, which "auto" leaves open, and what makes its module."""
     name = choose(shape) if name == "auto" else name
     if (name in ("conv2", "cnn", "resnet18") or name.startswith(from_timm.PREFIX)) and len(shape) != 3:
         raise UserError(f"model.name = {name!r} needs images, but the data are vectors of {shape[0]} values; use 'mlp'")
     factory = MODELS.get(name) or _factory(name)
-    if name in MODELS and head is not None:
-        raise UserError(f"model.head = {head!r} is for models of your own; {name} has a head")
     offered = {"shape": shape, "input_shape": shape, "num_classes": num_classes, "n_classes": num_classes}
     arguments = _arguments(name, factory, offered, dict(args or {}))
 
@@ -66,16 +100,7 @@ def build_net(
             raise UserError(f"model {name} gave a {type(module).__name__}, not a torch.nn.Module")
         return module
 
-    if name not in MODELS:
-        whole = seeded(make, 0)
-        if head is None and name.startswith(from_timm.PREFIX):
-            head = from_timm.classifier(name, whole)
-        elif head is None and not is_split(whole):
-            head = find_head(name, whole, num_classes)
-        if head is not None:
-            check_head(name, whole, head, shape)
-    build = make if head is None else lambda: Split(make(), str(head))
-    return Net(build, shape, num_classes, name, head=head, norm=norm, weights=weights, convolution=convolution)
+    return name, make
 
 
 def _factory(path: str) -> Callable[..., nn.Module]:
