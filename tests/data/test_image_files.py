@@ -328,7 +328,7 @@ def test_a_site_says_how_its_own_files_are_read(tmp_path: Path, caplog: pytest.L
     agreed = {"data.classes": ["ill", "well"], "data.size": 1, "data.fit": "crop", "data.holdout": 0.0}
     asked = {**agreed, "data.on_bad": "skip", "data.layout": "CLASS/*", "data.name": "own", "partition.min_samples": 1}
     config = load_config(None, asked)
-    node = {"data": f"folder:{root}", "site": "ward", "state": str(tmp_path / "state")}
+    node = {"data": f"folder:{root}", "site": "ward", "state": str(tmp_path / "state"), "allow.samples": 2}
     with pytest.raises(UserError, match="its data cannot be used"):
         Site(read_place(node), dump(config), None)
     assert "holds the class 'p0'" in caplog.text

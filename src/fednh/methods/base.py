@@ -100,7 +100,7 @@ class Method(ABC):
 
     @property
     def tells_counts(self) -> bool:
-        """Whether an upload holds how many samples of each class a client has; sites refuse it unless told otherwise."""
+        """Whether an upload holds how many samples of each class a client has; sites refuse that by default."""
         return bool(self.counted)
 
     @property

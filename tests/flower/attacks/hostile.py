@@ -11,6 +11,7 @@ from wire import Wire, deployed, server_identity, travelled
 
 from fednh.config import Config, dump, load
 from fednh.core.federation import initial_state, network
+from fednh.core.tree import Tree
 from fednh.flower import messages, signing
 from fednh.flower.arrays import to_arrays
 from fednh.flower.bounds import GREETING
@@ -37,6 +38,8 @@ class Scene:
         }
         self.wire: Wire = deployed(folder, self.nodes)
         self.server: Identity = server_identity(folder)
+        self.agreed: messages.Task | None = None  # what orders say is agreed; None: what the site greets with
+        self.wrong: Tree = {}  # tensors that replace those of the broadcast
 
     def signed(
         self, content: RecordDict, node: int = 11, kind: str = QUERY, round_: int = 0, site: str = ""
@@ -52,10 +55,12 @@ class Scene:
 
     def ordered(self, config: Config, order: messages.Order) -> Message:
         """What `a` answers to an order of the real server."""
-        hello = self.deliver(self.signed(question(dump(config))))
-        agreed = messages.Hello.read(signing.unsealed(hello.content)).task
+        agreed = self.agreed
+        if agreed is None:
+            hello = self.deliver(self.signed(question(dump(config))))
+            agreed = messages.Hello.read(signing.unsealed(hello.content)).task
         net, method = network(config, agreed.shape, len(agreed.classes)), config.build_method()
-        down = to_arrays(method.broadcast(initial_state(method, net, config.seed)))
+        down = to_arrays({**method.broadcast(initial_state(method, net, config.seed)), **self.wrong})
         content = order.write(dump(config), agreed, down, to_arrays({}))
         kind = "train" if order.round else "evaluate"
         return self.deliver(self.signed(content, kind=kind, round_=order.round or order.evaluate, site="a"))

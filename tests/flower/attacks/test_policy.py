@@ -214,9 +214,9 @@ def test_creff_trains_at_the_server() -> None:
 
 def test_rounds_are_counted_whatever_the_server_calls_them(tmp_path: Path) -> None:
     scene, config = Scene(tmp_path, **{"allow.rounds": 2}), config_of()
-    one = Order(client=0, round=1)
-    assert [problem(scene.ordered(config, one)) for _ in range(2)] == ["", ""]
-    assert "has trained 2 rounds, and its site.toml allows no more" in problem(scene.ordered(config, one))
+    assert [problem(scene.ordered(config, Order(client, round=1))) for client in (0, 1)] == ["", ""]
+    said = problem(scene.ordered(config, Order(client=2, round=1)))
+    assert "has trained 2 rounds, and its site.toml allows no more" in said
     assert problem(scene.ordered(config, Order(client=0, evaluate=2, last=1))) == "", "evaluating goes on"
     assert "round 3 is beyond the 2" in problem(scene.ordered(config, Order(client=0, evaluate=3)))
 
@@ -279,6 +279,9 @@ def test_a_federation_trains_without_the_metrics_of_one_site(tmp_path: Path) -> 
         ({"allow.epochs": True}, "allow.epochs = True should be a whole number"),
         ({"allow.sites": "3"}, "allow.sites = '3' should be a whole number"),
         ({"allow.methods": 3}, "allow.methods = 3 should be a text"),
+        ({"allow.samples": 0}, "allow.samples = 0 should be a whole number"),
+        ({"allow.parameters": "10"}, "allow.parameters = '10' should be a whole number"),
+        ({"allow.counts": "no"}, "allow.counts = 'no' should be true or false"),
         ({"allow.metrics": "loss, accuracy"}, "allow.metrics has 'accuracy'; metrics are samples, loss"),
         ({"allow.privacy": "dp"}, "this version of fednh has no privacy mechanism"),
     ],
@@ -294,25 +297,37 @@ def test_a_rule_with_a_slip_of_the_pen_is_refused(tmp_path: Path) -> None:
     assert Scene(tmp_path, **{"allow.round": 3}).asked(config_of()).startswith("UserError")
 
 
-def test_a_new_sites_rules_are_what_the_owner_reads(tmp_path: Path) -> None:
-    """The file that init writes, as Flower reads it; each rule in it, without its mark, is one that is enforced."""
+@pytest.mark.parametrize("own", [True, False])
+def test_a_new_sites_rules_allow_just_what_was_agreed(own: bool, tmp_path: Path) -> None:
+    """The file that init writes, as Flower reads it."""
     from flwr.common.config import parse_config_args
 
-    config = config_of(**{**COLUMNS, "data.label": "diagnosis", "data.name": "own"})
-    text = site_toml({"site": "a", "state": "s", "data": "csv:/t.csv"}, config)
+    more = {**COLUMNS, "data.label": "diagnosis", "data.name": "own"} if own else {}
+    config = config_of(**more, **{"method.name": "fedrep", "method.head_epochs": 3, "model.name": "mlp"})
+    text = site_toml({"site": "a", "state": "s", **({"data": "csv:/t.csv"} if own else {})}, config)
     (tmp_path / "site.toml").write_text(text)
-    plain = read_policy(parse_config_args([str(tmp_path / "site.toml")]))
-    assert (plain.label, plain.columns, plain.federation) == ("diagnosis", ("age", "sex"), "fednh")
-    assert (plain.methods, plain.rounds, plain.metrics) == (tuple(METHODS), None, METRICS)
-    (tmp_path / "site.toml").write_text(text.partition("[allow]")[0] + "[allow]" + _with_rules(text))
     rules = read_policy(parse_config_args([str(tmp_path / "site.toml")]))
-    assert (rules.methods, rules.models, rules.rounds, rules.epochs, rules.sites) == (("fedavg",), ("mlp",), 2, 1, 2)
-    assert rules.metrics == ("samples", "loss", "held_macro", "held_share")
-    assert rules.config(dump(config), "csv:/t.csv").data.label == "diagnosis"
+    assert (rules.label, rules.columns) == (("diagnosis", ("age", "sex")) if own else (None, None))
+    assert (rules.federation, rules.set) == ("fednh", None if own else "digits")
+    assert (rules.methods, rules.models, rules.rounds, rules.epochs, rules.sites) == (("fedrep",), ("mlp",), 2, 3, 2)
+    assert (rules.samples, rules.counts, rules.parameters) == (10, False, 100_000_000)
+    assert set(METRICS) - set(rules.metrics) == {"gradient_norm", "novelty", *(["per_class"] if own else [])}
+    source = "csv:/t.csv" if own else None
+    rules.config(dump(config), source)
+    for key, value in (("rounds", 3), ("train.epochs", 4), ("method.name", "fedavg"), ("federation.min_clients", 1)):
+        with pytest.raises(Refused):
+            rules.config(dump(config_of(**{**more, "method.name": "fedrep", "model.name": "mlp", key: value})), source)
 
 
-def _with_rules(text: str) -> str:
-    return text.partition("[allow]")[2].replace("\n# ", "\n")
+@pytest.mark.parametrize("name", METHODS)
+def test_the_rules_of_a_new_site_allow_every_method_that_was_agreed(name: str, tmp_path: Path) -> None:
+    from flwr.common.config import parse_config_args
+
+    config = config_of(**{"method.name": name, "model.name": "mlp"})
+    (tmp_path / "site.toml").write_text(site_toml({"site": "a", "state": "s"}, config))
+    rules = read_policy(parse_config_args([str(tmp_path / "site.toml")]))
+    assert rules.config(dump(config), None).method == config.method
+    assert rules.counts == (name == "fedpac")
 
 
 def test_flower_takes_a_node_config_as_we_write_it(tmp_path: Path) -> None:

@@ -2,53 +2,452 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import math
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import Message
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from hostile import Scene, config_of, problem, question
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fednh.config import dump
-from fednh.flower.messages import Hello
+from fednh.config import Config, dump
+from fednh.config.schema import build_method
+from fednh.core.checks import _Still
+from fednh.data.batches import ClientData, Samples
+from fednh.errors import Refused
+from fednh.flower import messages
+from fednh.flower import site as sites
+from fednh.flower.arrays import to_tree
+from fednh.flower.messages import Answer, Hello, Order
 from fednh.flower.signing import unsealed
+from fednh.methods import METHODS, Method
+from fednh.models import build_net
+from fednh.storage.files import read_tree
 
 ROWS = 100
-RULES = {"allow.rounds": 5, "allow.epochs": 2, "allow.sites": 2, "allow.methods": "fedavg"}
+RULES = {"allow.rounds": 5, "allow.epochs": 2, "allow.sites": 2, "allow.methods": "fedavg, fednh"}
 
 
 def rows() -> NDArray[np.float64]:
-    return np.random.default_rng(5).normal(size=(ROWS, 3)).round(4) * 10
+    return (np.random.default_rng(5).normal(size=(ROWS, 3)) * 10).round(3)
 
 
-def site(folder: Path, **more: Any) -> Scene:
+def lines(count: int = ROWS) -> list[str]:
+    return [f"{a:.3f},{b:.3f},{c:.3f},{n % 2}" for n, (a, b, c) in enumerate(rows()[:count])]
+
+
+def site(folder: Path, count: int = ROWS, **more: Any) -> Scene:
     """A site with 100 rows of three features and two classes, whose owner allows little."""
-    lines = [f"{a:.3f},{b:.3f},{c:.3f},{n % 2}" for n, (a, b, c) in enumerate(rows())]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "t.csv").write_text("\n".join(["a,b,c,label", *lines]) + "\n")
+    (folder / "t.csv").write_text("\n".join(["a,b,c,label", *lines(count), ""]))
     return Scene(folder, **{"data": f"csv:{folder}/t.csv", **RULES, **more})
 
 
-def greeting(reply: Message) -> Hello | None:
-    return None if problem(reply) else Hello.read(unsealed(reply.content))
+def ask(scene: Scene, **settings: Any) -> Message:
+    return scene.deliver(scene.signed(question(dump(config_of(**settings)))))
 
 
-def recovered(greetings: list[Hello]) -> int:
-    """Rows of which all values are the mean plus or minus the deviation in one greeting, as with two samples."""
-    found = set()
-    for hello in greetings:
-        mean, std = np.array(hello.task.mean), np.array(hello.task.std)
-        near = np.isclose(rows(), mean + std, atol=2e-3) | np.isclose(rows(), mean - std, atol=2e-3)
-        found |= set(np.flatnonzero(near.all(axis=1)))
-    return len(found)
+def greeting(reply: Message) -> Hello:
+    assert problem(reply) == ""
+    return Hello.read(unsealed(reply.content))
 
 
-def test_no_sequence_of_queries_gives_single_rows(tmp_path: Path) -> None:
-    """With other seeds and a large holdout two samples were left each time; their mean and deviation are the samples."""
-    scene, heard = site(tmp_path), []
-    for seed in range(60):
-        asked = config_of(seed=seed, **{"data.holdout": 0.999, "method.name": "fedavg"})
-        hello = greeting(scene.deliver(scene.signed(question(dump(asked)))))
-        heard += [] if hello is None else [hello]
-    assert recovered(heard) == 0
+def recovered(mean: NDArray[Any], std: NDArray[Any]) -> set[int]:
+    """Rows of which all values are the mean plus or minus the deviation, as with two samples."""
+    near = np.isclose(rows(), mean + std, atol=2e-3) | np.isclose(rows(), mean - std, atol=2e-3)
+    return {int(row) for row in np.flatnonzero(near.all(axis=1))}
+
+
+def agreed_file(scene: Scene) -> Path:
+    (file,) = (scene.folder / "state").glob("agreed-*.json")
+    return file
+
+
+# --- which samples count ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("holdout", [0.999, 0.98, None])
+def test_no_sequence_of_queries_gives_single_rows(holdout: float | None, tmp_path: Path) -> None:
+    """A large holdout once left two samples, whose mean and deviation are their values: 77 rows in 60 queries."""
+    scene, found = site(tmp_path), set[int]()
+    for seed in range(20):
+        reply = ask(scene, seed=seed, **({} if holdout is None else {"data.holdout": holdout}))
+        if not problem(reply):
+            task = greeting(reply).task
+            found |= recovered(np.array(task.mean), np.array(task.std))
+    assert found == set()
+
+
+def test_a_greeting_has_the_statistics_of_all_samples(tmp_path: Path) -> None:
+    task = greeting(ask(site(tmp_path), **{"data.holdout": 0.5})).task
+    assert task.mean == pytest.approx(rows().mean(axis=0).tolist(), abs=1e-5)
+    assert task.std == pytest.approx(rows().std(axis=0).tolist(), abs=1e-5)
+
+
+def test_a_greeting_is_made_once(tmp_path: Path) -> None:
+    """A patient more or less once was the difference of two greetings."""
+    scene = site(tmp_path, ROWS - 1)
+    first = greeting(ask(scene))
+    site(tmp_path)  # one row more
+    sites._own_data.cache_clear()
+    sites._federation.cache_clear()
+    assert greeting(ask(scene)) == first
+    log = [json.loads(line) for line in (tmp_path / "state/audit/a.jsonl").read_text().splitlines()]
+    assert [row["greeting"] for row in log if row["event"] == "joined"] == [1, 2]
+    agreed_file(scene).unlink()  # the owner's word
+    assert greeting(ask(scene)).task.mean != first.task.mean
+
+
+OTHERS: dict[str, Any] = {
+    "seed": 1,
+    "data.holdout": 0.5,
+    "data.test_share": 0.3,
+    "data.classes": ["0", "1"],
+    "partition.min_samples": 90,
+    "eval.samples": 1,
+}
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_what_decides_which_samples_count_is_agreed_once(key: str, tmp_path: Path) -> None:
+    """Also in an order: two trainings on different samples can be subtracted, too."""
+    scene = site(tmp_path)
+    assert problem(ask(scene)) == ""
+    said = problem(ask(scene, **{key: OTHERS[key]}))
+    assert said.startswith(f"refused: {key} = {OTHERS[key]!r}, but this site has agreed to ")
+    assert said.endswith(f"by deleting {agreed_file(scene).name} in its folder of state")
+    scene.agreed = greeting(ask(scene)).task
+    assert f"{key} = " in problem(scene.ordered(config_of(**{key: OTHERS[key]}), Order(0, round=1, sites=2)))
+    assert problem(ask(scene, rounds=1, **{"train.lr": 0.5})) == "", "how to train is not agreed in this way"
+
+
+def test_columns_are_agreed_once(tmp_path: Path) -> None:
+    scene = site(tmp_path, columns="a, b, c")
+    assert problem(ask(scene, **{"data.columns": {"a": "number", "b": "number"}})) == ""
+    assert "data.columns = {'a': 'number'}, but this site" in problem(ask(scene, **{"data.columns": {"a": "number"}}))
+
+
+def test_refusals_are_answers_too(tmp_path: Path) -> None:
+    """partition.min_samples, by halves, gave the number of samples; a list of classes, by guesses, their names."""
+    scene = site(tmp_path)
+    for number in range(10):
+        assert "own log says why" in problem(ask(scene, **{"partition.min_samples": 1000 - number}))
+    assert "own log says why" in problem(ask(scene, **{"partition.min_samples": 1000})), "the same question again"
+    assert "was asked about its samples in 10 different ways" in problem(ask(scene))
+    agreed_file(scene).unlink()
+    assert problem(ask(scene)) == ""
+
+
+def test_a_damaged_agreement_is_not_an_empty_one(tmp_path: Path) -> None:
+    scene = site(tmp_path)
+    assert problem(ask(scene)) == ""
+    agreed_file(scene).write_text("{}")
+    assert problem(ask(scene)).startswith("UserError")
+
+
+def test_an_order_before_any_greeting_agrees_too(tmp_path: Path) -> None:
+    scene = site(tmp_path)
+    scene.agreed = greeting(ask(scene)).task
+    agreed_file(scene).unlink()
+    assert problem(scene.ordered(config_of(), Order(0, round=1, sites=2))) == ""
+    assert "seed = 3, but this site has agreed to 0" in problem(ask(scene, seed=3))
+
+
+# --- how many samples are behind a number ----------------------------------------------------------------------------
+
+
+def test_a_feature_that_few_samples_have_is_not_told(tmp_path: Path) -> None:
+    """The mean and deviation of two values are the values."""
+    scene = site(tmp_path)
+    cells = [line.split(",") for line in lines()]
+    table = [",".join((a, b, c if n < 2 else "", label)) for n, (a, b, c, label) in enumerate(cells)]
+    (tmp_path / "t.csv").write_text("\n".join(["a,b,c,label", *table, ""]))
+    task = greeting(ask(scene)).task
+    assert (task.mean[2], task.std[2]) == (0.0, 1.0)
+    assert task.mean[0] == pytest.approx(rows()[:, 0].mean(), abs=1e-5)
+
+
+def test_few_samples_are_not_trained_on(tmp_path: Path) -> None:
+    few = {"partition.min_samples": 1}
+    assert "fewer samples than the 10" in problem(ask(site(tmp_path / "few", 9), **few))
+    assert "fewer samples than the 10" in problem(ask(site(tmp_path / "held"), **{"data.holdout": 0.95}))
+    assert problem(ask(site(tmp_path / "own", 9, **{"allow.samples": 5}), **{**few, "data.holdout": 0.0})) == ""
+
+
+def test_metrics_of_few_held_out_samples_stay(tmp_path: Path) -> None:
+    """The accuracy on one sample says whether a model of the server's choice is right about it."""
+    scene, order = site(tmp_path), Order(0, evaluate=1)
+    reply = scene.ordered(config_of(**{"data.holdout": 0.06}), order)
+    assert set(reply.content["figures"]) == {"samples"}  # type: ignore[arg-type]
+    agreed_file(scene).unlink()
+    reply = scene.ordered(config_of(**{"data.holdout": 0.2}), order)
+    assert {"samples", "held_macro", "held_share"} <= set(reply.content["figures"])  # type: ignore[arg-type]
+
+
+def test_small_batches_are_refused(tmp_path: Path) -> None:
+    said = problem(ask(site(tmp_path), **{"train.batch_size": 1}))
+    assert said == "refused: train.batch_size = 1 is less than the 10 of this site (allow.samples)"
+
+
+def test_the_last_batch_has_no_single_sample(tmp_path: Path) -> None:
+    """With lr * weight_decay = 1 the upload is the gradient of the last batch: of one sample, if 99 fill the others."""
+    scene = site(tmp_path)
+    training = {"batch_size": 33, "lr": 1.0, "weight_decay": 1.0, "momentum": 0.0, "clip": 0.0, "epochs": 1}
+    config = config_of(**{"data.holdout": 0.0, **{f"train.{key}": value for key, value in training.items()}})
+    reply = scene.ordered(config, Order(0, round=1, sites=2))
+    assert problem(reply) == ""
+    arrays = reply.content["upload"]
+    assert isinstance(arrays, ArrayRecord)
+    upload = to_tree(arrays, "cpu")
+    weight = next(value for name, value in upload.items() if name.startswith("body") and value.ndim == 2)
+    bias = next(value for name, value in upload.items() if name.startswith("body") and value.ndim == 1)
+    seen = (weight / bias[:, None]).double().numpy() * rows().std(axis=0) + rows().mean(axis=0)  # (8, 3)
+    found = [row for row in seen if np.isclose(rows(), row, atol=0.05).all(axis=1).any()]
+    assert found == [], "a row of the table is in the upload"
+
+
+@given(st.integers(1, 200), st.integers(1, 70), st.integers(1, 20))
+def test_no_batch_is_smaller_than_allowed(count: int, batch: int, fewest: int) -> None:
+    x, one = torch.zeros(count, 1), torch.ones(1)
+    samples = Samples(x, torch.zeros(count, dtype=torch.int64), 1, one, one * 0, augment=False)
+    data = ClientData(samples, np.arange(count), fewest=fewest)
+    if fewest > 1 and min(batch, count) < fewest:
+        with pytest.raises(Refused, match="samples at a time are fewer than"):
+            next(data.shuffled(batch))
+        return
+    sizes = [len(y) for _, y in data.shuffled(batch)]
+    assert sum(sizes) == count
+    assert min(sizes) >= fewest
+    assert max(sizes) < batch + fewest
+    plain = [len(chunk) for chunk in torch.split(torch.arange(count), batch)]
+    assert sizes == plain or 0 < count % batch < fewest
+
+
+def test_no_draw_is_smaller_than_allowed() -> None:
+    """FedALA learns its mixture on a share of the samples, which the server sets."""
+    x, one = torch.zeros(50, 1), torch.ones(1)
+    samples = Samples(x, torch.zeros(50, dtype=torch.int64), 1, one, one * 0, augment=False)
+    data = ClientData(samples, np.arange(50), fewest=10)
+    for share, batch in ((0.01, 10), (1.0, 3)):
+        with pytest.raises(Refused, match="samples at a time are fewer than the 10"):
+            next(data.drawn(share, batch))
+    assert [len(y) for _, y, _ in data.drawn(0.5, 12)] == [12, 13]
+
+
+# --- how often -------------------------------------------------------------------------------------------------------
+
+
+def test_evaluations_are_counted(tmp_path: Path) -> None:
+    """An accuracy under weights of the server's choice answers any question about the held-out samples."""
+    scene = Scene(tmp_path, **{"allow.rounds": 2})
+    for client in (0, 1):
+        assert problem(scene.ordered(config_of(), Order(client, evaluate=1))) == ""
+    said = problem(scene.ordered(config_of(), Order(2, evaluate=1)))
+    assert said == "refused: this site has evaluated 2 rounds, and its site.toml allows no more"
+    assert problem(scene.ordered(config_of(), Order(1, round=1))) == "", "training is counted by itself"
+
+
+def test_a_repeated_order_counts_once(tmp_path: Path) -> None:
+    """A server that starts again from a checkpoint repeats orders; their answers say nothing new."""
+    scene, order = Scene(tmp_path, **{"allow.rounds": 1}), Order(0, round=1)
+    first, again = (scene.ordered(config_of(rounds=1), each) for each in (order, Order(0, round=1, since=1, sites=2)))
+    one, two = (to_tree(reply.content["upload"], "cpu") for reply in (first, again))  # type: ignore[arg-type]
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert "has trained 1 rounds" in problem(scene.ordered(config_of(rounds=1, **{"train.lr": 0.5}), order))
+    assert "has trained 1 rounds" in problem(scene.ordered(config_of(rounds=1), Order(1, round=1)))
+
+
+def test_what_is_refused_or_fails_is_not_counted(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, **{"allow.rounds": 1, "allow.sites": 2})
+    for _ in range(3):
+        assert "trains only with 2 or more" in problem(scene.ordered(config_of(rounds=1), Order(0, round=1, sites=1)))
+        scene.wrong = {"head.bias": torch.zeros(3)}
+        assert problem(scene.ordered(config_of(rounds=1), Order(0, round=1, sites=2))).startswith("ValueError")
+        scene.wrong = {}
+    assert problem(scene.ordered(config_of(rounds=1), Order(0, round=1, sites=2))) == ""
+    assert "has trained 1 rounds" in problem(scene.ordered(config_of(rounds=1), Order(1, round=1, sites=2)))
+
+
+def test_an_order_of_next_year_does_not_shut_out_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(tmp_path)
+    day, now = 24 * 3600 * 10**9, time.time_ns()
+    for ahead, words in ((2 * day, "dated more than a day ahead"), (365 * day, "dated more than a day ahead")):
+        monkeypatch.setattr(scene.server.signer, "_last", now + ahead)
+        assert words in scene.asked(config_of())
+    monkeypatch.setattr(scene.server.signer, "_last", 0)
+    assert scene.asked(config_of()) == ""
+
+
+# --- what an upload says ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method.name": "fednh", "method.aggregation": "count"},
+        {"method.name": "fedprior", "method.aggregation": "count"},
+        {"method.name": "fedpac"},
+    ],
+    ids=lambda settings: settings["method.name"],
+)
+def test_an_allowed_method_is_not_widened_to_class_counts(settings: dict[str, Any], tmp_path: Path) -> None:
+    name = settings["method.name"]
+    closed = Scene(tmp_path / "closed", **{"allow.methods": name})
+    said = closed.asked(config_of(**settings))
+    assert said.startswith(f"refused: method.name = {name!r} with these settings uploads how many samples")
+    assert said.endswith("(allow.counts of its site.toml)")
+    assert Scene(tmp_path / "open", **{"allow.methods": name, "allow.counts": True}).asked(config_of(**settings)) == ""
+
+
+def variants() -> list[tuple[str, Method]]:
+    counting = ({"name": name, "aggregation": "count"} for name in ("fednh", "fedprior"))
+    by_count = [(f"{section['name']} by count", build_method(section)) for section in counting]
+    return [*((name, build_method({"name": name})) for name in METHODS), *by_count]
+
+
+@pytest.mark.parametrize(("name", "method"), variants(), ids=lambda value: value if isinstance(value, str) else "")
+def test_a_method_says_whether_its_upload_has_the_counts(name: str, method: Method) -> None:
+    """Every sample twice changes no mean, but every count."""
+    net = build_net("mlp", (3,), 2, {"hidden": [4]})
+    x = torch.from_numpy(rows()[:20].astype(np.float32))
+    one, y = torch.ones(1), torch.arange(20) % 2
+    samples = Samples(x, y, 2, one, one * 0, augment=False)
+    server = method.init(net, torch.Generator().manual_seed(0))
+    kept, received = method.enroll(server), method.broadcast(server)
+    once, twice = (
+        method.client_update(net, kept, received, ClientData(samples, np.tile(np.arange(20), n)), _Still())[1]
+        for n in (1, 2)
+    )
+    ratios = [float((twice[key].norm() / once[key].norm()).nan_to_num(1.0)) for key in once]
+    assert any(math.isclose(ratio, 2.0, rel_tol=0.01) for ratio in ratios) == method.tells_counts
+
+
+# --- what it costs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_model_is_counted_before_it_is_built(own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers of 20,000 once took 3.4 GB at the site, in a query."""
+
+    def built(*_: object) -> None:
+        raise AssertionError("it was built")
+
+    monkeypatch.setattr(sites, "build_federation", built)
+    scene = site(tmp_path) if own else Scene(tmp_path)
+    said = scene.asked(config_of(**{"model.args": {"hidden": [20000, 20000]}}))
+    assert "parameters, more than the 100,000,000 that this site allows (allow.parameters of its site.toml)" in said
+    assert "characters" in scene.asked(config_of(**{"model.args": {"hidden": [1] * 10_000}}))
+
+
+def test_the_number_of_parameters_is_the_owners(tmp_path: Path) -> None:
+    number = 3 * 8 + 8 + 8 * 2  # the head has no bias
+    assert problem(ask(site(tmp_path / "enough", **{"allow.parameters": number}))) == ""
+    said = problem(ask(site(tmp_path / "few", **{"allow.parameters": number - 1})))
+    assert said.startswith(f"refused: the model has {number} parameters, more than the {number - 1} that this site")
+
+
+# --- what a site keeps -----------------------------------------------------------------------------------------------
+
+
+def states(scene: Scene) -> dict[str, bytes]:
+    found = sorted((scene.folder / "state/fednh/a").glob("*.round-*.safetensors"))
+    return {path.name.removesuffix(".safetensors"): path.read_bytes() for path in found}
+
+
+def test_the_server_cannot_delete_what_a_site_has_learned(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    for round_ in (1, 2, 3, 4):
+        assert problem(scene.ordered(config_of(), Order(0, round=round_, last=round_ - 1))) == ""
+    before = states(scene)
+    assert list(before) == [f"state.round-00000{n}" for n in (1, 2, 3, 4)]
+    assert problem(scene.ordered(config_of(), Order(0, round=5, last=4, since=10**9))) == ""
+    assert list(states(scene)) == [f"state.round-00000{n}" for n in (2, 3, 4, 5)], "one comes, one goes"
+    for round_ in (6, 7, 8, 9):
+        scene.ordered(config_of(), Order(0, round=round_, last=5, since=10**9))
+    assert list(states(scene)) == [f"state.round-00000{n}" for n in (6, 7, 8, 9)]
+
+
+def test_the_newest_two_states_stay(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    for round_ in (1, 2):
+        scene.ordered(config_of(), Order(0, round=round_, since=10**9))
+    assert list(states(scene)) == ["state.round-000001", "state.round-000002"]
+    scene.ordered(config_of(), Order(0, round=3, since=10**9))
+    assert list(states(scene)) == ["state.round-000002", "state.round-000003"]
+
+
+def test_a_state_that_is_replaced_is_set_aside(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.ordered(config_of(), Order(0, round=1))
+    first = states(scene)["state.round-000001"]
+    scene.ordered(config_of(), Order(0, round=1, since=1))
+    assert list(states(scene)) == ["state.round-000001"], "the same again"
+    for lr in (0.5, 0.7):
+        scene.ordered(config_of(**{"train.lr": lr}), Order(0, round=1))
+    assert states(scene)["replaced.round-000001"] == first
+    read_tree(scene.folder / "state/fednh/a/replaced.round-000001.safetensors")
+
+
+def test_a_file_that_is_gone_is_named_in_the_sites_own_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    scene = site(tmp_path)
+    scene.agreed = greeting(ask(scene)).task
+    (tmp_path / "t.csv").unlink()
+    sites._own_data.cache_clear()
+    sites._federation.cache_clear()
+    with caplog.at_level(logging.ERROR, "flwr"):
+        said = problem(scene.ordered(config_of(), Order(0, round=1, sites=2)))
+    assert "t.csv" in caplog.text
+    assert str(tmp_path) not in said
+    assert "own log" in said
+
+
+# --- what the server believes ----------------------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[str, Any]] = {
+    "pm_v": ("figures", 1e9),
+    "pm_l": ("figures", -1.0),
+    "held_share": ("figures", [50.0]),
+    "per_class": ("figures", [50.0, 101.0]),
+    "novelty": ("figures", [0.5, 2.0]),
+    "samples": ("figures", -5),
+    "../x": ("figures", 5.0),
+    "loss_sum": ("facts", -1e300),
+    "gradient_norm": ("facts", -1.0),
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_metrics_have_names_and_ranges(key: str) -> None:
+    record, value = WRONG[key]
+    fine = {"facts": {"client": 0, "round": 0, "loss_sum": 1.0}, "figures": {"pm_v": 50.0, "per_class": [-1.0, 100.0]}}
+    said = ConfigRecord({"format": messages.FORMAT})
+
+    def content() -> RecordDict:
+        return RecordDict({"said": said, **{name: MetricRecord(dict(row)) for name, row in fine.items()}})
+
+    assert Answer.read(content(), None).figures["pm_v"] == 50.0
+    fine[record][key] = value
+    with pytest.raises(ValueError, match="is not a metric" if key == "../x" else key):
+        Answer.read(content(), None)
+
+
+def test_a_config_of_the_server_is_what_is_compared() -> None:
+    """Every setting that decides which samples count is among those that are agreed."""
+    from fednh.flower.policy import SAFE_DATA, about_samples
+
+    found = about_samples(Config())
+    assert set(found) == {
+        "seed",
+        *(f"data.{key}" for key in SAFE_DATA),
+        "data.columns",
+        "partition.min_samples",
+        "eval.samples",
+    }
