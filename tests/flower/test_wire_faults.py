@@ -259,8 +259,8 @@ def test_a_site_that_joins_late(tmp_path: Path) -> None:
 
 def test_a_site_that_joins_late_receives_what_all_receive(tmp_path: Path) -> None:
     """FedPAC: those who took part receive heads of their own, a newcomer the mean of the heads of the last round."""
-    nodes = {k: {"partition-id": part, "num-partitions": 3, "site": site} for k, part, site in AT_TIMES}
-    wire = deployed(tmp_path, nodes)
+    places = {k: {"partition-id": part, "num-partitions": 3, "site": site} for k, part, site in AT_TIMES}
+    wire = deployed(tmp_path, {k: {**place, "allow.counts": True} for k, place in places.items()})
     late = wire.nodes.pop(9)
     config = small("fedpac", rounds=4, **{"participation.rate": 1.0, "eval.every": 0, "partition.clients": 3})
 
@@ -320,6 +320,7 @@ def test_a_site_whose_data_change_between_rounds_says_so_in_its_log(
     def changed(node: int, request: Message, reply: Message) -> Message:
         if request.metadata.group_id == "1" and node == 2:
             np.savez(tmp_path / "south.npz", x_train=x[:-1], y_train=y[:-1], classes=np.array(["a", "b"]))
+        site._own_data.cache_clear()
         site._federation.cache_clear()
         return reply
 

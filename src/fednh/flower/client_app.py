@@ -120,9 +120,10 @@ def _deployed(work: Handler, message: Message, context: Context) -> Message:
             content = work(Duty(place, order, book, agreement, events))
         reply = leave(content, events, seal)
     except Refused as error:
-        data = message.metadata
-        log.error("refused: %s (message %r of node %d)", one_line(str(error)), data.message_type[:50], data.src_node_id)
-        reply = leave(messages.sorry(f"refused: {error}", name), events, seal, refused=str(error))
+        data, cause = message.metadata, error.__cause__  # the cause may quote data: it stays in the site's own logs
+        why = str(error) if cause is None else f"{error}: {cause}"
+        log.error("refused: %s (message %r of node %d)", one_line(why), data.message_type[:50], data.src_node_id)
+        reply = leave(messages.sorry(f"refused: {error}", name), events, seal, refused=why)
     except Exception as error:
         log.error("this site could not do what it was asked", exc_info=error)
         sorry = messages.sorry(f"{type(error).__name__}; the site's own log says more", name)

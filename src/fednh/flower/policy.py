@@ -284,7 +284,7 @@ class Agreement:
                 )
 
     def _read(self) -> dict[str, Any]:
-        empty = {"settings": None, "asked": [], "greeting": None, "greetings": 0}
+        empty: dict[str, Any] = {"settings": None, "asked": [], "greeting": None, "greetings": 0}
         if not self._file.exists():
             return empty
         try:

@@ -114,7 +114,8 @@ class Work:
     def of(cls, content: RecordDict, state: bytes) -> Work:
         """The work of an order that starts from this state."""
         order = content.get("order")
-        asked = {key: value for key, value in (order or {}).items() if key not in ("since", "sites")}
+        told = order if isinstance(order, ConfigRecord) else ConfigRecord()
+        asked = {key: value for key, value in told.items() if key not in ("since", "sites")}
         total = hashlib.sha256(hashlib.sha256(state).digest())
         for part in _parts(RecordDict({**content, "order": ConfigRecord(asked)})):
             total.update(struct.pack(">Q", len(part)) + part)

@@ -404,7 +404,9 @@ def test_a_file_that_is_gone_is_named_in_the_sites_own_log(tmp_path: Path, caplo
     sites._federation.cache_clear()
     with caplog.at_level(logging.ERROR, "flwr"):
         said = problem(scene.ordered(config_of(), Order(0, round=1, sites=2)))
-    assert "t.csv" in caplog.text
+    assert "t.csv does not exist" in next(line for line in caplog.messages if line.startswith("refused"))
+    last = json.loads((tmp_path / "state/audit/a.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], "t.csv does not exist" in last["why"]) == ("refused", True)
     assert str(tmp_path) not in said
     assert "own log" in said
 
