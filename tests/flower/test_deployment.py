@@ -171,10 +171,10 @@ def test_a_run_that_cannot_start_says_why_and_leaves_nothing(fed: Trial) -> None
 
 @pytest.mark.soak
 def test_a_finished_federation_goes_on_with_more_rounds(fed: Trial, tmp_path: Path) -> None:
-    """Raise `rounds` in the app's settings and start it again: the sites go on from the states that they have kept."""
+    """Raise `rounds` in the app's settings and the sites' rules: the sites go on from the states that they kept."""
     assert fed.init(2, "fedper", rounds=2).up().wait(240).code == 0, fed.said()
-    app = fed.folder / "pyproject.toml"
-    app.write_text(app.read_text().replace("rounds = 2\n", "rounds = 4\n"))
+    for file in (fed.folder / "pyproject.toml", *fed.folder.glob("sites/*/site.toml")):
+        file.write_text(re.sub(r"^rounds = 2\b", "rounds = 4", file.read_text(), flags=re.M))
     assert fed.up().wait(240).code == 0, fed.said()
     assert fed.summary()["rounds"] == 4
     assert_same_as_simulated(fed, tmp_path / "simulated")
