@@ -331,7 +331,7 @@ def site_toml(facts: Mapping[str, Any], config: Config) -> str:
 [allow]  # just what the federation agreed on; a line that is left out allows what docs/deployment.md says
 methods = {_quoted(config.method["name"])}
 models = {_quoted(config.model.name)}
-rounds = {config.rounds}       # most that are trained here, and evaluated, in all; a repeated order counts once
+rounds = {config.rounds}       # most that are trained here in all; twice as many are evaluated at most
 epochs = {max(_epochs(config.train.epochs, config.method).values())}       # most in a round
 sites = {config.federation.min_clients}        # fewest that train together
 samples = {usual.samples}     # of this site's own data: the fewest behind a number that leaves, and in a batch

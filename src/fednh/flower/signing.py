@@ -156,7 +156,7 @@ class OrderBook:
             self._write(replace(page, counter=counter))
 
     def check(self, work: Work, most: int | None) -> None:
-        """Refuse work beyond the `most` rounds that are trained here, and as many that are evaluated, in all."""
+        """Refuse work beyond the `most` rounds that are trained here, and twice as many that are evaluated, in all."""
         self._counted(self._read(), work, most)
 
     def count(self, work: Work, most: int | None) -> None:
@@ -170,7 +170,7 @@ class OrderBook:
             return page
         if most is not None and work.trains and page.trained >= most:
             raise Refused(f"this site has trained {page.trained} rounds, and its site.toml allows no more")
-        if most is not None and work.evaluates and page.evaluated >= most:
+        if most is not None and work.evaluates and page.evaluated >= 2 * most:  # a run that goes on evaluates again
             raise Refused(f"this site has evaluated {page.evaluated} rounds, and its site.toml allows no more")
         answered = (*page.answered, work.digest)[-REPEATS:]
         return _Page(page.counter, page.trained + work.trains, page.evaluated + work.evaluates, answered)
