@@ -177,7 +177,7 @@ ANSWERS: dict[str, tuple[Callable[[Message], None], str]] = {
     "too many samples": (facts(samples=2**62), "samples is 4611686018427387904"),
     "samples in a list": (facts(samples=[1.0] * 3), "samples is [1.0, 1.0, 1.0]"),
     "a loss that is no number": (facts(loss_sum=float("nan")), "not finite"),
-    "figures that are not finite": (infinite_figures, "is not finite"),
+    "figures that are not finite": (infinite_figures, "pm_l is inf, not from 0 to 100"),
 }
 
 
