@@ -19,9 +19,9 @@ ALONE = {"federation.start": 2, "federation.min_clients": 1}  # two begin, and o
 
 # The site's own ClientApp, but what site-2 uploads in round 2 is spoilt on its way.
 SPOILT = """
-import numpy as np
-from flwr.app import Array, ArrayRecord
+import torch
 from flwr.clientapp import ClientApp
+from fednh.flower.arrays import to_arrays, to_tree
 from fednh.flower.client_app import app as honest
 
 app = ClientApp()
@@ -37,9 +37,8 @@ def pass_on(message, context):
 def spoil(message, context):
     reply = honest(message, context)
     if context.node_config["site"] == "site-2" and message.content["order"]["round"] == 2:
-        arrays = {name: array.numpy() for name, array in reply.content["upload"].items()}
-        arrays = {name: SPOIL for name, value in arrays.items()}
-        reply.content["upload"] = ArrayRecord({k: Array.from_numpy_ndarray(np.array(v)) for k, v in arrays.items()})
+        tree = to_tree(reply.content["upload"])
+        reply.content["upload"] = to_arrays({name: SPOIL for name, value in tree.items()})
     return reply
 """
 
@@ -82,10 +81,10 @@ def test_a_site_that_never_answers(fed: Trial) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        ("value * np.nan", "its signature does not match"),
+        ("value * torch.nan", "its signature does not match"),
         ("value[..., :-1] if value.ndim else value", "refused: "),
-        ("value.astype(np.float64)", "refused: "),
-        ("np.zeros(50_000_000, np.float32)", "bytes or more, where up to"),  # 200 MB that travel as 10
+        ("value.double()", "refused: "),
+        ("torch.zeros(50_000_000)", "bytes or more, where up to"),  # 200 MB that travel as 10
     ],
 )
 def test_a_site_that_sends_nonsense(spoil: str, words: str, fed: Trial) -> None:

@@ -204,6 +204,8 @@ def contents(content: RecordDict) -> list[dict[str, Any]]:
     """A description of a message for the log: names, shapes, bytes and SHA-256 of every record."""
     from flwr.app import ArrayRecord
 
+    from fednh.flower.arrays import form_of
+
     found = []
     for name, record in sorted(content.items()):
         digest, size, names = hashlib.sha256(), 0, {}
@@ -212,7 +214,8 @@ def contents(content: RecordDict) -> list[dict[str, Any]]:
                 facts = [key, array.dtype, list(array.shape), array.stype, len(array.data)]
                 digest.update(json.dumps(facts).encode() + b"\n" + array.data)
                 size += len(array.data)
-                names[key] = list(array.shape)
+            with suppress(ValueError):  # an order may be malformed; its bytes are in the log all the same
+                names = {name: list(shape) for name, (shape, _) in form_of(record).items()}
         else:
             for key, value in sorted(record.items()):
                 text = json.dumps([key, value], default=repr).encode()

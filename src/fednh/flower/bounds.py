@@ -4,42 +4,33 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from fednh.core.checks import Form
-from fednh.core.evaluate import HELD
 from fednh.words import one_line
+
+if TYPE_CHECKING:  # a SuperNode imports this module, and does without PyTorch
+    from fednh.core.checks import Form
 
 WORDS = 1 << 20  # bytes of a message without its arrays
 TEXT = 4 << 20  # characters of one text: a greeting may name many classes and columns
-ARRAY = 1 << 12  # bytes of the description of one array
+TENSOR = 1 << 12  # bytes of the description of one tensor in a tree
 CHUNK = 1 << 20  # bytes; Flower cuts arrays into chunks of 5 MB
 SAMPLE = 1 << 28  # numbers in one sample
 NAMES = 1 << 16  # classes, features or names of any kind
 NUMBER = 10**9  # of clients and rounds
-
-PERCENT = (0.0, 100.001, False)  # with a margin for rounding
-# The metrics of an evaluation: least, most, and whether it is a list; in per_class -1 is a class without samples.
-METRICS = {
-    "pm_v": PERCENT,
-    "pm_l": PERCENT,
-    "per_class": (-1.0, 100.001, True),
-    **dict.fromkeys(HELD, PERCENT),
-    "novelty": (-1.001, 1.001, True),
-}
 
 
 class Limit(NamedTuple):
     """The largest size of one message."""
 
     bytes: int
-    parts: int  # objects in Flower's store: records, arrays and their chunks
+    parts: int  # objects in Flower's store: records, and the chunks of a tree
 
     @classmethod
     def of(cls, form: Form | None) -> Limit:
         """The limit for an answer with an upload of this form; None: without an upload."""
-        sizes = [math.prod(shape) * dtype.itemsize + ARRAY for shape, dtype in (form or {}).values()]
-        return cls(WORDS + sum(sizes), 16 + sum(2 + size // CHUNK for size in sizes))
+        size = sum(math.prod(shape) * dtype.itemsize + TENSOR for shape, dtype in (form or {}).values())
+        return cls(WORDS + size, 16 + size // CHUNK)
 
 
 GREETING = Limit(TEXT + WORDS, 8)

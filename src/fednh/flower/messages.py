@@ -1,4 +1,4 @@
-"""All that server and sites exchange: trees as ArrayRecords by name, facts as small records.
+"""All that server and sites exchange: a tree as one array of an ArrayRecord, facts as small records.
 
     server ---query    {config}                                     --->  site: who are you, and what is your data like
     server ---train    {config, order, down, [global]}              --->  site: evaluate the last round, train the next
@@ -22,10 +22,11 @@ from typing import Any, TypeVar
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fednh.core.checks import Form
+from fednh.core.evaluate import HELD
 from fednh.core.federation import Federation
 from fednh.core.tree import Tree
 from fednh.flower import bounds
-from fednh.flower.arrays import to_arrays, to_tree
+from fednh.flower.arrays import form_of, to_arrays, to_tree
 from fednh.flower.bounds import quoted
 from fednh.words import name_problem, one_line
 
@@ -35,6 +36,16 @@ LARGE = 1e30  # the largest number that is not taken for a fault
 SAMPLES = 10**12  # training samples that one site can process in a round
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 Number = int | float | list[float]
+
+PERCENT = (0.0, 100.001, False)  # with a margin for rounding
+# The metrics of an evaluation: least, most, and whether it is a list; in per_class -1 is a class without samples.
+RANGES = {
+    "pm_v": PERCENT,
+    "pm_l": PERCENT,
+    "per_class": (-1.0, 100.001, True),
+    **dict.fromkeys(HELD, PERCENT),
+    "novelty": (-1.001, 1.001, True),
+}
 
 
 @dataclass(frozen=True)
@@ -256,6 +267,11 @@ def read_tree(content: RecordDict, name: str, device: str, form: Form | None = N
     return to_tree(_record(content, name, ArrayRecord), device, form) if name in content else {}
 
 
+def tree_names(content: RecordDict, name: str) -> list[str]:
+    """The names in a tree of a message; none if the message has no such tree."""
+    return list(form_of(_record(content, name, ArrayRecord))) if name in content else []
+
+
 def sorry(problem: str, site: str = "") -> RecordDict:
     """A reply that states a problem in place of an answer."""
     return RecordDict({"said": ConfigRecord({"format": FORMAT, "problem": problem, "site": site})})
@@ -328,9 +344,9 @@ def _figures(record: MetricRecord) -> dict[str, Number]:
         if key == "samples":
             found[key] = _integer(record, key, 1, SAMPLES)
             continue
-        if key not in bounds.METRICS:
+        if key not in RANGES:
             raise ValueError(f"{quoted(key)} is not a metric")
-        least, most, several = bounds.METRICS[key]
+        least, most, several = RANGES[key]
         numbers = value if isinstance(value, list) else [value]
         if isinstance(value, list) != several or len(numbers) > bounds.NAMES:
             raise ValueError(f"{key} should be {'a list' if several else 'one number'}")

@@ -23,7 +23,7 @@ from fednh.config.schema import DEFAULT_METHOD
 from fednh.data.published import PUBLISHED
 from fednh.data.sources import BUILTIN, agreed
 from fednh.errors import Refused, UserError
-from fednh.flower import bounds
+from fednh.flower.messages import RANGES
 from fednh.methods import METHODS
 from fednh.models import MODELS
 from fednh.storage.files import expanded, write_json
@@ -31,7 +31,7 @@ from fednh.storage.files import expanded, write_json
 if TYPE_CHECKING:
     from fednh.flower.messages import Order
 
-METRICS = ("samples", "loss", "gradient_norm", *bounds.METRICS)
+METRICS = ("samples", "loss", "gradient_norm", *RANGES)
 # site.toml: what may be read ...
 DATA_KEYS = {
     "federation",

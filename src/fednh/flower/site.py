@@ -177,7 +177,7 @@ class Site:
     def read(self, content: RecordDict) -> tuple[Tree, Tree]:
         """The broadcast and the rest of the global model; tensors of another form than the config's are refused."""
         down, whole = _forms(*self.shared)
-        more = {name: whole[name] for name in content.get("global", {}) if name in whole}
+        more = {name: whole[name] for name in messages.tree_names(content, "global") if name in whole}
         device = self.config.device
         return messages.read_tree(content, "down", device, down), messages.read_tree(content, "global", device, more)
 

@@ -80,7 +80,7 @@ def forged_reply(body: Any, chunks: list[bytes], name: str) -> tuple[ObjectTree,
     leaves = [forged("ArrayChunk", [], chunk, contents) for chunk in chunks]
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     array = forged("Array", leaves, raw, contents)
-    record = forged("ArrayRecord", [array], json.dumps({"body.0.weight": array.object_id}).encode(), contents)
+    record = forged("ArrayRecord", [array], json.dumps({"tree": array.object_id}).encode(), contents)
     records = forged("RecordDict", [record], json.dumps({"upload": record.object_id}).encode(), contents)
     metadata = Metadata(1, "", 7, 1, name, "", 1.0, 600.0, "train")
     shell = Message(metadata=metadata, content=RecordDict())  # type: ignore[call-overload]

@@ -14,6 +14,7 @@ from test_parity import small
 from wire import Wire, deployed, serve, server_identity, travelled
 
 from fednh.flower import audit
+from fednh.flower.arrays import to_tree
 from fednh.flower.audit_report import check
 from forked import fednh
 
@@ -67,7 +68,7 @@ def test_what_left_is_what_travelled(made: tuple[Path, Wire]) -> None:
             if record["record"] == "upload":
                 upload = cast(ArrayRecord, reply.content["upload"])
                 assert record["sha256"] == digest(upload)
-                assert record["names"] == {name: list(array.shape) for name, array in upload.items()}
+                assert record["names"] == {name: list(value.shape) for name, value in to_tree(upload).items()}
                 assert record["bytes"] == sum(len(array.data) for array in upload.values())
         assert cast(ConfigRecord, reply.content["said"])["audit"] == f"{row['line']}:{row['hash']}"
     assert all(row["by"].startswith("the server, key SHA256:") for row in rows if row["event"] == "asked")

@@ -5,16 +5,17 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import time
 import tracemalloc
 from collections.abc import Callable
-from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError
@@ -23,7 +24,7 @@ from test_parity import small
 from wire import Wire, federate, serve, travelled
 
 from fednh.config import dump
-from fednh.flower.arrays import to_arrays, to_tree
+from fednh.flower.arrays import form_of, to_arrays, to_tree
 from fednh.flower.bounds import Limit
 from fednh.flower.client_app import client_app
 from fednh.flower.deploy import forking
@@ -34,48 +35,98 @@ from fednh.flower.site import Site, read_place
 FORM = {"body.0.weight": ((16, 64), torch.float32)}
 
 
-def header(shape: object, kind: str = "<f4", order: str = "False") -> bytes:
-    """The beginning of an .npy file, with whatever shape."""
-    text = f"{{'descr': '{kind}', 'fortran_order': {order}, 'shape': {shape}, }}".encode()
-    text += b" " * (-(10 + len(text) + 1) % 64) + b"\n"
-    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+def tensors(rows: Any, numbers: int, length: int | None = None) -> bytes:
+    """A tree in bytes as safetensors has it, with any header whatever and so many bytes after it."""
+    text = rows if isinstance(rows, bytes) else json.dumps(rows).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + b"\0" * numbers
 
 
-def zipped() -> bytes:
-    file = BytesIO()
-    np.savez(file, np.zeros(3))
-    return file.getvalue()
+def described(name: str = "body.0.weight", **wrong: Any) -> dict[str, Any]:
+    return {name: {"dtype": "F32", "shape": [16, 64], "data_offsets": [0, 4096], **wrong}}
 
 
-ARRAYS: dict[str, bytes] = {
-    "2^40 floats": header((2**40,)) + b"\0" * 64,
-    "more axes than there are": header((1,) * 4000) + b"\0" * 4,
-    "a negative axis": header((-1, -4)) + b"\0" * 16,
-    "a product that overflows": header((2**32, 2**32)) + b"\0" * 64,
-    "a zip": zipped(),
-    "the beginning of a zip": b"PK\x03\x04" + b"\0" * 60,
-    "a pickle": header((1,), "|O") + b"\x80\x04K\x01.",
-    "columns first": header((64, 16), order="True") + b"\0" * 4096,
-    "another version": b"\x93NUMPY\x09\x00" + b"\0" * 100,
-    "a nested header": b"\x93NUMPY\x01\x00" + (900).to_bytes(2, "little") + b"(" * 900,
-    "a header without an end": b"\x93NUMPY\x01\x00\xff\xff" + b"{" * 20,
-    "nothing": b"",
-    "too few numbers": header((16, 64)) + b"\0" * 100,
-    "too many numbers": header((16, 64)) + b"\0" * 5000,
-    "another type": header((16, 64), "<f8") + b"\0" * 8192,
-    "a type of its own": header((16, 64), "<M8[s]") + b"\0" * 8192,
+TWICE = json.dumps(described())[:-1] + ", " + json.dumps(described(shape=[8, 64], data_offsets=[0, 2048]))[1:]
+TREES: dict[str, tuple[bytes, str]] = {
+    "2^40 floats": (tensors(described(shape=[2**28, 2**12]), 64), "declares 4398046511104 bytes, and 64 follow"),
+    "a huge axis": (tensors(described(shape=[2**40]), 64), "should be whole numbers from 0 to 268435456"),
+    "many axes": (tensors(described(shape=[1] * 4000), 4), "has 4000 axes, where up to 16 travel"),
+    "a negative axis": (tensors(described(shape=[-16, -64]), 4096), "should be whole numbers"),
+    "an axis that is true": (tensors(described(shape=[True]), 4), "should be whole numbers"),
+    "half an axis": (tensors(described(shape=[16.0, 64]), 4096), "should be whole numbers"),
+    "a shape of text": (tensors(described(shape="16"), 4096), "should be a list"),
+    "another type": (tensors(described(dtype="F64"), 8192), "not (16, 64)"),
+    "an unknown type": (tensors(described(dtype="F4"), 512), "is of type 'F4', which does not travel here"),
+    "a type that is a list": (tensors(described(dtype=["F32"]), 4096), "is of type ['F32']"),
+    "another name": (tensors(described("body.1"), 4096), "body.0.weight is missing"),
+    "a name more": (tensors(described() | described("b", shape=[0]), 4096), "b does not belong there"),
+    "a name twice": (tensors(TWICE.encode(), 2048), "not (16, 64)"),
+    "offsets that overlap": (tensors(described(data_offsets=[0, 2048]), 4096), "cannot be read"),
+    "offsets outside": (tensors(described(data_offsets=[2**60, 2**60 + 4096]), 4096), "cannot be read"),
+    "offsets that are text": (tensors(described(data_offsets="all"), 4096), "cannot be read"),
+    "no offsets": (tensors({"body.0.weight": {"dtype": "F32", "shape": [16, 64]}}, 4096), "is described by"),
+    "a word more": (tensors(described(more=1), 4096), "is described by"),
+    "metadata": (tensors(described() | {"__metadata__": {"a": "b"}}, 4096), "'__metadata__' is described by"),
+    "too few numbers": (tensors(described(), 100), "declares 4096 bytes, and 100 follow"),
+    "too many numbers": (tensors(described(), 5000), "declares 4096 bytes, and 5000 follow"),
+    "a list": (tensors([1, 2], 0), "is not a table"),
+    "a number": (tensors(b"7", 0), "is not a table"),
+    "an infinite number": (tensors(described(shape=[float("inf")]), 0), "it holds Infinity"),
+    "a nested header": (tensors(b"[" * 100_000, 0), "nested too deeply"),
+    "no JSON": (tensors(b"{", 0), "cannot be read"),
+    "no text": (tensors(b"\xff\xfe", 0), "cannot be read"),
+    "a header longer than its bytes": (tensors(b"{}", 0, length=2**63), "cannot hold a header of 9223372036854775808"),
+    "a long header": (tensors(b" " * (5 << 20), 0), "cannot hold a header of 5242880"),
+    "a zip": (b"PK\x03\x04" + b"\0" * 60, "cannot hold a header"),
+    "seven bytes": (b"\0" * 7, "cannot hold a header"),
+    "nothing": (b"", "cannot hold a header"),
 }
 
 
-@pytest.mark.parametrize("wrong", ARRAYS)
-def test_an_array_that_is_not_what_it_says(wrong: str) -> None:
-    """Refused as a ValueError, without ever holding more than the message itself does."""
-    array = Array(dtype="float32", shape=(16, 64), stype="numpy.ndarray", data=ARRAYS[wrong])
+def record_of(data: bytes, name: str = "tree", **wrong: Any) -> ArrayRecord:
+    facts: dict[str, Any] = {"dtype": "uint8", "shape": (len(data),), "stype": "safetensors", **wrong}
+    return ArrayRecord({name: Array(**facts, data=data)})
+
+
+HONEST = tensors(described(), 4096)
+RECORDS: dict[str, tuple[ArrayRecord, str]] = {
+    **{name: (record_of(data), words) for name, (data, words) in TREES.items()},
+    "an array of numpy": (record_of(HONEST, stype="numpy.ndarray"), "is not a kind of array that travels here"),
+    "other numbers": (record_of(HONEST, dtype="float32"), "is not a kind of array"),
+    "another length": (record_of(HONEST, shape=(2**50,)), "is not a kind of array"),
+    "another array": (record_of(HONEST, "body.0.weight"), "where one array 'tree' belongs"),
+    "two arrays": (ArrayRecord({**record_of(HONEST), **record_of(HONEST, "more")}), "where one array 'tree' belongs"),
+    "no array": (ArrayRecord(), "body.0.weight is missing"),
+}
+
+
+@pytest.mark.parametrize("wrong", RECORDS)
+def test_a_tree_that_is_not_what_it_says(wrong: str) -> None:
+    """Refused as a ValueError of one line, without ever holding much more than the message itself does."""
+    record, words = RECORDS[wrong]
     tracemalloc.start()
-    with pytest.raises(ValueError, match=r"cannot be read|not \(16, 64\)"):
-        to_tree(ArrayRecord({"body.0.weight": array}), form=FORM)
-    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        to_tree(record, form=FORM)
+    assert tracemalloc.get_traced_memory()[1] < 12_000_000
     tracemalloc.stop()
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 300
+
+
+def test_a_header_that_the_library_reads_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """We read the header ourselves before the library does; should they differ, nothing is taken."""
+    monkeypatch.setattr(safetensors.numpy, "load", lambda data: {"body.0.weight": np.zeros((64, 16), np.float32)})
+    with pytest.raises(ValueError, match="the header can be understood in two ways"):
+        to_tree(record_of(HONEST), form=FORM)
+
+
+def test_a_tree_as_it_should_be() -> None:
+    """The table's honest neighbour; and what we send is the same bytes, which take one array whatever they hold."""
+    assert torch.equal(to_tree(record_of(HONEST), form=FORM)["body.0.weight"], torch.zeros(16, 64))
+    many = {f"layer.{k}": torch.full((k, 2), float(k)) for k in range(40)}
+    content = RecordDict({"said": ConfigRecord({"format": FORMAT}), "upload": to_arrays(many)})
+    _, parts = packed(content, "r")
+    assert len(parts) == 6  # message, its records, `said`, `upload`, one array, one chunk
+    assert len(parts) <= Limit.of(form_of(content["upload"])).parts  # type: ignore[arg-type]
 
 
 def task_with(**wrong: Any) -> str:
@@ -140,7 +191,7 @@ def with_data(data: bytes) -> Callable[[Message], None]:
     def change(reply: Message) -> None:
         upload = reply.content["upload"]
         assert isinstance(upload, ArrayRecord)
-        next(iter(upload.values())).data = data
+        upload["tree"] = record_of(data)["tree"]
 
     return change
 
@@ -159,9 +210,8 @@ def many_names(reply: Message) -> None:
 
 
 def odd_name(reply: Message) -> None:
-    upload = reply.content["upload"]
-    assert isinstance(upload, ArrayRecord)
-    upload["\x1b[2J\nround 1: all is well"] = Array(np.zeros(1))
+    tree = to_tree(reply.content["upload"])  # type: ignore[arg-type]
+    reply.content["upload"] = to_arrays({**tree, "\x1b[2J\nround 1: all is well": torch.zeros(1)})
 
 
 def infinite_figures(reply: Message) -> None:
@@ -169,8 +219,8 @@ def infinite_figures(reply: Message) -> None:
 
 
 ANSWERS: dict[str, tuple[Callable[[Message], None], str]] = {
-    "2^40 floats": (with_data(ARRAYS["2^40 floats"]), "its arrays cannot be read"),
-    "a zip": (with_data(ARRAYS["a zip"]), "its arrays cannot be read"),
+    "2^40 floats": (with_data(TREES["2^40 floats"][0]), "its arrays cannot be read"),
+    "a zip": (with_data(TREES["a zip"][0]), "its arrays cannot be read"),
     "many names": (many_names, "body.0 does not belong there"),
     "an odd name": (odd_name, "\\x1b[2J round 1: all is well does not belong there"),
     "no samples": (facts(samples=0), "samples is 0, not a whole number from 1"),
@@ -217,7 +267,7 @@ def honest() -> RecordDict:
 
 
 def array(**wrong: Any) -> dict[str, Any]:
-    return {"dtype": "float32", "shape": [16, 64], "stype": "numpy.ndarray", "arraychunk_ids": [0], **wrong}
+    return {"dtype": "uint8", "shape": [4096], "stype": "safetensors", "arraychunk_ids": [0], **wrong}
 
 
 def many_parts() -> tuple[Any, dict[str, bytes]]:
@@ -352,9 +402,8 @@ def test_what_the_server_sends_is_read_without_trust_too(name: str, tmp_path: Pa
     config = small("fedavg", rounds=1, **{"partition.clients": 2, "participation.rate": 1.0})
     place = read_place({"partition-id": 0, "num-partitions": 2}, home=tmp_path)
     site = Site(place, dump(config), None)
-    for data in (ARRAYS["2^40 floats"], ARRAYS["a zip"], ARRAYS["too few numbers"]):
-        evil = Array(dtype="float32", shape=(16, 64), stype="numpy.ndarray", data=data)
-        content = RecordDict({name: ArrayRecord({"body.0.weight": evil})})
+    for wrong in ("2^40 floats", "a zip", "too few numbers", "two arrays"):
+        content = RecordDict({name: RECORDS[wrong][0]})
         with pytest.raises(ValueError, match="its arrays cannot be read"):
             site.read(content)
     with pytest.raises(ValueError, match=r"does not belong there|is missing"):

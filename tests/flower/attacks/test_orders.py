@@ -14,7 +14,7 @@ from hostile import Scene, config_of, message, problem, question
 from fednh.config import dump
 from fednh.errors import Refused, UserError
 from fednh.flower import signing
-from fednh.flower.arrays import to_arrays
+from fednh.flower.arrays import to_arrays, to_tree
 from fednh.flower.client_app import client_app
 from fednh.flower.deploy import certificates
 from fednh.flower.layout import FederationFolder
@@ -190,22 +190,26 @@ def upload() -> ArrayRecord:
 
 
 def another_byte(content: RecordDict) -> None:
-    array = content["down"]["w"]  # type: ignore[index]
+    array = content["down"]["tree"]  # type: ignore[index]
     array.data = array.data[:-1] + b"\x01"
 
 
 def another_shape(content: RecordDict) -> None:
-    content["down"]["w"].shape = (3, 2)  # type: ignore[index]
+    content["down"] = to_arrays({**to_tree(upload()), "w": torch.arange(6.0).reshape(3, 2)})
 
 
 def another_type(content: RecordDict) -> None:
-    content["down"]["w"].dtype = "int32"  # type: ignore[index]
+    tree = to_tree(upload())
+    content["down"] = to_arrays({**tree, "w": tree["w"].view(torch.int32)})
 
 
 def another_name(content: RecordDict) -> None:
-    arrays = content["down"]
-    assert isinstance(arrays, ArrayRecord)
-    arrays["v"] = arrays.pop("w")
+    tree = to_tree(upload())
+    content["down"] = to_arrays({"v": tree.pop("w"), **tree})
+
+
+def another_array(content: RecordDict) -> None:
+    content["down"]["tree"].stype = "numpy.ndarray"  # type: ignore[index]
 
 
 def one_for_true(content: RecordDict) -> None:
@@ -236,6 +240,7 @@ def moved(content: RecordDict) -> None:
         another_shape,
         another_type,
         another_name,
+        another_array,
         one_for_true,
         one_for_one_point_zero,
         text_for_bytes,

@@ -278,7 +278,7 @@ def local_port(world: World, machine: str) -> str:
     found = subprocess.run(["ip", "netns", "pids", world.ns(machine)], capture_output=True, text=True, check=True)
     lines = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in found.stdout.split()]
     assert not any("--token" in line for line in lines)
-    (port,) = {m[1] for line in lines if (m := re.search(r"flower-supernode.*--host 127.0.0.1 --port (\d+)", line))}
+    (port,) = {m[1] for line in lines if (m := re.search(r"deploy.supernode.*--host 127.0.0.1 --port (\d+)", line))}
     return f"127.0.0.1:{port}"
 
 

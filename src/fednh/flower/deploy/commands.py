@@ -50,7 +50,8 @@ def supernode(
     server: str, node_config: Path, port: int, ca: Path | None, key: Path | None, secret: Path | None
 ) -> list[str]:
     """Without a secret it starts the ClientApps of any app itself."""
-    command = ["flower-supernode", "--superlink", server, "--node-config", str(node_config)]
+    command = [sys.executable, "-m", "fednh.flower.deploy.supernode"]
+    command += ["--superlink", server, "--node-config", str(node_config)]
     command += ["--host", LOOPBACK, "--port", str(port)]
     if ca is not None and key is not None:
         command += ["--root-certificates", str(ca), "--auth-supernode-private-key", str(key)]
