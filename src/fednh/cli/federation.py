@@ -156,15 +156,19 @@ def status(
 
 @federation_app.command()
 def audit(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A site's folder, a federation's folder, or a run folder.")
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Sites' folders, a federation's folder, a run folder, or single logs."),
     ],
     known: Annotated[
         list[str] | None,
         typer.Option(metavar="LINE:HASH", help="A line that the log must have, as the other side has it. Repeatable."),
     ] = None,
 ) -> None:
-    """Check the chain of audit logs and say what has left; exit code 1 if a log was changed, and where."""
+    """Check audit logs and say what has left; exit code 1 if one was changed or is missing, and where.
+
+    In a federation's folder, or if several are given, the logs of the server and of all its sites are compared.
+    """
     from fednh.flower.audit import Head
     from fednh.flower.audit_report import check, find, tell
     from fednh.words import one_line
@@ -172,12 +176,12 @@ def audit(
     heads = [Head.read(text) for text in known or []]
     if None in heads:
         raise UserError("--known takes LINE:HASH, as `fednh federation audit` prints it, for example 12:0f3a...")
-    checked = check(find(folder), [head for head in heads if head])
-    for log, problem in checked:
-        for sentence in tell(log, problem):
+    checked = check(find(*folders), [head for head in heads if head])
+    for row in checked:
+        for sentence in tell(row):
             typer.echo(f"{sentence[: len(sentence) - len(sentence.lstrip())]}{one_line(sentence, 100_000)}")
-    if broken := [f"{log.path}: {problem}" for log, problem in checked if problem]:
-        typer.echo(f"fednh: {'; '.join(broken)}", err=True)
+    if broken := [f"{row.log.path}: {row.problem}" for row in checked if row.problem]:
+        typer.echo(f"fednh: {one_line('; '.join(broken), 100_000)}", err=True)
         raise typer.Exit(1)
 
 

@@ -1,14 +1,16 @@
-"""Audit logs as text: whether their chains are intact, who asked, what left, what was refused.
+"""Audit logs as text: whether they are the logs that they should be, who asked, what left, what was refused.
 
-Logs are searched for in a site's folder (beside its site.toml), in a state folder, in a run folder, and in a
-federation's folder, where the server's log is compared with those of the sites.
+Whose log a file is comes from its place, never from the log itself: the server's lies in its run folder, a site's where
+its site.toml says. In a federation's folder, or with several folders, the logs of server and sites are compared: every
+site that the server's log names must have a log, with every line whose hash the server has seen.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,70 +34,133 @@ RECORDS = {  # what a message's records contain, for readers
 }
 
 
-def find(folder: Path) -> list[Path]:
-    """The logs that belong to a folder, the server's first."""
+@dataclass(frozen=True)
+class Place:
+    """Where a log belongs."""
+
+    path: Path
+    site: str | None = None  # whose log it is; None: the server's
+    alone: bool = False  # a single file, which may be anybody's
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A log, whose it is, and what is wrong with it."""
+
+    log: Log
+    site: str | None
+    problem: str | None
+
+
+def find(*folders: Path) -> list[Place]:
+    """The places of the logs that belong to these folders, the server's first; a log may be missing there."""
+    found = {folder: _places(folder) for folder in folders}
+    places = list(dict.fromkeys(place for each in found.values() for place in each))
+    some = any(place.path.is_file() for place in places)
+    if lacking := [folder for folder, each in found.items() if not (each and some)]:
+        raise UserError(
+            f"{lacking[0]} has no audit log: give a site's folder (with {SiteFolder.node_config}), a federation's "
+            "folder, or a run folder of a federation that has begun"
+        )
+    return sorted(places, key=lambda place: place.site is not None)
+
+
+def _places(folder: Path) -> list[Place]:
     if folder.is_file():
-        return [folder]
-    fed, sites = FederationFolder(folder), [SiteFolder(folder)] if SiteFolder(folder).node_config.is_file() else []
-    found = [RunLayout(folder).audit_file, *StateFolder(folder).audit_files()]
+        return [Place(folder, alone=True)]
+    fed = FederationFolder(folder)
+    found = [Place(path, alone=True) for path in StateFolder(folder).audit_files()]
+    found += [Place(RunLayout(folder).audit_file)] if RunLayout(folder).audit_file.is_file() else []
+    found += [_of_site(SiteFolder(folder))] if SiteFolder(folder).node_config.is_file() else []
     if fed.app_file.is_file():
         from fednh.flower.deploy import scaffold
 
-        config, here = scaffold.read(folder)
-        found.append(RunLayout(Path(str(config.federation.folder))).audit_file)
-        sites += [*here, *fed.trial_sites()]
-    for site in sites:
-        found += _state(site).audit_files()
-    found = [path for path in dict.fromkeys(found) if path.is_file()]
-    if not found:
-        raise UserError(
-            f"{folder} has no audit log: give a site's folder (with {SiteFolder.node_config}), a federation's folder, "
-            "or a run folder of a federation that has begun"
-        )
+        config, sites = scaffold.read(folder)
+        found.append(Place(RunLayout(Path(str(config.federation.folder))).audit_file))
+        found += [_of_site(site) for site in [*sites, *fed.trial_sites()]]
     return found
 
 
-def _state(site: SiteFolder) -> StateFolder:
-    """Where a site keeps its state, as its site.toml says."""
+def _of_site(site: SiteFolder) -> Place:
+    """The place of a site's log, as its site.toml says."""
     file = site.node_config
     try:
-        return StateFolder(site.path / expanded(str(tomllib.loads(file.read_text(encoding="utf-8"))["state"])))
-    except KeyError:
-        raise UserError(f"{file} does not say where the site keeps its state; add state = FOLDER") from None
+        told = tomllib.loads(file.read_text(encoding="utf-8"))
+        name = str(told["site"])
+        return Place(StateFolder(site.path / expanded(str(told["state"]))).audit_file(name), name)
+    except KeyError as error:
+        what = {"site": "what the site is called", "state": "where the site keeps its state"}[str(error.args[0])]
+        raise UserError(f"{file} does not say {what}; add {error.args[0]} = ...") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as TOML: {error}") from error
 
 
-def check(paths: Iterable[Path], known: Sequence[Head] = ()) -> list[tuple[Log, str | None]]:
-    """Each log with its problem, or None.
+def check(places: Sequence[Place], known: Sequence[Head] = ()) -> list[Checked]:
+    """Each log with its problem, or None; every log must have the lines in `known`.
 
-    A site's log must have the lines whose hashes the server recorded; every log must have the lines in `known`.
+    With several places the logs are compared: there must be one of the server, and each site that it names must have
+    one with the lines whose hashes the server recorded; after a trial a site may have two, which count together.
     """
     try:
-        logs = [read(path) for path in paths]
+        checked = [_checked(place) for place in places if place.path.is_file()]
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read ({error.strerror})") from error
-    theirs = [row for log in logs for row in log.lines if "head" in row]
-    return [(log, log.problem or log.lacks([*known, *_known_of(log, theirs)])) for log in logs]
+    recorded = _recorded([row.log for row in checked if row.site is None])
+    if len(places) > 1:
+        checked = [_compared(row, checked, recorded.get(row.site or "", [])) for row in checked]
+        checked += [_missing(site, places) for site in sorted(recorded.keys() - {row.site for row in checked})]
+        servers = [place.path for place in places if place.site is None and not place.path.is_file()]
+        checked += [Checked(Log(path, []), None, "the server's log is missing") for path in servers]
+    return [replace(row, problem=row.problem or row.log.lacks(known)) for row in checked]
 
 
-def _known_of(log: Log, rows: Sequence[dict[str, Any]]) -> list[Head]:
-    """The lines of a log whose hashes the server recorded; for a trial, only those of runs that the log contains."""
-    runs = {row.get("run") for row in log.lines}
-    trial = str(FederationFolder.trial) in log.path.parts
-    mine = [row for row in rows if row["site"] == owner(log) and (not trial or row.get("run") in runs)]
-    return [head for row in mine if (head := Head.read(row["head"]))]
+def _checked(place: Place) -> Checked:
+    """Read a log, and check its chain and that each of its lines is of the log's owner."""
+    log, site = read(place.path), place.site
+    if place.alone:
+        site = next((str(row["own"]) for row in log.lines if "own" in row), None)
+        state = StateFolder(place.path.parent.parent)
+        if place.path in state.audit_files() and (site is None or state.audit_file(site) != place.path):
+            return Checked(log, site, f"its name is not that of the log of {_whose(site)}")
+    for row in log.lines:
+        if row.get("own") != site and row["event"] != "torn":
+            says = f"line {row['line']} is of {_whose(row.get('own'))}"
+            return Checked(log, site, log.problem or f"{says}, and this is the place of the log of {_whose(site)}")
+    return Checked(log, site, log.problem or (None if log.lines else "it is empty"))
 
 
-def owner(log: Log) -> str | None:
-    """The site that wrote the log; None: the server did."""
-    return next((str(row["own"]) for row in log.lines if "own" in row), None)
+def _recorded(logs: Sequence[Log]) -> dict[str, list[Head]]:
+    """The lines of sites' logs that the server has recorded, by site."""
+    found: dict[str, list[Head]] = {}
+    for row in (row for log in logs for row in log.lines if row["event"] in ("joined", "took")):
+        head = Head.read(row.get("head"))
+        found.setdefault(str(row.get("site")), []).extend([head] if head else [])
+    return found
 
 
-def tell(log: Log, problem: str | None) -> Iterator[str]:
+def _compared(row: Checked, others: Sequence[Checked], recorded: Sequence[Head]) -> Checked:
+    """The log of a site, compared with what the server has recorded of it."""
+    mine = [other.log for other in others if other.site == row.site]
+    nowhere = [head for head in recorded if all(log.lacks([head]) for log in mine)]
+    return replace(row, problem=row.problem or row.log.lacks(nowhere))
+
+
+def _missing(site: str, places: Sequence[Place]) -> Checked:
+    """A site that the server's log names and that has no log."""
+    path = next((place.path for place in places if place.site == site), Path(f"{site}.jsonl"))
+    why = f"the log of site {site} is missing, which the server's log names; if it lies elsewhere, give its folder too"
+    return Checked(Log(path, []), site, why)
+
+
+def _whose(site: object) -> str:
+    return "the server" if site is None else f"site {site}"
+
+
+def tell(checked: Checked) -> Iterator[str]:
     """The report on one log, line by line."""
-    site, count = owner(log), len(log.lines)
-    yield f"{log.path}: the log of {'the server' if site is None else f'site {site}'}"
+    log, site, problem = checked.log, checked.site, checked.problem
+    count = len(log.lines)
+    yield f"{log.path}: the log of {_whose(site)}"
     if problem:
         yield f"  BROKEN: {problem}"
         yield f"  what follows is from the {count} lines whose chain holds"
@@ -111,7 +176,7 @@ def tell(log: Log, problem: str | None) -> Iterator[str]:
 def _told_by_site(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
     for row in lines:
         if row["event"] == "joined":
-            yield f"  {_when(row)}: joined {row.get('federation')} as {row['own']}; sent {_greeting(row)}"
+            yield f"  {_when(row)}: joined {row.get('federation')} as {row.get('own')}; sent {_greeting(row)}"
     if asked := [row for row in lines if row["event"] == "asked"]:
         kinds = Counter(str(row.get("kind")) for row in asked)
         yield f"  was asked {len(asked)} times ({', '.join(f'{n} {kind}' for kind, n in sorted(kinds.items()))})"

@@ -5,17 +5,24 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from test_parity import small
+from typer.testing import CliRunner
 from wire import Wire, deployed, serve, server_identity, travelled
 
+from fednh.cli.app import app
+from fednh.errors import UserError
 from fednh.flower import audit
 from fednh.flower.arrays import to_tree
-from fednh.flower.audit_report import check
+from fednh.flower.audit_report import check, find
+from fednh.flower.deploy import scaffold
+from fednh.flower.layout import FederationFolder
 from forked import fednh
 
 
@@ -100,15 +107,130 @@ def test_lines_cut_off_the_end_are_found_by_what_the_server_knows(
     cut: int, made: tuple[Path, Wire], tmp_path: Path
 ) -> None:
     folder, _ = made
-    logs = [folder / "run" / "audit.jsonl", folder / "state" / "audit" / "s0.jsonl"]
-    assert [problem for _, problem in check(logs)] == [None, None]
+    logs = [folder / "run" / "audit.jsonl", *(folder / "state" / "audit" / f"s{k}.jsonl" for k in (0, 1))]
+    assert [row.problem for row in check(find(*logs))] == [None, None, None]
     short = tmp_path / "s0.jsonl"
     short.write_bytes(b"".join(logs[1].read_bytes().splitlines(keepends=True)[:-cut]))
     assert audit.read(short).problem is None  # the chain alone cannot tell
-    (_, first), (_, second) = check([logs[0], short])
-    assert first is None
-    assert second is not None
-    assert "the end of the log was cut off" in second
+    first, second, third = check(find(logs[0], short, logs[2]))
+    assert (first.problem, third.problem) == (None, None)
+    assert second.problem is not None
+    assert "the end of the log was cut off" in second.problem
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A federation's folder after a trial of one round on this machine."""
+    folder = tmp_path_factory.mktemp("whole") / "fed"
+    sites = scaffold.write(folder, 2, [], {"method.name": "fedavg", "rounds": 1})
+    nodes: dict[int, dict[str, Any]] = {
+        k + 1: {"partition-id": k, "num-partitions": 2, "site": site.name} for k, site in enumerate(sites)
+    }
+    wire = deployed(folder, nodes)
+    for place, site in zip(nodes.values(), sites, strict=True):
+        own = FederationFolder(folder).trial_site(site.name)
+        own.path.mkdir(parents=True)
+        own.node_config.write_text(site.node_config.read_text())
+        place["state"] = str(own.state)
+    config = small("fedavg", rounds=1, **{"partition.clients": 2, "participation.rate": 1.0, "eval.every": 0})
+    serve(config, wire, folder / "run", identity=server_identity(folder))
+    return folder
+
+
+def rewritten(log: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Write a log anew, with a chain that holds, as its owner can."""
+    rows = lines(log)
+    log.unlink()
+    for row in rows:
+        facts = {key: value for key, value in row.items() if key not in ("line", "time", "event", "before", "hash")}
+        change(facts)
+        audit.append(log, row["event"], **facts)
+
+
+def other_of(log: Path) -> Path:
+    return log.parents[3] / "site-2" / "state" / "audit" / "site-2.jsonl"
+
+
+REWRITES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "emptied": (lambda log: log.write_bytes(b""), "it is empty"),
+    "deleted": (lambda log: log.unlink(), "the log of site site-1 is missing, which the server's log names"),
+    "another own": (lambda log: rewritten(log, lambda row: row.update(own="site-3")), "line 1 is of site site-3"),
+    "no own": (lambda log: rewritten(log, lambda row: row.pop("own")), "line 1 is of the server"),
+    "another run": (lambda log: rewritten(log, lambda row: row.update(run=77)), "the log was written anew"),
+    "the log of another": (lambda log: log.write_bytes(other_of(log).read_bytes()), "line 1 is of site site-2"),
+    "one line of another": (
+        lambda log: audit.append(log, "left", own="site-2", round=1),
+        "is of site site-2, and this is the place of the log of site site-1",
+    ),
+    "the last line changed": (
+        lambda log: (cut(log), audit.append(log, "left", own="site-1", round=1)),
+        "is not the one that the other side knows",
+    ),
+}
+
+
+def cut(log: Path) -> None:
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:-1]))
+
+
+@pytest.mark.parametrize("how", REWRITES)
+@pytest.mark.parametrize("given", ["the federation", "each folder"])
+def test_a_rewritten_log_of_a_site_ends_the_audit_with_1(given: str, how: str, federation: Path) -> None:
+    """Whose log it is comes from site.toml, and what must be in it from the server's log."""
+    folders = [federation] if given == "the federation" else [federation / "run", *sorted(federation.glob("trial/*"))]
+    words = ["federation", "audit", *map(str, folders)]
+    log = federation / "trial/site-1/state/audit/site-1.jsonl"
+    whole, (rewrite, problem) = log.read_bytes(), REWRITES[how]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    try:
+        rewrite(log)
+        ended = CliRunner().invoke(app, words)
+    finally:
+        log.write_bytes(whole)
+    assert ended.exit_code == 1, ended.output
+    assert problem in ended.stderr
+    assert "site-1.jsonl: " in ended.stderr
+    assert "site-2.jsonl: " not in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_the_log_of_the_server_must_be_there(federation: Path) -> None:
+    """Without it nothing is compared; a site's log in its place is found too."""
+    log, words = federation / "run/audit.jsonl", ["federation", "audit", str(federation)]
+    whole = log.read_bytes()
+    try:
+        log.unlink()
+        ended = CliRunner().invoke(app, words)
+        assert (ended.exit_code, "the server's log is missing" in ended.stderr) == (1, True)
+        log.write_bytes((federation / "trial/site-1/state/audit/site-1.jsonl").read_bytes())
+        ended = CliRunner().invoke(app, words)
+        assert (ended.exit_code, "place of the log of the server" in ended.stderr) == (1, True)
+    finally:
+        log.write_bytes(whole)
+
+
+def test_a_site_may_have_two_logs_after_a_trial(federation: Path) -> None:
+    """What the server has recorded must be in one of them; the log of another run knows nothing of it."""
+    log, words = federation / "sites/site-1/state/audit/site-1.jsonl", ["federation", "audit", str(federation)]
+    try:
+        audit.append(log, "asked", own="site-1", run=5)
+        ended = CliRunner().invoke(app, words)
+        assert ended.exit_code == 0, ended.stderr
+        assert str(log) in ended.stdout
+    finally:
+        shutil.rmtree(log.parents[1])
+
+
+def test_a_log_in_a_folder_of_states_has_its_sites_name(made: tuple[Path, Wire], tmp_path: Path) -> None:
+    """Without a site.toml the name of the file tells; and a site.toml must say what the site is called."""
+    state = tmp_path / "state"
+    shutil.copytree(made[0] / "state" / "audit", state / "audit")
+    assert [row.problem for row in check(find(state))] == [None, None]
+    shutil.copy(state / "audit/s1.jsonl", state / "audit/s0.jsonl")
+    assert [row.problem for row in check(find(state))] == ["its name is not that of the log of site s1", None]
+    (tmp_path / "site.toml").write_text('state = "state"\n')
+    with pytest.raises(UserError, match=r"site\.toml does not say what the site is called; add site = \.\.\."):
+        find(tmp_path)
 
 
 def test_orders_of_somebody_else_are_in_the_log(made: tuple[Path, Wire]) -> None:
@@ -215,7 +337,7 @@ def test_who_takes_part(made: tuple[Path, Wire], tmp_path: Path) -> None:
 
 def test_status_before_anything_has_begun(tmp_path: Path) -> None:
     """Sites and their keys are in the folder; no SuperLink answers, which is said."""
-    from fednh.flower.deploy import certificates, scaffold
+    from fednh.flower.deploy import certificates
     from fednh.flower.deploy.processes import free_ports
 
     sites = scaffold.write(tmp_path / "fed", 2, [], {})
