@@ -2,8 +2,14 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from fednh.flower.deploy import commands, supernode
 from fednh.flower.deploy.processes import MARK, end_marked, marked
 
 
@@ -23,3 +29,26 @@ def test_processes_are_found_by_their_folder_and_ended(tmp_path: Path) -> None:
         for process in started:
             process.kill()
             process.wait()
+
+
+def test_a_supernode_waits_shorter_than_flowers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Soon after an order it looks often, later every 3 s as Flower does; a part that is not there is asked for soon."""
+    now, slept = [100.0], list[float]()
+    monkeypatch.setattr(supernode, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append))
+    for name in ("time", "pull_objects"):
+        monkeypatch.setattr(supernode.flower, name, getattr(supernode.flower, name))  # put back afterwards
+    supernode.hasten()
+    flower: Any = supernode.flower
+    flower.time.sleep(0.5)
+    for later in (0.0, 5.0, 60.0):
+        now[0] = 100.0 + later
+        flower.time.sleep(3)
+    assert slept == [0.05, 0.25, 1.0, 3.0]
+    assert flower.pull_objects.keywords == {"initial_backoff": 0.05}
+    assert commands.supernode("s:1", Path("site.toml"), 1, None, None, None)[1:3] == ["-m", supernode.__name__]
+
+
+def test_a_supernode_does_without_pytorch() -> None:
+    """Twenty of them run on one machine in a trial."""
+    code = "import sys, fednh.flower.deploy.supernode; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
