@@ -32,7 +32,7 @@ def test_processes_are_found_by_their_folder_and_ended(tmp_path: Path) -> None:
 
 
 def test_a_supernode_waits_shorter_than_flowers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Soon after an order it looks often, later every 3 s as Flower does; a part that is not there is asked for soon."""
+    """Soon after an order it looks often, later every 3 s as Flower does; a missing part is asked for soon."""
     now, slept = [100.0], list[float]()
     monkeypatch.setattr(supernode, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append))
     for name in ("time", "pull_objects"):

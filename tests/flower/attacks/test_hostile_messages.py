@@ -374,6 +374,23 @@ def test_an_order_that_never_comes_whole_is_given_up() -> None:
     assert confirmed == [tree.object_id]
 
 
+def test_a_part_that_is_not_there_yet_is_asked_for_soon() -> None:
+    """An order is announced before its parts are there; Flower alone waits a second for each of them."""
+    tree, contents = packed(honest(), "order")
+    asked: list[str] = []
+
+    def pull(name: str) -> bytes:
+        asked.append(name)
+        if asked.count(name) == 1:
+            raise ObjectUnavailableError(name)
+        return contents[name]
+
+    started = time.monotonic()
+    take_order(tree, pull, lambda name: None)
+    assert time.monotonic() - started < 0.75  # with a second at first it is 0.8 or more
+    assert len(asked) == 2 * len(contents)
+
+
 def test_an_order_larger_than_the_machine() -> None:
     """A chunk of 1 MB, listed often enough for a quarter of any memory: refused before the chunks are joined."""
     listed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4_000_000 + 1
