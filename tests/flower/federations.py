@@ -71,12 +71,16 @@ class Trial:
     def personal(self) -> list[Path]:
         return sorted(self.folder.glob("trial/*/state/*/*/personal.safetensors"))
 
-    def wait_for(self, condition: Callable[[], Any], process: Process, seconds: float = 240) -> None:
+    process: Process  # the `up` that runs, for tests that look for its children
+
+    def wait_for(
+        self, condition: Callable[[], Any], process: Process, seconds: float = 240, pause: float = 0.05
+    ) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert not process.ended(), f"it ended before: {self.said()}"
             assert time.monotonic() < deadline, f"it did not happen in time: {self.said()}"
-            time.sleep(0.05)
+            time.sleep(pause)
 
     def kill(self, word: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to those of this federation's processes whose command line has the word."""

@@ -29,9 +29,9 @@ def serve(
     from fednh.flower.deploy import scaffold, stand
 
     folder = folder.absolute()
-    scaffold.read(folder)
+    config, _ = scaffold.read(folder)
     with only_one(folder), stop_on_signal("fednh: stopping the server", insist=False) as stop:
-        stand.serve(folder, stop, typer.echo, port)
+        stand.serve(folder, config, stop, typer.echo, port)
 
 
 @federation_app.command()

@@ -6,6 +6,7 @@ wrong answer is refused, with the reason in the log; the rounds go on without it
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,6 +56,7 @@ class Manner:
     simulated: bool = False  # then on_error decides whether an error at a client stops the run
     pause: float = 0.5  # seconds between two polls for answers
     least: int = 1  # uploads that a round needs; with fewer it is abandoned
+    wait: float = math.inf  # seconds to wait for enough sites
 
 
 def rounds(
@@ -125,7 +127,7 @@ class Sites:
             self.reception.task = Task.read(books["task"])
             if self.identity is not None:
                 self.identity.keys |= {member.site: member.key for member in self.membership if member.key}
-        self.task = self.reception.gather(self.manner.enough, aloud=self.deployed)
+        self.task = self.reception.gather(self.manner.enough, self.deployed, self.manner.wait)
         check_machine(self.config.device, self.config.precision)
         return self._server_side(self.task)
 

@@ -13,6 +13,8 @@ from fednh.core.progress import check_lost
 from fednh.storage.layout import RunLayout
 from fednh.words import one_line
 
+WAITING = "waiting for sites"  # how the note begins that too few sites are there
+
 
 def add(run: Path, text: str) -> None:
     """Add a note to a run folder's log."""

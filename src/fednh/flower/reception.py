@@ -11,6 +11,7 @@ from flwr.app import MessageType
 from flwr.serverapp import Grid
 
 from fednh.config import Config
+from fednh.errors import RunError
 from fednh.flower import audit, messages
 from fednh.flower.audit_events import head_of
 from fednh.flower.bounds import GREETING
@@ -19,6 +20,7 @@ from fednh.flower.keys import fingerprint, fingerprint_of_pem
 from fednh.flower.mailbox import Letter, Mailbox, Reply
 from fednh.flower.membership import Membership, agree, disagreement, number_problem
 from fednh.flower.messages import NOTICE, Hello, Task
+from fednh.flower.notes import WAITING
 from fednh.flower.parcels import Broken
 from fednh.flower.replies import content_of, why
 
@@ -54,9 +56,12 @@ class Reception:
             self._told.add(words)
             self.tell(words, **who)
 
-    def gather(self, enough: int, aloud: bool) -> Task:
-        """Wait until `enough` sites with fitting data have introduced themselves; returns the task they agree on."""
-        told, last = 0.0, ""
+    def gather(self, enough: int, aloud: bool, wait: float) -> Task:
+        """Wait until `enough` sites with fitting data have introduced themselves; returns the task they agree on.
+
+        RunError if they have not after `wait` seconds.
+        """
+        told, last, deadline = 0.0, "", time.monotonic() + wait
         while True:
             self.greet(set(self.grid.get_node_ids()))
             self.mailbox.rest()
@@ -65,10 +70,12 @@ class Reception:
                 self.task = task
                 self.welcome()
                 return task
-            words = f"waiting for sites: {len(here)} of {enough} are here ({', '.join(sorted(here)) or 'none'})"
+            words = f"{WAITING}: {len(here)} of {enough} are here ({', '.join(sorted(here)) or 'none'})"
             if aloud and (words != last or time.monotonic() - told > REMINDER):
                 told, last = time.monotonic(), words
                 self.tell(words)
+            if time.monotonic() > deadline:
+                raise RunError(f"{words}, and federation.wait = {wait:g} s are over; start the same run again later")
 
     def _agreed(self, enough: int) -> Task | None:
         """The task that enough of the present sites share; else None, and a note on each site that does not fit."""

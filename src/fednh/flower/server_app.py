@@ -32,7 +32,7 @@ def main(grid: Grid, context: Context) -> None:
     federation = config.federation
     assert federation.folder is not None
     folder = RunFolder(Path(federation.folder))
-    manner = Manner(federation.timeout, federation.enough, least=federation.min_clients)
+    manner = Manner(federation.timeout, federation.enough, least=federation.min_clients, wait=federation.wait)
     identity = of_server(config, context.run_id)
     with folder.opened(config, "flower", extend=True) as unfinished:
         if not unfinished:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import secrets
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fednh.errors import UserError
-from fednh.flower.deploy.processes import Process, Processes
+from fednh.errors import RunError
+from fednh.flower.deploy.processes import RESTARTS, Process, Processes, alive
 from fednh.flower.layout import FederationFolder, FlowerHome
 from fednh.storage.files import write_private
 
@@ -34,9 +35,13 @@ class Job:
     told: str | None = None  # a site's site.toml
 
 
-def superlink(keys: FederationFolder | None, port: int, database: Path, secret: Path | None) -> list[str]:
-    """With keys: TLS, and only SuperNodes whose keys are registered. Without a secret it starts ServerApps itself."""
-    command = [*_superlink_program(), "--host", LOOPBACK, "--port", str(port), "--database", str(database)]
+def superlink(keys: FederationFolder | None, port: int, database: Path, secret: Path | None, limit: int) -> list[str]:
+    """With keys: TLS, and only SuperNodes whose keys are registered. Without a secret it starts ServerApps itself.
+
+    `limit`: bytes of replies that the SuperLink keeps for a site (superlink.py).
+    """
+    command = [sys.executable, "-m", "fednh.flower.deploy.superlink", str(limit)]
+    command += ["--host", LOOPBACK, "--port", str(port), "--database", str(database)]
     command += ["--disable-runtime-dependency-installation"]
     if keys is not None:
         command += ["--ssl-ca-certfile", str(keys.ca), "--ssl-certfile", str(keys.server_certificate)]
@@ -75,32 +80,42 @@ def new_secret(home: FlowerHome) -> Path:
     return home.secret_file
 
 
-def execute(processes: Processes, job: Job) -> None:
-    """Let the executor run the tasks of a SuperLink or SuperNode; start the executor if needed."""
-    talk = executor(processes).stdin
-    assert talk is not None
-    talk.write(json.dumps(asdict(job)).encode() + b"\n")
-    talk.flush()
+class Executor:
+    """The process that runs the tasks of SuperLink and SuperNodes (forking.py)."""
 
+    def __init__(self, processes: Processes):
+        self.processes = processes
+        self.jobs: dict[str, Job] = {}  # by address
 
-def executor(processes: Processes) -> Process:
-    running = processes.running.get("executor")
-    if running is not None and running.poll() is None:
-        return running
-    return processes.start("executor", [sys.executable, "-m", "fednh.flower.deploy.forking"], talk=True)
+    def start(self) -> Process:
+        """Start it, if it does not run; its imports take a while."""
+        running = self.processes.running.get("executor")
+        if running is not None and running.poll() is None:
+            return running
+        return self.processes.start("executor", [sys.executable, "-m", "fednh.flower.deploy.forking"], talk=True)
+
+    def serve(self, job: Job) -> None:
+        """Let it run the tasks of a SuperLink or SuperNode, in place of an earlier one at the same address."""
+        self.jobs[job.address] = job
+        talk = self.start().stdin
+        assert talk is not None
+        with suppress(BrokenPipeError):  # it has just been killed: `check` will see
+            talk.write(json.dumps(asdict(job)).encode() + b"\n")
+            talk.flush()
+
+    def check(self) -> None:
+        """Start it again if it was killed; raise if it gave up."""
+        running = self.processes.running.get("executor")
+        if running is None or running.poll() is None:
+            return
+        if running.returncode >= 0:
+            self.processes.check("executor", "what runs apps")
+        if not self.processes.may_restart("executor"):
+            raise RunError(f"what runs apps was killed {1 + RESTARTS} times; {self.processes.where('executor')}")
+        for job in list(self.jobs.values()):
+            if alive(job.pid):
+                self.serve(job)
 
 
 def _isolation(secret: Path | None) -> list[str]:
     return [] if secret is None else ["--isolation", "process", "--superexec-auth-secret-file", str(secret)]
-
-
-def _superlink_program() -> list[str]:
-    """Flower's own program, or our wrapper where Flower's cannot create its database."""
-    from importlib.util import find_spec
-
-    found = find_spec("flwr")
-    if found is None or found.origin is None:
-        raise UserError("federations need flwr: pip install 'fednh[flower]'")
-    if any(sign in str(Path(found.origin).resolve()) for sign in " %"):
-        return [sys.executable, "-m", "fednh.flower.deploy.superlink"]
-    return ["flower-superlink"]

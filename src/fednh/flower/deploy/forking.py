@@ -8,21 +8,45 @@ with `--isolation process`, which makes them leave the starting of apps to other
 - A task's token is never on a command line, where every user of the machine could read it.
 - A site unpacks and runs only apps that are on its list.
 
-It reads one line of JSON (commands.Job) for each from standard input, and stops at the end of the input.
+Processes, each a fork of the one before it:
+
+    main        reads one line of JSON (commands.Job) for each SuperLink or SuperNode from standard input, forks a
+                SuperExec for it, forks again what was killed, and stops at the end of the input
+    SuperExec   asks its SuperLink or SuperNode for tasks
+    ClientApp   fetches an order and sends the reply; small, because it does not compute
+    worker      computes the reply; if it is killed, the ClientApp says so in the reply
+
+A ClientApp that ends without a reply leaves its SuperNode waiting for it for ever. So the SuperExec ends the SuperNode,
+and whoever started it starts it again. A killed ServerApp is reported to the SuperLink, which then ends its run.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
+import pickle
+import select
 import signal
 import subprocess
 import sys
+import threading
+import time
 import tomllib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import httpx
+from flwr.app import Context, Message
+from flwr.app.error import Error
+from flwr.common.constant import ErrorCode, SubStatus
+from flwr.proto.runtime_pb2 import PushTaskOutputRequest
 from flwr.supercore.constant import TASK_TYPE_TO_APPIO_API_ADDRESS_ARG, TASK_TYPE_TO_COMMAND, TaskType
+from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
+from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.superexec import run_superexec as superexec
 from flwr.supercore.superexec.executor import SubprocessExecutor
 from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResult
@@ -34,18 +58,71 @@ from fednh.errors import UserError
 from fednh.flower import audit
 from fednh.flower.deploy import approval
 from fednh.flower.deploy.commands import Job
+from fednh.flower.deploy.processes import alive
 from fednh.flower.parcels import take_order
 from fednh.flower.site import read_place
 from fednh.words import one_line
+
+ENDS, WITHIN = 5, 60.0  # a SuperExec that ends this often in so many seconds is not started again
+
+
+class Hands:
+    """The tasks that a SuperExec has in hand, in memory that outlives it: another follows it if it is killed."""
+
+    def __init__(self) -> None:
+        self._held = mmap.mmap(-1, 1 << 14)  # written by the SuperExec alone
+        self._finished = mmap.mmap(-1, 1 << 12)  # one byte a ClientApp, by its process id; written by itself
+
+    def read(self) -> tuple[bool, dict[int, str]]:
+        """Whether a task may have been handed out that nobody has started, and the tokens of tasks by process id."""
+        text = self._held[:].rstrip(b"\0")
+        try:
+            asking, tasks = json.loads(text) if text else (False, {})
+        except ValueError:  # killed while it wrote
+            return True, {}
+        return asking, {int(pid): token for pid, token in tasks.items()}
+
+    def write(self, asking: bool, tasks: dict[int, str]) -> None:
+        self._held[:] = json.dumps([asking, tasks]).encode().ljust(len(self._held), b"\0")
+
+    def add(self, pid: int, token: str) -> None:
+        self._finished[pid % len(self._finished)] = 0
+        self.write(False, {**self.read()[1], pid: token})
+
+    def finish(self, pid: int) -> None:
+        self._finished[pid % len(self._finished)] = 1
+
+    def finished(self, pid: int) -> bool:
+        return bool(self._finished[pid % len(self._finished)])
 
 
 class Forking(SubprocessExecutor):
     """Runs a ClientApp in a fork of this process, and a ServerApp as a new process; there are no other tasks."""
 
-    def __init__(self, site: bool):
-        self.kinds = {TaskType.CLIENT_APP} if site else {TaskType.SERVER_APP}
+    def __init__(self, job: Job, hands: Hands):
+        self.job, self.hands, self.parent = job, hands, os.getppid()
+        self.kinds = {TaskType.CLIENT_APP} if job.approved is not None else {TaskType.SERVER_APP}
+        self.first = True
+
+    def reconcile(self) -> None:
+        """Look after the tasks in hand; Flower calls this before it asks for a task."""
+        if os.getppid() != self.parent:
+            raise SystemExit("the process that watches this one has ended")
+        asking, tasks = self.hands.read()
+        ended = {pid: token for pid, token in tasks.items() if not alive(pid)}
+        lost = asking and self.first  # the SuperExec before this one was killed while it asked
+        self.first = False
+        self.hands.write(False, {pid: token for pid, token in tasks.items() if pid not in ended})
+        if self.job.approved is None:
+            for token in ended.values():
+                self._end_run(token)
+        elif lost or not all(map(self.hands.finished, ended)):
+            print("a ClientApp ended before it had sent its reply; its SuperNode is started again", flush=True)
+            with suppress(ProcessLookupError):
+                os.kill(self.job.pid, signal.SIGTERM)
 
     def get_eligible_capacity(self, *_: Any, **__: Any) -> tuple[set[TaskType], set[str]]:
+        self.hands.write(True, self.hands.read()[1])
         return self.kinds, set()
 
     def launch(self, spec: ExecutionSpec) -> LaunchResult:
@@ -54,31 +131,166 @@ class Forking(SubprocessExecutor):
         if spec.task_type == TaskType.SERVER_APP:
             if not hasattr(os, "memfd_create"):  # only Linux has it
                 return super().launch(spec)
-            _server_app(spec)
-        elif os.fork() == 0:
-            _leave(lambda: _client_app(spec))
+            pid = _server_app(spec, self.job)
+        elif (pid := os.fork()) == 0:
+            _leave(lambda: _client_app(spec, self.job, self.hands))
+        self.hands.add(pid, spec.token)
         return LaunchResult.accepted()
 
+    def _end_run(self, token: str) -> None:
+        """Tell the SuperLink that a ServerApp has ended: else its run, and sites that work for it, wait for a minute.
 
-def _client_app(spec: ExecutionSpec) -> None:
+        If the ServerApp has ended its run itself, its token is no longer valid and nothing changes.
+        """
+        client = RuntimeHttpClient.from_server_address(
+            server_address=self.job.address,
+            insecure=self.job.root is None,
+            root_certificates=None if self.job.root is None else Path(self.job.root).read_bytes(),
+            interceptors=[
+                RuntimeVersionHttpInterceptor(component_name="SuperExec"),
+                RuntimeTokenHttpInterceptor(token),
+            ],
+        )
+        with suppress(httpx.HTTPError):
+            client.PushTaskOutput(PushTaskOutputRequest(sub_status=SubStatus.FAILED, details="the ServerApp ended"))
+        client.close()
+
+
+def _client_app(spec: ExecutionSpec, job: Job, hands: Hands) -> None:
+    """Run Flower's ClientApp program; the app itself is called in a child of this process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    setattr(clientapp, "pull_and_inflate_object_from_tree", take_order)  # noqa: B010  Flower has no option for it
-    clientapp.run_clientapp(spec.runtime_api_address, spec.token, spec.insecure, parent_pid=spec.parent_pid)
+    load = clientapp.get_load_client_app_fn
+    # Flower has no option for these.
+    setattr(clientapp, "pull_and_inflate_object_from_tree", take_order)  # noqa: B010
+    setattr(clientapp, "get_load_client_app_fn", lambda **options: _loads_apart(load(**options), job))  # noqa: B010
+    setattr(clientapp, "push_message", _then(clientapp.push_message, lambda: sent.append(True)))  # noqa: B010
+    sent: list[bool] = []
+    try:
+        clientapp.run_clientapp(spec.runtime_api_address, spec.token, spec.insecure, parent_pid=job.pid)
+    finally:  # Flower leaves with SystemExit
+        if sent:
+            hands.finish(os.getpid())
 
 
-def _server_app(spec: ExecutionSpec) -> None:
+def _then(call: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
+    """The same call, and another after it if it did not raise."""
+
+    def both(*args: Any, **options: Any) -> Any:
+        result = call(*args, **options)
+        after()
+        return result
+
+    return both
+
+
+def _loads_apart(load: Callable[..., Any], job: Job) -> Callable[..., Any]:
+    """Flower's function that loads a ClientApp; the loaded app computes in a child process."""
+
+    def loaded(*args: Any) -> Callable[..., Message]:
+        app = load(*args)
+
+        def call(message: Message, context: Context) -> Message:
+            def work() -> tuple[Message, Any]:
+                return app(message=message, context=context), context.state
+
+            try:
+                reply, context.state = in_child(work)
+            except Killed as error:
+                assert job.told is not None
+                place = read_place(flat(tomllib.loads(Path(job.told).read_text(encoding="utf-8"))))
+                audit.append(place.audit, "refused", own=place.site, by="the server", why=str(error))
+                reply = Message(Error(code=ErrorCode.CLIENT_APP_CRASHED, reason=str(error)), reply_to=message)
+            return reply
+
+        return call
+
+    return loaded
+
+
+class Killed(Exception):
+    """A child process ended before it had a result."""
+
+
+def in_child(work: Callable[[], Any]) -> Any:
+    """Call `work` in a child process and return its result; Killed if the child ends without one.
+
+    The child ends with this process. What `work` raises is raised here.
+    """
+    reading, writing = os.pipe()
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _leave(lambda: _answer(work, writing, parent))
+    os.close(writing)
+    result, status = _received(reading, child)
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        perhaps = ", perhaps out of memory" if number == signal.SIGKILL else ""
+        raise Killed(f"the work was ended by signal {number}{perhaps}")
+    if not result:
+        raise Killed(f"the work ended with code {os.waitstatus_to_exitcode(status)} and without a result")
+    found = pickle.loads(result)  # by our own child
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _received(reading: int, child: int) -> tuple[bytes, int]:
+    """What a child writes, and its exit status; processes that it has started may hold the pipe open after its end."""
+    parts, ended = list[bytes](), 0
+    with open(reading, "rb", buffering=0) as pipe:
+        while True:
+            if select.select([pipe], [], [], 0 if ended else 0.1)[0]:
+                if not (more := pipe.read(1 << 20)):
+                    break
+                parts.append(more)
+            elif ended:
+                break
+            if not ended:
+                ended, status = os.waitpid(child, os.WNOHANG)
+    if not ended:
+        _, status = os.waitpid(child, 0)
+    return b"".join(parts), status
+
+
+def _answer(work: Callable[[], Any], writing: int, parent: int) -> None:
+    """The child's part of `in_child`."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+    def end_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.1)
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    try:
+        found: Any = work()
+    except Exception as error:
+        found = error
+    try:
+        result = pickle.dumps(found)
+    except Exception as error:
+        result = pickle.dumps(RuntimeError(f"{type(found).__name__} cannot be handed over: {type(error).__name__}"))
+    with open(writing, "wb") as pipe:
+        pipe.write(result)
+
+
+def _server_app(spec: ExecutionSpec, job: Job) -> int:
     """Start a ServerApp; its token is in an anonymous file that only this user can open."""
     token = os.memfd_create("token")
     os.write(token, spec.token.encode())
     command = [TASK_TYPE_TO_COMMAND[spec.task_type], TASK_TYPE_TO_APPIO_API_ADDRESS_ARG[spec.task_type]]
     command += [spec.runtime_api_address, "--token-file", f"/proc/self/fd/{token}"]
     command += ["--insecure"] if spec.insecure else ["--root-certificates", str(spec.root_certificates_path)]
-    command += ["--parent-pid", str(spec.parent_pid)]
-    subprocess.Popen(command, pass_fds=[token], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command += ["--parent-pid", str(job.pid)]
+    process = subprocess.Popen(command, pass_fds=[token], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     os.close(token)
+    return process.pid
 
 
-def _serve(job: Job) -> None:
+def _serve(job: Job, hands: Hands) -> None:
     """Act as the SuperExec of one SuperLink or SuperNode until it ends."""
     os.setsid()
     os.chdir(job.folder)
@@ -89,7 +301,7 @@ def _serve(job: Job) -> None:
     os.dup2(1, 2)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children that have ended
     # Flower has no option for these two.
-    setattr(superexec, "get_executor", lambda *_, **__: Forking(site=job.approved is not None))  # noqa: B010
+    setattr(superexec, "get_executor", lambda *_, **__: Forking(job, hands))  # noqa: B010
     if job.approved is not None:
         assert hasattr(clientapp, "install_from_fab"), "this Flower does not unpack apps where we check them"
         assert job.told is not None
@@ -134,11 +346,43 @@ def _leave(work: Any) -> NoReturn:
         os._exit(code)
 
 
+@dataclass
+class Served:
+    """A SuperExec that `main` has forked."""
+
+    job: Job
+    hands: Hands
+    ends: list[float] = field(default_factory=list)  # when those before it ended
+
+
 def main() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    for line in sys.stdin:
-        if os.fork() == 0:
-            _leave(lambda line=line: _serve(Job(**json.loads(line))))
+    served: dict[int, Served] = {}  # by process id
+    server = Hands()  # a SuperLink that was started again still has the tasks that it handed out before
+
+    def fork(each: Served) -> None:
+        if (pid := os.fork()) == 0:
+            _leave(lambda: _serve(each.job, each.hands))
+        served[pid] = each
+
+    waiting = b""
+    while True:
+        if select.select([0], [], [], 0.2)[0]:
+            if not (more := os.read(0, 1 << 16)):
+                return
+            *lines, waiting = (waiting + more).split(b"\n")
+            for job in [Job(**json.loads(line)) for line in lines]:
+                fork(Served(job, server if job.approved is None else Hands()))
+        for pid in list(served):
+            if os.waitpid(pid, os.WNOHANG)[0] and alive((ended := served.pop(pid)).job.pid):
+                fork(again(ended, time.monotonic()))
+
+
+def again(ended: Served, now: float) -> Served:
+    """The SuperExec that follows one that has ended; if they end too often, the program ends."""
+    ends = [then for then in ended.ends if now - then < WITHIN] + [now]
+    if len(ends) >= ENDS:
+        sys.exit(f"what runs apps for {ended.job.address} ended {ENDS} times in {WITHIN:g} s; see above")
+    return Served(ended.job, ended.hands, ends)
 
 
 if __name__ == "__main__":

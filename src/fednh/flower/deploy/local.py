@@ -12,28 +12,31 @@ import sys
 import threading
 import time
 import tomllib
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import tomli_w
 
 from fednh.config import Config
 from fednh.errors import RunError, UserError
 from fednh.flower import notes
 from fednh.flower.deploy import approval, commands, proxy
-from fednh.flower.deploy.commands import Job
-from fednh.flower.deploy.processes import PATIENCE, Processes, answers, end, end_marked, free_ports, marked
+from fednh.flower.deploy.commands import Executor, Job
+from fednh.flower.deploy.processes import PATIENCE, RESTARTS, Processes, answers, end, end_marked, free_ports, marked
 from fednh.flower.deploy.scaffold import connections
 from fednh.flower.layout import FederationFolder, SiteFolder
+from fednh.flower.notes import WAITING
 from fednh.storage.files import private_folder, write_bytes
 from fednh.storage.layout import RunLayout
 from fednh.storage.run_folder import RunFolder
 
 __all__ = ["LocalFederation", "Stopped", "Told", "end_marked", "marked", "trial_state"]
 
-RESTARTS = 3  # of a SuperNode or a ServerApp that ended by itself
 GIVE_UP = 30.0  # seconds to wait before the first round after a site cannot take part
-FORGET = 120.0  # seconds until Flower has surely noticed that a SuperNode is gone: twice its 2 x 30
+ALL_HERE = 300.0  # seconds in which one more site must appear while the server waits for sites
 
 
 class Told(Protocol):
@@ -82,10 +85,8 @@ class LocalFederation:
         self.seen: dict[Path, int] = {}  # run folder file -> number of lines shown
         for file in (self.run_folder.log_file, self.run_folder.metrics_file):
             self._new(file)
-        self.restarts: dict[str, int] = {}
-        self.forgotten: dict[str, float] = {}  # when the server will have dropped a killed SuperNode
-        self.retry: dict[str, float] = {}  # when to try again until then
         self.hopeless: tuple[float, str] | None = None  # when and why a site could not take part
+        self.newest: tuple[float, str] = (0.0, "")  # the server's newest note, and since when it has been the newest
 
     def run(self) -> None:
         """Run the federation to its end; raises RunError if it cannot finish, Stopped if asked to stop."""
@@ -94,9 +95,12 @@ class LocalFederation:
         private_folder(self.home.path)
         write_bytes(self.home.connections_file, connections("local", connection).encode())
         with Processes(self.folder, self.home.path, self.fed.logs) as self.processes:
+            self.executor = Executor(self.processes)
             if self.warm:
                 commands.new_secret(self.home)
-                commands.executor(self.processes)  # its imports take a while
+                self.executor.start()
+            for old in self.home.path.glob(f"{self.home.database_file.name}*"):
+                old.unlink()
             self._start_superlink()
             self._start_proxy()
             self._register()
@@ -111,16 +115,14 @@ class LocalFederation:
     # --- starting ----------------------------------------------------------------------------------------------
 
     def _start_superlink(self) -> None:
-        database = self.home.database_file
-        for old in self.home.path.glob(f"{database.name}*"):
-            old.unlink()
-        keys = self.fed if self.secure else None
-        process = self.processes.start("superlink", commands.superlink(keys, self.port, database, self.secret))
+        keys, database, limit = self.fed if self.secure else None, self.home.database_file, self.needs.site_bytes
+        command = commands.superlink(keys, self.port, database, self.secret, limit)
+        process = self.processes.start("superlink", command)
         self._await("superlink", "the SuperLink", self.port)
         if self.secret is not None:
             root, log = str(self.fed.ca) if self.secure else None, str(self.processes.log("superlink"))
             job = Job(self.address, str(self.folder), process.pid, str(self.secret), log, root)
-            commands.execute(self.processes, job)
+            self.executor.serve(job)
 
     def _start_proxy(self) -> None:
         if self.proxy is not None:
@@ -161,7 +163,7 @@ class LocalFederation:
             address, log = f"{commands.LOOPBACK}:{port}", str(self.processes.log(site.name))
             own = {"approved": str(self.approved), "told": str(node_config)}
             job = Job(address, str(site.path), process.pid, str(self.secret), log, **own)
-            commands.execute(self.processes, job)
+            self.executor.serve(job)
 
     def _node_config(self, site: SiteFolder) -> Path:
         """Write a copy of the site's site.toml with the trial's folder for its state."""
@@ -173,7 +175,8 @@ class LocalFederation:
         return path
 
     def _start_run(self) -> None:
-        self.server_seen, self.server_gone = False, time.monotonic()
+        self.server_seen, self.run_started = False, time.monotonic()
+        self.server_gone = self.run_started
         self.processes.log("run").unlink(missing_ok=True)
         self.processes.start("run", commands.run(self.folder, "local"))
 
@@ -183,7 +186,9 @@ class LocalFederation:
         """Show every round; restart processes that were killed; return when the run is finished."""
         while not self.run_folder.ended(self.config):
             self._show()
+            self.executor.check()
             self._look_after_supernodes()
+            self._look_after_superlink()
             self._look_after_server()
             self._give_up()
             self._pause(0.1)
@@ -191,24 +196,17 @@ class LocalFederation:
         notes.check_end(self.run_folder.path)
 
     def _look_after_supernodes(self) -> None:
-        """Restart a SuperNode that was killed; go on without one that exited, which has a reason.
-
-        The server refuses a restarted SuperNode until it has missed enough heartbeats of the killed one.
-        """
+        """Restart a SuperNode that was killed; go on without one that exited with an error."""
         for number, site in enumerate(self.sites):
-            process, now = self.processes.running.get(site.name), time.monotonic()
+            process = self.processes.running.get(site.name)
             if process is None or process.poll() is None:
                 continue
-            if process.returncode < 0 and self._again(site.name):
-                killed = f"the SuperNode of {site.name} was killed by signal {-process.returncode}"
-                self.told.note(f"{killed}; starting it again, which the server allows after a minute")
-                self.forgotten[site.name] = now + FORGET
-                self.retry[site.name] = now
-            if now < self.forgotten.get(site.name, 0.0):
-                if now >= self.retry[site.name]:
-                    self.retry[site.name] = now + 5
-                    self._start_supernode(number)
+            try:
+                if words := self.processes.restart_supernode(site.name, partial(self._start_supernode, number)):
+                    self.told.note(f"the SuperNode of {site.name} {words}")
                 continue
+            except RunError:
+                pass
             del self.processes.running[site.name]
             what = f"the SuperNode of {site.name} ended: {self._why(site.name)} (see {self.processes.log(site.name)})"
             left = sum(each.name in self.processes.running for each in self.sites)
@@ -219,37 +217,60 @@ class LocalFederation:
                 raise RunError(f"{what}; {left} sites are left, and federation.{key} = {number_needed}")
             self.told.note(f"{what}; going on without it")
 
+    def _look_after_superlink(self) -> None:
+        """Restart a SuperLink that was killed, with its database, and then the run, from its checkpoint."""
+        link = self.processes.running["superlink"]
+        if link.poll() is None:
+            return
+        self._check_disk()
+        if link.returncode > 0:
+            self.processes.check("superlink", "the SuperLink")
+        if not self.processes.may_restart("superlink"):
+            raise RunError(f"the SuperLink ended {1 + RESTARTS} times; {self.processes.where('superlink')}")
+        self.told.note("the SuperLink was killed; starting it again, and the ServerApp with it")
+        end([self.processes.running["run"]])
+        for process in marked(self.folder, "flwr-serverapp"):
+            with suppress(psutil.Error):
+                process.kill()
+        self._start_superlink()
+        self._start_run()
+
     def _look_after_server(self) -> None:
         """Restart a killed ServerApp, which continues from its checkpoint; raise the error of one that failed."""
-        run = self.processes.running["run"]
-        self.processes.check("superlink", "the SuperLink")
+        run, now = self.processes.running["run"], time.monotonic()
         if self.proxy is not None:
             self.processes.check("proxy", "nginx")
         alive = bool(marked(self.folder, "flwr-serverapp"))
         self.server_seen = self.server_seen or alive
-        if alive or (not self.server_seen and run.poll() is None):
-            self.server_gone = time.monotonic()
+        starting = not self.server_seen and run.poll() is None and now - self.run_started < PATIENCE
+        if alive or starting:
+            self.server_gone = now
             return
-        if time.monotonic() - self.server_gone < 2 or self.run_folder.ended(self.config):
+        if now - self.server_gone < 2 or self.run_folder.ended(self.config):
             return  # it may still be finishing
+        self._check_disk()
         if reason := self._reason():
             raise RunError(f"{reason} (see {self.processes.log('run')})")
-        if not self._again("run"):
+        if not self.processes.may_restart("run"):
             raise RunError(f"the ServerApp ended {1 + RESTARTS} times before its last round; see {self.processes.logs}")
-        self.told.note("the ServerApp ended before its last round; starting it again")
+        what = "ended before its last round" if self.server_seen else f"did not start in {PATIENCE:g} s"
+        self.told.note(f"the ServerApp {what}; starting it again")
         end([run])
         self._start_run()
 
+    def _check_disk(self) -> None:
+        if words := self.processes.full_disk(self.home.path, "superlink", "run"):
+            raise RunError(words)
+
     def _give_up(self) -> None:
-        """Give up if a site cannot take part before the first round: nobody will repair it during a trial."""
+        """Give up if a site cannot take part before the first round, or does not come: nobody repairs it in a trial."""
+        since, words = self.newest
+        if words.startswith(WAITING) and time.monotonic() - since > ALL_HERE:
+            raise RunError(f"{words}, and no other came in {ALL_HERE:g} s; see {self.processes.logs}")
         if self.hopeless and time.monotonic() - self.hopeless[0] > GIVE_UP:
             if not self.run_folder.started:
                 raise RunError(f"the federation cannot begin: {self.hopeless[1]}")
             self.hopeless = None
-
-    def _again(self, name: str) -> bool:
-        self.restarts[name] = self.restarts.get(name, 0) + 1
-        return self.restarts[name] <= RESTARTS
 
     def _why(self, site: str) -> str:
         """Why a SuperNode ended: its last lines, from Flower's exit code on."""
@@ -270,6 +291,8 @@ class LocalFederation:
         for line in self._new(self.run_folder.log_file):
             words = notes.sentence(line)
             self.told.note(words)
+            if words != self.newest[1]:
+                self.newest = (time.monotonic(), words)
             # "Unavailable" means that a slow site has not answered a query yet; it is asked again.
             if "cannot take part" in words and "Unavailable" not in words and not self.run_folder.started:
                 self.hopeless = self.hopeless or (time.monotonic(), words)

@@ -6,6 +6,7 @@ turn, and those that a killed parent left behind. Only their user can read the f
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,6 +36,10 @@ ENVIRONMENT = {
 }
 PATIENCE = 180.0  # seconds in which a server that runs must answer: a busy machine takes one minute to import it
 
+RESTARTS, RECENT = 3, 3600.0  # a program is started again this often in so many seconds
+FORGET = 120.0  # seconds until Flower has surely noticed that a SuperNode is gone: twice its 2 x 30
+FULL = 4 << 20  # bytes; a disk with less room is full
+
 Process = subprocess.Popen[bytes]
 
 
@@ -47,6 +53,9 @@ class Processes:
         own = {MARK: str(folder), "FLWR_HOME": str(home), "PATH": path}
         self.environment = {**ENVIRONMENT, **os.environ, **own}
         self.running: dict[str, Process] = {}
+        self._restarts: dict[str, list[float]] = {}  # when each program was started again
+        self._refused_until: dict[str, float] = {}  # how long a start of a SuperNode may be refused, and is repeated
+        self._next: dict[str, float] = {}  # when it is repeated
 
     def __enter__(self) -> Processes:
         for each in (self.home, self.logs):
@@ -103,6 +112,50 @@ class Processes:
         process = self.running[name]
         if process.poll() is not None:
             raise RunError(f"{what} ended with code {process.returncode}: {self.tail(name)}")
+
+    def may_restart(self, name: str) -> bool:
+        """Count one more start of a program that ended; False if there were too many: it has a reason to end."""
+        now = time.monotonic()
+        recent = [then for then in self._restarts.get(name, []) if now - then < RECENT]
+        self._restarts[name] = [*recent, now]
+        return len(recent) < RESTARTS
+
+    def restart_supernode(self, name: str, start: Callable[[], None]) -> str:
+        """Start a SuperNode again that was killed or stopped; one that exited with an error has a reason.
+
+        The server refuses the new one until it has missed enough heartbeats of a killed one; until then it is started
+        again and again. Returns a sentence to show, empty if there is none; raises RunError if it is not started again.
+        """
+        code, now = self.running[name].returncode, time.monotonic()
+        if code <= 0 and self.may_restart(name):
+            self._refused_until[name], self._next[name] = now + FORGET, now + 5
+            start()
+            if code == 0:
+                return "ended; starting it again"
+            return f"was killed by signal {-code}; starting it again, which the server allows after a minute"
+        if now >= self._refused_until.get(name, 0.0):
+            raise RunError(f"ended with code {code}")
+        if now >= self._next[name]:
+            self._next[name] = now + 5
+            start()
+        return ""
+
+    def full_disk(self, folder: Path, *names: str) -> str:
+        """A sentence if the disk of a folder is full, or a program's log says so; else empty."""
+        logs = [self.log(name) for name in names if self.logs is not None and self.log(name).exists()]
+        words = ("disk is full", os.strerror(errno.ENOSPC))
+        told = any(word in log.read_text(errors="replace") for log in logs for word in words)
+        if told or shutil.disk_usage(folder).free < FULL:
+            return f"the disk of {folder} is full: make room, then start the same command again"
+        return ""
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists that has not ended; a zombie has."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 def end(processes: list[Process], grace: float = 3.0) -> None:

@@ -13,8 +13,8 @@ from fednh.config import Config
 from fednh.errors import RunError, UserError
 from fednh.flower import notes
 from fednh.flower.deploy import approval, certificates, commands
-from fednh.flower.deploy.commands import Job
-from fednh.flower.deploy.processes import PATIENCE, Processes, answers, free_ports
+from fednh.flower.deploy.commands import Executor, Job
+from fednh.flower.deploy.processes import PATIENCE, RESTARTS, Processes, answers, free_ports, marked
 from fednh.flower.deploy.scaffold import PORT, connection
 from fednh.flower.layout import FederationFolder, SiteFolder
 from fednh.storage.files import private_folder, write_bytes
@@ -23,7 +23,7 @@ from fednh.storage.run_folder import RunFolder
 Say = Callable[[str], None]
 
 
-def serve(folder: Path, stop: threading.Event, say: Say, port: int = PORT) -> None:
+def serve(folder: Path, config: Config, stop: threading.Event, say: Say, port: int = PORT) -> None:
     """Run the SuperLink on the loopback, with TLS and the sites' keys, and the executor of its ServerApps."""
     fed = FederationFolder(folder)
     home = fed.home
@@ -36,17 +36,33 @@ def serve(folder: Path, stop: threading.Event, say: Say, port: int = PORT) -> No
         raise UserError(f"something listens at 127.0.0.1:{port} already; stop it, or choose another --port")
     private_folder(home.path)
     write_bytes(home.connections_file, connection(folder, port).encode())
+    address = f"{commands.LOOPBACK}:{port}"
     with Processes(folder, home.path, None) as processes:
-        secret = commands.new_secret(home)
-        command = commands.superlink(fed, port, fed.database_file, secret)
-        link = processes.start("superlink", command)
-        _until(lambda: answers(port), processes, stop, "the SuperLink does not answer", PATIENCE)
-        if not stop.is_set():
-            address = f"{commands.LOOPBACK}:{port}"
-            job = Job(address, str(folder), link.pid, str(secret), root=str(fed.ca))
-            commands.execute(processes, job)
-            say(f"the server is ready at {address}, for this machine only; sites come in through the proxy")
-        _until(lambda: False, processes, stop)
+        executor, secret = Executor(processes), commands.new_secret(home)
+
+        def start() -> None:
+            command = commands.superlink(fed, port, fed.database_file, secret, config.federation.site_bytes)
+            link = processes.start("superlink", command)
+            deadline = time.monotonic() + PATIENCE
+            while not answers(port) and not stop.wait(0.1):
+                processes.check("superlink", "the SuperLink")
+                if time.monotonic() > deadline:
+                    raise RunError(f"the SuperLink does not answer after {PATIENCE:g} s; see above")
+            executor.serve(Job(address, str(folder), link.pid, str(secret), root=str(fed.ca)))
+
+        def again() -> str:
+            if words := processes.full_disk(folder):
+                raise RunError(words)
+            if processes.running["superlink"].returncode > 0:
+                processes.check("superlink", "the SuperLink")
+            if not processes.may_restart("superlink"):
+                raise RunError(f"the SuperLink ended {1 + RESTARTS} times; see above")
+            start()
+            return "was killed; it was started again, and a run goes on with: fednh federation run"
+
+        start()
+        say(f"the server is ready at {address}, for this machine only; sites come in through the proxy")
+        _keep("superlink", "the SuperLink", again, executor, stop, say)
 
 
 def join(folder: Path, server: str, stop: threading.Event, say: Say) -> None:
@@ -56,13 +72,23 @@ def join(folder: Path, server: str, stop: threading.Event, say: Say) -> None:
     for private in (folder, site.home.path):
         private_folder(private)
     with Processes(folder, site.home.path, None) as processes:
-        secret = commands.new_secret(site.home)
-        command = commands.supernode(server, site.node_config, port, site.ca, site.key, secret)
-        node = processes.start("supernode", command)
-        own = {"approved": str(site.approved_file), "told": str(site.node_config)}
-        commands.execute(processes, Job(f"{commands.LOOPBACK}:{port}", str(folder), node.pid, str(secret), **own))
+        executor, secret = Executor(processes), commands.new_secret(site.home)
+
+        def start() -> None:
+            command = commands.supernode(server, site.node_config, port, site.ca, site.key, secret)
+            node = processes.start("supernode", command)
+            own = {"approved": str(site.approved_file), "told": str(site.node_config)}
+            executor.serve(Job(f"{commands.LOOPBACK}:{port}", str(folder), node.pid, str(secret), **own))
+
+        def again() -> str:
+            try:
+                return processes.restart_supernode("supernode", start)
+            except RunError as error:
+                raise RunError(f"the SuperNode {error}; see above") from None
+
+        start()
         say(f"the site connects to {server}; apps that may run here: {len(approval.approved(site.approved_file))}")
-        _until(lambda: False, processes, stop)
+        _keep("supernode", "the SuperNode", again, executor, stop, say)
 
 
 def check_site(folder: Path, server: str) -> None:
@@ -98,8 +124,11 @@ def train(folder: Path, config: Config, stop: threading.Event) -> None:
         raise UserError(f"{folder}: no server was started here; start it: fednh federation serve {folder}")
     with Processes(fed.home.path / f"run-{os.getpid()}", fed.home.path, None) as processes:
         process = processes.start("run", commands.run(folder, "server"), folder)
+        seen, deadline = False, time.monotonic() + PATIENCE
         while process.poll() is None and not stop.wait(0.2):
-            pass
+            seen = seen or bool(marked(folder, "flwr-serverapp"))
+            if not seen and time.monotonic() > deadline:
+                raise RunError(f"the ServerApp did not start in {PATIENCE:g} s; see what `serve` says")
     if stop.is_set():
         return
     if not run.ended(config):
@@ -107,13 +136,9 @@ def train(folder: Path, config: Config, stop: threading.Event) -> None:
     notes.check_end(run.path)
 
 
-def _until(
-    done: Callable[[], bool], processes: Processes, stop: threading.Event, late: str = "", patience: float = 0
-) -> None:
-    """Wait until `done` or `stop`; raise if a program ends in the meantime."""
-    deadline = time.monotonic() + patience
-    while not done() and not stop.wait(0.2):
-        for name in list(processes.running):
-            processes.check(name, f"the {name}")
-        if late and time.monotonic() > deadline:
-            raise RunError(f"{late} after {patience:g} s; see above")
+def _keep(name: str, what: str, again: Callable[[], str], executor: Executor, stop: threading.Event, say: Say) -> None:
+    """Until `stop`, start a program and what runs its apps `again` when they were killed."""
+    while not stop.wait(0.2):
+        executor.check()
+        if executor.processes.running[name].poll() is not None and (words := again()):
+            say(f"{what} {words}")

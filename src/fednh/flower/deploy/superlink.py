@@ -1,15 +1,112 @@
-"""`flower-superlink` for an installation whose path has a blank or a percent sign.
+"""`flower-superlink` for a federation whose sites do not trust each other: `python -m ... LIMIT OPTIONS`.
 
-Flower 1.41 passes the path of its database migrations to Alembic unescaped, in a list separated by blanks. With such a
-path it creates a database without tables, and every call to the server fails.
+Flower 1.41 lets a registered site send messages to other sites, in any site's name and of any size. One message that is
+announced and never sent blocks its receiver for minutes. Here a site can answer its own orders, and nothing else:
+`Gate` refuses a message whose source is not the site itself, whose destination is not the SuperLink or that answers no
+message, objects that belong to another site's message, and more bytes than the limit.
+
+Flower also passes the path of its database migrations to Alembic unescaped, in a list separated by blanks. If the path
+has a blank or a percent sign, it creates a database without tables, and every call to the server fails. `mended` builds
+that list with escaped paths.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
+from logging import ERROR
+from typing import Any, NoReturn
+
 from alembic.config import Config
+from fastapi import HTTPException
+from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.proto.fleet_pb2 import PullMessagesRequest, PullMessagesResponse, PushMessagesRequest, PushMessagesResponse
+from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse, PushObjectRequest, PushObjectResponse
+from flwr.server.superlink.linkstate import LinkState
+from flwr.supercore import log
 from flwr.supercore.state.alembic import utils
 from flwr.superlink.cli import flower_superlink
+from flwr.superlink.servicer.fleet import fleet_handlers
 from sqlalchemy import Engine
+
+ORDERS = 4  # a site may keep as many bytes here as this many of the largest order that it has received
+
+
+class Gate:
+    """Flower's handlers of what sites send and fetch, with checks.
+
+    Flower has verified by the site's key that a request comes from `request.node`; what is in it may be forged.
+    Replies that the server has not taken yet count against the limit of the site that sent them.
+    """
+
+    def __init__(self, limit: int, handlers: Any = fleet_handlers):
+        """`limit`: bytes a site, or ORDERS times its largest order if that is more: uploads are as large as models."""
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._order: dict[int, int] = {}  # node -> bytes that it has fetched of its order
+        self._largest: dict[int, int] = {}
+        self._kept: dict[int, dict[str, int]] = {}  # node -> message id -> bytes
+        self._messages: dict[str, tuple[int, str]] = {}  # push session -> node and message id
+        self._push_messages, self._push_object = handlers.push_messages, handlers.push_object
+        self._pull_messages, self._pull_object = handlers.pull_messages, handlers.pull_object
+
+    def push_messages(self, request: PushMessagesRequest, state: LinkState) -> PushMessagesResponse:
+        node = request.node.node_id
+        if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
+            _refuse(node, "a request has one message")
+        data, tree = request.messages_list[0].metadata, request.message_object_trees[0]
+        if data.src_node_id != node:
+            _refuse(node, f"its message is in the name of node {data.src_node_id}")
+        if data.dst_node_id != SUPERLINK_NODE_ID:
+            _refuse(node, f"its message is for node {data.dst_node_id}; sites may write to the server alone")
+        if not data.reply_to_message_id:
+            _refuse(node, "its message answers none; sites may answer orders alone")
+        if data.message_id != tree.object_id:
+            _refuse(node, "its message announces the parts of another one")
+        with self._lock:
+            kept = self._kept.setdefault(node, {})
+            for name in [name for name in kept if state.object_store.get(name) is None]:
+                del kept[name]  # the server has taken it
+            self._messages = {key: row for key, row in self._messages.items() if row[1] in self._kept.get(row[0], {})}
+            self._add(node, data.message_id, request.ByteSize())
+        answer = self._push_messages(request=request, state=state)
+        with self._lock:
+            self._messages[answer.session_id] = (node, data.message_id)
+        return answer
+
+    def push_object(self, request: PushObjectRequest, state: LinkState) -> PushObjectResponse:
+        node = request.node.node_id
+        with self._lock:
+            owner, message = self._messages.get(request.session_id, (None, ""))
+            if owner != node:
+                _refuse(node, "its object belongs to no message of its own")
+            self._add(node, message, len(request.object_content))
+        return self._push_object(request=request, state=state)
+
+    def pull_messages(self, request: PullMessagesRequest, state: LinkState, store: Any) -> PullMessagesResponse:
+        answer = self._pull_messages(request=request, state=state, store=store)
+        if answer.messages_list:
+            with self._lock:
+                self._order[request.node.node_id] = 0
+        return answer
+
+    def pull_object(self, request: PullObjectRequest, state: LinkState) -> PullObjectResponse:
+        answer, node = self._pull_object(request=request, state=state), request.node.node_id
+        with self._lock:
+            self._order[node] = self._order.get(node, 0) + len(answer.object_content)
+            self._largest[node] = max(self._largest.get(node, 0), self._order[node])
+        return answer
+
+    def _add(self, node: int, message: str, size: int) -> None:
+        kept, most = self._kept[node], max(self.limit, ORDERS * self._largest.get(node, 0))
+        if (total := sum(kept.values()) + size) > most:
+            _refuse(node, f"its replies that wait here would have {total} bytes; up to {most} are allowed", 413)
+        kept[message] = kept.get(message, 0) + size
+
+
+def _refuse(node: int, why: str, status: int = 400) -> NoReturn:
+    log(ERROR, "refused: node %d: %s", node, why)
+    raise HTTPException(status, why)
 
 
 def mended(engine: Engine) -> Config:
@@ -30,4 +127,8 @@ def mended(engine: Engine) -> Config:
 
 if __name__ == "__main__":
     utils.build_alembic_config = mended
+    gate = Gate(int(sys.argv.pop(1)))
+    for handler in ("push_messages", "push_object", "pull_messages", "pull_object"):
+        assert hasattr(fleet_handlers, handler), "this Flower does not handle requests where we check them"
+        setattr(fleet_handlers, handler, getattr(gate, handler))
     flower_superlink()
