@@ -1,16 +1,109 @@
-"""The processes of a federation are found by what they carry in their environment, and ended."""
+"""The processes of a federation are found by what they carry in their environment, ended, and started again."""
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fednh.errors import RunError
 from fednh.flower.deploy import commands, supernode
-from fednh.flower.deploy.processes import MARK, end_marked, marked
+from fednh.flower.deploy import processes as module
+from fednh.flower.deploy.commands import Executor, Job
+from fednh.flower.deploy.processes import MARK, RESTARTS, Processes, end_marked, marked
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    with Processes(tmp_path, tmp_path / "home", tmp_path / "logs") as made:
+        yield made
+
+
+def ended(processes: Processes, name: str, code: int) -> None:
+    """A program that has ended with this code, or by this signal if it is negative."""
+    process = processes.start(name, ["sh", "-c", f"kill {code} $$" if code < 0 else f"exit {code}"])
+    assert process.wait(10) == code
+
+
+def test_a_supernode_is_started_again_so_often(processes: Processes) -> None:
+    starts: list[int] = []
+    for code in (-9, 0, -15):
+        ended(processes, "site-1", code)
+        assert "starting it again" in processes.restart_supernode("site-1", lambda: starts.append(1))
+    ended(processes, "site-1", -9)
+    processes._refused_until.clear()
+    with pytest.raises(RunError, match="ended with code -9"):
+        processes.restart_supernode("site-1", lambda: starts.append(1))
+    assert len(starts) == RESTARTS
+
+
+def test_a_supernode_that_exits_with_an_error_is_not(processes: Processes) -> None:
+    ended(processes, "site-1", 1)
+    with pytest.raises(RunError, match="ended with code 1"):
+        processes.restart_supernode("site-1", lambda: pytest.fail("it has a reason"))
+
+
+def test_a_start_is_repeated_while_the_server_refuses_it(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[int] = []
+    now = time.monotonic()
+    ended(processes, "site-1", -9)
+    assert "after a minute" in processes.restart_supernode("site-1", lambda: starts.append(1))
+    ended(processes, "site-1", 1)
+    for later, number in ((1, 1), (6, 2), (7, 2), (12, 3)):
+        monkeypatch.setattr(module.time, "monotonic", lambda later=later: now + later)
+        assert processes.restart_supernode("site-1", lambda: starts.append(1)) == ""
+        assert len(starts) == number
+    monkeypatch.setattr(module.time, "monotonic", lambda: now + module.FORGET + 1)
+    with pytest.raises(RunError, match="ended with code 1"):
+        processes.restart_supernode("site-1", lambda: starts.append(1))
+
+
+def test_restarts_long_ago_do_not_count(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    assert [processes.may_restart("x") for _ in range(RESTARTS + 1)] == [True] * RESTARTS + [False]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now + module.RECENT + 60)
+    assert processes.may_restart("x")
+
+
+def test_a_full_disk_is_said(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert processes.full_disk(tmp_path, "superlink") == ""
+    processes.log("superlink").write_text("sqlite3.OperationalError: database or disk is full")
+    assert processes.full_disk(tmp_path, "run") == ""
+    assert f"the disk of {tmp_path} is full" in processes.full_disk(tmp_path, "run", "superlink")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    assert f"the disk of {tmp_path} is full" in processes.full_disk(tmp_path)
+
+
+def test_a_killed_executor_gets_its_jobs_again(processes: Processes, tmp_path: Path) -> None:
+    """A stand-in that writes down what it is told."""
+    executor = Executor(processes)
+    heard = tmp_path / "heard"
+    stand_in = [sys.executable, "-c", f"import sys\nfor line in sys.stdin: open({str(heard)!r}, 'a').write(line)"]
+    start = processes.start
+    processes.start = lambda name, command, **more: start(name, stand_in, **more)  # type: ignore[method-assign]
+    executor.serve(Job("127.0.0.1:1", "/", os.getpid(), "secret"))
+    executor.serve(Job("127.0.0.1:2", "/", 2**22 + 1, "secret"))  # its program has ended
+    processes.running["executor"].send_signal(signal.SIGKILL)
+    processes.running["executor"].wait()
+    heard.unlink(missing_ok=True)
+    executor.check()
+    deadline = time.monotonic() + 10
+    while not (heard.exists() and heard.read_text().endswith("\n")) and time.monotonic() < deadline:
+        stdin = processes.running["executor"].stdin
+        if stdin is not None and not stdin.closed:
+            stdin.close()  # so that the stand-in writes and ends
+        time.sleep(0.02)
+    assert [line for line in heard.read_text().splitlines() if "127.0.0.1:1" in line] == heard.read_text().splitlines()
+    processes.running["executor"].wait()
+    with pytest.raises(RunError, match="what runs apps ended with code 0"):
+        executor.check()
 
 
 def test_processes_are_found_by_their_folder_and_ended(tmp_path: Path) -> None:

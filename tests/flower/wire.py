@@ -115,11 +115,12 @@ def serve(
     simulated: bool = False,
     enough: int | None = None,
     identity: Identity | None = None,
+    wait: float = 60.0,
 ) -> Quiet:
     watcher = Quiet()
     with RunFolder(out) as folder:
         least = 1 if simulated else min(config.federation.min_clients, enough or len(wire.nodes))
-        manner = Manner(0.2, enough or len(wire.nodes), simulated, 0.001, least)
+        manner = Manner(0.2, enough or len(wire.nodes), simulated, 0.001, least, wait)
         rounds(config, wire, folder, watcher, manner, identity=identity).run()
     return watcher
 
