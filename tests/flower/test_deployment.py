@@ -107,7 +107,7 @@ def test_behind_the_proxy(fed: Trial, tmp_path: Path) -> None:
     nodes = [words for words in seen if "deploy.supernode" in words]
     assert len(nodes) >= 2
     assert all(f"--superlink {door[1]} " in words for words in nodes)
-    assert any("flower-superlink" in words and behind[1].split(":")[1] in words for words in seen)
+    assert any("deploy.superlink" in words and behind[1].split(":")[1] in words for words in seen)
     assert_same_as_simulated(fed, tmp_path / "simulated")
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from flwr.app import Context, Message, RecordDict
 from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.proto.runtime_pb2 import AcquireTaskRequest, AcquireTaskResponse
+from flwr.proto.task_pb2 import Task
 
 from fednh.flower.deploy import forking
 from fednh.flower.deploy.commands import Job
@@ -155,14 +157,31 @@ def test_a_clientapp_that_works_is_left_alone(sleeper: subprocess.Popen[bytes]) 
 def test_a_task_that_a_killed_superexec_may_have_taken_ends_the_supernode(sleeper: subprocess.Popen[bytes]) -> None:
     hands = Hands()
     first = Forking(job(sleeper.pid), hands)
-    for _ in range(2):
-        first.reconcile()
-        first.get_eligible_capacity()
     first.reconcile()
-    assert sleeper.poll() is None, "it asked, and nothing was handed out"
-    first.get_eligible_capacity()
+    hands.write(True, {})
+    first.reconcile()
+    assert sleeper.poll() is None, "it asked itself, and knows that nothing was handed out"
+    hands.write(True, {os.getpid(): "token"})
+    Forking(job(sleeper.pid), hands).reconcile()
+    assert sleeper.poll() is None, "there is no other task while one is at work"
+    hands.write(True, {})
     Forking(job(sleeper.pid), hands).reconcile()
     assert sleeper.wait(5) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("task", [None, Task(task_id=1)])
+def test_while_a_superexec_asks_its_hands_say_so(task: Task | None) -> None:
+    hands, during = Hands(), []
+
+    class Client:
+        def AcquireTask(self, request: AcquireTaskRequest) -> AcquireTaskResponse:
+            during.append(hands.read()[0])
+            return AcquireTaskResponse(task=task)
+
+    hands.add(os.getpid(), "token")
+    forking.remembering(Client, hands)().AcquireTask(AcquireTaskRequest())  # type: ignore[arg-type, call-arg]
+    assert during == [True]
+    assert hands.read() == (task is not None, {os.getpid(): "token"})
 
 
 def test_the_run_of_an_ended_serverapp_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

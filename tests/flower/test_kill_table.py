@@ -18,7 +18,7 @@ from fednh.flower.deploy.local import marked
 from fednh.storage.files import read_tree
 
 ROUNDS = 3
-SETTINGS = {"federation.timeout": 20.0, "federation.start": 3, "federation.min_clients": 1, "train.epochs": 1}
+SETTINGS = {"federation.timeout": 30.0, "federation.start": 3, "federation.min_clients": 1, "train.epochs": 1}
 BOUND = 150.0  # seconds in which `up` must end after the kill: a killed SuperNode is refused for a minute
 
 # The honest ClientApp; site-2 says when it works in round 2, and does so for a while.
@@ -121,6 +121,7 @@ VICTIMS = ("ServerApp", "SuperLink", "SuperNode", "server's SuperExec", "site's 
 def test_a_killed_process(name: str, moment: str, fed: Trial, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
     fed.process = fed.up()
     victim = Victim(fed, name)
+    until(lambda: "SuperNode ID" in log(fed), fed)  # the site is connected
     until(lambda: Victim(fed, "site's SuperExec" if name in ("ClientApp", "worker") else name).pid, fed)
     if moment == "during work":
         until((tmp_path / "working").exists, fed)

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,3 +146,41 @@ def test_a_supernode_does_without_pytorch() -> None:
     """Twenty of them run on one machine in a trial."""
     code = "import sys, fednh.flower.deploy.supernode; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_a_trial_does_not_wait_for_a_site_that_never_comes(tmp_path: Path) -> None:
+    """Nobody will start it; a new site, or a round, is news."""
+    from federations import Quiet, Trial
+
+    from fednh.flower.deploy import local, scaffold
+
+    config, sites = scaffold.read(Trial(tmp_path).init(2).folder)
+    fed = local.LocalFederation(tmp_path / "fed", config, sites, Quiet(), threading.Event(), secure=True, warm=True)
+    with Processes(tmp_path, tmp_path / "home", tmp_path / "logs") as fed.processes:
+        words = "waiting for sites: 1 of 2 are here (site-1)"
+        for note, since in ((words, local.ALL_HERE - 5), ("going on after round 1", local.ALL_HERE + 5)):
+            fed.newest = (time.monotonic() - since, note)
+            fed._give_up()
+        fed.newest = (time.monotonic() - local.ALL_HERE - 5, words)
+        with pytest.raises(RunError, match=r"1 of 2 are here \(site-1\), and no other came in 300 s; see .*logs"):
+            fed._give_up()
+
+
+def test_a_serverapp_that_nobody_starts_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`flwr run` waits for ever for a task that nobody takes."""
+    from federations import Quiet, Trial
+
+    from fednh.flower.deploy import local, scaffold
+
+    config, sites = scaffold.read(Trial(tmp_path).init(2).folder)
+    fed = local.LocalFederation(tmp_path / "fed", config, sites, Quiet(), threading.Event(), secure=True, warm=True)
+    monkeypatch.setattr(local.commands, "run", lambda *_: ["sleep", "60"])
+    monkeypatch.setattr(local, "PATIENCE", -1.0)
+    with Processes(tmp_path / "fed", fed.home.path, tmp_path / "logs") as fed.processes:
+        fed._start_run()
+        for _ in range(RESTARTS):
+            fed.server_gone -= 3
+            fed._look_after_server()
+        fed.server_gone -= 3
+        with pytest.raises(RunError, match=f"the ServerApp ended {1 + RESTARTS} times"):
+            fed._look_after_server()

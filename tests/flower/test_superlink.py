@@ -20,6 +20,7 @@ from federations import SMALL, trial
 from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.proto.fleet_pb2 import PullMessagesRequest, PullMessagesResponse, PushMessagesRequest, PushMessagesResponse
 from flwr.proto.message_pb2 import (
+    ConfirmMessageReceivedRequest,
     Message,
     Metadata,
     ObjectTree,
@@ -29,6 +30,7 @@ from flwr.proto.message_pb2 import (
     PushObjectResponse,
 )
 from flwr.proto.node_pb2 import Node
+from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
 from flwr.supercore.state.alembic import utils
 from flwr.superlink.routers.fleet import router
@@ -79,7 +81,12 @@ class Handlers:
         return PullMessagesResponse(messages_list=[Message()])
 
     def pull_object(self, request: PullObjectRequest, state: Any) -> PullObjectResponse:
+        if request.run_id:
+            raise FlowerError(request.run_id, "the run is not running")
         return PullObjectResponse(object_content=bytes(int(request.object_id)))
+
+    def confirm_message_received(self, request: ConfirmMessageReceivedRequest, state: Any, store: Any) -> None:
+        raise FlowerError(request.run_id, "the run is not running")
 
 
 @pytest.fixture
@@ -171,10 +178,21 @@ def test_the_limit_grows_with_the_orders_that_a_site_receives(state: Any) -> Non
         gate.push_object(part(200), state)
 
 
+def test_an_order_of_a_run_that_has_ended_is_gone(state: Any) -> None:
+    """Flower's SuperNode would keep it, and send every later answer one order too late."""
+    gate, over, other = superlink.Gate(1000, Handlers()), ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED, 1
+    assert not gate.pull_object(PullObjectRequest(object_id="1", run_id=over), state).object_found
+    gate.confirm_message_received(ConfirmMessageReceivedRequest(run_id=over), state, None)
+    with pytest.raises(FlowerError):
+        gate.pull_object(PullObjectRequest(object_id="1", run_id=other), state)
+    with pytest.raises(FlowerError):
+        gate.confirm_message_received(ConfirmMessageReceivedRequest(run_id=other), state, None)
+
+
 def test_flowers_server_calls_the_handlers_that_are_replaced() -> None:
     """What the wrapper relies on: routes look the handlers up when they are called."""
     text = inspect.getsource(router)
-    assert all(f"fleet_handlers.{name}(" in text for name in ("push_messages", "push_object", "pull_object"))
+    assert all(f"fleet_handlers.{name}(" in text for name in superlink.REPLACED)
 
 
 @pytest.mark.soak

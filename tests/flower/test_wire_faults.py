@@ -285,6 +285,16 @@ def test_a_site_that_joins_late_receives_what_all_receive(tmp_path: Path) -> Non
     assert not torch.allclose(received["4"][9], torch.stack(uploaded["3"]).mean(0), atol=1e-4), "now it has a record"
 
 
+def test_the_wait_for_sites_has_an_end(tmp_path: Path) -> None:
+    nodes = {k: {"partition-id": part, "num-partitions": 3, "site": site} for k, part, site in AT_TIMES[:2]}
+    config = small("fedavg", rounds=1, **{"partition.clients": 3})
+    wire = deployed(tmp_path, nodes)
+    with pytest.raises(
+        RunError, match=r"waiting for sites: 2 of 3 are here \(early0, early1\), and federation.wait = 0.5"
+    ):
+        serve(config, wire, tmp_path / "run", enough=3, identity=server_identity(tmp_path), wait=0.5)
+
+
 def test_data_that_does_not_fit_is_told(tmp_path: Path) -> None:
     import numpy as np
 

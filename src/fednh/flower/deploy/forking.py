@@ -43,7 +43,7 @@ import httpx
 from flwr.app import Context, Message
 from flwr.app.error import Error
 from flwr.common.constant import ErrorCode, SubStatus
-from flwr.proto.runtime_pb2 import PushTaskOutputRequest
+from flwr.proto.runtime_pb2 import AcquireTaskRequest, AcquireTaskResponse, PushTaskOutputRequest
 from flwr.supercore.constant import TASK_TYPE_TO_APPIO_API_ADDRESS_ARG, TASK_TYPE_TO_COMMAND, TaskType
 from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
@@ -110,9 +110,10 @@ class Forking(SubprocessExecutor):
             raise SystemExit("the process that watches this one has ended")
         asking, tasks = self.hands.read()
         ended = {pid: token for pid, token in tasks.items() if not alive(pid)}
-        lost = asking and self.first  # the SuperExec before this one was killed while it asked
+        going = {pid: token for pid, token in tasks.items() if pid not in ended}
+        lost = asking and self.first and not going  # the SuperExec before this one was killed while it asked
         self.first = False
-        self.hands.write(False, {pid: token for pid, token in tasks.items() if pid not in ended})
+        self.hands.write(False, going)
         if self.job.approved is None:
             for token in ended.values():
                 self._end_run(token)
@@ -122,7 +123,6 @@ class Forking(SubprocessExecutor):
                 os.kill(self.job.pid, signal.SIGTERM)
 
     def get_eligible_capacity(self, *_: Any, **__: Any) -> tuple[set[TaskType], set[str]]:
-        self.hands.write(True, self.hands.read()[1])
         return self.kinds, set()
 
     def launch(self, spec: ExecutionSpec) -> LaunchResult:
@@ -156,31 +156,49 @@ class Forking(SubprocessExecutor):
         client.close()
 
 
+def remembering(client: type[RuntimeHttpClient], hands: Hands) -> type[RuntimeHttpClient]:
+    """Flower's client of a SuperExec; while it asks for a task, `hands` says so."""
+
+    class Remembering(client):  # type: ignore[valid-type, misc]
+        def AcquireTask(self, request: AcquireTaskRequest) -> AcquireTaskResponse:
+            hands.write(True, hands.read()[1])
+            answer: AcquireTaskResponse = super().AcquireTask(request)
+            if not answer.HasField("task"):
+                hands.write(False, hands.read()[1])
+            return answer
+
+    return Remembering
+
+
 def _client_app(spec: ExecutionSpec, job: Job, hands: Hands) -> None:
     """Run Flower's ClientApp program; the app itself is called in a child of this process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    load = clientapp.get_load_client_app_fn
+    load: Any = getattr(clientapp, "get_load_client_app_fn")  # noqa: B009
+    send = clientapp.push_message
+    settled: list[bool] = []  # not empty: the SuperNode does not wait for this ClientApp's reply
+
+    def push(*args: Any, **options: Any) -> None:
+        send(*args, **options)
+        settled.append(True)
+
+    def take(*args: Any, **options: Any) -> Message:
+        try:
+            return take_order(*args, **options)
+        except ValueError:  # too large: the SuperNode has all of it
+            raise
+        except BaseException as error:  # the SuperNode has dropped it because its run has ended
+            settled.extend([True] if "timeout" not in str(error) else [])
+            raise
+
     # Flower has no option for these.
-    setattr(clientapp, "pull_and_inflate_object_from_tree", take_order)  # noqa: B010
+    setattr(clientapp, "pull_and_inflate_object_from_tree", take)  # noqa: B010
     setattr(clientapp, "get_load_client_app_fn", lambda **options: _loads_apart(load(**options), job))  # noqa: B010
-    setattr(clientapp, "push_message", _then(clientapp.push_message, lambda: sent.append(True)))  # noqa: B010
-    sent: list[bool] = []
+    setattr(clientapp, "push_message", push)  # noqa: B010
     try:
         clientapp.run_clientapp(spec.runtime_api_address, spec.token, spec.insecure, parent_pid=job.pid)
     finally:  # Flower leaves with SystemExit
-        if sent:
+        if settled:
             hands.finish(os.getpid())
-
-
-def _then(call: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
-    """The same call, and another after it if it did not raise."""
-
-    def both(*args: Any, **options: Any) -> Any:
-        result = call(*args, **options)
-        after()
-        return result
-
-    return both
 
 
 def _loads_apart(load: Callable[..., Any], job: Job) -> Callable[..., Any]:
@@ -193,6 +211,7 @@ def _loads_apart(load: Callable[..., Any], job: Job) -> Callable[..., Any]:
             def work() -> tuple[Message, Any]:
                 return app(message=message, context=context), context.state
 
+            reply: Message
             try:
                 reply, context.state = in_child(work)
             except Killed as error:
@@ -300,7 +319,8 @@ def _serve(job: Job, hands: Hands) -> None:
         os.dup2(os.open(path, flags), number)
     os.dup2(1, 2)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children that have ended
-    # Flower has no option for these two.
+    # Flower has no option for these.
+    setattr(superexec, "RuntimeHttpClient", remembering(RuntimeHttpClient, hands))  # noqa: B010
     setattr(superexec, "get_executor", lambda *_, **__: Forking(job, hands))  # noqa: B010
     if job.approved is not None:
         assert hasattr(clientapp, "install_from_fab"), "this Flower does not unpack apps where we check them"

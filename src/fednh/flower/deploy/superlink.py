@@ -5,6 +5,9 @@ announced and never sent blocks its receiver for minutes. Here a site can answer
 `Gate` refuses a message whose source is not the site itself, whose destination is not the SuperLink or that answers no
 message, objects that belong to another site's message, and more bytes than the limit.
 
+If a run ends while a site receives an order of it, Flower's SuperNode keeps the order and from then on sends each
+answer one order too late. `Gate` says that its parts are gone, not that the run has ended: then the SuperNode drops it.
+
 Flower also passes the path of its database migrations to Alembic unescaped, in a list separated by blanks. If the path
 has a blank or a percent sign, it creates a database without tables, and every call to the server fails. `mended` builds
 that list with escaped paths.
@@ -21,15 +24,25 @@ from alembic.config import Config
 from fastapi import HTTPException
 from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.proto.fleet_pb2 import PullMessagesRequest, PullMessagesResponse, PushMessagesRequest, PushMessagesResponse
-from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse, PushObjectRequest, PushObjectResponse
+from flwr.proto.message_pb2 import (
+    ConfirmMessageReceivedRequest,
+    ConfirmMessageReceivedResponse,
+    PullObjectRequest,
+    PullObjectResponse,
+    PushObjectRequest,
+    PushObjectResponse,
+)
 from flwr.server.superlink.linkstate import LinkState
 from flwr.supercore import log
+from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.state.alembic import utils
 from flwr.superlink.cli import flower_superlink
 from flwr.superlink.servicer.fleet import fleet_handlers
 from sqlalchemy import Engine
 
 ORDERS = 4  # a site may keep as many bytes here as this many of the largest order that it has received
+
+REPLACED = ("push_messages", "push_object", "pull_messages", "pull_object", "confirm_message_received")
 
 
 class Gate:
@@ -49,6 +62,7 @@ class Gate:
         self._messages: dict[str, tuple[int, str]] = {}  # push session -> node and message id
         self._push_messages, self._push_object = handlers.push_messages, handlers.push_object
         self._pull_messages, self._pull_object = handlers.pull_messages, handlers.pull_object
+        self._confirm = handlers.confirm_message_received
 
     def push_messages(self, request: PushMessagesRequest, state: LinkState) -> PushMessagesResponse:
         node = request.node.node_id
@@ -69,7 +83,7 @@ class Gate:
                 del kept[name]  # the server has taken it
             self._messages = {key: row for key, row in self._messages.items() if row[1] in self._kept.get(row[0], {})}
             self._add(node, data.message_id, request.ByteSize())
-        answer = self._push_messages(request=request, state=state)
+        answer: PushMessagesResponse = self._push_messages(request=request, state=state)
         with self._lock:
             self._messages[answer.session_id] = (node, data.message_id)
         return answer
@@ -81,21 +95,38 @@ class Gate:
             if owner != node:
                 _refuse(node, "its object belongs to no message of its own")
             self._add(node, message, len(request.object_content))
-        return self._push_object(request=request, state=state)
+        answer: PushObjectResponse = self._push_object(request=request, state=state)
+        return answer
 
     def pull_messages(self, request: PullMessagesRequest, state: LinkState, store: Any) -> PullMessagesResponse:
-        answer = self._pull_messages(request=request, state=state, store=store)
+        answer: PullMessagesResponse = self._pull_messages(request=request, state=state, store=store)
         if answer.messages_list:
             with self._lock:
                 self._order[request.node.node_id] = 0
         return answer
 
     def pull_object(self, request: PullObjectRequest, state: LinkState) -> PullObjectResponse:
-        answer, node = self._pull_object(request=request, state=state), request.node.node_id
+        node = request.node.node_id
+        try:
+            answer: PullObjectResponse = self._pull_object(request=request, state=state)
+        except FlowerError as error:
+            if error.code != ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED:
+                raise
+            return PullObjectResponse(object_found=False, object_available=False)
         with self._lock:
             self._order[node] = self._order.get(node, 0) + len(answer.object_content)
             self._largest[node] = max(self._largest.get(node, 0), self._order[node])
         return answer
+
+    def confirm_message_received(
+        self, request: ConfirmMessageReceivedRequest, state: LinkState, store: Any
+    ) -> ConfirmMessageReceivedResponse:
+        try:
+            self._confirm(request=request, state=state, store=store)
+        except FlowerError as error:
+            if error.code != ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED:
+                raise  # else: the order is whole, and its answer will find that the run has ended
+        return ConfirmMessageReceivedResponse()
 
     def _add(self, node: int, message: str, size: int) -> None:
         kept, most = self._kept[node], max(self.limit, ORDERS * self._largest.get(node, 0))
@@ -128,7 +159,7 @@ def mended(engine: Engine) -> Config:
 if __name__ == "__main__":
     utils.build_alembic_config = mended
     gate = Gate(int(sys.argv.pop(1)))
-    for handler in ("push_messages", "push_object", "pull_messages", "pull_object"):
+    for handler in REPLACED:
         assert hasattr(fleet_handlers, handler), "this Flower does not handle requests where we check them"
         setattr(fleet_handlers, handler, getattr(gate, handler))
     flower_superlink()
