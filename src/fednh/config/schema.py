@@ -176,7 +176,7 @@ class FederationConfig(Section):
     start: int | None = Field(None, ge=1, le=MANY)  # sites needed before the first round; None: min_clients
     timeout: float = Field(600.0, gt=0)  # seconds in which a site must answer
     wait: float = Field(86400.0, gt=0)  # seconds to wait for enough sites before the first round; then the run ends
-    site_bytes: int = Field(64 << 20, ge=1 << 20)  # of a site's replies that wait at the server; more for large models
+    site_bytes: int = Field(64 << 20, ge=1)  # of a site's replies that wait at the server; more for large models
     test: str | None = None  # a data source whose test part is a balanced test set at the server
 
     @property

@@ -403,13 +403,16 @@ def test_the_process_of_an_order_takes_our_function(monkeypatch: pytest.MonkeyPa
     """When Flower's part of it begins, what fetches the order is ours; it waits ten minutes unless told otherwise."""
     used: list[object] = []
     fetch = "pull_and_inflate_object_from_tree"
-    monkeypatch.setattr(forking.clientapp, fetch, getattr(forking.clientapp, fetch))  # put back afterwards
+    for name in (fetch, "get_load_client_app_fn", "push_message"):
+        monkeypatch.setattr(forking.clientapp, name, getattr(forking.clientapp, name))  # put back afterwards
+    monkeypatch.setattr(forking, "take_order", lambda *args: used.append(args))
     monkeypatch.setattr(forking.signal, "signal", lambda *_: None)
-    note = lambda *_, **__: used.append(getattr(forking.clientapp, fetch))  # noqa: E731
+    note = lambda *_, **__: getattr(forking.clientapp, fetch)("an order")  # noqa: E731
     monkeypatch.setattr(forking.clientapp, "run_clientapp", note)
     spec = SimpleNamespace(runtime_api_address="", token="", insecure=True, parent_pid=0)
-    forking._client_app(spec)  # type: ignore[arg-type]
-    assert used == [take_order]
+    served = forking.Job("127.0.0.1:1", "/", 0, "secret")
+    forking._client_app(spec, served, forking.Hands())  # type: ignore[arg-type]
+    assert used == [("an order",)]
     assert inspect.signature(take_order).parameters["patience"].default == 600
 
 

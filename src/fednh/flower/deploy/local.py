@@ -59,6 +59,8 @@ def trial_state(folder: Path, site: SiteFolder, run: Path) -> Path:
 class LocalFederation:
     """One federation on this machine: start it, watch it, restart what was killed, until the run is finished."""
 
+    newest: tuple[float, str] = (0.0, "")  # since when the server's newest note has been the newest, and the note
+
     def __init__(
         self,
         folder: Path,
@@ -86,7 +88,6 @@ class LocalFederation:
         for file in (self.run_folder.log_file, self.run_folder.metrics_file):
             self._new(file)
         self.hopeless: tuple[float, str] | None = None  # when and why a site could not take part
-        self.newest: tuple[float, str] = (0.0, "")  # the server's newest note, and since when it has been the newest
 
     def run(self) -> None:
         """Run the federation to its end; raises RunError if it cannot finish, Stopped if asked to stop."""
