@@ -79,7 +79,7 @@ def test_a_written_config_gives_the_same_numbers(tmp_path: Path) -> None:
     assert (a["gm"], a["clients"]) == (b["gm"], b["clients"])
     config = tomllib.loads((first / "config.toml").read_text())
     assert (config["partition"]["beta"], config["seed"], config["participation"]["rate"]) == (1.0, 3, 0.4)
-    assert config["method"] == {"name": "fedrod", "hypernetwork": "auto"}
+    assert config["method"] == {"name": "fedrod", "hypernetwork": "auto", "personal_sgd": "train"}
 
 
 def test_default_folders_are_readable_and_never_taken_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

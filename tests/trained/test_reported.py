@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -318,6 +319,8 @@ def test_a_federation_of_processes(tmp_path: Path) -> None:
     names = scaffold.site_names(3)
     with trial(tmp_path) as made:
         scaffold.write(made.folder, 3, sources, {**own, "federation.timeout": 120.0})
+        for file in made.folder.glob("sites/*/site.toml"):  # metrics of few held-out samples leave these sites
+            file.write_text(re.sub(r"^samples = \d+", "samples = 1", file.read_text(), flags=re.MULTILINE))
         assert made.up().wait(280).code == 0, made.said()
     alone = {**own, "partition.name": "site", "data.name": f"csv:{table(tmp_path, with_test=False, sites=names)}"}
     agrees_with_its_sites(made.run, made.folder / "trial", tmp_path, alone, names)

@@ -126,7 +126,7 @@ class ClientData:
         number = min(drawn_number(share, len(self)), len(self))
         if (least := min(batch_size, number)) < self.fewest and self.fewest > 1:
             raise Refused(f"{least} samples at a time are fewer than the {self.fewest} that this site allows")
-        whole, short = divmod(number, batch_size)
+        whole, short = number // batch_size, number % batch_size
         if whole and 0 < short < self.fewest:
             return [*([batch_size] * (whole - 1)), batch_size + short]
         return [*([batch_size] * whole), *([short] if short else [])]
