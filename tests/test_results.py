@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -64,7 +63,7 @@ def test_every_kept_run_has_the_methods_settings_of_its_entry() -> None:
         file = results.RESULTS / entry.name / "config.toml"
         if file.exists():
             asked = load(entry.preset, {"method.name": entry.method, "seed": entry.seed, **entry.set})
-            assert tomllib.loads(file.read_text())["method"] == asked.method, entry.name
+            assert load(str(file), {}).method == asked.method, entry.name  # older runs: settings added since, by default
 
 
 def test_a_campaign_goes_on_where_it_stands(tmp_path: Path) -> None:
