@@ -7,12 +7,14 @@ block: then they hold for all of it. Commands that train are run with fewer roun
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,7 @@ import typer
 from PIL import Image
 
 from fednh.cli import app
+from fednh.config.schema import Config, Section
 from fednh.data.sources.builtin import digits
 from fednh.methods import METHODS
 from forked import fednh
@@ -50,8 +53,29 @@ ELSEWHERE = {  # commands that need what only other tests have: the words that m
     ("federation", "audit"): "tests/flower/attacks/test_audit_events.py",
     ("federation", "status"): "tests/flower/attacks/test_audit_events.py",
 }
-# Rows of the tables in docs/methods.md with runs on the digits.
-DIGITS = re.compile(r"^\| `(\w+)`(?:, `(method\.\w+=[\d.]+)`)?(?: \(the default\))? \| (.+?) \| (.*?) ?\|$", re.M)
+# Rows of the tables in docs/methods.md with runs on the digits: method, settings, and a column for each seed.
+DIGITS = re.compile(
+    r"^\| `(\w+)`((?:, `method\.\w+=[\w.]+`)*)(?: \(the default\))? \| (\d[^|]+?) \|(?: ?([^|]*?) ?\|)?$", re.M
+)
+# Numbers that somebody has measured: times, ratios, memory, accuracies with a decimal, areas under curves.
+MEASURED = re.compile(
+    r"(?<![\d.,])\d+\.\d+ (?:ms|s|x|GiB|GB|seconds|points)\b|\b\d+ (?:ms\b|seconds of CPU)|\d x as fast"
+    r"|(?<![\d.])\d\d\.\d\d?(?: [/|%(]|,)|\b0\.\d{3} \(\d"
+)
+NAMED = r"\bcommits? ([0-9a-f]{7,40})\b(?: and ([0-9a-f]{7,40}))?(?! of their)"  # "of their repository": another one
+REPEATED = (
+    r"`make (?:bench|bench-peers|results)`|`python -m benchmarks|\bsoak\s+test|`results/|results\.md#"  # by a command
+)
+LONG_RUNS = {  # rows of docs/methods.md with runs of 200 rounds: their folders on CIFAR-10 and CIFAR-100
+    "text: scale from 20, `uniform`, `separated`": ("cifar10-fednh", "cifar100-fednh"),
+    "the scale alone from 1": (None, "cifar100-fednh-scale1"),
+    "**authors' code: scale from 1, `count`, `orthogonal`**": ("cifar10-fednh-authors-full", "cifar100-fednh-authors"),
+    "FedAvg here (paper)": ("cifar10-fedavg", "cifar100-fedavg"),
+    "FedPrior here, text's settings": ("cifar10-fedprior", "cifar100-fedprior"),
+    "FedPrior here, authors' settings": ("cifar10-fedprior-authors", "cifar100-fedprior-authors"),
+    "FedNH here, text's settings": ("cifar10-fednh", "cifar100-fednh"),
+    "FedNH here, authors' settings": ("cifar10-fednh-authors-full", "cifar100-fednh-authors"),
+}
 
 MAKE = {
     "test": "it runs this file",
@@ -264,18 +288,19 @@ def test_every_page_of_the_site_in_a_browser(tmp_path: Path) -> None:
 
 def digits_rows() -> list[tuple[str, str, int, list[float]]]:
     """(method, setting, seed, GM and PM(V) and PM(L)) of the tables in docs/methods.md with runs on the digits."""
-    text = (ROOT / "docs/methods.md").read_text().partition("## FedDBE: how strong")[2]
     found = []
-    for method, setting, *columns in DIGITS.findall(text):
+    for method, settings, *columns in DIGITS.findall((ROOT / "docs/methods.md").read_text(encoding="utf-8")):
         for seed, cell in enumerate(columns):
             if cell:
-                found.append((method, setting, seed, [float(n) for n in re.findall(r"[\d.]+", cell)]))
+                numbers = [float(n) for n in re.findall(r"[\d.]+", cell)]
+                found.append((method, " ".join(re.findall(r"`(.+?)`", settings)), seed, numbers))
     return found
 
 
 def test_the_tables_of_digits_are_read() -> None:
-    assert len(digits_rows()) == 12
+    assert len(digits_rows()) == 19
     assert ("feddbe", "method.kappa=50", 1, [93.7, 91.1, 96.8]) in digits_rows()
+    assert ("ditto", "method.personal_sgd=plain method.pull=trained", 0, [97.2, 95.6, 98.0]) in digits_rows()
 
 
 @pytest.mark.soak
@@ -284,7 +309,141 @@ def test_the_numbers_of_the_digits_repeat(
     method: str, setting: str, seed: int, stated: list[float], tmp_path: Path
 ) -> None:
     """Within half a point: another processor rounds otherwise."""
-    args = ["--method", method, "--rounds", "20", "--seed", str(seed), *(["--set", setting] if setting else [])]
+    args = ["--method", method, "--rounds", "20", "--seed", str(seed)]
+    for each in setting.split():
+        args += ["--set", each]
     assert fednh(["run", "digits", *args, "--out", str(tmp_path / "r")], tmp_path).code == 0
     summary = json.loads((tmp_path / "r/summary.json").read_text())
     assert [summary[name] for name in ("gm", "pm_v", "pm_l")] == pytest.approx(stated, abs=0.5)
+
+
+def sections(document: Path) -> list[str]:
+    """A document's parts from one heading of the second level to the next; in code "## " is a comment."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.split(r"^(?=## )", text, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_measured_numbers_name_the_command_that_repeats_them_or_their_commit(document: Path) -> None:
+    """docs/results.md as a whole is compared with results/ by tests/test_results.py."""
+    if document.name == "results.md":
+        return
+    for section in sections(document):
+        if found := MEASURED.search(section):
+            known = re.search(f"{NAMED}|{REPEATED}", section)
+            assert known, f"{section.splitlines()[0]}: where does {found[0]!r} come from? Name a command or a commit."
+
+
+def test_commits_that_documents_name_are_in_the_history() -> None:
+    ended = subprocess.run(["git", "rev-list", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    shallow = subprocess.run(
+        ["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    if ended.returncode or shallow.stdout.strip() != "false":
+        pytest.skip("the history is not here")
+    short = {commit[:7]: commit for commit in ended.stdout.split()}
+    named = 0
+    for document in DOCUMENTS:
+        for found in re.finditer(NAMED, " ".join(document.read_text(encoding="utf-8").split())):
+            for commit in filter(None, found.groups()):
+                assert short.get(commit[:7], "").startswith(commit), (
+                    f"{document.name}: no commit {commit} in the history"
+                )
+                named += 1
+    assert named > 20
+
+
+def test_the_table_of_benchmarks_is_what_make_bench_wrote() -> None:
+    result = json.loads((ROOT / "benchmarks/results.json").read_text(encoding="utf-8"))
+    text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    for row in result["rows"]:
+        unit, sign = f" {row['unit']}".rstrip(), "at most" if row["at_most"] else "at least"
+        mark = "reached" if row["reached"] else "**short**"
+        assert f"| {row['name']} | {row['value']:.2f}{unit} | {sign} {row['goal']:g}{unit} | {mark} |" in text
+    assert f"commit {result['environment']['commit'][:7]}" in text
+
+
+def test_numbers_of_long_runs_are_those_of_results() -> None:
+    """In docs/methods.md GM, PM(V) / PM(L) and, if there is a fourth, the spread; in the README GM alone."""
+
+    def of(run: str, *names: str) -> list[str]:
+        summary = json.loads((ROOT / "results" / run / "summary.json").read_text(encoding="utf-8"))
+        return [f"{summary[name]:.1f}" for name in names]
+
+    text = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
+    for row, runs in LONG_RUNS.items():
+        line = next(line for line in text.splitlines() if line.startswith(f"| {row} |"))
+        for run, cell in zip(runs, line.split("|")[2:4], strict=True):
+            stated = re.findall(r"\d+\.\d", cell.partition("(")[0])
+            assert stated == (of(run, "gm", "pm_v", "pm_l", "pm_l_std")[: len(stated)] if run else []), (row, run)
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    told = re.search(
+        r"FedNH have ([\d.]+) on CIFAR-10 and ([\d.]+) on CIFAR-100 .*? FedAvg ([\d.]+) and ([\d.]+) ", readme
+    )
+    assert told is not None
+    runs_told = ("cifar10-fednh-authors-full", "cifar100-fednh-authors", "cifar10-fedavg", "cifar100-fedavg")
+    assert list(told.groups()) == [of(run, "gm")[0] for run in runs_told]
+
+
+def test_settings_and_their_defaults_are_those_of_the_schema() -> None:
+    """Every setting is in docs/running.md; a default that is a number, a truth value or a choice is the schema's."""
+    settings: dict[str, object] = {}
+    for name, declared in Config.model_fields.items():
+        default = declared.get_default(call_default_factory=True)
+        if isinstance(default, Section):
+            settings |= {f"{name}.{key}": getattr(default, key) for key in type(default).model_fields}
+        else:
+            settings[name] = default
+    told = set()
+    table = next(part for part in sections(ROOT / "docs/running.md") if part.startswith("## Settings"))
+    for cell, stated in re.findall(r"^\| (`[^|]+) \|([^|]*)\|", table, flags=re.MULTILINE):
+        section, keys = "", list[str]()
+        for key in re.findall(r"`([\w.*]+)`", cell):
+            section = section if key.startswith(".") else key.partition(".")[0]
+            keys.append(f"{section}{key}" if key.startswith(".") else key)
+        told |= set(keys)
+        defaults = [text.strip().strip('"') for text in stated.split(",")]
+        for key, text in zip(keys, defaults, strict=False):
+            default = settings.get(key)
+            if len(defaults) == len(keys) and default is not None and default != []:
+                same = (
+                    float(text) == default
+                    if isinstance(default, int | float) and text[0].isdigit()
+                    else text == str(default).lower()
+                )
+                assert same, f"{key}: {text} in the table, {default} in the schema"
+    known = {key for key in told if "*" not in key and not key.startswith("method.")}
+    assert known <= set(settings), f"no such settings: {known - set(settings)}"
+    missing = {key for key in settings if key not in told and f"{key.partition('.')[0]}.*" not in told}
+    assert missing == set(), "docs/running.md does not have them"
+
+
+def test_presets_with_the_authors_way_are_told_on_the_methods_page() -> None:
+    """The rows that say "presets:" have what the paper's presets have in their tables [methods.NAME], and no more."""
+    text = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
+    told = {
+        method.lower(): dict(re.findall(r'`(\w+) = "(\w+)"`', cell))
+        for method, cell in re.findall(r"^\| (\w+) \|[^|]*\| presets: ([^|]*) \|$", text, flags=re.MULTILINE)
+    }
+    for name in ("cifar10", "cifar100", "tinyimagenet"):
+        preset = tomllib.loads((ROOT / f"src/fednh/config/presets/{name}.toml").read_text(encoding="utf-8"))
+        assert preset["methods"] == told, name
+
+
+def test_most_methods_are_as_short_as_the_comparison_says() -> None:
+    """Lines of code: without blank lines, comments and docstrings."""
+    counted = []
+    for name in METHODS:
+        source = (ROOT / f"src/fednh/methods/{name}.py").read_text(encoding="utf-8")
+        docstrings = set[int]()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+                docstrings |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+        lines = enumerate(source.splitlines(), 1)
+        counted.append(sum(bool(re.match(r"\s*[^\s#]", line)) and i not in docstrings for i, line in lines))
+    most = re.search(
+        r"most have (\d+) lines of code or fewer", (ROOT / "docs/comparison.md").read_text(encoding="utf-8")
+    )
+    assert most is not None
+    assert sum(lines <= int(most[1]) for lines in counted) > 0.6 * len(counted)
+    assert f"{len(METHODS)} [methods](docs/methods.md) in all" in (ROOT / "README.md").read_text(encoding="utf-8")

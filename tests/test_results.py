@@ -63,7 +63,7 @@ def test_every_kept_run_has_the_methods_settings_of_its_entry() -> None:
         file = results.RESULTS / entry.name / "config.toml"
         if file.exists():
             asked = load(entry.preset, {"method.name": entry.method, "seed": entry.seed, **entry.set})
-            assert load(str(file), {}).method == asked.method, entry.name  # older runs: settings added since, by default
+            assert load(str(file), {}).method == asked.method, entry.name  # settings that came later: defaults
 
 
 def test_a_campaign_goes_on_where_it_stands(tmp_path: Path) -> None:
