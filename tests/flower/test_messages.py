@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from test_parity import small
 from wire import Wire, deployed, federate, serve, server_identity
 
@@ -50,6 +51,19 @@ def test_exactly_the_declared_upload_leaves_a_site(method: str, tmp_path: Path) 
             assert {n: (tuple(v.shape), v.dtype) for n, v in upload.items()} == declared
         if not first:
             assert set(content["figures"]) == FIGURES
+
+
+def test_messages_have_as_many_objects_as_the_page_says(tmp_path: Path) -> None:
+    """docs/deployment.md: a call for every object. Signatures, which are not on this wire, are one more."""
+    page = (PAGE.parent / "deployment.md").read_text(encoding="utf-8")
+    told = re.search(r"an order is (\d+)\s+objects and a reply up to (\d+)", page)
+    config = small("fednh", rounds=2, **{"eval.every": 1, "participation.rate": 1.0, "partition.clients": 2})
+    wire, _ = federate(config, tmp_path)
+    trained = [pair for pair in wire.seen if pair[0].metadata.message_type == "train"]
+    orders = {len(get_all_nested_objects(order)) + 1 for order, _ in trained}
+    replies = [len(get_all_nested_objects(reply)) + 1 for _, reply in trained if reply is not None]
+    assert told is not None
+    assert (orders, max(replies)) == ({int(told[1])}, int(told[2]))
 
 
 def test_a_site_with_data_of_its_own_says_less(tmp_path: Path) -> None:
