@@ -80,11 +80,10 @@ def _answer(duty: Duty) -> RecordDict:
         return site.answer(order, *site.read(duty.content)).write()
     policy.check_order(order)
     site = duty.site()
-    work = signing.Work.of(duty.content, site.state(order.last))
-    duty.book.check(work, policy.rounds)
-    answer = site.answer(order, *site.read(duty.content)).write()
-    duty.book.count(work, policy.rounds)  # what was refused or has failed is not counted
-    return answer
+    received = site.read(duty.content)
+    # From here on the samples are used. That this fails may say something about them, so it counts, too.
+    duty.book.count(signing.Work.of(duty.content, site.basis(order)), policy.rounds)
+    return site.answer(order, *received).write()
 
 
 def _simulated(home: Path, run: Path | None, work: Handler, message: Message, context: Context) -> Message:

@@ -111,12 +111,12 @@ class Work:
     digest: str  # of all that the answer depends on: a repeated order has the same, and its answer says nothing new
 
     @classmethod
-    def of(cls, content: RecordDict, state: bytes) -> Work:
-        """The work of an order that starts from this state."""
+    def of(cls, content: RecordDict, basis: bytes) -> Work:
+        """The work of an order; `basis` is what its answer depends on at the site: the samples and the state."""
         order = content.get("order")
         told = order if isinstance(order, ConfigRecord) else ConfigRecord()
         asked = {key: value for key, value in told.items() if key not in ("since", "sites")}
-        total = hashlib.sha256(hashlib.sha256(state).digest())
+        total = hashlib.sha256(hashlib.sha256(basis).digest())
         for part in _parts(RecordDict({**content, "order": ConfigRecord(asked)})):
             total.update(struct.pack(">Q", len(part)) + part)
         return cls(bool(asked.get("round")), bool(asked.get("evaluate")), total.hexdigest()[:32])
@@ -127,13 +127,13 @@ class _Page:
     """What the book's file holds."""
 
     counter: int = 0  # of the last order
-    trained: int = 0  # orders to train that were answered
+    trained: int = 0  # orders to train that were worked on
     evaluated: int = 0
-    answered: tuple[str, ...] = ()  # digests of the newest of them
+    answered: tuple[str, ...] = ()  # digests of the newest orders
 
 
 class OrderBook:
-    """A site's record of the orders that one key signed: the last counter, and how much was answered."""
+    """A site's record of the orders that one key signed: the last counter, and how much was done."""
 
     def __init__(self, folder: Path, site: str, key: Ed25519PublicKey):
         self._path = StateFolder(folder).order_book(site, fingerprint(key))
@@ -155,12 +155,11 @@ class OrderBook:
                 )
             self._write(replace(page, counter=counter))
 
-    def check(self, work: Work, most: int | None) -> None:
-        """Refuse work beyond the `most` rounds that are trained here, and twice as many that are evaluated, in all."""
-        self._counted(self._read(), work, most)
-
     def count(self, work: Work, most: int | None) -> None:
-        """Count work that was done, before its answer leaves; a repeated order counts once."""
+        """Count work before it is done; a repeated order counts once.
+
+        Work beyond the `most` rounds that are trained here, and twice as many that are evaluated, in all, is Refused.
+        """
         with self._lock:
             self._write(self._counted(self._read(), work, most))
 

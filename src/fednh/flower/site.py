@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from fednh.core.tree import Tree
 from fednh.data import scaling
 from fednh.data.agreement import not_agreed
 from fednh.data.batches import ClientData, Samples, samples_of, subset
+from fednh.data.contents import digest
 from fednh.data.dataset import Dataset, one_site
 from fednh.data.sources import with_prefix
 from fednh.errors import Refused, UserError
@@ -221,7 +222,7 @@ class Site:
     def _figures(self, order: Order, kept: Tree, down: Tree, more: Tree) -> dict[str, Number]:
         """Evaluate the personal and the global model on the site's samples: aggregate numbers only."""
         fed, round_ = self.fed, order.evaluate
-        data, test, held = self._data(order.client, round_, "personal"), self._test(), self._held_out()
+        data, test, held = self._data(order.client, round_, "personal"), self._test, self._held_out()
         sgd, how = self.config.train.sgd(round_), self.config.personal
         model = clients.personal_model(fed.method, fed.net, kept, down, data, sgd, how=how)
         self._save(model, order)
@@ -238,6 +239,7 @@ class Site:
             numbers["novelty"] = None if about is None else list(about["quantiles"].values())
         return {"samples": len(data), **{key: value for key, value in numbers.items() if value is not None}}
 
+    @cached_property
     def _test(self) -> Samples:
         """The balanced test set; empty if this site has none."""
         if self.place.divided:
@@ -295,10 +297,13 @@ class Site:
             log.warning("no state is left in %s: this site starts anew", self.kept.path)
         return self.fed.method.enroll(self._initial())
 
-    def state(self, last: int) -> bytes:
-        """The file of the state that the site kept after round `last`; empty if there is none."""
-        path = self.kept.state(last)
-        return path.read_bytes() if path.exists() else b""
+    def basis(self, order: Order) -> bytes:
+        """What the answer to an order depends on at the site: its samples, and the state that it starts from."""
+        own = order.evaluate and self.place.test is not None
+        test = digest(self._test.x.numpy(force=True), self._test.y.numpy(force=True)) if own else None
+        samples = json.dumps([self.fed.as_read, test], sort_keys=True).encode()
+        state = max(((n, path) for n, path in self.kept.states().items() if n <= order.last), default=None)
+        return samples if state is None else samples + state[1].read_bytes()
 
     def _tell_changed_data(self, order: Order) -> None:
         """Warn in the site's log if its data have changed since earlier rounds: the held-out samples change too."""
@@ -319,7 +324,7 @@ class Site:
         newest two always stay, and a state that is replaced by another one of the same round is set aside.
         """
         path, aside = self.kept.state(round_), self.kept.replaced(round_)
-        before = self.state(round_)
+        before = path.read_bytes() if path.exists() else b""
         write_tree(path, tree)
         if before and before != path.read_bytes() and not aside.exists():
             write_bytes(aside, before)

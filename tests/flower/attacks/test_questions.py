@@ -265,7 +265,60 @@ def test_a_repeated_order_counts_once(tmp_path: Path) -> None:
     assert "has trained 1 rounds" in problem(scene.ordered(config_of(rounds=1), Order(1, round=1)))
 
 
-def test_what_is_refused_or_fails_is_not_counted(tmp_path: Path) -> None:
+ONE_UNIT: dict[str, Any] = {  # trained by the gradient of all samples at once
+    "data.holdout": 0.0,
+    "model.args": {"hidden": [1], "linear_output": True},
+    **{f"train.{key}": 0.0 for key in ("momentum", "weight_decay", "clip")},
+    **{"train.lr": 1.0, "train.epochs": 1, "train.batch_size": 200},
+}
+
+
+def test_the_same_order_counts_again_after_a_sample_was_added(tmp_path: Path) -> None:
+    """The difference of the two uploads is the new sample, digit by digit, and its class is in the sign."""
+    scene = site(tmp_path, ROWS - 1)
+    scene.agreed = task = greeting(ask(scene, **ONE_UNIT)).task
+    scene.wrong = {
+        "body.linear1.weight": torch.zeros(1, 3),
+        "body.linear1.bias": torch.zeros(1),
+        "head.weight": torch.tensor([[1.0], [-1.0]]),
+    }
+    sums = []
+    for count in (ROWS - 1, ROWS):
+        site(tmp_path, count)
+        sites._own_data.cache_clear()
+        sites._federation.cache_clear()
+        reply = scene.ordered(config_of(**ONE_UNIT), Order(0, round=1, sites=2))
+        upload = to_tree(reply.content["upload"], "cpu")  # type: ignore[arg-type]
+        sums.append({name: count * value.double() for name, value in upload.items()})
+    weight, bias = (sums[1][f"body.linear1.{name}"] - sums[0][f"body.linear1.{name}"] for name in ("weight", "bias"))
+    seen = (weight / bias).numpy()[0] * np.array(task.std) + np.array(task.mean)
+    assert seen == pytest.approx(rows()[-1], abs=1e-3), "this stays so; but it is counted:"
+    (book,) = (tmp_path / "state").glob("orders-*.json")
+    assert json.loads(book.read_text())["trained"] == 2
+
+
+def test_a_changed_test_set_counts_again(tmp_path: Path) -> None:
+    tests, order = tmp_path / "tests.csv", Order(0, evaluate=1)
+    tests.write_text("\n".join(["a,b,c,label", *lines(20), ""]))
+    scene = site(tmp_path, test=f"csv:{tests}", **{"allow.rounds": 1})
+    for count in (20, 20, 21):
+        tests.write_text("\n".join(["a,b,c,label", *lines(count), ""]))
+        assert problem(scene.ordered(config_of(rounds=1), order)) == ""
+    tests.write_text("\n".join(["a,b,c,label", *lines(22), ""]))
+    assert "has evaluated 2 rounds" in problem(scene.ordered(config_of(rounds=1), order))
+
+
+def test_the_same_order_counts_again_from_another_state(tmp_path: Path) -> None:
+    """The state of round 2 is not there, so the newest before it is used, which this order itself has written."""
+    scene, config = site(tmp_path, **{"allow.methods": "fedper", "allow.rounds": 2}), {"method.name": "fedper"}
+    replies = [scene.ordered(config_of(**config), Order(0, round=1, last=2, sites=2)) for _ in range(3)]
+    assert [problem(reply) for reply in replies[:2]] == ["", ""]
+    one, two = (to_tree(reply.content["upload"], "cpu") for reply in replies[:2])  # type: ignore[arg-type]
+    assert any(not torch.equal(one[name], two[name]) for name in one)
+    assert "has trained 2 rounds" in problem(replies[2])
+
+
+def test_what_is_refused_is_not_counted(tmp_path: Path) -> None:
     scene = Scene(tmp_path, **{"allow.rounds": 1, "allow.sites": 2})
     for _ in range(3):
         assert "trains only with 2 or more" in problem(scene.ordered(config_of(rounds=1), Order(0, round=1, sites=1)))
@@ -274,6 +327,25 @@ def test_what_is_refused_or_fails_is_not_counted(tmp_path: Path) -> None:
         scene.wrong = {}
     assert problem(scene.ordered(config_of(rounds=1), Order(0, round=1, sites=2))) == ""
     assert "has trained 1 rounds" in problem(scene.ordered(config_of(rounds=1), Order(1, round=1, sites=2)))
+
+
+def test_what_fails_is_counted(tmp_path: Path) -> None:
+    """That it fails is an answer: here, that no training sample has a value above a bound of the server's choice."""
+    scene = site(tmp_path, **{"allow.methods": "pfedfda", "allow.rounds": 1})
+    method = {"method.name": "pfedfda", "method.single_beta": True, "method.ridge": 1e-300}
+    config = config_of(rounds=1, **{"data.holdout": 0.0, "model.args": {"hidden": [2]}, **method})
+    scene.agreed = task = greeting(ask(scene, rounds=1, **{"data.holdout": 0.0, **method})).task
+    said = []
+    for bound in (25.0, 24.0, 23.0):  # the largest value of the column is 19.012
+        scene.wrong = {
+            "body.linear1.weight": torch.tensor([[1.0, 0.0, 0.0]]).repeat(2, 1),
+            "body.linear1.bias": torch.full((2,), -(bound - task.mean[0]) / task.std[0]),
+            "means": torch.tensor([[5.0, 0.0], [0.0, 0.0]]),
+            "covariance": torch.eye(2),
+        }
+        said.append(problem(scene.ordered(config, Order(0, evaluate=1))))
+    assert said[:2] == ["_LinAlgError; the site's own log says more"] * 2
+    assert said[2] == "refused: this site has evaluated 2 rounds, and its site.toml allows no more"
 
 
 def test_an_order_of_next_year_does_not_shut_out_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
