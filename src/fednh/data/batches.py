@@ -124,8 +124,7 @@ class ClientData:
     def sizes(self, batch_size: int, share: float = 1.0) -> list[int]:
         """The sizes of the batches of an epoch, or of a share of the samples."""
         number = min(drawn_number(share, len(self)), len(self))
-        if (least := min(batch_size, number)) < self.fewest and self.fewest > 1:
-            raise Refused(f"{least} samples at a time are fewer than the {self.fewest} that this site allows")
+        self._check(min(batch_size, number))
         whole, short = number // batch_size, number % batch_size
         if whole and 0 < short < self.fewest:
             return [*([batch_size] * (whole - 1)), batch_size + short]
@@ -136,8 +135,15 @@ class ClientData:
         for rows, y in zip(torch.split(self.index, EVAL_BATCH), torch.split(self.y, EVAL_BATCH), strict=True):
             yield self.samples.floats(self.samples.x[rows]), y, torch.ones_like(y, dtype=torch.float32)
 
-    def random(self, times: int) -> Tensor:  # (times, n)
-        """Uniform numbers in [0, 1), one a sample: the raw material of a method's own draws."""
+    def _check(self, number: int) -> None:
+        """Refuse a batch or a draw of so few samples; the refusal leaves a site, so it does not say how many."""
+        if self.fewest > 1 and number < self.fewest:
+            raise Refused(f"a batch or draw of its samples would be smaller than the {self.fewest} that it allows")
+
+    def random(self, times: int, size: int | None = None) -> Tensor:  # (times, n)
+        """Uniform numbers in [0, 1), one a sample: the raw material of a method's own draws of up to `size` samples."""
+        if size is not None:
+            self._check(size)
         return torch.rand(times, len(self), generator=self._rng("method")).to(self.index.device)
 
     def drawn(self, share: float, batch_size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -123,7 +123,7 @@ class OneOfBlock:
         columns = (torch.split(column, EVAL_BATCH) for column in (self.x, self.y, self.real))
         yield from zip(*columns, strict=True)
 
-    def random(self, times: int) -> Tensor:  # (times, n)
+    def random(self, times: int, size: int | None = None) -> Tensor:  # (times, n)
         return self.block.random(times)[self.me]
 
     def drawn(self, share: float, batch_size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

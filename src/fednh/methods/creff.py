@@ -65,7 +65,7 @@ class CReFF(Method):
         h, y, real = (torch.cat(column) for column in zip(*batches, strict=True))
         label = F.one_hot(y, net.num_classes).to(h.dtype)  # (n, C)
         error = (h @ received["retrained"].T).softmax(1) - label  # (n, C)
-        weight = self.draw_weights(data.random(self.draws), y, real, data.counts)
+        weight = self.draw_weights(data.random(self.draws, self.draw_size), y, real, data.counts)
         return torch.einsum("nk,nc,nd->kcd", label * weight[:, None], error, h)
 
     def draw_weights(self, keys: Tensor, y: Tensor, real: Tensor, counts: Tensor) -> Tensor:  # (T, n) keys -> (n,)

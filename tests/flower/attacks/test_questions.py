@@ -220,7 +220,7 @@ def test_no_batch_is_smaller_than_allowed(count: int, batch: int, fewest: int) -
     samples = Samples(x, torch.zeros(count, dtype=torch.int64), 1, one, one * 0, augment=False)
     data = ClientData(samples, np.arange(count), fewest=fewest)
     if fewest > 1 and min(batch, count) < fewest:
-        with pytest.raises(Refused, match="samples at a time are fewer than"):
+        with pytest.raises(Refused, match=f"would be smaller than the {fewest} "):
             next(data.shuffled(batch))
         return
     sizes = [len(y) for _, y in data.shuffled(batch)]
@@ -237,9 +237,30 @@ def test_no_draw_is_smaller_than_allowed() -> None:
     samples = Samples(x, torch.zeros(50, dtype=torch.int64), 1, one, one * 0, augment=False)
     data = ClientData(samples, np.arange(50), fewest=10)
     for share, batch in ((0.01, 10), (1.0, 3)):
-        with pytest.raises(Refused, match="samples at a time are fewer than the 10"):
+        with pytest.raises(Refused, match="draw of its samples would be smaller than the 10 that it allows"):
             next(data.drawn(share, batch))
     assert [len(y) for _, y, _ in data.drawn(0.5, 12)] == [12, 13]
+
+
+def test_creff_draws_no_single_sample(tmp_path: Path) -> None:
+    """Its setting draw_size = 1 once put the gradient of one sample of each class into the upload: two rows a round."""
+    scene = site(tmp_path, **{"allow.methods": "creff"})
+    model = {"data.holdout": 0.0, "model.args": {"hidden": [3], "linear_output": True}}
+    scene.wrong = {
+        "body.linear1.weight": torch.eye(3),
+        "body.linear1.bias": torch.zeros(3),
+        "retrained": torch.zeros(2, 3),
+    }
+    found = []
+    for size in (1, 9, 10):
+        drawn = {"method.name": "creff", "method.draws": 1, "method.draw_size": size}
+        reply = scene.ordered(config_of(**model, **drawn), Order(0, round=1, sites=2))
+        if not problem(reply):
+            gradient = to_tree(reply.content["upload"], "cpu")["gradient"].double()  # type: ignore[arg-type]
+            seen = [-2 * gradient[c, c].numpy() * rows().std(axis=0) + rows().mean(axis=0) for c in (0, 1)]
+            found += [row for row in seen if np.isclose(rows(), row, atol=0.01).all(axis=1).any()]
+    assert found == [], "rows of the table are in the upload"
+    assert problem(reply) == "", "ten samples of a class are enough"
 
 
 # --- how often -------------------------------------------------------------------------------------------------------
