@@ -423,6 +423,46 @@ def test_a_method_says_whether_its_upload_has_the_counts(name: str, method: Meth
     assert any(math.isclose(ratio, 2.0, rel_tol=0.01) for ratio in ratios) == method.tells_counts
 
 
+# --- what stays open, as docs/what-leaves-a-site.md says -------------------------------------------------------------
+
+
+def test_one_order_with_chosen_weights_gives_all_rows(tmp_path: Path) -> None:
+    """Units that differ in their thresholds alone: where two neighbours' gradients differ, one sample is between."""
+    count, units = 20, 4000
+    scene = site(tmp_path, count)
+    settings = {**ONE_UNIT, "data.holdout": 0.2, "model.args": {"hidden": [units]}, "train.lr": 1e6}
+    scene.agreed = task = greeting(ask(scene, **settings)).task
+    weight, bias = torch.tensor([[1.0, 0.0, 0.0]]).repeat(units, 1), torch.linspace(3.5, -3.5, units)
+    head = torch.tensor([[1e-6], [-1e-6]]).repeat(1, units)
+    scene.wrong = {"body.linear1.weight": weight, "body.linear1.bias": bias, "head.weight": head}
+    reply = scene.ordered(config_of(**settings), Order(0, round=1, sites=2))
+    upload = to_tree(reply.content["upload"], "cpu")  # type: ignore[arg-type]
+    moved = (upload["body.linear1.weight"] - weight).double().diff(dim=0).numpy()
+    size = (upload["body.linear1.bias"] - bias).double().diff().numpy()
+    steps = np.flatnonzero(np.abs(size) > 0.5 * np.abs(size).max())
+    seen = moved[steps] / size[steps, None] * np.array(task.std) + np.array(task.mean)
+    near = np.abs(rows()[:count, None] - seen).max(axis=2) < 0.01  # (rows, found)
+    assert near.any(axis=1).sum() == 16, "all that are not held out"
+    assert ((size[steps] < 0) == (near.argmax(axis=0) % 2 == 0)).all(), "and their classes"
+
+
+def test_a_method_without_a_head_tells_the_shares_of_classes_too(tmp_path: Path) -> None:
+    """With a body that sees nothing, the gradient of its bias is the difference of the shares."""
+    scene = site(tmp_path)
+    table = [f"{line.rpartition(',')[0]},{int(n < 6)}" for n, line in enumerate(lines())]
+    (tmp_path / "t.csv").write_text("\n".join(["a,b,c,label", *table, ""]))
+    scene.wrong = {
+        "body.linear1.weight": torch.zeros(2, 3),
+        "body.linear1.bias": torch.tensor([1.0, 0.0]),
+        "head.weight": torch.tensor([[0.0, 1.0], [0.0, -1.0]]),
+        "scale": torch.tensor(1.0),
+    }
+    settings = {**ONE_UNIT, "model.args": {"hidden": [2], "linear_output": True}, "method.name": "fednh"}
+    reply = scene.ordered(config_of(**settings), Order(0, round=1, sites=2))
+    upload = to_tree(reply.content["upload"], "cpu")  # type: ignore[arg-type]
+    assert float(upload["body.linear1.bias"][1]) == pytest.approx(0.94 - 0.06, abs=1e-5)
+
+
 # --- what it costs ---------------------------------------------------------------------------------------------------
 
 
