@@ -133,6 +133,17 @@ class Policy:
                 "(allow.parameters of its site.toml)"
             )
 
+    def check_features(self, number: int) -> None:
+        """Refuse so many features before the head that a square matrix of them, which methods make, is too large.
+
+        A small model may have few parameters and a larger square than that: the usual limit is allowed in any case.
+        """
+        if number**2 > (most := max(self.parameters, Policy.parameters)):
+            raise Refused(
+                f"the model has {number:,} features before its head, of which a method may make a square matrix: more "
+                f"than the {most:,} numbers that this site allows (allow.parameters of its site.toml)"
+            )
+
     def _check_upload(self, config: Config) -> None:
         """Refuse a method whose upload, with these settings, has the class counts."""
         if config.build_method().tells_counts and not self.counts:

@@ -141,6 +141,8 @@ class Site:
             self.agreement.check(self.config)
         self.shared = toml, replace(place, part=-1, site="" if place.divided else place.site), task
         self.fed = _federation(*self.shared)
+        if place.policy is not None:
+            place.policy.check_features(self.fed.net.dim)
         self.index = self.fed.parts[max(place.part, 0)]
         self.kept = StateFolder(place.home).kept(self.config.federation.name, place.site)
         if len(self.index) < self.fewest:

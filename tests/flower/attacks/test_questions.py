@@ -25,7 +25,7 @@ from fednh.data.batches import ClientData, Samples
 from fednh.errors import Refused
 from fednh.flower import messages
 from fednh.flower import site as sites
-from fednh.flower.arrays import to_tree
+from fednh.flower.arrays import to_arrays, to_tree
 from fednh.flower.messages import Answer, Hello, Order
 from fednh.flower.signing import unsealed
 from fednh.methods import METHODS, Method
@@ -478,6 +478,20 @@ def test_a_model_is_counted_before_it_is_built(own: bool, tmp_path: Path, monkey
     said = scene.asked(config_of(**{"model.args": {"hidden": [20000, 20000]}}))
     assert "parameters, more than the 100,000,000 that this site allows (allow.parameters of its site.toml)" in said
     assert "characters" in scene.asked(config_of(**{"model.args": {"hidden": [1] * 10_000}}))
+
+
+def test_a_small_model_makes_no_large_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FedNH turns its first prototypes by a matrix of features x features: of 20,000 it takes 3.2 GB."""
+
+    def made(*_: object) -> None:
+        raise AssertionError("it was made")
+
+    scene, config = site(tmp_path), {"method.name": "fednh", "model.args": {"hidden": [10_001]}}
+    scene.agreed = task = greeting(ask(scene, **{"method.name": "fednh"})).task
+    monkeypatch.setattr(sites, "initial_state", made)
+    content = Order(0, round=1, sites=2).write(dump(config_of(**config)), task, to_arrays({}), to_arrays({}))
+    said = problem(scene.deliver(scene.signed(content, kind="train", round_=1, site="a")))
+    assert said.startswith("refused: the model has 10,001 features before its head, of which a method may make")
 
 
 def test_the_number_of_parameters_is_the_owners(tmp_path: Path) -> None:
