@@ -264,7 +264,7 @@ def test_every_method_of_a_federation(method: str, tmp_path: Path) -> None:
         file = written(tmp_path / f"{site}.csv", rows(k, 30))
         test = written(tmp_path / "test.csv", [row for n in range(3) for row in rows(n, 8, 1)])
         nodes[k + 1] = {"data": f"csv:{file}", "site": site, "columns": ", ".join(COLUMNS), "test": f"csv:{test}"}
-        nodes[k + 1]["allow.samples"] = 1  # metrics of few held-out samples leave the site
+        nodes[k + 1] |= {"allow.samples": 1, "allow.counts": True}  # metrics of few samples leave the site, and counts
     own = {"data.name": "own", "federation.name": "own", "federation.test": f"csv:{test}", "data.columns": COLUMNS}
     config = load(None, {**QUICK, "method.name": method, **FAST.get(method, {}), **own})
     serve(config, deployed(tmp_path, nodes), tmp_path / "run", identity=server_identity(tmp_path, "own"))

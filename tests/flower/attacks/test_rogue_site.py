@@ -6,10 +6,10 @@ import re
 import subprocess
 import time
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from federations import Trial, trial
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -28,10 +28,6 @@ from fednh.flower.deploy.processes import Processes
 pytestmark = pytest.mark.soak
 
 ROUNDS = 12
-UNSIGNED, REDIRECTED = (
-    "refused: the order is not signed",
-    "refused: the order was not signed by this federation's server",
-)
 
 
 def test_a_registered_site_cannot_give_orders(tmp_path: Path) -> None:
@@ -46,9 +42,11 @@ def test_a_registered_site_cannot_give_orders(tmp_path: Path) -> None:
         toml = f'[model]\nname = "subprocess:Popen"\n[model.args]\nargs = ["touch", "{harm}"]\n'
         with rogue.connected() as link:
             order = link.received()  # what the server asks everybody who is new: who are you
-            link.send(victim, question(toml))
-            link.send(victim, order)  # the server's own signature, for another node
-            until(lambda: UNSIGNED in log.read_text() and REDIRECTED in log.read_text(), log)
+            for message in (question(toml), order):  # its own, and the server's own signature for another node
+                with pytest.raises(httpx.HTTPStatusError, match="400"):
+                    link.send(victim, message)
+        superlink = (made.folder / "logs" / "superlink.log").read_text()
+        assert superlink.count("its message is in the name of node 1") >= 2
         assert process.wait(300).code == 0, made.said()
         assert not harm.exists()
         assert [line["clients"] for line in made.lines()] == [[0, 1]] * ROUNDS, "the others were not disturbed"
@@ -58,13 +56,6 @@ def found(log: Path, pattern: str) -> int:
     match = re.search(pattern, log.read_text())
     assert match, log.read_text()[-2000:]
     return int(match[1])
-
-
-def until(condition: Callable[[], bool], log: Path, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, log.read_text()[-4000:]
-        time.sleep(0.1)
 
 
 class Rogue:
