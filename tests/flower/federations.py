@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import dedent, indent
 from typing import Any
 
+import psutil
 import torch
 
 from fednh.config import Config
@@ -27,6 +29,37 @@ SMALL = {"train.epochs": 1, "train.batch_size": 64, "model.args": {"hidden": [16
 FAST = {"creff": {"method.match_steps": 5, "method.retrain_epochs": 5}}
 
 
+# The honest ClientApp, but site-2 does something BEFORE or AFTER it answers in round 2.
+DISTURBED = """
+import time
+from pathlib import Path
+
+import torch
+from flwr.clientapp import ClientApp
+from fednh.flower.arrays import to_arrays, to_tree
+from fednh.flower.client_app import app as honest
+
+app = ClientApp()
+
+
+@app.query()
+@app.evaluate()
+def pass_on(message, context):
+    return honest(message, context)
+
+
+@app.train()
+def disturbed(message, context):
+    meant = context.node_config["site"] == "site-2" and message.content["order"]["round"] == 2
+    if meant:
+        BEFORE
+    reply = honest(message, context)
+    if meant:
+        AFTER
+    return reply
+"""
+
+
 class Trial:
     """One federation's folder and the `fednh federation up` that runs it."""
 
@@ -37,6 +70,15 @@ class Trial:
         settings = {**SMALL, "method.name": method, **FAST.get(method, {}), **more}
         scaffold.write(self.folder, sites, sources or [], settings)
         return self
+
+    def disturb(self, before: str = "pass", after: str = "pass") -> None:
+        """Let site-2 run this code in round 2, before or after the honest answer."""
+        code = DISTURBED
+        for word, lines in (("BEFORE", before), ("AFTER", after)):
+            code = code.replace(word, indent(dedent(lines).strip(), "        ").strip())
+        (self.folder / "disturbed.py").write_text(code)
+        project = self.folder / "pyproject.toml"
+        project.write_text(project.read_text().replace("fednh.flower.client_app:app", "disturbed:app"))
 
     def up(self, *options: str) -> Process:
         return Process(["federation", "up", str(self.folder), "--local", *options], self.io)
@@ -81,6 +123,12 @@ class Trial:
             assert not process.ended(), f"it ended before: {self.said()}"
             assert time.monotonic() < deadline, f"it did not happen in time: {self.said()}"
             time.sleep(pause)
+
+    def supernode(self, site: str) -> psutil.Process:
+        """The SuperNode of a site: of all that share one command line, the one that works in the site's folder."""
+        nodes = local.marked(self.folder, "deploy.supernode")
+        (found,) = [each for each in nodes if each.cwd() == str(self.folder / "sites" / site)]
+        return found
 
     def kill(self, word: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to those of this federation's processes whose command line has the word."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,29 +16,10 @@ from fednh.storage.files import read_tree
 pytestmark = pytest.mark.soak
 ALONE = {"federation.start": 2, "federation.min_clients": 1}  # two begin, and one may go on
 
-# The site's own ClientApp, but what site-2 uploads in round 2 is spoilt on its way.
+# What site-2 uploads in round 2 is spoilt on its way.
 SPOILT = """
-import torch
-from flwr.clientapp import ClientApp
-from fednh.flower.arrays import to_arrays, to_tree
-from fednh.flower.client_app import app as honest
-
-app = ClientApp()
-
-
-@app.query()
-@app.evaluate()
-def pass_on(message, context):
-    return honest(message, context)
-
-
-@app.train()
-def spoil(message, context):
-    reply = honest(message, context)
-    if context.node_config["site"] == "site-2" and message.content["order"]["round"] == 2:
-        tree = to_tree(reply.content["upload"])
-        reply.content["upload"] = to_arrays({name: SPOIL for name, value in tree.items()})
-    return reply
+    tree = to_tree(reply.content["upload"])
+    reply.content["upload"] = to_arrays({name: SPOIL for name, value in tree.items()})
 """
 
 
@@ -60,7 +40,7 @@ def finished(fed: Trial, rounds: int) -> None:
 def test_a_supernode_is_killed_and_started_again(fed: Trial) -> None:
     process = fed.init(2, "fedper", rounds=12, **{"federation.timeout": 20.0, **ALONE}).up()
     fed.wait_for(lambda: len(fed.lines()) >= 1, process)
-    fed.kill("site-1/site.toml")
+    fed.supernode("site-1").kill()
     assert process.wait(500).code == 0, fed.said()
     assert "the SuperNode of site-1 was killed by signal 9; starting it again" in fed.said()
     finished(fed, 12)
@@ -71,7 +51,7 @@ def test_a_supernode_is_killed_and_started_again(fed: Trial) -> None:
 def test_a_site_that_never_answers(fed: Trial) -> None:
     process = fed.init(2, rounds=3, **{"federation.timeout": 40.0, **ALONE}).up()
     fed.wait_for(lambda: len(fed.lines()) >= 1, process)
-    fed.kill("site-2/site.toml", signal.SIGSTOP)
+    fed.supernode("site-2").suspend()
     assert process.wait(400).code == 0, fed.said()
     assert re.search(r"site site-2 \(client 1\) did not answer in 40 s; going on without it", fed.said())
     finished(fed, 3)
@@ -89,9 +69,7 @@ def test_a_site_that_never_answers(fed: Trial) -> None:
 )
 def test_a_site_that_sends_nonsense(spoil: str, words: str, fed: Trial) -> None:
     fed.init(3, "fedavg", rounds=3)
-    (fed.folder / "spoilt.py").write_text(SPOILT.replace("SPOIL", spoil))
-    project = fed.folder / "pyproject.toml"
-    project.write_text(project.read_text().replace("fednh.flower.client_app:app", "spoilt:app"))
+    fed.disturb(after=SPOILT.replace("SPOIL", spoil))
     assert fed.up().wait(400).code == 0, fed.said()
     assert "round 2: the answer of site site-2 (client 1) was refused" in fed.notes()
     assert words in fed.notes()

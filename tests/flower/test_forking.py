@@ -18,6 +18,7 @@ from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.proto.runtime_pb2 import AcquireTaskRequest, AcquireTaskResponse
 from flwr.proto.task_pb2 import Task
 
+from fednh.flower import audit
 from fednh.flower.deploy import forking
 from fednh.flower.deploy.commands import Job
 from fednh.flower.deploy.forking import ENDS, WITHIN, Forking, Hands, Killed, Served, again, in_child
@@ -102,9 +103,7 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_is_an_answer_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(forking, "read_place", lambda _: type("Place", (), {"audit": tmp_path, "site": "site-1"}))
-    monkeypatch.setattr(forking.audit, "append", lambda *_, why, **__: told.append(why))
+    monkeypatch.setattr(forking, "read_place", lambda _: type("Place", (), {"home": tmp_path, "site": "site-1"}))
     (tmp_path / "site.toml").write_text("")
 
     def app(message: Message, context: Context) -> Message:
@@ -120,7 +119,8 @@ def test_a_killed_worker_is_an_answer_that_says_so(tmp_path: Path, monkeypatch: 
     reply = load()(message=order, context=Context(1, 7, {}, RecordDict(), {}))
     assert reply.has_error()
     assert reply.error.reason == "the work was ended by signal 9, perhaps out of memory"
-    assert told == [reply.error.reason]
+    (line,) = audit.read(tmp_path / "audit/site-1.jsonl").lines
+    assert (line["event"], line["own"], line["why"]) == ("refused", "site-1", reply.error.reason)
 
 
 # --- tasks in hand ---------------------------------------------------------------------------------------------------

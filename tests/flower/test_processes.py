@@ -8,17 +8,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from fednh.errors import RunError
 from fednh.flower.deploy import commands, supernode
 from fednh.flower.deploy import processes as module
-from fednh.flower.deploy.commands import Executor, Job
-from fednh.flower.deploy.processes import MARK, RESTARTS, Processes, end_marked, marked
+from fednh.flower.deploy.commands import Executor, Job, SuperNodes
+from fednh.flower.deploy.processes import MARK, RESTARTS, Processes, answers, end_marked, free_ports, marked
 
 
 @pytest.fixture
@@ -55,7 +57,7 @@ def test_a_start_is_repeated_while_the_server_refuses_it(processes: Processes, m
     starts: list[int] = []
     now = time.monotonic()
     ended(processes, "site-1", -9)
-    assert "after a minute" in processes.restart_supernode("site-1", lambda: starts.append(1))
+    assert "within a minute" in processes.restart_supernode("site-1", lambda: starts.append(1))
     ended(processes, "site-1", 1)
     for later, number in ((1, 1), (6, 2), (7, 2), (12, 3)):
         monkeypatch.setattr(module.time, "monotonic", lambda later=later: now + later)
@@ -142,6 +144,39 @@ def test_a_supernode_waits_shorter_than_flowers(monkeypatch: pytest.MonkeyPatch)
     assert commands.supernode("s:1", Path("site.toml"), 1, None, None, None)[1:3] == ["-m", supernode.__name__]
 
 
+def test_forked_supernodes_are_supervised_like_programs(processes: Processes, tmp_path: Path) -> None:
+    """They share one parent's memory, end with a code or by a signal, and outlive the parent."""
+    nodes = SuperNodes(processes)
+    (tmp_path / "a").mkdir()
+    bad = nodes.start("bad", ["--no-such-option"], tmp_path)
+    assert bad.wait(60) == 2
+    assert "--no-such-option" in processes.log("bad").read_text()
+    nowhere = ["--insecure", "--superlink", "127.0.0.1:1", "--isolation", "process", "--host", "127.0.0.1", "--port"]
+    ports = map(str, module.free_ports(3))
+    good = nodes.start("good", [*nowhere, next(ports)], tmp_path / "a")
+    assert good.poll() is None
+    assert os.getpgid(good.pid) == good.pid
+    assert psutil.Process(good.pid).cwd() == str(tmp_path / "a")
+    assert psutil.Process(good.pid).ppid() == processes.running[nodes.NAME].pid
+    assert good in processes.running.values(), "it is ended with all others"
+    with pytest.raises(subprocess.TimeoutExpired):
+        good.wait(0.1)
+    os.kill(good.pid, signal.SIGKILL)
+    assert good.wait(60) == -9
+    orphan = nodes.start("orphan", [*nowhere, next(ports)], tmp_path)
+    os.kill(processes.running[nodes.NAME].pid, signal.SIGKILL)
+    processes.running[nodes.NAME].wait()
+    assert orphan.poll() is None
+    another = nodes.start("another", [*nowhere, next(ports)], tmp_path)
+    assert another.poll() is None
+    assert psutil.Process(another.pid).ppid() == processes.running[nodes.NAME].pid
+    os.kill(orphan.pid, signal.SIGTERM)
+    assert orphan.wait(60) == -9, "its code is unknown: it counts as killed"
+    assert another.poll() is None
+    module.end([another])
+    assert another.returncode is not None
+
+
 def test_a_supernode_does_without_pytorch() -> None:
     """Twenty of them run on one machine in a trial."""
     code = "import sys, fednh.flower.deploy.supernode; sys.exit('torch' in sys.modules)"
@@ -184,3 +219,70 @@ def test_a_serverapp_that_nobody_starts_has_an_end(tmp_path: Path, monkeypatch: 
         fed.server_gone -= 3
         with pytest.raises(RunError, match=f"the ServerApp ended {1 + RESTARTS} times"):
             fed._look_after_server()
+
+
+# The first is killed while it starts; the second answers.
+KILLED_ONCE = """
+import os, pathlib, signal, socket, sys, time
+mark = pathlib.Path(sys.argv[1])
+if len(mark.read_text()) < int(sys.argv[3]):
+    mark.write_text(mark.read_text() + "x")
+    os.kill(os.getpid(), signal.SIGKILL)
+held = socket.create_server(("127.0.0.1", int(sys.argv[2])))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("kills", [1, 4])
+def test_a_server_that_is_killed_while_it_starts_is_started_again(kills: int, tmp_path: Path) -> None:
+    """`up` once ended with exit code 1 then."""
+    (port,) = free_ports(1)
+    (tmp_path / "mark").write_text("")
+    command = [sys.executable, "-c", KILLED_ONCE, str(tmp_path / "mark"), str(port), str(kills)]
+    with Processes(tmp_path, tmp_path / "home", tmp_path / "logs") as processes:
+        start = partial(processes.start_server, "superlink", "the SuperLink", command, port, time.sleep)
+        if kills > RESTARTS:
+            with pytest.raises(RunError, match="the SuperLink ended with code -9"):
+                start()
+        else:
+            assert start().poll() is None
+            assert answers(port)
+    assert (tmp_path / "mark").read_text() == "x" * kills
+
+
+def test_a_superlink_that_is_killed_while_keys_are_registered_is_started_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an empty database: it refuses keys that it has."""
+    from federations import Quiet, Trial
+
+    from fednh.flower.deploy import local, scaffold
+
+    class Notes(Quiet):
+        notes: list[str]
+
+        def note(self, text: str) -> None:
+            self.notes = [*getattr(self, "notes", []), text]
+
+    config, sites = scaffold.read(Trial(tmp_path).init(2).folder)
+    told = Notes()
+    fed = local.LocalFederation(tmp_path / "fed", config, sites, told, threading.Event(), secure=True, warm=False)
+    code = "import socket, sys, time; held = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(60)"
+    database = fed.home.database_file
+    seen = list[bool]()
+
+    def register(key: Path, connection: str) -> list[str]:
+        if not seen:
+            os.kill(fed.processes.running["superlink"].pid, signal.SIGKILL)
+            fed.processes.running["superlink"].wait(10)
+        seen.append(database.with_name("superlink.db-old").exists())
+        database.with_name("superlink.db-old").touch()
+        return [sys.executable, "-c", f"raise SystemExit({int(len(seen) <= len(sites))})"]
+
+    monkeypatch.setattr(local.commands, "superlink", lambda *_: [sys.executable, "-c", code, str(fed.port)])
+    monkeypatch.setattr(local.commands, "register", register)
+    with Processes(fed.folder, fed.home.path, fed.fed.logs) as fed.processes:
+        fed._start_anew()
+        assert fed.processes.running["superlink"].poll() is None
+    assert told.notes == ["the SuperLink was killed; starting it again"]
+    assert seen == [False, True, False, True], "the second time without what the first one left"

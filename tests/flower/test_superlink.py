@@ -18,7 +18,14 @@ from alembic import command as alembic
 from fastapi import HTTPException
 from federations import SMALL, trial
 from flwr.common.constant import SUPERLINK_NODE_ID
-from flwr.proto.fleet_pb2 import PullMessagesRequest, PullMessagesResponse, PushMessagesRequest, PushMessagesResponse
+from flwr.proto.fleet_pb2 import (
+    ActivateNodeRequest,
+    PullMessagesRequest,
+    PullMessagesResponse,
+    PushMessagesRequest,
+    PushMessagesResponse,
+)
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest, SendNodeHeartbeatResponse
 from flwr.proto.message_pb2 import (
     ConfirmMessageReceivedRequest,
     Message,
@@ -34,6 +41,7 @@ from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
 from flwr.supercore.state.alembic import utils
 from flwr.superlink.routers.fleet import router
+from flwr.superlink.servicer.fleet import fleet_handlers
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from sqlalchemy import create_engine
@@ -85,6 +93,11 @@ class Handlers:
             raise FlowerError(request.run_id, "the run is not running")
         return PullObjectResponse(object_content=bytes(int(request.object_id)))
 
+    def send_node_heartbeat(self, request: SendNodeHeartbeatRequest, state: Any) -> SendNodeHeartbeatResponse:
+        return SendNodeHeartbeatResponse(success=True)
+
+    activate_node = staticmethod(fleet_handlers.activate_node)
+
     def confirm_message_received(self, request: ConfirmMessageReceivedRequest, state: Any, store: Any) -> None:
         raise FlowerError(request.run_id, "the run is not running")
 
@@ -128,6 +141,61 @@ def test_a_site_sends_nothing_else(changed: dict[str, Any], words: str, state: A
     with pytest.raises(HTTPException, match=words):
         gate.push_messages(message(**changed), state)
     assert state.object_store == {}
+
+
+class Nodes:
+    """Flower's table of nodes: one that is online cannot be activated."""
+
+    def __init__(self) -> None:
+        self.keys, self.online = {b"own": OWN, b"other": OTHER}, set[int]()
+
+    def get_node_id_by_public_key(self, key: bytes) -> int | None:
+        return self.keys.get(key)
+
+    def activate_node(self, node: int, _: float) -> bool:
+        new = node not in self.online
+        self.online.add(node)
+        return new
+
+    def deactivate_node(self, node: int) -> bool:
+        known = node in self.online
+        self.online.discard(node)
+        return known
+
+
+def arrive(gate: superlink.Gate, nodes: Any, key: bytes = b"own") -> bool:
+    try:
+        gate.activate_node(ActivateNodeRequest(public_key=key, heartbeat_interval=30), nodes)
+    except FlowerError:
+        return False
+    return True
+
+
+def test_a_killed_supernode_is_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower once refused it for a minute, in which it missed rounds."""
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(superlink, "time", clock)
+    gate: superlink.Gate = superlink.Gate(1000, Handlers())
+    nodes: Any = Nodes()
+    look = PullMessagesRequest(node=Node(node_id=OWN))
+    assert arrive(gate, nodes)
+    for found, silent in (([], superlink.SILENT), ([Message()], superlink.WORKING)):
+        answer = PullMessagesResponse(messages_list=found)
+        monkeypatch.setattr(gate, "_pull_messages", lambda answer=answer, **_: answer)
+        gate.pull_messages(look, nodes, None)
+        clock.now += silent - 0.1
+        assert not arrive(gate, nodes), "it may be alive: a second one with its key is refused"
+        clock.now += 0.2
+        assert arrive(gate, nodes), "it is gone"
+    gate.pull_messages(look, nodes, None)
+    for _ in range(2):
+        clock.now += 30
+        gate.send_node_heartbeat(SendNodeHeartbeatRequest(node=Node(node_id=OWN)), nodes)
+    assert not arrive(gate, nodes), "it works, and sends heartbeats"
+    assert arrive(superlink.Gate(1000, Handlers()), nodes), "a SuperLink that was started again has not heard of it"
+    assert not arrive(gate, nodes, b"unknown")
+    assert arrive(gate, nodes, b"other")
+    assert nodes.online == {OWN, OTHER}
 
 
 def test_a_request_has_one_message(state: Any) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from flwr.app import RecordDict
 
 START = "0" * 64  # what the first line has in place of the hash of the one before
+LONGEST = 100_000  # characters of what a line says of a message
 _LINE = re.compile(rb'(\{"line": (\d{1,12}), .*), "hash": "([0-9a-f]{64})"\}')
 _OPEN = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -93,6 +94,16 @@ def append(path: Path, event: str, **facts: Any) -> Head:
     if new:
         sync_path(path.parent)
     return head
+
+
+def head(path: Path) -> Head | None:
+    """The newest line of a log; None if it has none."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        found, _ = _end(file.fileno())
+    return found if found.line else None
 
 
 class Writer:
@@ -223,4 +234,16 @@ def contents(content: RecordDict) -> list[dict[str, Any]]:
                 size += len(text)
                 names[key] = [len(value)] if isinstance(value, list) else []
         found.append({"record": name, "bytes": size, "sha256": digest.hexdigest(), "names": names})
-    return found
+    return _short(found)
+
+
+def _short(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same without names if they are too long for a line, or as one record if there are too many."""
+    if len(json.dumps(found)) <= LONGEST:
+        return found
+    plain = [{**record, "names": {}} for record in found]
+    if len(words := json.dumps(plain)) <= LONGEST:
+        return plain
+    total = sum(record["bytes"] for record in found)
+    digest = hashlib.sha256(words.encode()).hexdigest()
+    return [{"record": f"{len(found)} records", "bytes": total, "sha256": digest, "names": {}}]

@@ -2,59 +2,129 @@
 
 A line is on disk before the answer that it describes is sent: if it cannot be written, nothing leaves. The answer
 carries the hash of that line, and the server keeps it, so that nobody can cut lines off the log unnoticed.
+
+What says nothing new, because it was said before or refused, has lines for the first `EACH` messages of a kind and
+key, and then for every doubling of their number, with how many they stand for (`times`). So nobody can fill the disk.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fednh.flower import audit
+from fednh.flower.layout import StateFolder
+from fednh.storage.files import write_json
 from fednh.words import one_line
 
 log = logging.getLogger("flwr")
 HEAD = "audit"  # key in a reply's record `said`: the newest line of the site's log
+EACH = 100  # messages of a kind that have a line each, though they ask for nothing new
+
+
+class Tally:
+    """Counts, on disk, messages that asked for nothing new."""
+
+    def __init__(self, file: Path):
+        self._file, self._lock = file, FileLock(file.with_suffix(".lock"))
+
+    def add(self, kind: str, number: int = 1) -> int:
+        """Count a message; returns for how many a line is to be written now: 0 if for none."""
+        with self._lock:
+            known = self._read()
+            known[kind] = count = max(0, known.get(kind, 0) + number)
+            write_json(self._file, known)
+        if count <= EACH:
+            return 1
+        doublings = count // EACH
+        at_doubling = count % EACH == 0 and doublings & (doublings - 1) == 0
+        return count // 2 if at_doubling else 0
+
+    def _read(self) -> dict[str, int]:
+        with suppress(OSError, ValueError, AttributeError):
+            return {str(key): int(value) for key, value in json.loads(self._file.read_text()).items()}
+        return {}  # none yet; a damaged one counts anew
 
 
 class SiteEvents:
     """Writes the lines about one message."""
 
-    def __init__(self, path: Path, site: str, message: Message):
-        data = message.metadata
-        self.path, self.kind = path, data.message_type[:50]
-        group = int(data.group_id) if data.group_id.isdecimal() else 0
+    def __init__(self, home: Path, site: str, message: Message):
+        data, folder = message.metadata, StateFolder(home)
+        self.path, self.kind = folder.audit_file(site), data.message_type[:50]
+        self._tally = Tally(folder.tally(site))
+        group = int(data.group_id) if data.group_id.isdecimal() and len(data.group_id) < 20 else 0
         self.facts: dict[str, Any] = {"own": site, "kind": self.kind, "round": group, "run": data.run_id}
         self.by = f"node {data.src_node_id}, which has not proven who it is"
+        self._counted = ""  # as which kind it was counted
+        self._asked: dict[str, Any] | None = None  # of a line that is not written yet
+        self.times = 1  # the messages that its lines stand for; 0: it has none
 
-    def asked(self, by: str, federation: str, content: RecordDict) -> None:
-        """Log an order that the federation's server has signed."""
-        self.by, self.facts["federation"] = by, federation
-        audit.append(self.path, "asked", **self.facts, by=by, got=audit.contents(content))
+    def asked(self, key: str, federation: str, content: RecordDict) -> None:
+        """Log an order that the federation's server has signed with this key."""
+        self.by, self.facts["federation"] = f"the server, key {key}", federation[:100]
+        self._asked = {"by": self.by, "got": audit.contents(content)}
+        self._count(f"{self.kind}, key {key}")
+        if self.times:
+            self._write_asked()
+
+    def new(self) -> None:
+        """What the message asks for was not said before: it has lines of its own, whatever its number."""
+        self._tally.add(self._counted, -1)
+        self.times = 1
+        if self._asked is not None:
+            self._write_asked()
 
     def left(self, content: RecordDict) -> RecordDict:
         """Log an answer; returns it with the hash of its line."""
+        if not self.times:
+            return with_head(content, audit.head(self.path))
         event, told = ("joined", {"told": _greeting(content)}) if self.kind == "query" else ("left", {})
-        return with_head(
-            content, audit.append(self.path, event, **self.facts, **told, to=self.by, sent=audit.contents(content))
-        )
+        facts = {**self._facts(), **told, "to": self.by, "sent": audit.contents(content)}
+        return with_head(content, audit.append(self.path, event, **facts))
 
     def refused(self, why: str, content: RecordDict) -> RecordDict:
         """Log a refusal; `content`, which tells the server, is sent even if the log cannot be written."""
         try:
-            head = audit.append(
-                self.path, "refused", **self.facts, by=self.by, why=one_line(why), sent=audit.contents(content)
-            )
+            if not self._counted:
+                self._count("unproven")
+            if not self.times:
+                return with_head(content, audit.head(self.path))
+            facts = {**self._facts(), "by": self.by, "why": one_line(why), "sent": audit.contents(content)}
+            head = audit.append(self.path, "refused", **facts)
         except OSError as error:
             log.error("the audit log cannot be written: %s", error)
             return content
         return with_head(content, head)
 
+    def _count(self, kind: str) -> None:
+        self._counted, self.times = kind, self._tally.add(kind)
 
-def with_head(content: RecordDict, head: audit.Head) -> RecordDict:
+    def _write_asked(self) -> None:
+        audit.append(self.path, "asked", **self._facts(), **(self._asked or {}))
+        self._asked = None
+
+    def _facts(self) -> dict[str, Any]:
+        return self.facts if self.times == 1 else {**self.facts, "times": self.times}
+
+
+def refuse(home: Path, site: str, kind: str, by: str, why: str) -> None:
+    """Log a refusal that did not come from reading a message: an app that is not approved, work that was killed."""
+    folder = StateFolder(home)
+    if times := Tally(folder.tally(site)).add(kind):
+        more = {} if times == 1 else {"times": times}
+        audit.append(folder.audit_file(site), "refused", own=site, by=by, why=one_line(why), **more)
+
+
+def with_head(content: RecordDict, head: audit.Head | None) -> RecordDict:
+    if head is None:
+        return content
     said = content["said"]
     assert isinstance(said, ConfigRecord)
     return RecordDict({**content, "said": ConfigRecord({**said, HEAD: str(head)})})

@@ -178,10 +178,9 @@ def _told_by_site(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
         if row["event"] == "joined":
             yield f"  {_when(row)}: joined {row.get('federation')} as {row.get('own')}; sent {_greeting(row)}"
     if asked := [row for row in lines if row["event"] == "asked"]:
-        kinds = Counter(str(row.get("kind")) for row in asked)
-        yield f"  was asked {len(asked)} times ({', '.join(f'{n} {kind}' for kind, n in sorted(kinds.items()))})"
-        for by, number in sorted(Counter(str(row.get("by")) for row in asked).items()):
-            yield f"    {number} times by {by}"
+        kinds, askers = _counts(asked, "kind"), _counts(asked, "by")
+        yield f"  was asked {kinds.total()} times ({', '.join(f'{n} {kind}' for kind, n in sorted(kinds.items()))})"
+        yield from (f"    {number} times by {by}" for by, number in sorted(askers.items()))
     left = [row for row in lines if row["event"] in ("joined", "left")]
     if not left:
         yield "  nothing has left this site"
@@ -223,10 +222,19 @@ def _sums(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 def _refused(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     if not rows:
         return
-    yield f"  {len(rows)} refused:"
+    yield f"  {_counts(rows, 'event').total()} refused:"
     for row in rows[-MOST:]:
         who = row.get("site") or row.get("says") or row.get("by")
-        yield f"    {_when(row)}: {f'{who}: ' if who else ''}{row.get('why')}"
+        times = f" (one of {row['times']} since the line before)" if "times" in row else ""
+        yield f"    {_when(row)}: {f'{who}: ' if who else ''}{row.get('why')}{times}"
+
+
+def _counts(rows: Sequence[dict[str, Any]], key: str) -> Counter[str]:
+    """How many messages have each value of a key; a line may stand for several."""
+    found = Counter[str]()
+    for row in rows:
+        found[str(row.get(key))] += times if type(times := row.get("times")) is int else 1
+    return found
 
 
 def _greeting(row: dict[str, Any]) -> str:

@@ -65,11 +65,15 @@ def _hello(duty: Duty) -> RecordDict:
     hello, times = duty.site().hello()
     if duty.events is not None:
         duty.events.facts["greeting"] = times
+        if times == 1 and not duty.place.divided:
+            duty.events.new()
     return hello.write()
 
 
 def _notice(duty: Duty) -> RecordDict:
-    log.warning("the server says: %s", messages.read_notice(duty.content))
+    words = messages.read_notice(duty.content)
+    if duty.events is None or duty.events.times:
+        log.warning("the server says: %s", words)
     return messages.noted()
 
 
@@ -82,7 +86,9 @@ def _answer(duty: Duty) -> RecordDict:
     site = duty.site()
     received = site.read(duty.content)
     # From here on the samples are used. That this fails may say something about them, so it counts, too.
-    duty.book.count(signing.Work.of(duty.content, site.basis(order)), policy.rounds)
+    new = duty.book.count(signing.Work.of(duty.content, site.basis(order)), policy.rounds)
+    if new and duty.events is not None:
+        duty.events.new()
     return site.answer(order, *received).write()
 
 
@@ -108,11 +114,11 @@ def _deployed(work: Handler, message: Message, context: Context) -> Message:
         place = read_place(context.node_config)
         name = place.site
         keep_private(place.home)
-        events = SiteEvents(place.audit, name, message)
+        events = SiteEvents(place.home, name, message)
         envelope, book = _accepted(place, message, context)
         seal = partial(signing.sign_reply, key=signing.read_site_private(place.key), envelope=envelope)
         order = signing.unsealed(message.content)
-        events.asked(f"the server, key {fingerprint(place.orders.read_text())}", envelope.federation, order)
+        events.asked(fingerprint(place.orders.read_text()), envelope.federation, order)
         key = signing.fingerprint(signing.read_orders_public(place.orders))
         agreement = Agreement(StateFolder(place.home).agreement(place.site, key))
         with one_thread():
@@ -121,12 +127,14 @@ def _deployed(work: Handler, message: Message, context: Context) -> Message:
     except Refused as error:
         data, cause = message.metadata, error.__cause__  # the cause may quote data: it stays in the site's own logs
         why = str(error) if cause is None else f"{error}: {cause}"
-        log.error("refused: %s (message %r of node %d)", one_line(why), data.message_type[:50], data.src_node_id)
         reply = leave(messages.sorry(f"refused: {error}", name), events, seal, refused=why)
+        if events is None or events.times:
+            log.error("refused: %s (message %r of node %d)", one_line(why), data.message_type[:50], data.src_node_id)
     except Exception as error:
-        log.error("this site could not do what it was asked", exc_info=error)
         sorry = messages.sorry(f"{type(error).__name__}; the site's own log says more", name)
         reply = leave(sorry, events, seal, refused=f"{type(error).__name__}: {error}")
+        if events is None or events.times:
+            log.error("this site could not do what it was asked", exc_info=error)
     return Message(reply, reply_to=message)
 
 

@@ -12,6 +12,7 @@ A site's folder:
 What a site keeps, HOME being its `state`:
   HOME/audit/SITE.jsonl                                its audit log
   HOME/orders-KEY-SITE.json                            the last order that it took
+  HOME/messages-SITE.json                              how many messages of each kind came that asked for nothing new
   HOME/agreed-KEY-SITE.json                            which samples count, and its greeting; delete it to agree anew
   HOME/FEDERATION/SITE/state.round-000007.safetensors  what the client kept after round 7; never leaves this disk
   HOME/FEDERATION/SITE/replaced.round-000007.safetensors  the first of two different ones of round 7
@@ -129,6 +130,10 @@ class StateFolder(Layout):
     def order_book(self, site: str, key: str) -> Path:
         """The file about the orders that one key signed, named by its fingerprint."""
         return self.path / f"orders-{key}-{_short(site)}.json"
+
+    def tally(self, site: str) -> Path:
+        """The file that counts messages, so that the audit log need not have a line for each."""
+        return self.path / f"messages-{_short(site)}.json"
 
     def agreement(self, site: str, key: str) -> Path:
         """The file about what a site has agreed with the federation of this key."""

@@ -32,6 +32,7 @@ from fednh.words import name_problem, one_line
 
 FORMAT = 3  # version of these messages; server and sites must have the same
 NOTICE = "query.notice"  # Flower's message type for a notice from the server to a site
+LONGEST = 2000  # characters of a problem: it may quote a request of any length
 LARGE = 1e30  # the largest number that is not taken for a fault
 SAMPLES = 10**12  # training samples that one site can process in a round
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
@@ -274,7 +275,7 @@ def tree_names(content: RecordDict, name: str) -> list[str]:
 
 def sorry(problem: str, site: str = "") -> RecordDict:
     """A reply that states a problem in place of an answer."""
-    return RecordDict({"said": ConfigRecord({"format": FORMAT, "problem": problem, "site": site})})
+    return RecordDict({"said": ConfigRecord({"format": FORMAT, "problem": problem[:LONGEST], "site": site})})
 
 
 def claimed_name(content: RecordDict) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from filelock import FileLock
 
 from fednh.config import Config, validate
 from fednh.config.schema import DEFAULT_METHOD
+from fednh.data.images import KEPT
 from fednh.data.published import PUBLISHED
 from fednh.data.sources import BUILTIN, agreed
 from fednh.errors import Refused, UserError
@@ -46,9 +48,8 @@ DATA_KEYS = {
     "group",
 }
 # ... and [allow], what may be run and what may leave.
-COUNTS = ("rounds", "epochs", "sites", "samples", "parameters")
+COUNTS = ("rounds", "epochs", "sites", "samples", "parameters", "pixels")
 ALLOW_KEYS = {"methods", "models", "metrics", "counts", "privacy", *COUNTS}
-SERVERS_EPOCHS = {"retrain_epochs"}  # CReFF's: epochs at the server, not at the sites
 TEXTS = ("federation", "set", "label", "site-column", "weights", "separator", "decimal", "group")
 KEYS = DATA_KEYS | {f"allow.{key}" for key in ALLOW_KEYS}
 SAFE_DATA = ("augment", "holdout", *agreed())  # the server's data.*: how samples are made, not what is read
@@ -73,11 +74,12 @@ class Policy:
     methods: tuple[str, ...] = tuple(METHODS)
     models: tuple[str, ...] = ("auto", *MODELS)
     rounds: int | None = None  # the most that it trains, over all runs together
-    epochs: int | None = None  # the most in one round, for every kind of epochs
+    epochs: int | None = None  # the most in one round, for every kind of passes over its samples (Method.passes)
     metrics: tuple[str, ...] = METRICS  # which may leave
     sites: int = 1  # the fewest sites in a round in which it trains
     samples: int = 10  # of its own data: the fewest behind any number that leaves, and in a batch
-    parameters: int = 100_000_000  # the most that a model has
+    parameters: int = 100_000_000  # the most that a model has; and numbers in a tensor of a method
+    pixels: int = 1_000_000  # the most of an image, where the config says its size: the site's images are brought to it
     counts: bool = False  # whether an upload may say how many samples of each class there are
     privacy: str = "none"  # the weakest privacy mechanism that it accepts
 
@@ -86,7 +88,8 @@ class Policy:
         try:
             tree = self.applied(tomllib.loads(toml), source)
             config = validate(tree, "the server's config: ")
-            self._check_upload(config)
+            self._check_method(config)
+            self._check_pixels(config)
             return config
         except (tomllib.TOMLDecodeError, RecursionError):
             raise Refused("the server's config is not valid TOML") from None
@@ -104,7 +107,6 @@ class Policy:
         self._check_federation(federation)
         _allowed("method.name", method.get("name", DEFAULT_METHOD), self.methods, "methods")
         _allowed("model.name", model.get("name", "auto"), self.models, "models")
-        self._check_length(tree, train, method)
         if len(str(model.get("args"))) > ARGUMENTS:
             raise Refused(f"model.args has more than {ARGUMENTS} characters")
         if model.get("weights") is not None:
@@ -126,30 +128,44 @@ class Policy:
             raise Refused(f"round {max(order.round, order.evaluate)} is beyond the {self.rounds} of this site's policy")
 
     def check_parameters(self, number: int) -> None:
-        """Refuse a model that is too large."""
+        """Refuse a model that is too large; its size depends on the site's data, so the sentence does not say it."""
         if number > self.parameters:
             raise Refused(
-                f"the model has {number:,} parameters, more than the {self.parameters:,} that this site allows "
-                "(allow.parameters of its site.toml)"
+                f"the model has more than the {self.parameters:,} parameters that this site allows (allow.parameters "
+                "of its site.toml)"
             )
 
-    def check_features(self, number: int) -> None:
-        """Refuse so many features before the head that a square matrix of them, which methods make, is too large.
+    def check_numbers(self, number: int) -> None:
+        """Refuse a method that makes too large a tensor beside the model.
 
-        A small model may have few parameters and a larger square than that: the usual limit is allowed in any case.
+        With a small model it may be larger than that: the usual limit is allowed in any case.
         """
-        if number**2 > (most := max(self.parameters, Policy.parameters)):
+        if number > (most := max(self.parameters, Policy.parameters)):
             raise Refused(
-                f"the model has {number:,} features before its head, of which a method may make a square matrix: more "
-                f"than the {most:,} numbers that this site allows (allow.parameters of its site.toml)"
+                f"with this model and these settings the method makes a tensor of more than the {most:,} numbers that "
+                "this site allows (allow.parameters of its site.toml)"
             )
 
-    def _check_upload(self, config: Config) -> None:
-        """Refuse a method whose upload, with these settings, has the class counts."""
-        if config.build_method().tells_counts and not self.counts:
+    def _check_method(self, config: Config) -> None:
+        """Refuse more rounds or work than allowed, and a method whose upload, with these settings, has class counts."""
+        method = config.build_method()
+        asked = [("rounds", config.rounds, self.rounds)]
+        asked += [(key, number, self.epochs) for key, number in method.passes(config.train.epochs).items()]
+        for key, number, most in asked:
+            if most is not None and number > most:
+                rule = "rounds" if key == "rounds" else "epochs"
+                raise Refused(f"{key} = {number} is more than the {most} that this site allows (allow.{rule})")
+        if method.tells_counts and not self.counts:
             raise Refused(
                 f"method.name = {config.method['name']!r} with these settings uploads how many samples of each class "
                 "there are, which this site does not allow (allow.counts of its site.toml)"
+            )
+
+    def _check_pixels(self, config: Config) -> None:
+        size = config.data.size
+        if size is not None and math.prod(size) > self.pixels:
+            raise Refused(
+                f"data.size = {size} is more than the {self.pixels:,} pixels that this site allows (allow.pixels)"
             )
 
     def _check_federation(self, said: Mapping[str, Any]) -> None:
@@ -160,13 +176,6 @@ class Policy:
             raise Refused(
                 f"federation.min_clients = {fewest!r}, and this site takes part only with {self.sites} sites or more"
             )
-
-    def _check_length(self, tree: Mapping[str, Any], train: Mapping[str, Any], method: Mapping[str, Any]) -> None:
-        asked = _epochs(train.get("epochs", 5), method)
-        limits = [("rounds", tree.get("rounds", 0), self.rounds), *((k, v, self.epochs) for k, v in asked.items())]
-        for key, value, most in limits:
-            if most is not None and (type(value) is not int or value > most):
-                raise Refused(f"{key} = {value!r} is more than the {most} that this site allows")
 
     def _data(self, asked: Mapping[str, Any], source: str | None) -> dict[str, Any]:
         """The site decides what is read; the federation decides how samples are made from it."""
@@ -234,6 +243,7 @@ def read_policy(node: Mapping[str, Any]) -> Policy:
         sites=most["sites"] or usual.sites,
         samples=most["samples"] or usual.samples,
         parameters=most["parameters"] or usual.parameters,
+        pixels=most["pixels"] or usual.pixels,
         counts=counts,
     )
 
@@ -343,10 +353,11 @@ def site_toml(facts: Mapping[str, Any], config: Config) -> str:
 methods = {_quoted(config.method["name"])}
 models = {_quoted(config.model.name)}
 rounds = {config.rounds}       # most that are trained here in all; twice as many are evaluated at most
-epochs = {max(_epochs(config.train.epochs, config.method).values())}       # most in a round
+epochs = {max(method.passes(config.train.epochs).values())}       # most in a round
 sites = {config.federation.min_clients}        # fewest that train together
 samples = {usual.samples}     # of this site's own data: the fewest behind a number that leaves, and in a batch
 parameters = {usual.parameters}  # most that a model has
+pixels = {math.prod(data.size or (KEPT, KEPT))}      # most of an image, where the config says its size
 counts = {"true" if method.tells_counts else "false"}   # whether an upload may hold the class counts
 metrics = {_quoted(metrics)}
 """
@@ -354,12 +365,6 @@ metrics = {_quoted(metrics)}
 
 def _quoted(text: str) -> str:
     return tomli_w.dumps({"x": text}).strip().removeprefix("x = ")
-
-
-def _epochs(train: Any, method: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that say how many epochs a site trains in a round."""
-    more = {f"method.{key}": value for key, value in method.items() if key.endswith("epochs")}
-    return {"train.epochs": train, **{k: v for k, v in more.items() if k.removeprefix("method.") not in SERVERS_EPOCHS}}
 
 
 def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -34,7 +34,7 @@ SEAL = "seal"  # the record that holds a signature
 ORDER, REPLY = b"fednh order 1", b"fednh reply 1"  # signed bytes begin with their purpose
 LONGEST_KEY = 1000  # characters of a public key
 AHEAD = 24 * 3600 * 10**9  # nanoseconds that a server's clock may be ahead of a site's
-REPEATS = 100  # answered orders that a site recognises when they are repeated
+REPEATS = 100  # answered orders that a site recognises when they are repeated, and repeats that it answers at least
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ class _Page:
     trained: int = 0  # orders to train that were worked on
     evaluated: int = 0
     answered: tuple[str, ...] = ()  # digests of the newest orders
+    repeated: int = 0  # orders that were repeated
 
 
 class OrderBook:
@@ -155,24 +156,30 @@ class OrderBook:
                 )
             self._write(replace(page, counter=counter))
 
-    def count(self, work: Work, most: int | None) -> None:
-        """Count work before it is done; a repeated order counts once.
+    def count(self, work: Work, most: int | None) -> bool:
+        """Count work before it is done; returns whether it is new: a repeated order counts once.
 
         Work beyond the `most` rounds that are trained here, and twice as many that are evaluated, in all, is Refused.
+        So is a repeated order after twice as many: it says nothing new, but takes as long.
         """
         with self._lock:
-            self._write(self._counted(self._read(), work, most))
+            page = self._counted(before := self._read(), work, most)
+            self._write(page)
+            return page.repeated == before.repeated
 
     @staticmethod
     def _counted(page: _Page, work: Work, most: int | None) -> _Page:
         if work.digest in page.answered:
-            return page
+            if most is not None and page.repeated >= max(REPEATS, 2 * most):
+                raise Refused(f"this site has answered {page.repeated} repeated orders, and answers no more of them")
+            return replace(page, repeated=page.repeated + 1)
         if most is not None and work.trains and page.trained >= most:
             raise Refused(f"this site has trained {page.trained} rounds, and its site.toml allows no more")
         if most is not None and work.evaluates and page.evaluated >= 2 * most:  # a run that goes on evaluates again
             raise Refused(f"this site has evaluated {page.evaluated} rounds, and its site.toml allows no more")
         answered = (*page.answered, work.digest)[-REPEATS:]
-        return _Page(page.counter, page.trained + work.trains, page.evaluated + work.evaluates, answered)
+        counts = {"trained": page.trained + work.trains, "evaluated": page.evaluated + work.evaluates}
+        return replace(page, answered=answered, **counts)
 
     def _write(self, page: _Page) -> None:
         write_json(self._path, asdict(page))
@@ -184,7 +191,8 @@ class OrderBook:
             known = json.loads(self._path.read_text())
             page = _Page(int(known["counter"]), int(known["trained"]))  # earlier versions wrote no more
             answered = tuple(str(each) for each in known.get("answered", ()))
-            return replace(page, evaluated=int(known.get("evaluated", 0)), answered=answered)
+            more = {key: int(known.get(key, 0)) for key in ("evaluated", "repeated")}
+            return replace(page, answered=answered, **more)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{self._path} is damaged; restore it, or delete it to accept old orders again") from error
 

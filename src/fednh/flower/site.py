@@ -49,6 +49,7 @@ from fednh.words import name_problem
 
 log = logging.getLogger("flwr")
 NEWEST = 2  # states that stay, whatever the server says
+STATES = 100  # states that are kept at most, whatever it says
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,6 @@ class Place:
     policy: Policy | None = None  # None in a simulation, where all orders are the user's
     orders: Path = SiteFolder.orders  # the server's public key, which verifies orders
     key: Path = SiteFolder.key  # the private key that signs this site's replies
-
-    @property
-    def audit(self) -> Path:
-        """Its audit log."""
-        return StateFolder(self.home).audit_file(self.site)
 
     @property
     def divided(self) -> bool:
@@ -142,7 +138,8 @@ class Site:
         self.shared = toml, replace(place, part=-1, site="" if place.divided else place.site), task
         self.fed = _federation(*self.shared)
         if place.policy is not None:
-            place.policy.check_features(self.fed.net.dim)
+            net = self.fed.net
+            place.policy.check_numbers(self.fed.method.numbers(net.num_classes, net.dim))
         self.index = self.fed.parts[max(place.part, 0)]
         self.kept = StateFolder(place.home).kept(self.config.federation.name, place.site)
         if len(self.index) < self.fewest:
@@ -331,7 +328,7 @@ class Site:
         if before and before != path.read_bytes() and not aside.exists():
             write_bytes(aside, before)
         oldest, *others = self.kept.states()
-        if oldest < since and len(others) >= NEWEST:
+        if (oldest < since and len(others) >= NEWEST) or len(others) >= STATES:
             self.kept.state(oldest).unlink()
             self.kept.replaced(oldest).unlink(missing_ok=True)
 

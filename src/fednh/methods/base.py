@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, final
 
 import torch
@@ -107,6 +107,22 @@ class Method(ABC):
     def kept_is_trained(self) -> bool:
         """Whether a round changes what a client keeps. If not, a newcomer's personal model needs no round before it."""
         return True
+
+    def passes(self, epochs: int) -> dict[str, int]:
+        """How often a client goes through its samples in a round, by the settings that say so; `epochs`: train.epochs.
+
+        A real site compares each number with its own limit (`allow.epochs`) before it works. Settings whose names end
+        in "epochs" count; a method adds others that multiply a client's work, and leaves out those of the server.
+        """
+        own = [field.name for field in fields(self) if field.name.endswith("epochs")]
+        return {"train.epochs": epochs, **{f"method.{name}": getattr(self, name) for name in own}}
+
+    def numbers(self, classes: int, dim: int) -> int:
+        """The size of the largest tensor that a client makes beside the network's, with `dim` features before the head.
+
+        A real site compares it with its own limit (`allow.parameters`) before it makes any.
+        """
+        return dim * dim  # of a random rotation, for example
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:
         """The server's whole state. Call `net.init(rng)` first: then all methods start from the same weights."""

@@ -53,6 +53,12 @@ class FedETF(Method):
     turns: Annotated[int, Field(ge=0)] = 3  # of personalisation: classifier, then projection
     turn_epochs: Annotated[int, Field(ge=0)] = 3  # for each of the two
 
+    def passes(self, epochs: int) -> dict[str, int]:
+        return {"train.epochs": epochs, "2 * method.turns * method.turn_epochs": 2 * self.turns * self.turn_epochs}
+
+    def numbers(self, classes: int, dim: int) -> int:
+        return dim * max(classes, dim)  # the projection
+
     def init(self, net: Net, rng: torch.Generator) -> Tree:
         return {**projected_simplex(net, rng), "beta": torch.tensor(self.beta)}
 

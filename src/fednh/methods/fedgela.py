@@ -50,6 +50,9 @@ class FedGELA(Method):
 
     scale: Annotated[float, Field(gt=0)] = 20.0  # of the logits: the lengths of W's and h's vectors, multiplied
 
+    def numbers(self, classes: int, dim: int) -> int:
+        return dim * max(classes, dim)  # the projection
+
     def init(self, net: Net, rng: torch.Generator) -> Tree:
         return projected_simplex(net, rng)
 

@@ -32,10 +32,16 @@ class FedROD(Method):
     hypernetwork: Literal["auto", "on", "off"] = "auto"  # auto: on while D <= 256, the paper's choice for its models
     personal_sgd: Literal["train", "plain"] = "train"  # of the personal part: as [train] says, or the FedNH authors'
 
+    def has_hypernetwork(self, dim: int) -> bool:
+        return self.hypernetwork == "on" or (self.hypernetwork == "auto" and dim <= LARGEST_DIM)
+
+    def numbers(self, classes: int, dim: int) -> int:
+        return classes * dim * (dim if self.has_hypernetwork(dim) else 1)
+
     def init(self, net: Net, rng: torch.Generator) -> Tree:
         server = net.init(rng)
         classes, dim = net.num_classes, net.dim
-        if self.hypernetwork == "off" or (self.hypernetwork == "auto" and dim > LARGEST_DIM):
+        if not self.has_hypernetwork(dim):
             return {**server, "personal.weight": _uniform((classes, dim), dim, rng)}
         return {
             **server,

@@ -50,6 +50,9 @@ class PFedFDA(Method):
     single_beta: bool = False  # one beta for means and covariance; false: one for each
     ridge: Annotated[float, Field(gt=0)] = 1.0  # added to the diagonal of a client's covariance
 
+    def passes(self, epochs: int) -> dict[str, int]:
+        return {"train.epochs": epochs, "method.grid": self.grid}
+
     def init(self, net: Net, rng: torch.Generator) -> Tree:
         body = select(net.init(rng), "body")
         means = torch.rand(net.num_classes, net.dim, generator=rng)

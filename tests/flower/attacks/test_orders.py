@@ -208,6 +208,11 @@ def another_name(content: RecordDict) -> None:
     content["down"] = to_arrays({"v": tree.pop("w"), **tree})
 
 
+def another_outer_type(content: RecordDict) -> None:
+    """Not the type of a tensor, which is in the bytes, but of the array that carries them."""
+    content["down"]["tree"].dtype = "int8"  # type: ignore[index]
+
+
 def another_array(content: RecordDict) -> None:
     content["down"]["tree"].stype = "numpy.ndarray"  # type: ignore[index]
 
@@ -240,6 +245,7 @@ def moved(content: RecordDict) -> None:
         another_shape,
         another_type,
         another_name,
+        another_outer_type,
         another_array,
         one_for_true,
         one_for_one_point_zero,

@@ -209,7 +209,8 @@ def test_limits_of_a_config(settings: dict[str, Any], words: str, tmp_path: Path
 
 
 def test_creff_trains_at_the_server() -> None:
-    Policy(epochs=5).applied({"method": {"name": "creff", "retrain_epochs": 300}, "train": {"epochs": 5}}, None)
+    toml = '[method]\nname = "creff"\nretrain_epochs = 300\n[train]\nepochs = 5\n'
+    assert Policy(epochs=10).config(toml, None).method["retrain_epochs"] == 300
 
 
 def test_rounds_are_counted_whatever_the_server_calls_them(tmp_path: Path) -> None:

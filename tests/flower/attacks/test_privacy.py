@@ -73,9 +73,9 @@ def test_values_that_are_not_agreed_are_not_sent(tmp_path: Path) -> None:
         del place["columns"]
     wire, (log,) = federate(tmp_path, nodes, {"data.label": "diagnosis"})
     nothing_leaks(tmp_path, wire, "healthy", "patient", "blood")
-    assert "the values of 3 of its text columns are not agreed" in log
+    assert "the values of its text columns are not agreed" in log
     assert "data.columns" in log
-    assert "the names of its 2 classes are not agreed" in log
+    assert "the names of its classes are not agreed" in log
     assert not (tmp_path / "run" / "config.toml").exists()
 
 
@@ -122,7 +122,7 @@ def test_image_folders_have_class_names_too(tmp_path: Path) -> None:
         nodes[k + 1] = {"data": f"folder:{tmp_path}/{site}", "site": site}
     wire, (log,) = federate(tmp_path, nodes, {})
     nothing_leaks(tmp_path, wire)
-    assert "the names of its 2 classes are not agreed: list all classes in data.classes" in log
+    assert "the names of its classes are not agreed: list all classes in data.classes" in log
 
 
 def test_parts_of_public_sets_are_no_secret(tmp_path: Path) -> None:

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
+import os
 import time
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from hostile import Scene, config_of, problem, question
-from hypothesis import given
+from hostile import Scene, config_of, message, problem, question
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fednh.config import Config, dump
-from fednh.config.schema import build_method
+from fednh.config import Config, dump, flat, load
+from fednh.config.schema import _keys, build_method
 from fednh.core.checks import _Still
+from fednh.core.federation import initial_state
+from fednh.core.fit import LocalFit, Sgd
 from fednh.data.batches import ClientData, Samples
 from fednh.errors import Refused
-from fednh.flower import messages
+from fednh.flower import audit, audit_events, messages, signing
 from fednh.flower import site as sites
 from fednh.flower.arrays import to_arrays, to_tree
 from fednh.flower.messages import Answer, Hello, Order
+from fednh.flower.policy import for_sites, read_policy, site_toml
 from fednh.flower.signing import unsealed
-from fednh.methods import METHODS, Method
+from fednh.methods import METHODS, Method, pfedfda
 from fednh.models import build_net
 from fednh.storage.files import read_tree
 
@@ -159,6 +167,82 @@ def test_an_order_before_any_greeting_agrees_too(tmp_path: Path) -> None:
     agreed_file(scene).unlink()
     assert problem(scene.ordered(config_of(), Order(0, round=1, sites=2))) == ""
     assert "seed = 3, but this site has agreed to 0" in problem(ask(scene, seed=3))
+
+
+# --- what a refusal says ---------------------------------------------------------------------------------------------
+
+
+def table(folder: Path, word: str, columns: dict[str, list[object]], **rules: Any) -> Scene:
+    """A site whose file, columns and words have a name of their own."""
+    folder.mkdir(parents=True)
+    names = ",".join(name if name == "label" else f"{word}{name}" for name in columns)
+    rows_ = [",".join(map(str, row)) for row in zip(*columns.values(), strict=True)]
+    (folder / f"{word}.csv").write_text("\n".join([names, *rows_, ""]))
+    return Scene(folder, **{"data": f"csv:{folder}/{word}.csv", **RULES, "allow.methods": "fedavg, creff", **rules})
+
+
+def numbers(count: int, columns: int = 2) -> dict[str, list[object]]:
+    features = {f"f{k}": [round(n * 1.7 + k, 2) for n in range(count)] for k in range(columns)}
+    return {**features, "label": [n % 2 for n in range(count)]}
+
+
+WORDS = {"qaq": (137, 3), "wow": (41, 5)}  # rows and columns
+REFUSED: dict[str, tuple[Callable[[str, int, int], dict[str, list[object]]], dict[str, Any]]] = {
+    "the label names rows": (lambda w, n, k: {**numbers(n, k), "label": [f"{w}{i}" for i in range(n)]}, {}),
+    "a column names rows": (lambda w, n, k: {**numbers(n, k), "who": [f"{w}{i}" for i in range(n)]}, {}),
+    "classes are not agreed": (lambda w, n, k: {**numbers(n, k), "label": [f"{w}{i % k}" for i in range(n)]}, {}),
+    "values are not agreed": (lambda w, n, k: {**numbers(n), **{f"t{j}": ["a", "b"] * n for j in range(k)}}, {}),
+    "few samples": (lambda w, n, k: numbers(k, 2), {"partition.min_samples": 1}),
+    "few training samples": (lambda w, n, k: numbers(n, k), {"data.holdout": 0.99, "partition.min_samples": 1}),
+    "fewer than the server wants": (lambda w, n, k: numbers(n, k), {"partition.min_samples": 1000}),
+    "no label": (lambda w, n, k: {f"x{j}": [1] * n for j in range(k)}, {}),
+    "a label with gaps": (lambda w, n, k: {**numbers(n, k), "label": [i % 2 if i else "" for i in range(n)]}, {}),
+    "other classes": (lambda w, n, k: numbers(n, k), {"data.classes": ["a", "b"]}),
+    "a large model": (lambda w, n, k: numbers(n, k), {"model.args": {"hidden": [20_000, 20_000]}}),
+    "a large tensor": (
+        lambda w, n, k: numbers(n, k),
+        {"method.name": "creff", "method.draws": 1, "method.features_per_class": 10**7},
+    ),
+    "no images": (lambda w, n, k: numbers(n, k), {"model.name": "conv2"}),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_refusal_says_nothing_of_the_data(kind: str, tmp_path: Path) -> None:
+    """Two sites with other rows, columns, words and files say the same; the number of rows was once in it."""
+    make, settings = REFUSED[kind]
+    said = []
+    for word, (count, columns) in WORDS.items():
+        made = make(word, count if "rows" not in kind else count + 200, columns)
+        shortest = min(map(len, made.values()))
+        scene = table(tmp_path / word, word, {name: values[:shortest] for name, values in made.items()})
+        said.append(problem(ask(scene, **settings)))
+    assert said[0].startswith("refused: ")
+    assert said[0] == said[1]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[Scene]:
+    """Two sites that greet."""
+    folder = tmp_path_factory.mktemp("pair")
+    return [table(folder / word, word, numbers(*size), label="label") for word, size in WORDS.items()]
+
+
+ODD = [0, -1, 1, 2.5, 10**12, "x", "\x1b", "csv:/etc/passwd", True, [], ["a"], {}, {"f0": "number"}]
+
+
+@settings(max_examples=25)
+@given(st.sampled_from(_keys()), st.sampled_from(ODD))
+def test_a_refused_setting_is_quoted_and_nothing_else(pair: list[Scene], key: str, value: Any) -> None:
+    tree, (section, _, name) = tomllib.loads(dump(config_of())), key.partition(".")
+    tree[section] = {**tree.get(section, {}), name: value} if name else value
+    said = []
+    for scene in pair:
+        for file in (scene.folder / "state").glob("agreed-*"):
+            file.unlink()
+        said.append(scene.asked(tomli_w.dumps(tree)))
+    assert said[0] == said[1] or "" in said
+    assert not any(str(word) in each for each in said for word in (*WORDS, "137", "/tmp"))
 
 
 # --- how many samples are behind a number ----------------------------------------------------------------------------
@@ -352,7 +436,7 @@ def test_what_is_refused_is_not_counted(tmp_path: Path) -> None:
 
 def test_what_fails_is_counted(tmp_path: Path) -> None:
     """That it fails is an answer: here, that no training sample has a value above a bound of the server's choice."""
-    scene = site(tmp_path, **{"allow.methods": "pfedfda", "allow.rounds": 1})
+    scene = site(tmp_path, **{"allow.methods": "pfedfda", "allow.rounds": 1, "allow.epochs": 10})
     method = {"method.name": "pfedfda", "method.single_beta": True, "method.ridge": 1e-300}
     config = config_of(rounds=1, **{"data.holdout": 0.0, "model.args": {"hidden": [2]}, **method})
     scene.agreed = task = greeting(ask(scene, rounds=1, **{"data.holdout": 0.0, **method})).task
@@ -463,6 +547,110 @@ def test_a_method_without_a_head_tells_the_shares_of_classes_too(tmp_path: Path)
     assert float(upload["body.linear1.bias"][1]) == pytest.approx(0.94 - 0.06, abs=1e-5)
 
 
+# --- how much it writes ----------------------------------------------------------------------------------------------
+
+
+def written(scene: Scene) -> int:
+    """Bytes that the site keeps."""
+    return sum(path.stat().st_size for path in (scene.folder / "state").rglob("*") if path.is_file())
+
+
+def log_of(scene: Scene) -> list[dict[str, Any]]:
+    found = audit.read(scene.folder / "state/audit/a.jsonl")
+    assert found.problem is None
+    return found.lines
+
+
+def unsigned(scene: Scene) -> Message:
+    return message(RecordDict({"huge": ConfigRecord({"x" * 100_000: 1})}), 11)
+
+
+def refused(scene: Scene) -> Message:
+    return scene.signed(question("rounds = 0"))
+
+
+def refused_at_length(scene: Scene) -> Message:
+    return scene.signed(question('train.batch_size = "' + "x" * 100_000 + '"'))
+
+
+def with_many_names(scene: Scene) -> Message:
+    return scene.signed(RecordDict({f"{n:0100d}": ConfigRecord({"x": 1}) for n in range(700)}))
+
+
+def with_a_long_round(scene: Scene) -> Message:
+    return message(scene.signed(question("")).content, 11, round_=10**4_000)
+
+
+def notice(scene: Scene) -> Message:
+    return scene.signed(messages.notice("x" * 100_000), kind=messages.NOTICE)
+
+
+def again(scene: Scene) -> Message:
+    return scene.signed(question(dump(config_of())))
+
+
+@pytest.mark.parametrize(
+    ("make", "number", "each", "most"),
+    [
+        (unsigned, 160, 10, 20_000),
+        (refused, 160, 10, 30_000),
+        pytest.param(refused, 3_200, 100, 250_000, marks=pytest.mark.soak),
+        (refused_at_length, 20, 10, 100_000),
+        (with_many_names, 20, 10, 30_000),
+        (with_a_long_round, 20, 10, 20_000),
+        (notice, 160, 10, 30_000),
+        (again, 41, 10, 60_000),  # the first is new
+    ],
+)
+def test_messages_do_not_fill_the_disk(
+    make: Callable[[Scene], Message],
+    number: int,
+    each: int,
+    most: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each message once had its lines in the audit log, of the length that its sender chose, without end."""
+    monkeypatch.setattr(audit_events, "EACH", each)
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # seconds
+    scene = site(tmp_path)
+    heads = set()
+    for _ in range(number):
+        said = scene.wire.deliver(11, make(scene)).content["said"]
+        heads.add(said["audit"])  # type: ignore[index]
+    rows = log_of(scene)
+    assert written(scene) < most
+    last = [row for row in rows if row["event"] != "asked"]
+    assert len(last) < each + 10
+    assert sum(row.get("times", 1) for row in last) == number, "and the log says how many there were"
+    assert heads == {f"{row['line']}:{row['hash']}" for row in last}, "each answer has the newest line"
+    before = len(rows)
+    assert problem(ask(scene, rounds=1)) == "", "others are still answered"
+    scene.agreed = greeting(ask(scene)).task
+    assert problem(scene.ordered(config_of(), Order(0, round=1, sites=2))) == ""
+    assert [row["event"] for row in log_of(scene)[before:]][-2:] == ["asked", "left"], "what is new has its own lines"
+
+
+def test_a_greeting_that_is_new_has_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_events, "EACH", 2)
+    scene = site(tmp_path)
+    for _ in range(4):
+        assert problem(ask(scene)) == ""
+    assert [row.get("times") for row in log_of(scene) if row["event"] == "joined"] == [None, None, None]
+    agreed_file(scene).unlink()
+    assert problem(ask(scene)) == ""
+    joined = [row for row in log_of(scene) if row["event"] == "joined"]
+    assert [row["greeting"] for row in joined] == [1, 2, 3, 1]
+
+
+def test_an_order_is_not_repeated_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing new, but takes as long as the first time."""
+    monkeypatch.setattr(signing, "REPEATS", 1)
+    scene, order = Scene(tmp_path, **{"allow.rounds": 1}), Order(0, round=1)
+    said = [problem(scene.ordered(config_of(rounds=1), order)) for _ in range(4)]
+    assert said == ["", "", "", "refused: this site has answered 2 repeated orders, and answers no more of them"]
+
+
 # --- what it costs ---------------------------------------------------------------------------------------------------
 
 
@@ -476,29 +664,167 @@ def test_a_model_is_counted_before_it_is_built(own: bool, tmp_path: Path, monkey
     monkeypatch.setattr(sites, "build_federation", built)
     scene = site(tmp_path) if own else Scene(tmp_path)
     said = scene.asked(config_of(**{"model.args": {"hidden": [20000, 20000]}}))
-    assert "parameters, more than the 100,000,000 that this site allows (allow.parameters of its site.toml)" in said
+    assert "more than the 100,000,000 parameters that this site allows (allow.parameters of its site.toml)" in said
     assert "characters" in scene.asked(config_of(**{"model.args": {"hidden": [1] * 10_000}}))
 
 
-def test_a_small_model_makes_no_large_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+LARGE_STATES: dict[str, dict[str, Any]] = {
+    "fednh": {"model.args": {"hidden": [10_001]}},  # a rotation of its first prototypes, features x features
+    "fedrod": {"model.args": {"hidden": [9_000]}, "method.hypernetwork": "on"},  # classes x features x features
+    "creff": {"method.features_per_class": 10_000_000},
+    "pfedfda": {"model.args": {"hidden": [10_001]}},
+    "fedetf": {"model.args": {"hidden": [10_001]}},
+    "fedgela": {"model.args": {"hidden": [10_001]}},
+}
+
+
+@pytest.mark.parametrize("method", LARGE_STATES)
+def test_a_small_model_makes_no_large_tensor(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FedNH turns its first prototypes by a matrix of features x features: of 20,000 it takes 3.2 GB."""
 
     def made(*_: object) -> None:
         raise AssertionError("it was made")
 
-    scene, config = site(tmp_path), {"method.name": "fednh", "model.args": {"hidden": [10_001]}}
-    scene.agreed = task = greeting(ask(scene, **{"method.name": "fednh"})).task
+    scene, config = site(tmp_path, **{"allow.methods": method, "allow.epochs": 20}), {"method.name": method}
+    scene.agreed = task = greeting(ask(scene, **config)).task
     monkeypatch.setattr(sites, "initial_state", made)
-    content = Order(0, round=1, sites=2).write(dump(config_of(**config)), task, to_arrays({}), to_arrays({}))
+    toml = dump(config_of(**config, **LARGE_STATES[method]))
+    content = Order(0, round=1, sites=2).write(toml, task, to_arrays({}), to_arrays({}))
     said = problem(scene.deliver(scene.signed(content, kind="train", round_=1, site="a")))
-    assert said.startswith("refused: the model has 10,001 features before its head, of which a method may make")
+    assert said.startswith(
+        "refused: with this model and these settings the method makes a tensor of more than the 100,0"
+    )
+
+
+MULTIPLIED = {
+    "fedrep": {"head_epochs": 3},
+    "fedpac": {"head_epochs": 3},
+    "fedbabu": {"finetune_epochs": 3},
+    "fedala": {"mix_epochs": 3},
+    "fedetf": {"turns": 1, "turn_epochs": 2},  # 2 * 1 * 2 epochs
+    "creff": {"draws": 3},
+    "pfedfda": {"grid": 3},
+}
+
+
+@pytest.mark.parametrize("method", MULTIPLIED)
+def test_work_that_a_method_multiplies_has_the_limit_of_epochs(method: str, tmp_path: Path) -> None:
+    """`fedetf.turns`, `creff.draws` and `pfedfda.grid` could once make a site work for hours."""
+    rules = {"allow.methods": method, "allow.counts": True, "allow.epochs": 2}
+    scene, usual = Scene(tmp_path, **rules), {"turns": 1, "turn_epochs": 1}
+    fields = MULTIPLIED[method]
+    asked = {f"method.{key}": value for key, value in fields.items()}
+    said = scene.asked(config_of(**{"method.name": method, **asked}))
+    key, number = (f"method.{min(fields)}", 3) if method != "fedetf" else ("2 * method.turns * method.turn_epochs", 4)
+    assert said == f"refused: {key} = {number} is more than the 2 that this site allows (allow.epochs)"
+    fewer = {f"method.{key}": usual.get(key, 2) for key in fields}
+    assert scene.asked(config_of(**{"method.name": method, **fewer})) == ""
+    if method != "fedpac":  # its default is 1
+        rest = dump(config_of()).partition("[method]")[0]
+        said = scene.asked(f'{rest}[method]\nname = "{method}"\n[train]\nepochs = 1\n')
+        assert "is more than the 2 that" in said, "the method's own default is asked for, too"
+
+
+class Counted(ClientData):
+    """A client's data that count how often somebody goes through them."""
+
+    looks = 0
+
+    def shuffled(self, batch_size: int) -> Any:
+        self.looks += 1
+        return super().shuffled(batch_size)
+
+    def batches(self) -> Any:
+        self.looks += 1
+        return super().batches()
+
+    def drawn(self, share: float, batch_size: int) -> Any:
+        self.looks += 1
+        return super().drawn(share, batch_size)
+
+    def random(self, times: int, size: int | None = None) -> torch.Tensor:
+        self.looks += times
+        return super().random(times, size)
+
+
+MANY = 40
+WHOLE = [(m, f.name) for m, kind in METHODS.items() for f in dataclasses.fields(kind) if type(f.default) is int]
+
+
+@pytest.mark.parametrize(("name", "setting"), [*WHOLE, *((name, "") for name in METHODS)])
+def test_a_method_declares_its_work(name: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No whole number among its settings makes a client look at its samples more often than `passes` says."""
+    ones = {key: 1 for m, key in WHOLE if m == name}
+    method = build_method({"name": name, **ones, **({setting: MANY} if setting else {})})
+    net = build_net("mlp", (2,), 3, {"hidden": [30]})
+    one = torch.ones(1)
+    samples = Samples(torch.randn(30, 2), torch.arange(30) % 3, 3, one, one * 0, augment=False)
+    data, tried = Counted(samples, np.arange(30)), list[object]()
+    solve = pfedfda.weights
+    monkeypatch.setattr(pfedfda, "weights", lambda *given: tried.append(given) or solve(*given))  # type: ignore[func-returns-value]
+    initial = initial_state(method, net, 0)
+    kept, fit = method.enroll(initial), LocalFit(data, Sgd(epochs=1))
+    largest = max(value.numel() for value in net.init(torch.Generator()).values())
+    for _ in range(2):
+        kept, upload = method.client_update(net, kept, method.broadcast(initial), data, fit)
+        sizes = {key: value.numel() for key, value in {**initial, **upload, **kept}.items()}
+        assert max(sizes.values()) <= max(largest, method.numbers(3, net.dim)), sizes
+    method.personal_model(net, kept, method.broadcast(initial), data, fit)
+    assert data.looks + len(tried) // 4 <= 5 * sum(method.passes(1).values()) + 10
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rules_as_init_writes_them_allow_their_config_and_no_more_work(method: str, tmp_path: Path) -> None:
+    config = load("digits", {"method.name": method, "rounds": 3})
+    facts = {"site": "a", "data": "csv:t.csv", "state": "state"}
+    policy = read_policy(flat(tomllib.loads(site_toml(facts, config))))
+    assert policy.config(dump(for_sites(config)), "csv:t.csv").method == config.method
+    most = max(config.build_method().passes(config.train.epochs).values())
+    tree = tomllib.loads(dump(for_sites(config)))
+    others = [("train", "epochs"), *(("method", key) for name, key in WHOLE if name == method)]
+    for section, key in others:
+        changed = {**tree, section: {**tree[section], key: 10**6}}
+        passes = build_method(changed["method"]).passes(changed["train"]["epochs"])
+        if max(passes.values()) > most:
+            with pytest.raises(Refused, match=r"that this site allows \(allow.epochs\)"):
+                policy.config(tomli_w.dumps(changed), "csv:t.csv")
+    for key, value in (("rounds", 4), ("data", {**tree["data"], "size": [65, 64]})):
+        with pytest.raises(Refused, match="that this site allows"):
+            policy.config(tomli_w.dumps({**tree, key: value}), "csv:t.csv")
+
+
+def test_images_are_not_made_large(tmp_path: Path) -> None:
+    """Forty images of 20 x 20 pixels once took 2.8 GB at a site, in a query for 3,000 x 3,000."""
+    from PIL import Image
+
+    for k in range(24):
+        file = tmp_path / f"images/{k % 2}/{k}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((20, 20), k, np.uint8)).save(file)
+    scene = Scene(tmp_path / "site", data=f"folder:{tmp_path}/images", **{"allow.pixels": 400})
+    said = problem(ask(scene, **{"data.size": [20, 21]}))
+    assert said == "refused: data.size = [20, 21] is more than the 400 pixels that this site allows (allow.pixels)"
+    assert problem(ask(scene, **{"data.size": 20})) == ""
+    usual = Scene(tmp_path / "usual", data=f"folder:{tmp_path}/images")
+    assert "more than the 1,000,000 pixels" in problem(ask(usual, **{"data.size": [3000, 3000]}))
+
+
+def test_states_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that never says that it needs an old one no more."""
+    monkeypatch.setattr(sites, "STATES", 3)
+    scene = Scene(tmp_path)
+    config = config_of(**{"method.name": "fedper"})
+    for round_ in range(1, 6):
+        assert problem(scene.ordered(config, Order(0, round=round_, since=0))) == ""
+    names = sorted(path.name for path in (tmp_path / "state").rglob("state.round-*"))
+    assert names == [f"state.round-{n:06d}.safetensors" for n in (3, 4, 5)]
 
 
 def test_the_number_of_parameters_is_the_owners(tmp_path: Path) -> None:
     number = 3 * 8 + 8 + 8 * 2  # the head has no bias
     assert problem(ask(site(tmp_path / "enough", **{"allow.parameters": number}))) == ""
     said = problem(ask(site(tmp_path / "few", **{"allow.parameters": number - 1})))
-    assert said.startswith(f"refused: the model has {number} parameters, more than the {number - 1} that this site")
+    assert said.startswith(f"refused: the model has more than the {number - 1} parameters that this site allows")
 
 
 # --- what a site keeps -----------------------------------------------------------------------------------------------

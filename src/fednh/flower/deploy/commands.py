@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import json
 import secrets
+import select
+import signal
+import socket
+import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from fednh.errors import RunError
-from fednh.flower.deploy.processes import RESTARTS, Process, Processes, alive
+from fednh.flower.deploy.processes import PATIENCE, RESTARTS, Child, Process, Processes, alive
 from fednh.flower.layout import FederationFolder, FlowerHome
 from fednh.storage.files import write_private
 
@@ -90,9 +96,10 @@ class Executor:
     def start(self) -> Process:
         """Start it, if it does not run; its imports take a while."""
         running = self.processes.running.get("executor")
-        if running is not None and running.poll() is None:
+        if isinstance(running, subprocess.Popen) and running.poll() is None:
             return running
-        return self.processes.start("executor", [sys.executable, "-m", "fednh.flower.deploy.forking"], talk=True)
+        command = [sys.executable, "-m", "fednh.flower.deploy.forking"]
+        return self.processes.start("executor", command, stdin=subprocess.PIPE)
 
     def serve(self, job: Job) -> None:
         """Let it run the tasks of a SuperLink or SuperNode, in place of an earlier one at the same address."""
@@ -115,6 +122,95 @@ class Executor:
         for job in list(self.jobs.values()):
             if alive(job.pid):
                 self.serve(job)
+
+
+class SuperNodes:
+    """The process that forks the SuperNodes of a trial (supernode.py), so that they share the memory of their imports.
+
+    If it is killed, its SuperNodes go on, and the next start starts it again.
+    """
+
+    NAME = "supernodes"
+
+    def __init__(self, processes: Processes):
+        self.processes = processes
+        self._talk: socket.socket | None = None
+        self._ended: dict[int, int] = {}  # pid -> code
+        self._started: list[int] = []  # pids that nobody has asked for yet
+
+    def load(self) -> socket.socket:
+        """Start it, if it does not run."""
+        running = self.processes.running.get(self.NAME)
+        if self._talk is None or running is None or running.poll() is not None:
+            self._talk, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                command = [sys.executable, "-m", "fednh.flower.deploy.supernode"]
+                self.processes.start(self.NAME, command, stdin=theirs.fileno())
+        return self._talk
+
+    def start(self, name: str, arguments: list[str], folder: Path) -> ForkedSuperNode:
+        """Fork a SuperNode with Flower's arguments; its output is appended to its log."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                self.load().send(json.dumps([str(folder), str(self.processes.log(name)), *arguments]).encode())
+                while not self._started and self.processes.running[self.NAME].poll() is None:
+                    if time.monotonic() > deadline:
+                        raise RunError(f"no SuperNode starts in {PATIENCE:g} s; {self.processes.where(self.NAME)}")
+                    self.read(1.0)
+            except (BrokenPipeError, ConnectionResetError):
+                pass
+            if self._started:
+                break
+            if not self.processes.may_restart(self.NAME):
+                self.processes.check(self.NAME, "what starts SuperNodes")
+        self.processes.running[name] = forked = ForkedSuperNode(
+            self._started.pop(0), self, self.processes.running[self.NAME]
+        )
+        return forked
+
+    def read(self, seconds: float) -> None:
+        """Take in what it has written."""
+        while self._talk is not None and select.select([self._talk], [], [], seconds)[0]:
+            if not (packet := self._talk.recv(1 << 16)):
+                return
+            seconds = 0.0
+            match json.loads(packet):
+                case ["started", pid]:
+                    self._started.append(pid)
+                case ["ended", pid, code]:
+                    self._ended[pid] = code
+
+    def code(self, pid: int) -> int | None:
+        """The exit code of a SuperNode as far as it is known."""
+        with suppress(ConnectionResetError):
+            self.read(0.0)
+        return self._ended.get(pid)
+
+
+class ForkedSuperNode:
+    """A SuperNode that SuperNodes has started; used like a Popen."""
+
+    def __init__(self, pid: int, starter: SuperNodes, parent: Child):
+        self.pid, self._starter, self._parent = pid, starter, parent
+
+    @property
+    def returncode(self) -> int | Any:
+        """None while it runs; that of one that outlived its parent is unknown, and counts as killed."""
+        code = self._starter.code(self.pid)
+        orphaned = code is None and self._parent.poll() is not None
+        return -signal.SIGKILL if orphaned and not alive(self.pid) else code
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("flower-supernode", timeout or 0.0)
+            time.sleep(0.02)
+        return code
 
 
 def _isolation(secret: Path | None) -> list[str]:

@@ -55,13 +55,12 @@ from flwr.supernode.runtime import run_clientapp as clientapp
 import fednh.flower.client_app  # noqa: F401  imported before the fork, for ClientApps
 from fednh.config import flat
 from fednh.errors import UserError
-from fednh.flower import audit
+from fednh.flower import audit_events
 from fednh.flower.deploy import approval
 from fednh.flower.deploy.commands import Job
 from fednh.flower.deploy.processes import alive
 from fednh.flower.parcels import take_order
 from fednh.flower.site import read_place
-from fednh.words import one_line
 
 ENDS, WITHIN = 5, 60.0  # a SuperExec that ends this often in so many seconds is not started again
 
@@ -217,7 +216,7 @@ def _loads_apart(load: Callable[..., Any], job: Job) -> Callable[..., Any]:
             except Killed as error:
                 assert job.told is not None
                 place = read_place(flat(tomllib.loads(Path(job.told).read_text(encoding="utf-8"))))
-                audit.append(place.audit, "refused", own=place.site, by="the server", why=str(error))
+                audit_events.refuse(place.home, place.site, "killed", "the server", str(error))
                 reply = Message(Error(code=ErrorCode.CLIENT_APP_CRASHED, reason=str(error)), reply_to=message)
             return reply
 
@@ -345,7 +344,7 @@ def _only_approved(file: Path, told: Path) -> Any:
         except UserError as error:
             place = read_place(flat(tomllib.loads(told.read_text(encoding="utf-8"))))
             by = "whoever started an app at the server"
-            audit.append(place.audit, "refused", own=place.site, by=by, why=one_line(str(error)))
+            audit_events.refuse(place.home, place.site, "app", by, str(error))
             raise
         return install(content, *args, **kwargs)
 

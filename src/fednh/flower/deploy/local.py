@@ -24,8 +24,8 @@ from fednh.config import Config
 from fednh.errors import RunError, UserError
 from fednh.flower import notes
 from fednh.flower.deploy import approval, commands, proxy
-from fednh.flower.deploy.commands import Executor, Job
-from fednh.flower.deploy.processes import PATIENCE, RESTARTS, Processes, answers, end, end_marked, free_ports, marked
+from fednh.flower.deploy.commands import Executor, Job, SuperNodes
+from fednh.flower.deploy.processes import PATIENCE, RESTARTS, Processes, end, end_marked, free_ports, marked
 from fednh.flower.deploy.scaffold import connections
 from fednh.flower.layout import FederationFolder, SiteFolder
 from fednh.flower.notes import WAITING
@@ -96,15 +96,13 @@ class LocalFederation:
         private_folder(self.home.path)
         write_bytes(self.home.connections_file, connections("local", connection).encode())
         with Processes(self.folder, self.home.path, self.fed.logs) as self.processes:
-            self.executor = Executor(self.processes)
+            self.executor, self.supernodes = Executor(self.processes), SuperNodes(self.processes)
             if self.warm:
                 commands.new_secret(self.home)
                 self.executor.start()
-            for old in self.home.path.glob(f"{self.home.database_file.name}*"):
-                old.unlink()
-            self._start_superlink()
+                self.supernodes.load()
+            self._start_anew()
             self._start_proxy()
-            self._register()
             self.approved = self.home.approved_file  # whoever starts a trial approves its app
             self.approved.unlink(missing_ok=True)
             approval.approve(self.approved, approval.app_of(self.folder).hash)
@@ -115,11 +113,23 @@ class LocalFederation:
 
     # --- starting ----------------------------------------------------------------------------------------------
 
+    def _start_anew(self) -> None:
+        """Start a SuperLink without a past, and register the sites' keys; again if it is killed meanwhile."""
+        while True:
+            for old in self.home.path.glob(f"{self.home.database_file.name}*"):
+                old.unlink()
+            self._start_superlink()
+            try:
+                return self._register()
+            except RunError:
+                if not self.processes.was_killed("superlink") or not self.processes.may_restart("superlink"):
+                    raise
+            self.told.note("the SuperLink was killed; starting it again")
+
     def _start_superlink(self) -> None:
         keys, database, limit = self.fed if self.secure else None, self.home.database_file, self.needs.site_bytes
         command = commands.superlink(keys, self.port, database, self.secret, limit)
-        process = self.processes.start("superlink", command)
-        self._await("superlink", "the SuperLink", self.port)
+        process = self.processes.start_server("superlink", "the SuperLink", command, self.port, self._pause)
         if self.secret is not None:
             root, log = str(self.fed.ca) if self.secure else None, str(self.processes.log("superlink"))
             job = Job(self.address, str(self.folder), process.pid, str(self.secret), log, root)
@@ -128,17 +138,7 @@ class LocalFederation:
     def _start_proxy(self) -> None:
         if self.proxy is not None:
             proxy.write(self.proxy, self.fed, self.door, self.port)
-            self.processes.start("proxy", proxy.command(self.proxy))
-            self._await("proxy", "nginx", self.front)
-
-    def _await(self, name: str, what: str, port: int) -> None:
-        """Wait until a server answers."""
-        deadline = time.monotonic() + PATIENCE
-        while not answers(port):
-            self._pause(0.05)
-            self.processes.check(name, what)
-            if time.monotonic() > deadline:
-                raise RunError(f"{what} does not answer after {PATIENCE:g} s; {self.processes.where(name)}")
+            self.processes.start_server("proxy", "nginx", proxy.command(self.proxy), self.front, self._pause)
 
     def _register(self) -> None:
         """Register the sites' public keys with the SuperLink, which refuses all others."""
@@ -159,8 +159,10 @@ class LocalFederation:
         ca, key = (site.ca, site.key) if self.secure else (None, None)
         node_config = self._node_config(site)
         command = commands.supernode(self.door, node_config, port, ca, key, self.secret)
-        process = self.processes.start(site.name, command, site.path)
-        if self.secret is not None:
+        if self.secret is None:
+            self.processes.start(site.name, command, site.path)
+        else:
+            process = self.supernodes.start(site.name, command[3:], site.path)
             address, log = f"{commands.LOOPBACK}:{port}", str(self.processes.log(site.name))
             own = {"approved": str(self.approved), "told": str(node_config)}
             job = Job(address, str(site.path), process.pid, str(self.secret), log, **own)

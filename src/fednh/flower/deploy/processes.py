@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, Protocol
 
 import psutil
 
@@ -43,6 +44,17 @@ FULL = 4 << 20  # bytes; a disk with less room is full
 Process = subprocess.Popen[bytes]
 
 
+class Child(Protocol):
+    """What a Popen and a forked SuperNode have in common."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | Any: ...  # None while it runs
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
 class Processes:
     """The child processes of one folder; leaving the context ends them and all that they started."""
 
@@ -52,7 +64,7 @@ class Processes:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         own = {MARK: str(folder), "FLWR_HOME": str(home), "PATH": path}
         self.environment = {**ENVIRONMENT, **os.environ, **own}
-        self.running: dict[str, Process] = {}
+        self.running: dict[str, Child] = {}
         self._restarts: dict[str, list[float]] = {}  # when each program was started again
         self._refused_until: dict[str, float] = {}  # how long a start of a SuperNode may be refused, and is repeated
         self._next: dict[str, float] = {}  # when it is repeated
@@ -68,7 +80,7 @@ class Processes:
         end(list(self.running.values()))
         end_marked(self.folder)
 
-    def start(self, name: str, command: list[str], cwd: Path | None = None, talk: bool = False) -> Process:
+    def start(self, name: str, command: list[str], cwd: Path | None = None, stdin: int = subprocess.DEVNULL) -> Process:
         """Start a command; its output is appended to its log."""
         program = shutil.which(command[0], path=self.environment["PATH"])
         if program is None:
@@ -77,11 +89,11 @@ class Processes:
         if self.logs is not None:
             log = os.open(self.log(name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            self.running[name] = subprocess.Popen(
+            self.running[name] = process = subprocess.Popen(
                 [program, *command[1:]],
                 cwd=cwd or self.folder,
                 env=self.environment,
-                stdin=subprocess.PIPE if talk else subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=log,
                 stderr=subprocess.STDOUT if log is not None else None,
                 start_new_session=True,  # Ctrl-C in the terminal reaches only us
@@ -90,7 +102,27 @@ class Processes:
         finally:
             if log is not None:
                 os.close(log)
-        return self.running[name]
+        return process
+
+    def start_server(
+        self, name: str, what: str, command: list[str], port: int, pause: Callable[[float], object]
+    ) -> Process:
+        """Start a program and wait until it answers at its port; one that is killed before that is started again.
+
+        `pause` waits for seconds; it raises, or returns something true, when somebody asked to stop.
+        """
+        process, deadline = self.start(name, command), time.monotonic() + PATIENCE
+        while not answers(port) and not pause(0.05):
+            if self.was_killed(name) and self.may_restart(name):
+                process = self.start(name, command)
+            self.check(name, what)
+            if time.monotonic() > deadline:
+                raise RunError(f"{what} does not answer after {PATIENCE:g} s; {self.where(name)}")
+        return process
+
+    def was_killed(self, name: str) -> bool:
+        """Whether a signal ended this process; an error is a reason not to start it again."""
+        return (self.running[name].poll() or 0) < 0
 
     def log(self, name: str) -> Path:
         assert self.logs is not None
@@ -123,8 +155,8 @@ class Processes:
     def restart_supernode(self, name: str, start: Callable[[], None]) -> str:
         """Start a SuperNode again that was killed or stopped; one that exited with an error has a reason.
 
-        The server refuses the new one until it has missed enough heartbeats of a killed one; until then it is started
-        again and again. Returns a sentence to show, empty if there is none; raises RunError if it is not started again.
+        The server refuses the new one until it takes the killed one for gone; until then it is started again and
+        again. Returns a sentence to show, empty if there is none; raises RunError if it is not started again.
         """
         code, now = self.running[name].returncode, time.monotonic()
         if code <= 0 and self.may_restart(name):
@@ -132,7 +164,7 @@ class Processes:
             start()
             if code == 0:
                 return "ended; starting it again"
-            return f"was killed by signal {-code}; starting it again, which the server allows after a minute"
+            return f"was killed by signal {-code}; starting it again, which the server allows within a minute"
         if now >= self._refused_until.get(name, 0.0):
             raise RunError(f"ended with code {code}")
         if now >= self._next[name]:
@@ -158,7 +190,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def end(processes: list[Process], grace: float = 3.0) -> None:
+def end(processes: list[Child], grace: float = 3.0) -> None:
     """Terminate process groups, wait a little, then kill those that are left."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:

@@ -42,12 +42,7 @@ def serve(folder: Path, config: Config, stop: threading.Event, say: Say, port: i
 
         def start() -> None:
             command = commands.superlink(fed, port, fed.database_file, secret, config.federation.site_bytes)
-            link = processes.start("superlink", command)
-            deadline = time.monotonic() + PATIENCE
-            while not answers(port) and not stop.wait(0.1):
-                processes.check("superlink", "the SuperLink")
-                if time.monotonic() > deadline:
-                    raise RunError(f"the SuperLink does not answer after {PATIENCE:g} s; see above")
+            link = processes.start_server("superlink", "the SuperLink", command, port, stop.wait)
             executor.serve(Job(address, str(folder), link.pid, str(secret), root=str(fed.ca)))
 
         def again() -> str:

@@ -8,6 +8,9 @@ message, objects that belong to another site's message, and more bytes than the 
 If a run ends while a site receives an order of it, Flower's SuperNode keeps the order and from then on sends each
 answer one order too late. `Gate` says that its parts are gone, not that the run has ended: then the SuperNode drops it.
 
+Flower takes a killed SuperNode for online until its heartbeats have been missing for a minute, and refuses the new one
+with its key. `Gate` lets it in as soon as the old one, by what it does, must have been heard again.
+
 Flower also passes the path of its database migrations to Alembic unescaped, in a list separated by blanks. If the path
 has a blank or a percent sign, it creates a database without tables, and every call to the server fails. `mended` builds
 that list with escaped paths.
@@ -17,13 +20,22 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from logging import ERROR
 from typing import Any, NoReturn
 
 from alembic.config import Config
 from fastapi import HTTPException
 from flwr.common.constant import SUPERLINK_NODE_ID
-from flwr.proto.fleet_pb2 import PullMessagesRequest, PullMessagesResponse, PushMessagesRequest, PushMessagesResponse
+from flwr.proto.fleet_pb2 import (
+    ActivateNodeRequest,
+    ActivateNodeResponse,
+    PullMessagesRequest,
+    PullMessagesResponse,
+    PushMessagesRequest,
+    PushMessagesResponse,
+)
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest, SendNodeHeartbeatResponse
 from flwr.proto.message_pb2 import (
     ConfirmMessageReceivedRequest,
     ConfirmMessageReceivedResponse,
@@ -42,7 +54,18 @@ from sqlalchemy import Engine
 
 ORDERS = 4  # a site may keep as many bytes here as this many of the largest order that it has received
 
-REPLACED = ("push_messages", "push_object", "pull_messages", "pull_object", "confirm_message_received")
+SILENT = 5.0  # seconds after which a SuperNode without an order is gone: it asks for one every 3 at least
+WORKING = 35.0  # and one with an order: it sends a heartbeat every 30
+
+REPLACED = (
+    "activate_node",
+    "send_node_heartbeat",
+    "push_messages",
+    "push_object",
+    "pull_messages",
+    "pull_object",
+    "confirm_message_received",
+)
 
 
 class Gate:
@@ -62,7 +85,27 @@ class Gate:
         self._messages: dict[str, tuple[int, str]] = {}  # push session -> node and message id
         self._push_messages, self._push_object = handlers.push_messages, handlers.push_object
         self._pull_messages, self._pull_object = handlers.pull_messages, handlers.pull_object
-        self._confirm = handlers.confirm_message_received
+        self._confirm, self._heartbeat = handlers.confirm_message_received, handlers.send_node_heartbeat
+        self._activate = handlers.activate_node
+        self._gone: dict[int, float] = {}  # node -> when it is gone if nothing more is heard of it
+        self._silent: dict[int, float] = {}  # node -> seconds for which it may be silent
+
+    def activate_node(self, request: ActivateNodeRequest, state: LinkState) -> ActivateNodeResponse:
+        """Flower has verified the key, so whoever asks could as well deactivate the old SuperNode first."""
+        node = state.get_node_id_by_public_key(request.public_key)
+        if node is not None and time.monotonic() >= self._gone.get(node, 0.0):
+            state.deactivate_node(node)
+        answer: ActivateNodeResponse = self._activate(request=request, state=state)
+        self._heard(answer.node_id)
+        return answer
+
+    def send_node_heartbeat(self, request: SendNodeHeartbeatRequest, state: LinkState) -> SendNodeHeartbeatResponse:
+        self._heard(request.node.node_id, self._silent.get(request.node.node_id, WORKING))
+        answer: SendNodeHeartbeatResponse = self._heartbeat(request=request, state=state)
+        return answer
+
+    def _heard(self, node: int, silent: float = SILENT) -> None:
+        self._gone[node], self._silent[node] = time.monotonic() + silent, silent
 
     def push_messages(self, request: PushMessagesRequest, state: LinkState) -> PushMessagesResponse:
         node = request.node.node_id
@@ -103,6 +146,7 @@ class Gate:
         if answer.messages_list:
             with self._lock:
                 self._order[request.node.node_id] = 0
+        self._heard(request.node.node_id, WORKING if answer.messages_list else SILENT)
         return answer
 
     def pull_object(self, request: PullObjectRequest, state: LinkState) -> PullObjectResponse:
