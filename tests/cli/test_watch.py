@@ -11,16 +11,13 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fednh.cli.watch_page import serve
 from fednh.storage.run_state import RunStates
 from forked import Process, fednh
-from report.browser import Browser, find
 
 # A method that fails in its second round as long as a file says so.
 MOODY = """
@@ -245,60 +242,6 @@ def test_nothing_there_and_no_folder(tmp_path: Path) -> None:
     ended = fednh(["watch", str(tmp_path)], tmp_path / "io")
     assert (ended.code, ended.stdout.strip().startswith("no run below")) == (0, True)
     assert json.loads(fednh(["watch", str(tmp_path), "--json"], tmp_path / "io").stdout) == []
-    for args in (["watch", str(tmp_path / "none")], ["watch", str(tmp_path), "--web", "--once"]):
-        ended = fednh(args, tmp_path / "io")
-        assert ended.code == 2
-        assert len(ended.stderr.splitlines()) == 1
-
-
-# --- the page --------------------------------------------------------------------------------------------------------
-
-
-def ask(address: str, path: str, host: str | None = None) -> tuple[int, bytes]:
-    where = address.removeprefix("http://").rstrip("/")
-    connection = HTTPConnection(where, timeout=20)
-    connection.request("GET", path, headers={} if host is None else {"Host": host})
-    answer = connection.getresponse()
-    return answer.status, answer.read()
-
-
-def test_the_page_answers_this_machine_alone(runs: Path) -> None:
-    with serve(RunStates([runs]), 0.2) as address:
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", address)
-        assert ask(address, "/runs.json")[0] == 200
-        assert ask(address, "/runs.json", host="evil.example")[0] == 403, "a page elsewhere whose name points here"
-        assert ask(address, "/../../etc/passwd")[0] == 404
-        assert ask(address, "/../run_state.py")[0] == 404
-
-
-@pytest.mark.skipif(find() is None, reason="no Chromium here (Debian: apt-get install chromium)")
-def test_the_page_in_a_browser(going: Path, tmp_path: Path) -> None:
-    """It shows every run and its curves, takes no name for markup, and follows what happens."""
-    with serve(RunStates([going]), 0.2) as address, Browser(tmp_path / "profile") as browser:
-        browser.visit(address)
-        wait(browser, "document.querySelectorAll('#curves polyline').length > 0")
-        assert browser.run("document.querySelectorAll('#runs tr').length") == 5
-        assert browser.run("document.querySelectorAll('#runs tr[data-state=running]').length") == 1
-        assert "1 running" in browser.run("document.getElementById('said').textContent")
-        points = "document.querySelector('#curve-train_loss polyline').getAttribute('points')"
-        first = browser.run(points)
-        wait(browser, f"{points} !== {json.dumps(first)}")
-        hostile = going / "<img src=x onerror=alert(1)>"
-        hostile.mkdir()
-        (hostile / "failure.json").write_text(json.dumps({"error": "<script>throw 1</script>"}))
-        try:
-            wait(browser, "document.querySelectorAll('#runs tr').length === 6")
-        finally:
-            (hostile / "failure.json").unlink()
-            hostile.rmdir()
-        assert browser.run("document.querySelectorAll('main img, main script').length") == 0
-        assert browser.run("document.getElementById('runs').textContent").count("<script>throw 1") == 1
-        assert browser.errors == []
-        browser.screenshot(Path(__file__).parents[2] / "artifacts" / "watch.png", whole=True)
-
-
-def wait(browser: Browser, condition: str) -> None:
-    deadline = time.monotonic() + 30
-    while not browser.run(condition):
-        assert time.monotonic() < deadline, condition
-        time.sleep(0.05)
+    ended = fednh(["watch", str(tmp_path / "none")], tmp_path / "io")
+    assert ended.code == 2
+    assert len(ended.stderr.splitlines()) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -10,11 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors import safe_open
 
+from fednh.api import run
+from fednh.cli.sweep import share
 from fednh.core import machine
 from fednh.core.machine import check_bf16, check_machine
 from fednh.core.seeding import torch_rng
+from fednh.data.images import decode_all
 from fednh.errors import UserError
 from fednh.models import build_net
 from forked import fednh
@@ -116,3 +121,19 @@ def test_the_trial_itself_is_sound_python() -> None:
     assert program != machine.TRIAL
     done = subprocess.run([sys.executable, "-c", program, "cpu"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_run_on_a_system_that_does_not_say_which_cores_are_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """macOS and Windows have no os.sched_getaffinity: all cores are used."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5}, raising=False)
+    assert machine.cores() == 2
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert machine.cores() == 6
+    Image.new("L", (9, 9)).save(tmp_path / "a.png")
+    assert decode_all([tmp_path / "a.png"], ["a.png"], None, "here").x.shape == (1, 9, 9, 1)
+    assert share(2, None, 10, None) == (2, 3)
+    done = run("digits", out=tmp_path / "run", rounds=1, clients=4)
+    assert (done.path / "summary.json").exists()

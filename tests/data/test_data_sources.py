@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import pickle
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fednh.data import sources
-from fednh.data.published import fashion_mnist
+from fednh.data.published import cifar, fashion_mnist
 from fednh.errors import UserError
 
 IMAGES = {"cifar10": (32, 32, 3), "cifar100": (32, 32, 3), "fashion_mnist": (28, 28), "mnist": (28, 28)}
@@ -121,17 +123,25 @@ def cifar_batches(shade: int) -> dict[str, bytes]:
     return {name: pickle.dumps(batch) for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")}
 
 
-def test_cifar_as_archive_and_as_folder(folder: Path) -> None:
+def test_cifar_as_archive_and_as_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def published(shade: int) -> None:
+        """Let these batches be the published ones."""
+        sums = {name: hashlib.sha256(content).hexdigest() for name, content in cifar_batches(shade).items()}
+        python = replace(cifar.LAYOUTS[1], files=sums)
+        monkeypatch.setattr(cifar, "LAYOUTS", (cifar.LAYOUTS[0], python))
+
     unpacked = folder / "cifar-10-batches-py"
     unpacked.mkdir()
     for name, content in cifar_batches(shade=1).items():
         (unpacked / name).write_bytes(content)
+    published(shade=1)
     assert sources.load("cifar10", folder).x_train.max() == 1
     with tarfile.open(folder / "cifar-10-python.tar.gz", "w:gz") as archive:
         for name, content in cifar_batches(shade=2).items():
             member = tarfile.TarInfo(f"cifar-10-batches-py/{name}")
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
+    published(shade=2)
     found = sources.load("cifar10", folder)
     assert found.x_train.max() == 2
     assert found.classes[9] == "truck"

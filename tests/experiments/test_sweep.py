@@ -199,13 +199,13 @@ def test_a_run_killed_before_its_config_was_written_can_start_again(tmp_path: Pa
         run.folder.check(run.config)
 
 
-def test_dry_run_plans_measures_and_writes_nothing(tmp_path: Path) -> None:
+def test_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     words = ["--method", "fednh,fedrep", "--seed", "0,1", "--rounds", "3", "--dry-run", "--out", str(out)]
     result = CliRunner().invoke(app, ["sweep", "digits", *words], catch_exceptions=False)
     assert "4 runs, 4 of them to do" in result.stdout
     assert "digits-fedrep-dirichlet0.3-seed1" in result.stdout
-    assert "in all with 1 at a time" in result.stdout
+    assert "Runs at a time: 1; workers in each: " in result.stdout
     assert not out.exists()
 
 

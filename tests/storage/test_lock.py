@@ -1,5 +1,6 @@
 """One process at a time in a folder: the others are told who it is, and a killed one does not stay."""
 
+import fcntl
 import os
 import signal
 import socket
@@ -25,6 +26,21 @@ def test_who_comes_second_is_told_who_is_there(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
     with only_user(folder, file):
         pass
+
+
+def test_who_opened_the_file_before_it_was_free_locks_the_same_file(tmp_path: Path) -> None:
+    """Else two processes work in one folder: one holds the file that was removed, the other the one made after it."""
+    folder, file = tmp_path / "run", tmp_path / "run/.lock"
+    with only_user(folder, file):
+        (folder / "config.toml").touch()
+        early = file.open("a")
+    assert (file.read_bytes(), at_work(file)) == (b"", False)
+    with early:
+        fcntl.flock(early, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with pytest.raises(UserError, match="is in use by another process"), only_user(folder, file):
+            raise AssertionError("two at once")
+    with only_user(folder, file):
+        assert at_work(file)
 
 
 def test_the_lock_of_a_killed_process_is_none(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fednh
 from fednh.core.fit import LocalFit
 from fednh.data.sources.builtin import digits
-from fednh.errors import Notice, UserError
+from fednh.errors import UserError
 from fednh.methods import METHODS
 from fednh.storage.model_file import read_model
 from fednh.trained.personalize import personalize
@@ -149,11 +149,9 @@ def test_a_newcomer_starts_from_the_weights_that_the_run_started_from(
     (run / "weights.safetensors").unlink()
     with pytest.raises(UserError, match="are not those that the run"):
         personalize(run, site, epochs=1)
-    (run / "fingerprint.json").unlink()  # a folder of an older version has neither
-    shutil.copy(finished["fedavg"] / "models/global.safetensors", start)
-    with pytest.warns(Notice, match="was made before runs kept the weights"):
-        found = personalize(run, site, epochs=1).comparison
-    assert found["local"]["held_share"] == pytest.approx(100 * right.mean())
+    (run / "fingerprint.json").unlink()
+    with pytest.raises(UserError, match=r"has no fingerprint\.json, which says what the run began with"):
+        personalize(run, site, epochs=1)
 
 
 class Normalised(nn.Module):

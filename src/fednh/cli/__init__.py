@@ -31,13 +31,11 @@ from fednh.cli import deployment
 from fednh.cli import about
 from fednh.cli import new
 from fednh.cli import notebooks
-from fednh.cli import bench
 # isort: on
 
 __all__ = [
     "about",
     "app",
-    "bench",
     "compare",
     "deployment",
     "federation",

@@ -27,9 +27,9 @@ def _top(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def console_for_people(stderr: bool = False) -> Console:
+    """Rich output: as wide as the terminal, and 120 columns where there is none."""
     from rich.console import Console
 
-    """Rich output: as wide as the terminal, and 120 columns where there is none."""
     console = Console(stderr=stderr)
     if not console.is_terminal:
         console.width = 120

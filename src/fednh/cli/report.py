@@ -56,12 +56,12 @@ def table(
 
 def show(sheets: Sequence[Sheet], form: TableFormat) -> None:
     """Print tables in one of the forms that Sheets have."""
-    from fednh.report import render
+    from fednh.report.render import to_latex, to_markdown, to_rich
 
     if form is TableFormat.RICH:
         console = console_for_people()
         for sheet in sheets:
-            console.print(render.to_rich(sheet, console.width), "")
+            console.print(to_rich(sheet, console.width), "")
         return
-    write = render.to_markdown if form is TableFormat.MARKDOWN else render.to_latex
+    write = to_markdown if form is TableFormat.MARKDOWN else to_latex
     typer.echo("\n".join(write(sheet) for sheet in sheets), nl=False)

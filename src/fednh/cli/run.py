@@ -152,10 +152,6 @@ def _train(
 
 def chosen_backend(backend: str, address: str | None) -> Train:
     """Who computes the clients: this process, or a Ray cluster; what cannot be is refused at once."""
-    if backend == "flower":
-        raise UserError(
-            "--backend flower is gone: use --backend ray for a cluster, and `fednh federation` for real sites on Flower"
-        )
     if backend not in ("simulator", "ray"):
         raise UserError(f"--backend {backend!r} is not known{did_you_mean(backend, ('simulator', 'ray'))}")
     if backend == "simulator" and address is not None:

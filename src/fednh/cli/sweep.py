@@ -66,7 +66,7 @@ def sweep(
     track: Track = None,
     backend: Backend = "simulator",
     address: Address = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and the time it takes; no run.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; no run.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the folder.")] = False,
 ) -> None:
     """Run every combination of the given methods, betas, seeds and settings; `fednh table` compares them.
@@ -118,23 +118,19 @@ def share(jobs: int | None, workers: int | None, pending: int, slots: int | None
     since a run that finds no room gives up; and by default no more runs than this machine, which adds up their rounds,
     has cores.
     """
-    import os
+    from fednh.core.machine import cores
 
-    cores = len(os.sched_getaffinity(0))
     if slots is None:
         jobs = max(1, min(jobs or 1, pending))
-        return jobs, workers or max(1, cores // jobs)
-    jobs = max(1, min(jobs or cores, pending, slots // min(workers or 1, slots)))
+        return jobs, workers or max(1, cores() // jobs)
+    jobs = max(1, min(jobs or cores(), pending, slots // min(workers or 1, slots)))
     return jobs, min(workers or slots, slots // jobs)
 
 
 def _plan_sheet(plan: Sequence[Planned], jobs: int, workers: int) -> Sheet:
-    from fednh.experiments.time_estimate import estimate
     from fednh.report.cells import word
-    from fednh.report.sheet import Cell, Sheet
-    from fednh.words import duration
+    from fednh.report.sheet import Sheet
 
-    seconds = estimate(plan, workers)
     rows = []
     for run in plan:
         if run.folder.finished:
@@ -143,14 +139,10 @@ def _plan_sheet(plan: Sequence[Planned], jobs: int, workers: int) -> Sheet:
             state = f"goes on, {run.folder.rounds_written()} of {run.config.rounds} rounds there"
         else:
             state = f"new, {run.config.rounds} rounds"
-        time = seconds.get(run.name)
-        rows.append([word(run.name), word(state), Cell("–" if time is None else duration(time), time)])
-    total = max([sum(seconds.values()) / jobs, *seconds.values()])
-    note = (
-        f"About {duration(total)} in all with {jobs} at a time and {workers} worker(s) each, from a short measurement "
-        "of a client's work; other work on this machine makes it longer."
-    )
-    return Sheet("plan", f"{len(plan)} runs, {len(seconds)} of them to do", ["run", "state", "time"], rows, note)
+        rows.append([word(run.name), word(state)])
+    pending = sum(not run.folder.finished for run in plan)
+    note = f"Runs at a time: {jobs}; workers in each: {workers}. A sweep estimates its time while it runs."
+    return Sheet("plan", f"{len(plan)} runs, {pending} of them to do", ["run", "state"], rows, note)
 
 
 def _tell(outcome: SweepOutcome, plan: Sequence[Planned], out: Path, quiet: bool) -> None:

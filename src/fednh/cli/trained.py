@@ -65,7 +65,6 @@ SAMPLES = {
 
 class ExportFormat(StrEnum):
     ONNX = "onnx"
-    TORCH = "torch"
 
 
 @app.command()
@@ -87,8 +86,8 @@ def predict(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write to this file.")] = None,
 ) -> None:
     """Name the class of every input. Exit code 1: some could not be read; they are named, the others are done."""
-    from fednh.trained import output
     from fednh.trained.model import load_model
+    from fednh.trained.output import records, to_csv, to_json, to_lines
 
     text = _form_of_text(set_values(settings))
     used = load_model(model, _chosen(model, client, site))
@@ -101,13 +100,13 @@ def predict(
         typer.echo(f"fednh: {sentence}", err=True)
 
     done = used.batches(paths, tell, text)
-    found = (output.records(batch, scores, used.classes, top, threshold) for batch, scores in done)
+    found = (records(batch, scores, used.classes, top, threshold) for batch, scores in done)
     if form is PredictionFormat.JSON:
-        lines = output.to_json(found)
+        lines = to_json(found)
     elif form is PredictionFormat.CSV:
-        lines = output.to_csv(found, top, used.method.cosine, threshold is not None)
+        lines = to_csv(found, top, used.method.cosine, threshold is not None)
     else:
-        lines = output.to_lines(found)
+        lines = to_lines(found)
     with _written(out) as file:
         for line in lines:
             file.write(line)
@@ -215,9 +214,7 @@ def personalize(
 def export(
     model: ModelPath,
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")],
-    form: Annotated[
-        ExportFormat, typer.Option("--format", help="onnx, or torch: a .pt2 of torch.export.")
-    ] = ExportFormat.ONNX,
+    _form: Annotated[ExportFormat, typer.Option("--format", help="The only one.")] = ExportFormat.ONNX,
     client: ClientOption = None,
     site: SiteOption = None,
 ) -> None:
@@ -225,7 +222,7 @@ def export(
     from fednh.trained.export import export as write
     from fednh.trained.model import load_model
 
-    facts = write(load_model(model, _chosen(model, client, site)), form.value, out)
+    facts = write(load_model(model, _chosen(model, client, site)), out)
     typer.echo(f"{facts['file']}: agrees within {facts['difference']:.1e} on {facts['samples']} {facts['checked_on']}")
 
 

@@ -10,7 +10,6 @@ import typer
 
 from fednh.cli.app import app, console_for_people
 from fednh.core.stop import Stop
-from fednh.errors import UserError
 
 
 @app.command()
@@ -22,8 +21,6 @@ def watch(
         False
     ),
     json: Annotated[bool, typer.Option("--json", help="Print it once, as a JSON list with an object a run.")] = False,
-    web: Annotated[bool, typer.Option("--web", help="Show table and curves on a page of this machine.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of the page; 0: one that is free.")] = 0,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
 ) -> None:
     """Show how far runs are: round, metrics, time left, and whether they run, stopped, failed or finished.
@@ -33,19 +30,11 @@ def watch(
     from fednh.cli import watch_screen
     from fednh.storage.run_state import RunStates
 
-    if web and (once or json):
-        raise UserError("--web shows a page until Ctrl-C; leave out --once and --json")
     runs, console = RunStates(folders), console_for_people()
     if json:
         import json as encoder
 
         typer.echo(encoder.dumps(watch_screen.plain(runs), indent=2))
-    elif web:
-        from fednh.cli import watch_page
-
-        with watch_page.serve(runs, every, port) as address:
-            typer.echo(f"{address} (Ctrl-C ends it)")
-            _until_stopped().wait()
     elif once or not console.is_terminal:
         console.print(watch_screen.table(runs))
     else:

@@ -1,7 +1,8 @@
-"""Checks, before a run starts, that this machine supports the device and precision; and its threads."""
+"""Checks, before a run starts, that this machine supports the device and precision; its cores and threads."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -77,6 +78,13 @@ def _outcome(device: str, trial: str, seconds: float) -> str | None:
     if done.returncode > 0:
         return f"failed ({(done.stderr.strip().splitlines() or ['it gave no reason'])[-1]})"
     return None
+
+
+def cores() -> int:
+    """The number of cores that this process may use; where the system does not say (macOS, Windows), the machine's."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @contextmanager

@@ -125,9 +125,7 @@ class Rounds:
     def _begin_folder(self, resumed: bool) -> None:
         """Write the run's description; refuse to resume with other data than it began with, or without its state."""
         side, note = self.side, self.executor.note
-        self.folder.begin(
-            self.config, side.classes, side.counts, side.sites, self.executor.backend, data=side.as_read, tell=note
-        )
+        self.folder.begin(self.config, side.classes, side.counts, side.sites, self.executor.backend, side.as_read)
         for words in side.notes:
             note(words)
         if resumed:

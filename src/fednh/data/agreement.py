@@ -21,7 +21,7 @@ def not_agreed(
 ) -> str | None:
     """What a site would have to reveal that is not in `data.classes` and `data.columns`, and what to set; or None.
 
-    The sentence says how many there are and quotes none of them.
+    The sentence leaves a site in its refusal: it quotes none of them, and does not say how many there are.
     """
     found = [*_classes(data, classes), *_columns(data, columns or {})]
     return "; ".join(found) or None
@@ -30,31 +30,29 @@ def not_agreed(
 def _classes(data: Dataset, agreed: Sequence[str] | None) -> list[str]:
     held = len(np.unique(data.y_train))
     if _names_rows(held, len(data.y_train)):
-        return [f"the label has {held} different values in {len(data.y_train)} rows, so it names rows; choose another"]
+        return ["the label names rows, because it is another one in most of them; choose another column"]
     numbers = tuple(str(k) for k in range(data.num_classes))
     if data.classes in (tuple(agreed or ()), numbers):  # numbers from 0 are no names: they say how many there are
         return []
-    return [f"the names of its {data.num_classes} classes are not agreed: list all classes in data.classes {AT}"]
+    return [f"the names of its classes are not agreed: list all classes in data.classes {AT}"]
 
 
 def _columns(data: Dataset, agreed: Mapping[str, str | Sequence[str]]) -> list[str]:
-    text, rows, at = 0, 0, 0
+    text, rows, at = False, False, 0
     for column in data.preprocessing.get("columns", []):
         width = 1
         if column["kind"] == "category":
             width = len(column["values"]) + 1
             held = int((data.x_train[:, at : at + width - 1] > 0).any(axis=0).sum())
-            rows += _names_rows(held, len(data.x_train))
-            text += list(agreed.get(column["name"], ())) != list(column["values"])
+            rows |= _names_rows(held, len(data.x_train))
+            text |= list(agreed.get(column["name"], ())) != list(column["values"])
         at += width
     found = []
     if rows:
-        found.append(
-            f"{rows} of its text columns name rows rather than describing them: leave them out of data.columns"
-        )
+        found.append("a text column names rows rather than describing them: leave it out of data.columns")
     elif text:
         found.append(
-            f"the values of {text} of its text columns are not agreed: list the columns to use, with their values, in "
+            "the values of its text columns are not agreed: list the columns to use, with their values, in "
             f"data.columns {AT}, and leave out names and notes"
         )
     if not agreed and any(_is_number(column["name"]) for column in data.preprocessing.get("columns", [])):

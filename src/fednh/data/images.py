@@ -8,7 +8,6 @@ colours stay as they are stored; of several pages or frames the first is used. P
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,6 +20,7 @@ from PIL import Image, ImageOps
 from rich.console import Console
 from rich.progress import Progress
 
+from fednh.core.machine import cores
 from fednh.errors import UserError
 
 # What folders are searched for.
@@ -216,7 +216,7 @@ def _each(work: Callable[[ImageFile], A], sources: Sequence[ImageFile], verb: st
 
     console = Console(stderr=True)
     with (
-        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+        ThreadPoolExecutor(cores()) as pool,
         Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         return list(bar.track(pool.map(attempt, sources), len(sources), description=verb))

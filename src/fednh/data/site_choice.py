@@ -32,7 +32,7 @@ def is_made(choice: Choice) -> bool:
     return choice.sites is not None or choice.without is not None
 
 
-def words(choice: Choice) -> str:
+def chosen_words(choice: Choice) -> str:
     """The choice as text; empty where none is made."""
     return f" sites={choice.sites} without={choice.without}" if is_made(choice) else ""
 

@@ -4,41 +4,34 @@
 
 The paper solves it with an interior point method. Here the optimum is written down where it is known: d = 2 (regular
 polygon), C <= d + 1 (regular simplex), C <= 2d (Rankin 1955: no two at less than a right angle). Beyond that it is
-searched: annealed Riesz energies from many starts, then a sequence of linear programs on the closest pairs. The
-search is seeded and bounded by a count of evaluations, not by a clock, so it finds the same points every time; it
-aims at 15 seconds on one core, and its result is cached on disk.
+searched: annealed Riesz energies from many starts. The search is seeded and bounded by a count of evaluations, not by a
+clock, so it finds the same points every time; it aims at 15 seconds on one core.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from functools import cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from torch import Tensor
 
 from fednh.core.tree import Tree, select
 from fednh.errors import UserError
 from fednh.models.net import Net
-from fednh.storage import cache as caches
 
 Array = NDArray[np.float64]
 
 SEARCH_LIMIT = 3000  # classes; above it the C x C matrix alone makes the search too slow and too large
 SECONDS = 15.0  # what a search may cost, by the estimate in `_search`
 MOST_STARTS, MOST_STEPS, FINALISTS = 100, 150, 5
-POLISH_LIMIT = 250  # C * d; the linear programs stay cheap up to here
 SHARPNESS = (4.0, 32.0, 256.0, 2048.0)  # Riesz exponents: only the closest pairs matter as they grow
 FINISH = 16384.0  # the exponent for the finalists
 SPARSE_SHARPNESS = (4.0, 64.0)  # for rows with zeros: the first finds the simplex where there is one
-IRREDUCIBLE = {3: 0b1011, 5: 0b100101, 7: 0b10000011, 9: 0b1000010001}  # polynomials over GF(2), by degree
 
 
 @dataclass(frozen=True)
@@ -51,10 +44,8 @@ class Separation:
     how: str  # how it was found, in words
 
 
-def separated(classes: int, dim: int, *, cache: Path | Literal["user"] | None = "user") -> Separation:
+def separated(classes: int, dim: int) -> Separation:
     """The best known (C <= 2d, or d = 2: optimal) solution of Eq. (1).
-
-    Searched results are kept in `cache`: a folder, None for no cache, or "user" for the user's (see storage/cache.py).
 
     >>> round(separated(6, 2).min_distance, 6)
     1.0
@@ -72,15 +63,7 @@ def separated(classes: int, dim: int, *, cache: Path | Literal["user"] | None = 
     if classes <= 2 * dim:
         parts = classes - dim
         return _measured(_simplices(classes, dim, parts), f"closed form: orthoplex bound, {parts} orthogonal simplices")
-
-    folder = caches.folder("prototypes") if cache == "user" else cache
-    file = None if folder is None else folder / f"v1-{classes}x{dim}.safetensors"
-    found = None if file is None else _read(file, classes, dim)
-    if found is None:
-        found = _best(classes, dim)
-        if file is not None:
-            _write(file, found)
-    return found
+    return _best(classes, dim)
 
 
 def orthogonal(classes: int, dim: int, generator: torch.Generator) -> Tensor:  # (C, d)
@@ -149,64 +132,16 @@ def _helmert(size: int) -> Array:  # (size - 1, size)
     return rows
 
 
+@cache  # a process may need the same head for several runs
 def _best(classes: int, dim: int) -> Separation:
-    bases = _unbiased_bases(classes, dim)
-    known = None if bases is None else _measured(bases, "closed form: mutually unbiased bases (Kerdock)")
     if classes > SEARCH_LIMIT:
-        if known is None:
-            raise UserError(
-                f"classes = {classes} is too many to separate in dim = {dim} (the search takes up to {SEARCH_LIMIT}): "
-                f'raise dim to {(classes + 1) // 2} or more, or take head_init = "orthogonal"'
-            )
-        return known
+        raise UserError(
+            f"classes = {classes} is too many to separate in dim = {dim} (the search takes up to {SEARCH_LIMIT}): "
+            f'raise dim to {(classes + 1) // 2} or more, or take head_init = "orthogonal"'
+        )
     with threadpool_limits(1):  # sums depend on the number of threads, and the search would amplify that
         x, starts = _search(classes, dim)
-    polish = " and linear programs" if classes * dim <= POLISH_LIMIT else ""
-    found = _measured(x, f"numerical: annealed Riesz energy{polish}, {starts} start{'s' * (starts > 1)}")
-    return found if known is None or found.max_cosine < known.max_cosine else known
-
-
-def _unbiased_bases(classes: int, dim: int) -> Array | None:
-    """Points +-v of mutually unbiased bases, d = 16, 64, 256 or 1024: the cosines between bases are +-1/sqrt(d).
-
-    With some ten classes per dimension the search no longer comes near them. They are the standard basis, and for each
-    s in GF(2^(m-1)) the Hadamard basis times the signs of a quadratic form Q_s, where any two forms differ by one of
-    full rank (Calderbank, Cameron, Kantor and Seidel 1997: a Kerdock set).
-    """
-    m = dim.bit_length() - 1  # dim = 2^m with m even
-    if dim != 1 << m or m - 1 not in IRREDUCIBLE or classes > dim * (dim + 2):
-        return None
-    bits = (np.arange(dim)[:, None] >> np.arange(m)) & 1  # (d, m)
-    walsh = (1 - 2 * (bits @ bits.T % 2)) / math.sqrt(dim)  # Sylvester's Hadamard matrix
-    found = [np.eye(dim)]
-    for s in range(-(-classes // (2 * dim)) - 1):
-        traces = np.array([*(_trace(_product(s, 1 << i, m - 1), m - 1) for i in range(m - 1)), 1])
-        form = np.outer(traces, traces)  # its last column is Tr(s e_i), the rest gains Tr(s^2 e_i e_j)
-        for i in range(m - 1):
-            for j in range(i + 1, m - 1):
-                square = _product(_product(s, 1 << i, m - 1), _product(s, 1 << j, m - 1), m - 1)
-                form[i, j] ^= _trace(square, m - 1)
-        signs = 1 - 2 * (((bits @ np.triu(form, 1)) * bits).sum(axis=1) % 2)
-        found.append(walsh * signs)
-    return np.concatenate([half for basis in found for half in (basis, -basis)])[:classes]
-
-
-def _product(a: int, b: int, degree: int) -> int:
-    """In GF(2^degree), elements as bit masks."""
-    product = 0
-    while b:
-        product ^= a * (b & 1)
-        a <<= 1
-        a ^= IRREDUCIBLE[degree] * (a >> degree)
-        b >>= 1
-    return product
-
-
-def _trace(a: int, degree: int) -> int:
-    total = 0
-    for _ in range(degree):
-        total, a = total ^ a, _product(a, a, degree)
-    return total
+    return _measured(x, f"numerical: annealed Riesz energy, {starts} start{'s' * (starts > 1)}")
 
 
 def _search(classes: int, dim: int) -> tuple[Array, int]:
@@ -231,8 +166,6 @@ def _search(classes: int, dim: int) -> tuple[Array, int]:
     distinct = {round(cosine, 4): x for cosine, x in sorted(tried, key=lambda t: t[0], reverse=True)}
     best = [distinct[cosine] for cosine in sorted(distinct)[:FINALISTS]]
     finished = [_descend(x, (FINISH,), steps) for x in best]
-    if classes * dim <= POLISH_LIMIT:
-        finished = [_polish(x) for x in finished]
     return min([*finished, *best], key=_max_cosine), starts
 
 
@@ -272,65 +205,6 @@ def _energy(flat: Array, shape: tuple[int, int], p: float, keep: Array | float =
     slope = (2 / total) * (weight @ x)
     slope -= x * (x * slope).sum(axis=1, keepdims=True)  # along the sphere; y's length does not matter
     return float(np.log(total) / p - np.log(smallest)), (keep * slope / norm).ravel()
-
-
-def _polish(x: Array) -> Array:
-    """Sequential linear programming: the step within a trust region that most lowers the linearised largest cosine."""
-    from scipy.optimize import linprog
-
-    classes, dim = x.shape
-    first, second = np.triu_indices(classes, 1)
-    every = np.arange(classes)
-    best, radius = _max_cosine(x), 0.05
-    for _ in range(20):
-        cosines = (x @ x.T)[first, second]
-        near = cosines > best - 4 * radius  # the others can hardly become the closest in one step
-        i, j, pair = first[near], second[near], np.arange(np.count_nonzero(near))
-        change = np.zeros((len(pair), classes, dim))  # of each cosine, by each coordinate
-        change[pair, i], change[pair, j] = x[j], x[i]
-        outward = np.zeros((classes, classes, dim))  # steps have no part in it: they stay on the sphere, to first order
-        outward[every, every] = x
-        found = linprog(  # the variables: all steps, then the largest cosine after them
-            np.append(np.zeros(x.size), 1.0),
-            A_ub=np.column_stack([change.reshape(-1, x.size), -np.ones(len(pair))]),
-            b_ub=-cosines[near],
-            A_eq=np.column_stack([outward.reshape(-1, x.size), np.zeros(classes)]),
-            b_eq=np.zeros(classes),
-            bounds=[(-radius, radius)] * x.size + [(-1.0, 1.0)],
-        )
-        if found.x is None:
-            break
-        moved = _unit(x + found.x[:-1].reshape(x.shape))
-        reached, promised = _max_cosine(moved), float(found.x[-1])
-        if best - reached < 0.5 * (best - promised):
-            radius /= 4
-        if reached < best:
-            x, best = moved, reached
-        if radius < 1e-8 or best - promised < 1e-12:
-            break
-    return x
-
-
-def _read(file: Path, classes: int, dim: int) -> Separation | None:
-    """None for anything but a sound file: the search can always be done again."""
-    try:
-        with safe_open(file, framework="pt") as stored:
-            points = stored.get_tensor("points").clone()  # not a view of a file that another process may replace
-            how, distance = stored.metadata()["how"], stored.metadata()["distance"]
-    except (OSError, SafetensorError, KeyError, TypeError):
-        return None
-    if points.shape != (classes, dim) or points.dtype != torch.float32:
-        return None
-    if not torch.allclose(points.double().norm(dim=1), torch.ones(classes, dtype=torch.float64), atol=1e-6):
-        return None
-    cosine = _max_cosine(points.double().numpy())
-    found = Separation(points, math.sqrt(2 - 2 * cosine), cosine, f"{how}; read from the cache")
-    return found if f"{found.min_distance:.6f}" == distance else None
-
-
-def _write(file: Path, found: Separation) -> None:
-    data = save({"points": found.points}, {"how": found.how, "distance": f"{found.min_distance:.6f}"})
-    caches.keep(file, lambda draft: draft.write_bytes(data))
 
 
 def uniform_head(classes: int, dim: int, how: str, rng: torch.Generator) -> Tensor:  # (C, d)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fednh import words
 from fednh.report.sheet import Cell
 from fednh.report.stats import Spread
+from fednh.words import size as bytes_text
 
 DASH = "–"
 
@@ -37,7 +37,7 @@ def measured(value: Spread | None, form: str = "{:.2f}", say_n: bool = False) ->
 
 def size(value: float | None) -> Cell:
     """A number of bytes with its unit."""
-    return Cell(DASH) if value is None else Cell(words.size(value), float(value))
+    return Cell(DASH) if value is None else Cell(bytes_text(value), float(value))
 
 
 def probability(p: float | None) -> Cell:

@@ -1,7 +1,7 @@
 """Locations of files that belong to no run: data sets by name, and results that can be recomputed.
 
 data sets    --data-dir or `data.dir`, else $FEDNH_DATA, else ~/.cache/fednh
-the rest     $FEDNH_CACHE, else the user's cache folder, with a folder for each kind: `images` (decoded), `prototypes`
+the rest     $FEDNH_CACHE, else the user's cache folder, with a folder for each kind: `images` (decoded), `native`
 
 Two variables, because a data set may be somebody's only copy, and a cache may be emptied at any time.
 """

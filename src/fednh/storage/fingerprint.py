@@ -8,7 +8,6 @@ weights    the file of pretrained weights (`model.weights`): path, size and SHA-
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from fednh.config import Config, flat
 from fednh.data import contents
-from fednh.errors import Notice, UserError
+from fednh.errors import UserError
 from fednh.storage.files import sha256, write_bytes, write_json
 from fednh.storage.layout import RunLayout
 
@@ -48,13 +47,12 @@ def write(run: Path, config: Config, data: Mapping[str, Any] | None) -> None:
 
 
 def rewrite_settings(run: Path, config: Config) -> None:
-    """Record other settings of a run that has begun, where it records any."""
-    if (found := read(run)) is not None:
-        write_json(RunLayout(run).fingerprint_file, {"format": FORMAT, **found, "settings": of_settings(config)})
+    """Record other settings of a run that has begun."""
+    write_json(RunLayout(run).fingerprint_file, {"format": FORMAT, **required(run), "settings": of_settings(config)})
 
 
 def read(run: Path) -> dict[str, Any] | None:
-    """What a run recorded; None for a folder that was made before runs did so."""
+    """What a run recorded; None if its folder has no fingerprint.json."""
     file = RunLayout(run).fingerprint_file
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -65,6 +63,16 @@ def read(run: Path) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} cannot be read ({error}); restore it from a copy, or start another run") from error
+
+
+def required(run: Path) -> dict[str, Any]:
+    """What a run recorded, for a command that cannot do without it."""
+    if (found := read(run)) is None:
+        name = RunLayout(run).fingerprint_file.name
+        raise UserError(
+            f"{run} has no {name}, which says what the run began with; restore it from a copy, or start another run"
+        )
+    return found
 
 
 def check_settings(run: Path, config: Config) -> None:
@@ -81,17 +89,19 @@ def check_settings(run: Path, config: Config) -> None:
 
 
 def check(run: Path, config: Config, data: Mapping[str, Any] | None) -> None:
-    """Refuse data or pretrained weights that are not those that the run began with."""
+    """Refuse data or pretrained weights that are not those that the run in this folder began with, if it has begun."""
+    if not RunLayout(run).started:
+        return
     if data is not None:
         check_data(run, data)
-    recorded = (read(run) or {}).get("weights")
+    recorded = required(run).get("weights")
     if config.model.weights is not None and recorded is not None:
         check_weights(Path(config.model.weights), run, recorded)
 
 
 def check_data(run: Path, data: Mapping[str, Any]) -> None:
     """Refuse data that are not those that the run began with."""
-    recorded = (read(run) or {}).get("data")
+    recorded = required(run).get("data")
     if recorded is not None and (told := contents.changed(recorded, data)):
         raise UserError(
             f"the data are not those that the run in {run} began with: {told}; restore them, or start another run"
@@ -124,19 +134,12 @@ def changed_since(file: Path, data: Mapping[str, Any], anew: bool) -> str | None
 
 
 def weights_of(run: Path, config: Config) -> Path | None:
-    """The pretrained weights that a run started from, as the run keeps them; None if it started from none.
-
-    A folder of an older version keeps no copy: then it is the file that the config names, as it is now.
-    """
+    """The pretrained weights that a run started from: its own copy, or the file that its config names; None if none."""
     if config.model.weights is None:
         return None
-    recorded, copy = (read(run) or {}).get("weights"), RunLayout(run).weights_file
+    copy = RunLayout(run).weights_file
     file = copy if copy.exists() else Path(config.model.weights)
-    if recorded is not None:
-        check_weights(file, run, recorded)
-    elif file != copy:
-        words = f"{run} was made before runs kept the weights that they started from: {file} is taken as it is now"
-        warnings.warn(words, Notice, stacklevel=2)
+    check_weights(file, run, required(run)["weights"])
     return file
 
 
@@ -145,7 +148,7 @@ def settings_changed(
 ) -> str | None:
     """Which settings differ, each in these words with {key}, {was} and {now}; None if none does.
 
-    A setting that an older version did not have yet had its default.
+    A setting that was added to fednh after `before` was written had its default.
     """
     usual, told = of_settings(Config()), []
     for key in sorted(before.keys() | now.keys()):

@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
@@ -17,6 +17,7 @@ from typing import Any
 
 import fednh
 from fednh.config import Config, dump, validate
+from fednh.core.machine import cores
 from fednh.core.tree import Tree
 from fednh.errors import Interrupted, RunError, UserError
 from fednh.models import native
@@ -86,7 +87,7 @@ class RunFolder(RunLayout):
         if backend in SIMULATED and not was_simulated:
             raise UserError(
                 f"{self.path} holds a run of sites on Flower, whose states are with the sites: it goes on with "
-                f"`fednh federation run`; one that an earlier version made with --backend flower cannot go on"
+                f"`fednh federation run`"
             )
 
     def __enter__(self) -> RunFolder:
@@ -121,19 +122,18 @@ class RunFolder(RunLayout):
         sites: Sequence[str] = (),
         backend: str = "simulator",
         data: Mapping[str, Any] | None = None,
-        tell: Callable[[str], None] = print,
     ) -> None:
         """Write the run's description before it starts; if it has started, refuse whatever has changed since.
 
         `counts` is clients by classes, `sites` their names if any, `data` the fingerprint of what was read.
         """
-        partition = {"classes": list(classes), "counts": [list(row) for row in counts]}
-        partition |= {"sites": list(sites)} if sites else {}
         if self.started:
-            self._check_same(config, partition, data, tell)
+            fingerprint.check(self.path, config, data)
             self.failure_file.unlink(missing_ok=True)
             self._plan(config.rounds)
             return
+        partition = {"classes": list(classes), "counts": [list(row) for row in counts]}
+        partition |= {"sites": list(sites)} if sites else {}
         write_json(self.environment_file, {**environment(config), "backend": backend})
         write_bytes(self.partition_file, json.dumps(partition).encode())
         fingerprint.write(self.path, config, data)
@@ -148,27 +148,6 @@ class RunFolder(RunLayout):
             config = config.model_copy(update={"rounds": rounds})
             write_bytes(self.config_file, dump(config).encode())
             fingerprint.rewrite_settings(self.path, config)
-
-    def _check_same(
-        self,
-        config: Config,
-        partition: dict[str, Any],
-        data: Mapping[str, Any] | None,
-        tell: Callable[[str], None],
-    ) -> None:
-        """Refuse to resume with data or weights other than those that the run began with."""
-        fingerprint.check(self.path, config, data)
-        if fingerprint.read(self.path) is None:
-            if partition["counts"] and read_partition(self.path) not in (None, partition):
-                raise UserError(
-                    f"the data are not those that the run in {self.path} began with: "
-                    f"{self.partition_file.name} has other classes, sites or numbers of samples; restore them, "
-                    "or start another run"
-                )
-            tell(
-                f"{self.path} was made before runs recorded what their data are: only the numbers of samples were "
-                f"compared"
-            )
 
     def write_metrics(self, records: list[dict[str, Any]]) -> None:
         write_bytes(self.metrics_file, b"".join(_line(record) for record in records))
@@ -247,12 +226,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_backend(path: Path) -> str:
-    """The backend that a run was made on; folders of earlier versions do not record it."""
+    """The backend that a run was made on."""
+    file = RunLayout(path).environment_file
     try:
-        text = RunLayout(path).environment_file.read_text(encoding="utf-8")
-        return str(json.loads(text).get("backend", "simulator"))
-    except (OSError, ValueError, AttributeError):
-        return "simulator"
+        return str(json.loads(file.read_text(encoding="utf-8"))["backend"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} cannot be read ({error}); restore it from a copy, or start another run") from error
 
 
 def read_summary(path: Path) -> dict[str, Any]:
@@ -290,7 +269,7 @@ def environment(config: Config) -> dict[str, Any]:
 
 def worker_count(config: Config) -> int:
     """How many clients are trained at once."""
-    return config.workers or len(os.sched_getaffinity(0))
+    return config.workers or cores()
 
 
 def _commit() -> str | None:

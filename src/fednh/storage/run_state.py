@@ -17,7 +17,7 @@ from typing import Any
 
 from fednh.errors import UserError
 from fednh.storage.layout import RunLayout, SweepLayout
-from fednh.storage.lock import at_work
+from fednh.storage.lock import at_work, holder
 from fednh.words import one_line
 
 STATES = ("running", "stopped", "failed", "finished")
@@ -95,7 +95,7 @@ class RunStates:
             return RunState(run.path, "running", **facts, seconds_left=left, note=note)
         if failure:
             return RunState(run.path, "failed", **facts, note=one_line(failure))
-        return RunState(run.path, "stopped", **facts, note="it was killed" if run.lock_file.exists() else "")
+        return RunState(run.path, "stopped", **facts, note="it was killed" if holder(run.lock_file) else "")
 
     def _records(self, file: Path) -> list[Record]:
         try:
@@ -111,7 +111,7 @@ class RunStates:
 def _is_run(folder: Path) -> bool:
     run = RunLayout(folder)
     begun = run.started and run.environment_file.exists()  # other programs have a config.toml, too
-    return begun or run.lock_file.exists() or run.failure_file.exists()
+    return begun or holder(run.lock_file) != "" or run.failure_file.exists()
 
 
 def _without_folder(folder: Path) -> Iterator[RunState]:

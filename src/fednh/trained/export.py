@@ -1,11 +1,11 @@
-"""A trained model in forms that need no fednh: ONNX, or torch.export's .pt2. The whole way from raw input is inside.
+"""A trained model as ONNX, which needs no fednh. The whole way from raw input is inside.
 
 input          uint8 images (N, H, W, C), or float32 vectors (N, F), with values as in the training data; N is free
 probabilities  float32 (N, C); logits float32 (N, C)
 similarity     float32 (N,), the cosine to the nearest prototype, for methods that have prototypes
 
-The card goes along: ONNX metadata "fednh", .pt2 extra file "fednh.json". What was written is read back and compared
-with the model before it gets its name: an export that computes something else is refused.
+The card goes along: ONNX metadata "fednh". What was written is read back and compared with the model before it gets its
+name: an export that computes something else is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from fednh.trained import inputs
 from fednh.trained.model import Model
 from fednh.words import one_line
 
-FORMATS = ("onnx", "torch")
 TOLERANCE = 1e-4  # relative to values of 1 and more, absolute below
 
 
@@ -62,25 +61,24 @@ class Whole(nn.Module):
         return (logits.softmax(1), logits) if near is None else (logits.softmax(1), logits, near)
 
 
-def export(model: Model, form: str, path: Path) -> dict[str, Any]:
-    """Write the model to `path`; returns what it was checked on and the largest difference found."""
-    if form == "onnx":
-        extras.need("onnx", "an export to ONNX")
+def export(model: Model, path: Path) -> dict[str, Any]:
+    """Write the model to `path` as ONNX; returns what it was checked on and the largest difference found."""
+    extras.need("onnx", "an export to ONNX")
     samples, origin = real_samples(model)
     whole = Whole(model).eval()
-    with torch.no_grad(), _quiet(), _in_words(model, form):
+    with torch.no_grad(), _quiet(), _in_words(model):
         batch = torch.export.Dim("batch")
         program = torch.export.export(whole, (torch.from_numpy(samples[:2]),), dynamic_shapes=({0: batch},))
     make_folder(path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".export-") as folder:
-        draft = Path(folder) / ("model.onnx" if form == "onnx" else "model.pt2")
-        with _in_words(model, form):
-            run = (_onnx if form == "onnx" else _torch)(model, program, draft)
+        draft = Path(folder) / "model.onnx"
+        with _in_words(model):
+            run = _onnx(model, program, draft)
             difference = _difference(model, run, samples)
         if not difference <= TOLERANCE:
             raise UserError(f"the exported model differs from the original by {difference:.1e}; it was not written")
         keep(draft, path)
-    return {"file": str(path), "format": form, "checked_on": origin, "samples": len(samples), "difference": difference}
+    return {"file": str(path), "checked_on": origin, "samples": len(samples), "difference": difference}
 
 
 def real_samples(model: Model) -> tuple[Inputs, str]:
@@ -145,13 +143,6 @@ def _name_batch(graph: Any) -> None:
         dimension.dim_param = "batch"
 
 
-def _torch(model: Model, program: torch.export.ExportedProgram, path: Path) -> Runner:
-    with _quiet():
-        torch.export.save(program, path, extra_files={"fednh.json": json.dumps(model.info)})
-        module = torch.export.load(path).module()
-    return lambda x: [value.detach().numpy() for value in module(torch.from_numpy(x))]
-
-
 def _difference(model: Model, run: Runner, samples: Inputs) -> float:
     """The largest difference over all outputs, for one sample, some, and all at once."""
     largest = 0.0
@@ -167,7 +158,7 @@ def _difference(model: Model, run: Runner, samples: Inputs) -> float:
 
 
 @contextmanager
-def _in_words(model: Model, form: str) -> Iterator[None]:
+def _in_words(model: Model) -> Iterator[None]:
     """What an exporter cannot do is told in a sentence: its own text has pages, about its insides."""
     try:
         yield
@@ -177,7 +168,7 @@ def _in_words(model: Model, form: str) -> Iterator[None]:
         name = model.card.method.get("name")
         reason = one_line(next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__), 200)
         raise UserError(
-            f"this model of {name} cannot be exported with --format {form}: torch cannot write down what its network "
+            f"this model of {name} cannot be exported to ONNX: torch cannot write down what its network "
             f"or its method's logits compute ({reason}); they may use tensor operations alone, with no `if` or loop "
             f"that depends on values"
         ) from error

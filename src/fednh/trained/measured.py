@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import safe_open
 
 from fednh.config import Config, load
-from fednh.core.federation import class_counts, divide, fingerprint_of, load_data
+from fednh.core.federation import divide, fingerprint_of, load_data
 from fednh.data.dataset import Dataset, Inputs, Labels
 from fednh.data.partitions import Indices
 from fednh.data.sources import absolute
@@ -53,13 +53,10 @@ class Training:
     @cached_property
     def data(self) -> Dataset:
         """What the run was made of; refused if it is not the same any more."""
-        recorded = fingerprint.read(self.run)
         if not (read_partition(self.run) or {}).get("counts"):
             raise UserError(f"the samples of the run in {self.run} stayed with its sites")
         data = load_data(self.config)
         fingerprint.check_data(self.run, fingerprint_of(self.config, data))
-        if recorded is None or "data" not in recorded:
-            self._check_counts(data)
         return data
 
     @cached_property
@@ -78,16 +75,6 @@ class Training:
             parts = [parts[card.client]]
         index = np.concatenate(parts)
         return set(_digests(data.x_train[index], data.y_train[index]))
-
-    def _check_counts(self, data: Dataset) -> None:
-        """A folder of an older version has the numbers of samples and the names to compare, and nothing else."""
-        counts = class_counts(data, divide(data, self.config)[0])
-        sites = {"sites": list(data.sites)} if self.config.partition.kind.natural else {}
-        if read_partition(self.run) != {"classes": list(data.classes), "counts": counts, **sites}:
-            raise UserError(
-                f"the data are not those that the run in {self.run} began with: "
-                f"{RunLayout.partition_file} has other classes, sites or numbers of samples"
-            )
 
     def _nothing_is_shared(self) -> bool:
         file = RunLayout(self.run).broadcast_model

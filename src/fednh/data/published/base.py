@@ -10,6 +10,7 @@ from pathlib import Path
 from fednh.data import npz
 from fednh.data.dataset import Arrays, Dataset
 from fednh.errors import UserError
+from fednh.storage.files import sha256
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,14 @@ class Published:
         place = self.find(folder)
         if place is None:
             raise UserError(self._not_found(folder))
-        found = place.read()
+        try:
+            found = place.read()
+        except UserError:
+            raise
+        except PermissionError as error:
+            raise UserError(f"{error.filename} cannot be read ({error.strerror}); check its permissions") from error
+        except Exception as error:  # damage shows in almost any exception
+            raise UserError(self._damaged(place.path, error)) from error
         if found.x_train.shape[1:] != self.shape:
             raise UserError(
                 f"{place.path} holds samples of shape {found.x_train.shape[1:]}, but {self.name} has {self.shape}; "
@@ -79,6 +87,17 @@ class Published:
             )
         x_train, y_train, x_test, y_test, _ = found
         return Dataset(self.name, x_train, y_train, x_test, y_test, classes, self.mean, self.std, augment=self.augment)
+
+    def _damaged(self, path: Path, error: Exception) -> str:
+        """What is wrong with the files at `path` that could not be read, and what to do."""
+        again = f"run `fednh data get {self.name}`"
+        for file in self.files:
+            name = Path(file.name).name
+            found = path / name if path.is_dir() else path
+            if found.name == name and found.is_file() and sha256(found) != file.sha256:
+                return f"{found} is damaged (its SHA-256 is not the published one); move it away and {again}"
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        return f"{path} cannot be read ({reason}); it is damaged or incomplete: move it away and {again}"
 
     def _not_found(self, folder: Path) -> str:
         state = "" if folder.exists() else ", which does not exist yet"

@@ -1,30 +1,27 @@
 """Reads CIFAR-10 and CIFAR-100 as published: binary or python version, as an archive or unpacked.
 
-An archive is read member by member in memory. Nothing is ever written to a path that the archive names, and
-members outside the one folder that belongs there are passed over.
+A pickle can run any code, so a file is read only if its SHA-256 is the published one. An archive is read member by
+member in memory; no name from it is used as a path.
 """
 
 from __future__ import annotations
 
-import gzip
+import hashlib
+import pickle
 import tarfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays
-from fednh.data.published import pickles
 from fednh.data.published.base import DataPath, RemoteFile
 from fednh.errors import UserError
 
 PIXELS = 3 * 32 * 32  # an image is a row: all red, then all green, then all blue values
-LARGEST_FILE = 1 << 29  # the largest genuine one has 155 MB
 
 
 @dataclass(frozen=True)
@@ -33,29 +30,59 @@ class Layout:
 
     archive: str
     folder: str
-    train: tuple[str, ...]
-    test: str
     classes: int
+    files: dict[str, str]  # the SHA-256 of each, the test part last
 
     @property
     def binary(self) -> bool:
-        return self.test.endswith(".bin")
-
-    @property
-    def label_bytes(self) -> int:
-        return 1 if self.classes == 10 else 2  # CIFAR-100: the coarse label, then the fine one
-
-    @property
-    def labels_key(self) -> str:
-        return "labels" if self.classes == 10 else "fine_labels"
+        return self.archive.endswith("-binary.tar.gz")
 
 
-_BATCHES = tuple(f"data_batch_{i}" for i in range(1, 6))
 LAYOUTS = (
-    Layout("cifar-10-binary.tar.gz", "cifar-10-batches-bin", tuple(f"{b}.bin" for b in _BATCHES), "test_batch.bin", 10),
-    Layout("cifar-10-python.tar.gz", "cifar-10-batches-py", _BATCHES, "test_batch", 10),
-    Layout("cifar-100-binary.tar.gz", "cifar-100-binary", ("train.bin",), "test.bin", 100),
-    Layout("cifar-100-python.tar.gz", "cifar-100-python", ("train",), "test", 100),
+    Layout(
+        "cifar-10-binary.tar.gz",
+        "cifar-10-batches-bin",
+        10,
+        {
+            "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+            "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+            "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+            "data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+            "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+            "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
+        },
+    ),
+    Layout(
+        "cifar-10-python.tar.gz",
+        "cifar-10-batches-py",
+        10,
+        {
+            "data_batch_1": "54636561a3ce25bd3e19253c6b0d8538147b0ae398331ac4a2d86c6d987368cd",
+            "data_batch_2": "766b2cef9fbc745cf056b3152224f7cf77163b330ea9a15f9392beb8b89bc5a8",
+            "data_batch_3": "0f00d98ebfb30b3ec0ad19f9756dc2630b89003e10525f5e148445e82aa6a1f9",
+            "data_batch_4": "3f7bb240661948b8f4d53e36ec720d8306f5668bd0071dcb4e6c947f78e9682b",
+            "data_batch_5": "d91802434d8376bbaeeadf58a737e3a1b12ac839077e931237e0dcd43adcb154",
+            "test_batch": "f53d8d457504f7cff4ea9e021afcf0e0ad8e24a91f3fc42091b8adef61157831",
+        },
+    ),
+    Layout(
+        "cifar-100-binary.tar.gz",
+        "cifar-100-binary",
+        100,
+        {
+            "train.bin": "f31298fc616915fa142368359df1c4ca2ae984d6915ca468b998a5ec6aeebf29",
+            "test.bin": "d8b1e6b7b3bee4020055f0699b111f60b1af1e262aeb93a0b659061746f8224a",
+        },
+    ),
+    Layout(
+        "cifar-100-python.tar.gz",
+        "cifar-100-python",
+        100,
+        {
+            "train": "735e79b04f092ca3d2e6d07f368c0a7d70d48c48d28865950cc24454cf45129b",
+            "test": "4b67687d9933c4db8f0831104447f15b93774f4f464bd0516f0f0f2ac83b7864",
+        },
+    ),
 )
 
 HOSTS = ("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/")
@@ -85,90 +112,41 @@ def remote(archive: str, sha256: str) -> tuple[RemoteFile, ...]:
 
 def read(path: Path, layout: Layout) -> Arrays:
     """The set at `path`, which is the layout's folder or its archive."""
-    wanted = (*layout.train, layout.test)
-    files = _files_of_folder(path, wanted) if path.is_dir() else _files_of_archive(path, layout.folder, wanted)
     parts: dict[str, Part] = {}
-    for name, content in files:
-        parse = _parse_binary if layout.binary else _parse_pickle
-        parts[name] = parse(f"{path}: {name}", content, layout)
-    missing = [name for name in wanted if name not in parts]
-    if missing:
+    for name, content in _files(path, layout):
+        if hashlib.sha256(content).hexdigest() != layout.files[name]:
+            raise UserError(
+                f"{path}: {name} is damaged or another file (its SHA-256 is not the published one); "
+                f"move {path.name} away and run `fednh data get cifar{layout.classes}`"
+            )
+        parts[name] = _parsed(content, layout)
+    if missing := [name for name in layout.files if name not in parts]:
         raise UserError(f"{path} lacks {', '.join(missing)}; it is incomplete, download or unpack it again")
-    x_train = np.concatenate([parts[name][0] for name in layout.train])
-    y_train = np.concatenate([parts[name][1] for name in layout.train])
-    return Arrays(x_train, y_train, *parts[layout.test])
+    *train, test = (parts[name] for name in layout.files)
+    x_train, y_train = (np.concatenate(arrays) for arrays in zip(*train, strict=True))
+    return Arrays(x_train, y_train, *test)
 
 
-def _files_of_folder(folder: Path, wanted: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
-    for name in wanted:
-        path = folder / name
-        if path.is_file():
-            try:
-                if path.stat().st_size > LARGEST_FILE:
-                    raise UserError(f"{path} is too large for a CIFAR file; download it again")
-                content = path.read_bytes()
-            except OSError as error:
-                raise UserError(f"{path} cannot be read ({error.strerror})") from error
-            yield name, content
-
-
-def _files_of_archive(path: Path, folder: str, wanted: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
-    names = {f"{prefix}{folder}/{name}": name for name in wanted for prefix in ("", "./")}
-    try:
-        with gzip.open(path) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
-            for member in archive:
-                name = names.get(member.name)
-                if name is None or not member.isreg():
-                    continue
-                if member.size > LARGEST_FILE:
-                    raise UserError(f"{path}: {name} is too large for a CIFAR file; download the archive again")
+def _files(path: Path, layout: Layout) -> Iterator[tuple[str, bytes]]:
+    """The names and contents of the layout's files that are there."""
+    if path.is_dir():
+        yield from ((name, (path / name).read_bytes()) for name in layout.files if (path / name).is_file())
+        return
+    with tarfile.open(path) as archive:
+        for member in archive:
+            place = PurePosixPath(member.name)
+            if str(place.parent) == layout.folder and place.name in layout.files and member.isreg():
                 file = archive.extractfile(member)
-                if file is not None:
-                    yield name, file.read()
-            while stream.read(1 << 20):  # gzip compares its checksum only when the very end is reached
-                pass
-    except (tarfile.TarError, zlib.error, EOFError, OSError, ValueError) as error:
-        raise UserError(f"{path} is not a complete tar.gz archive ({error}); download it again") from error
+                assert file is not None  # a regular file
+                yield place.name, file.read()
 
 
-def _parse_binary(where: str, content: bytes, layout: Layout) -> Part:
-    record = layout.label_bytes + PIXELS
-    if not content or len(content) % record:
-        raise UserError(f"{where} has {len(content)} bytes, not a multiple of {record}; it is damaged or incomplete")
-    rows = np.frombuffer(content, np.uint8).reshape(-1, record)
-    labels = rows[:, layout.label_bytes - 1].astype(np.int64)
-    return _images(rows[:, layout.label_bytes :]), _in_range(where, labels, layout.classes)
-
-
-def _parse_pickle(where: str, content: bytes, layout: Layout) -> Part:
-    batch = pickles.load(content, where)
-    for key in ("data", layout.labels_key):
-        if key not in batch:
-            there = ", ".join(sorted(batch)) or "nothing"
-            raise UserError(f"{where} lacks the entry {key!r} (it holds {there[:200]}); download it again")
-    data, labels = batch["data"], batch[layout.labels_key]
-    if not (isinstance(data, np.ndarray) and data.dtype == np.uint8 and data.ndim == 2 and data.shape[1] == PIXELS):
-        raise UserError(f"{where}: 'data' is not an array of bytes with {PIXELS} columns; download it again")
-    if len(data) == 0:
-        raise UserError(f"{where} holds no image; download it again")
-    numbers = _whole_numbers(where, labels)
-    if len(numbers) != len(data):
-        raise UserError(f"{where} holds {len(data)} images but {len(numbers)} labels; download it again")
-    return _images(data), _in_range(where, numbers, layout.classes)
-
-
-def _whole_numbers(where: str, labels: Any) -> NDArray[np.int64]:
-    if not (isinstance(labels, list) and all(type(n) is int and abs(n) < 1 << 31 for n in labels)):
-        raise UserError(f"{where}: the labels are not a list of whole numbers; download it again")
-    return np.array(labels, dtype=np.int64)
-
-
-def _images(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return np.ascontiguousarray(rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
-
-
-def _in_range(where: str, labels: NDArray[np.int64], classes: int) -> NDArray[np.int64]:
-    outside = labels[(labels < 0) | (labels >= classes)]
-    if len(outside):
-        raise UserError(f"{where} holds the label {outside[0]}, outside 0 to {classes - 1}; download it again")
-    return labels
+def _parsed(content: bytes, layout: Layout) -> Part:
+    if layout.binary:  # each image behind its label; of CIFAR-100 behind the coarse label and the fine one
+        records = np.frombuffer(content, np.uint8).reshape(-1, PIXELS + (1 if layout.classes == 10 else 2))
+        rows, labels = records[:, -PIXELS:], records[:, -PIXELS - 1]
+    else:
+        batch = pickle.loads(content, encoding="latin1")  # written by Python 2, whose strings are bytes
+        rows, labels = batch["data"], batch["labels" if layout.classes == 10 else "fine_labels"]
+    images = np.ascontiguousarray(rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+    return images, np.asarray(labels, np.int64)

@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from fednh.data import folder_layout, site_choice
+from fednh.data import folder_layout
 from fednh.data.dataset import Dataset
 from fednh.data.folder_layout import FORMS, Listed
 from fednh.data.image_groups import of_images
 from fednh.data.images import SUFFIXES, Decoded
 from fednh.data.labels import in_order, numbered
+from fednh.data.site_choice import chosen, chosen_words
 from fednh.data.sources.pictures import Pictures
 from fednh.data.sources.settings import Layout
 from fednh.data.walk import refuse, walk
@@ -84,7 +85,7 @@ def listing(root: Path, options: Folder) -> tuple[list[Listed], list[str]]:
 def _of_chosen_sites(root: Path, listed: list[Listed], options: Folder) -> list[Listed]:
     """The images of the sites that data.sites and data.without leave."""
     known = in_order({image.site for image in listed if image.site is not None})
-    kept = site_choice.chosen(known, options, str(root))
+    kept = chosen(known, options, str(root))
     return [image for image in listed if image.site is None or image.site in kept]
 
 
@@ -113,7 +114,7 @@ def _images(root: Path, listed: Sequence[Listed], options: Folder) -> Decoded:
     facts = [[i.name, s.st_size, s.st_mtime_ns] for i, s in zip(listed, stats, strict=True)]
     how = "" if options.fit == "stretch" else options.fit
     size = "auto" if options.size is None else f"{options.size[0]}x{options.size[1]}"
-    place, whose = cache.folder("images"), f"{_digest(str(root.resolve()) + site_choice.words(options))}-{size}{how}"
+    place, whose = cache.folder("images"), f"{_digest(str(root.resolve()) + chosen_words(options))}-{size}{how}"
     file = place / f"{whose}-{_digest(json.dumps([3, options.on_bad, facts]))}.npz"
     with suppress(OSError, ValueError, KeyError, EOFError), np.load(file, allow_pickle=False) as kept:
         if len(kept["x"]) == len(kept["kept"]):
