@@ -16,14 +16,19 @@ mutations = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(mutations)
 
 
+@pytest.fixture(scope="module")
+def sources() -> Any:
+    return mutations.Sources(ROOT)
+
+
 @pytest.mark.parametrize("patch", mutations.patches(), ids=lambda patch: patch["name"])
-def test_it_applies(patch: dict[str, Any]) -> None:
-    changed = mutations.mutated(patch, ROOT)
-    assert changed
-    for path, text in changed.items():
-        assert path.read_text(encoding="utf-8") != text
+def test_it_applies(patch: dict[str, Any], sources: Any) -> None:
+    contents = mutations.mutated(patch, sources)
+    assert contents
+    for path, content in contents.items():
+        assert sources.content(path) != content
         if path.suffix == ".py":
-            compile(text, path, "exec")  # a mutation that is no Python would be seen by any test
+            compile(content, path, "exec")  # a mutation that is no Python would be seen by any test
     assert patch["tests"]
 
 
@@ -41,6 +46,16 @@ def test_names_are_distinct() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_a_patch_that_no_longer_applies_is_a_failure() -> None:
-    gone = {"name": "gone", "tests": [], "edits": [{"file": "README.md", "old": "no such words here", "new": ""}]}
-    assert mutations.problem(gone, ROOT) == "README.md holds 'no such words here' 0 times; correct the patch"
+def test_python_is_never_changed_as_text() -> None:
+    edits = [edit for patch in mutations.patches() for edit in patch["edits"]]
+    assert not [edit for edit in edits if edit.get("file", "").endswith(".py")]
+
+
+def test_a_patch_that_no_longer_applies_is_a_failure(sources: Any) -> None:
+    gone = patch_of({"file": "README.md", "old": "no such words here", "new": ""})
+    problem = mutations.problem(gone, sources, ROOT)
+    assert problem == "tried: README.md holds 'no such words here' 0 times; correct the patch"
+
+
+def patch_of(*edits: dict[str, Any]) -> dict[str, Any]:
+    return {"name": "tried", "tests": ["none.py"], "edits": edits}
