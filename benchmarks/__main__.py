@@ -16,7 +16,7 @@ from rich.table import Table
 from benchmarks import scale, speed
 from benchmarks.row import Row
 from fednh.config import load
-from fednh.storage.run_folder import environment
+from fednh.runs.run_folder import environment
 
 RESULTS = Path(__file__).with_name("results.json")
 

@@ -1,4 +1,4 @@
-"""Rounds per hour on more machines than we have: a simulation of the schedule of `executors/cluster.py`, on paper.
+"""Rounds per hour on more machines than we have: a simulation of the schedule of `backends/ray.py`, on paper.
 
 `python -m benchmarks.cost_model` prints the table of docs/clusters.md from the costs in cluster.json, which
 `python -m benchmarks.cluster` has measured; `--measure ADDRESS` measures them. The network is an assumption.
@@ -71,14 +71,14 @@ def measured(address: str) -> dict[str, float]:
     import numpy as np
     import torch
 
+    from fednh.backends.ray import connected
+    from fednh.backends.ray_worker import PackedResults
+    from fednh.backends.tasks import SimulatedData, TrainTask
     from fednh.config import load
-    from fednh.core.federation import build_federation
-    from fednh.core.seeding import torch_rng
-    from fednh.core.tree import mean, size
     from fednh.data.dataset import Dataset
-    from fednh.executors.connection import connected
-    from fednh.executors.packing import PackedResults
-    from fednh.executors.work import Material, Training
+    from fednh.federated.setup import build_federation
+    from fednh.seeding import torch_rng
+    from fednh.tree import mean, size
 
     torch.set_num_threads(1)
     rng, each, number = np.random.default_rng(0), 5, 6
@@ -90,8 +90,8 @@ def measured(address: str) -> dict[str, float]:
         load(None, {**settings, "partition.name": "iid", "partition.clients": number, "partition.min_samples": 1}), data
     )
     server = fed.method.init(fed.net, torch_rng(0, "init"))
-    stage = Training(fed.method.broadcast(server), load(None, {}).train.sgd(1), 0, 1)
-    material, kept = Material.of(fed), fed.method.enroll(server)
+    stage = TrainTask(fed.method.broadcast(server), load(None, {}).train.sgd(1), 0, 1)
+    material, kept = SimulatedData.of(fed), fed.method.enroll(server)
     stage(material, [0], [kept])
     began = time.perf_counter()
     updates = [stage(material, [client], [kept])[0] for client in range(1, number)]

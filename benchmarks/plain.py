@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from fednh.core.fit import Sgd
+from fednh.methods.fit import Sgd
 
 PADDING = 4
 

@@ -7,10 +7,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.speed import federation, images
-from fednh.core import client, memory
-from fednh.core.fit import Sgd
-from fednh.core.seeding import torch_rng
+from fednh import machine
 from fednh.data.batches import ClientData
+from fednh.federated import client
+from fednh.methods.fit import Sgd
+from fednh.seeding import torch_rng
 
 GROUPS = {
     "convolutions, backward": ("convolution_backward",),
@@ -24,7 +25,7 @@ GROUPS = {
 
 
 def main() -> None:
-    memory.keep_freed()
+    machine.keep_freed()
     torch.set_num_threads(1)
     _, fed = federation(images(512, 32), np.arange(512).reshape(1, -1), **{"method.name": "fednh"})
     server = fed.method.init(fed.net, torch_rng(0, "init"))

@@ -32,7 +32,7 @@ class Job:
 
     clients: int
     samples: int  # of the whole data set
-    rounds: int
+    make_run: int
     picked: int = 100
     model: str = "conv2"  # on 32x32 colour images; or "mlp", on 64 features
     final: int = 20  # eval.final
@@ -60,10 +60,10 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     """The job, in this process."""
     from rich.console import Console
 
+    from fednh.callbacks.screen import Silent
     from fednh.config import load
-    from fednh.core.federation import build_federation
-    from fednh.screen import Silent
-    from fednh.storage.run_folder import RunFolder
+    from fednh.federated.setup import build_federation
+    from fednh.runs.run_folder import RunFolder
 
     config = load(
         None,
@@ -91,11 +91,11 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     federation = build_federation(config, synthetic(job))
     built = time.perf_counter() - started
     if job.address is None:
-        from fednh.executors.pool import rounds
+        pass
     else:
-        from fednh.executors import cluster
+        from fednh.backends import ray
 
-        rounds = partial(cluster.rounds, address=job.address)
+        rounds = partial(ray.make_run, address=job.address)
     with RunFolder(folder) as place:
         simulation = rounds(config, federation, place, Silent(Console(stderr=True)))
         place.begin(config, federation.dataset.classes, federation.class_counts())

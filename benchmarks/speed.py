@@ -26,21 +26,21 @@ from torch import nn
 from benchmarks import plain
 from benchmarks.limit import BATCH, CLASSES, Conv2Primitives
 from benchmarks.row import Row
+from fednh import machine
+from fednh.backends import threads as pool
+from fednh.backends.tasks import SimulatedData, TrainTask
+from fednh.backends.vmap import blocks
 from fednh.config import Config, load
-from fednh.core import memory
-from fednh.core.evaluate import correct_per_class
-from fednh.core.federation import Federation, build_federation
-from fednh.core.fit import LocalFit, Sgd
-from fednh.core.losses import cross_entropy
-from fednh.core.seeding import torch_rng
-from fednh.core.tree import mean
 from fednh.data.batches import ClientData
 from fednh.data.dataset import Dataset
-from fednh.executors import pool
-from fednh.executors.engine import blocks
-from fednh.executors.work import Material, Training
+from fednh.federated.evaluate import correct_per_class
+from fednh.federated.setup import Federation, build_federation
 from fednh.methods.base import MODEL
-from fednh.storage.run_folder import RunFolder
+from fednh.methods.fit import LocalFit, Sgd
+from fednh.methods.losses import cross_entropy
+from fednh.runs.run_folder import RunFolder
+from fednh.seeding import torch_rng
+from fednh.tree import mean
 
 OWN_CLASSES = 0.72  # of CIFAR-10's classes a client has that many on average: Dir(0.3), 100 clients, seed 0
 CORES = len(os.sched_getaffinity(0))
@@ -52,7 +52,7 @@ def rows() -> Iterator[Row]:
     conv2_data, resnet18_data, small_data = conv2_clients(), resnet18_clients(), small_clients()
     with all_threads():
         usual = plain_conv2(*conv2_data), plain_resnet18(*resnet18_data), plain_small(*small_data)
-    memory.keep_freed()
+    machine.keep_freed()
     yield from conv2(*conv2_data, usual[0])
     yield from resnet18(*resnet18_data, usual[1])
     yield from small(*small_data, usual[2])
@@ -204,11 +204,11 @@ def small(data: Dataset, parts: Parts, usual: float) -> Iterator[Row]:
     _, fed = federation(data, parts, **{"method.name": "fedavg", "model.name": "mlp", "model.args": {}})
     server = fed.method.init(fed.net, torch_rng(0, "init"))
     down, kept = fed.method.broadcast(server), fed.method.enroll(server)
-    material, everyone = Material.of(fed), range(len(parts))
+    material, everyone = SimulatedData.of(fed), range(len(parts))
     with workers() as threads:
 
         def by(together: bool) -> Callable[[], object]:
-            stage = Training(down, Sgd(), 0, 1, together=together)
+            stage = TrainTask(down, Sgd(), 0, 1, together=together)
             units = list(blocks(fed, everyone)) if together else [[client] for client in everyone]
 
             def work(unit: Sequence[int]) -> list[Any]:
@@ -267,7 +267,7 @@ class Nobody:
 def one_round(config: Config, fed: Federation) -> float:
     """Seconds of one round through the simulator: training and aggregation."""
     with tempfile.TemporaryDirectory() as place, RunFolder(Path(place) / "run") as folder:
-        simulation = pool.rounds(config, fed, folder, Nobody())
+        simulation = pool.make_run(config, fed, folder, Nobody())
         simulation.run()
         record: dict[str, float] = simulation.progress.records[0]
         return record["seconds"]

@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from fednh.core.machine import check_bf16
 from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
 from fednh.errors import UserError
+from fednh.machine import check_bf16
 from fednh.methods import METHODS
 from fednh.models import Net, build_net
 
@@ -109,7 +109,7 @@ def identical(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 
 
 def cifar10_file() -> Path:
-    from fednh.storage.cache import data_folder
+    from fednh.io.cache import data_folder
 
     return data_folder() / "cifar10.npz"
 

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from fednh.backends import threads
+from fednh.callbacks.screen import Silent
 from fednh.config import Config, dump, load
-from fednh.core.federation import build_federation
-from fednh.executors import pool
+from fednh.federated.setup import build_federation
 from fednh.report.load import Run, load_run
-from fednh.screen import Silent
-from fednh.storage.model_file import write_model
-from fednh.storage.outcomes import Outcomes, write_outcomes
-from fednh.storage.run_folder import RunFolder, environment
+from fednh.runs.model_file import Outcomes, write_model, write_outcomes
+from fednh.runs.run_folder import RunFolder, environment
 
 DOMAINS = ("art", "cartoon", "photo", "sketch")
 
@@ -104,7 +103,7 @@ def real_run(path: Path, overrides: dict[str, Any]) -> Run:
     config = load("digits", {**quick, "participation.rate": 1.0, **overrides})
     federation = build_federation(config)
     with RunFolder(path) as folder:
-        pool.rounds(config, federation, folder, _Quiet()).run()
+        threads.make_run(config, federation, folder, _Quiet()).run()
     return load_run(path)
 
 

@@ -19,10 +19,10 @@ import torch
 
 import fednh
 from conftest import identical
-from fednh.data.sources import load, taken
+from fednh.data.sources.registry import load, taken
 from fednh.errors import Notice, UserError
-from fednh.storage.model_file import read_model
-from fednh.storage.run_folder import RunFolder
+from fednh.runs.model_file import read_model
+from fednh.runs.run_folder import RunFolder
 from forked import fednh as command
 
 QUICK: dict[str, Any] = {"method": "fedavg", "rounds": 4, "epochs": 1, "clients": 2, "partition": "iid"}

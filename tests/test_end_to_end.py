@@ -15,10 +15,10 @@ from PIL import Image
 
 import fednh
 from fednh.data.sources.builtin import digits
+from fednh.inference.eval_data import Training
 from fednh.report.load import load_runs
-from fednh.report.site_words import verdict
+from fednh.report.site_text import verdict
 from fednh.report.sites import SiteTable, site_tables
-from fednh.trained.measured import Training
 from forked import fednh as command
 
 DOMAINS = ("art", "cartoon", "photo", "sketch")

@@ -13,7 +13,7 @@ from PIL import Image
 
 from fednh.data.sources.builtin import digits
 from fednh.report.load import load_run
-from fednh.storage.model_file import read_model
+from fednh.runs.model_file import read_model
 from forked import fednh
 
 

@@ -107,8 +107,7 @@ def test_a_peer_without_its_interpreter_is_told_in_words_and_the_others_are_meas
 
 def test_networks_have_the_layers_of_ours() -> None:
     """Shape by shape, so that all sides compute the same."""
-    from fednh.models.conv import Conv2
-    from fednh.models.mlp import MLP
+    from fednh.models.architectures import MLP, Conv2
 
     ours = {"conv2": Conv2((3, 32, 32), 10), "small": MLP((64,), 10)}
     for name, work in WORKS.items():

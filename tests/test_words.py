@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import fednh
-from fednh.words import duration, size
+from fednh.text import duration, size
 
 SOURCE = Path(fednh.__file__).parent
 
@@ -30,7 +30,7 @@ def called(path: Path) -> set[str]:
 
 def test_nobody_else_formats_times_or_sizes_or_writes_files_for_good() -> None:
     """The audit log, which only grows, syncs its own lines."""
-    owners = {"divmod": ["words.py"], "fsync": ["storage/files.py", "storage/journal.py", "flower/audit.py"]}
+    owners = {"divmod": ["words.py"], "fsync": ["io/files.py", "runs/checkpoint.py", "flower/audit.py"]}
     owners |= {"mkstemp": [], "NamedTemporaryFile": [], "os.replace": []}
     for path in sorted(SOURCE.rglob("*.py")):
         name = path.relative_to(SOURCE).as_posix()

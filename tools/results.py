@@ -21,12 +21,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from fednh.report import render, tables
+from fednh.io.cache import data_folder
+from fednh.report import sheet as render
+from fednh.report import tables
 from fednh.report.figures import FIGURES, Choice
 from fednh.report.figures.write import write_figure
 from fednh.report.load import Run, load_run
-from fednh.storage.cache import data_folder
-from fednh.storage.layout import RunLayout
+from fednh.runs.layout import RunLayout
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE, IMAGES = ROOT / "results", ROOT / "docs/results.md", ROOT / "docs/images"

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.peers.sides import OURS, PEERS, ROOT, Failed, Side, install, measure
 from benchmarks.peers.work import CORES, Answer, Job
-from fednh.storage.run_folder import cpu
+from fednh.runs.run_folder import cpu
 
 RESULTS = Path(__file__).parents[1] / "peers.json"
 PAGE, SECTION = ROOT / "docs" / "performance.md", "## Beside other libraries\n"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from benchmarks import plain
 from benchmarks.peers import work
-from fednh.core.fit import Sgd
+from fednh.methods.fit import Sgd
 
 
 def main() -> None:

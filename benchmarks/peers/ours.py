@@ -11,12 +11,12 @@ import numpy as np
 from benchmarks.peers import work
 from benchmarks.speed import Nobody
 from fednh import __version__
+from fednh.backends import threads
 from fednh.config import load
-from fednh.core.federation import build_federation
-from fednh.core.seeding import torch_rng
 from fednh.data.dataset import Dataset
-from fednh.executors import pool
-from fednh.storage.run_folder import RunFolder
+from fednh.federated.setup import build_federation
+from fednh.runs.run_folder import RunFolder
+from fednh.seeding import torch_rng
 
 
 def dataset(what: work.Work) -> Dataset:
@@ -44,7 +44,7 @@ def run(job: work.Job, data: Dataset) -> tuple[int, float, float, float]:
     parts = list(np.arange(len(data.y_train)).reshape(what.clients, -1))
     fed = replace(build_federation(config, data), parts=parts, held_out=[np.empty(0, np.int64)] * what.clients)
     with tempfile.TemporaryDirectory() as place, RunFolder(Path(place) / "run") as folder:
-        simulation = pool.rounds(config, fed, folder, Nobody())
+        simulation = threads.make_run(config, fed, folder, Nobody())
         simulation.run()
     seconds = sum(record["seconds"] for record in simulation.progress.records)
     first, last = fed.method.init(fed.net, torch_rng(config.seed, "init")), simulation.server

@@ -11,20 +11,20 @@ from typing import Any
 
 from rich.console import Console
 
+from fednh.backends import threads
+from fednh.callbacks.screen import watcher
 from fednh.config import Config, load, validate
-from fednh.config.short_options import SHORT_OPTIONS
-from fednh.core.federation import build_federation, fingerprint_of
+from fednh.config.options import SHORT_OPTIONS
 from fednh.data.dataset import Dataset
-from fednh.data.sources import is_given, taken
+from fednh.data.sources.registry import is_given, taken
 from fednh.errors import Notice, UserError
-from fednh.executors import pool
+from fednh.federated.setup import build_federation, fingerprint_of
+from fednh.inference.model import Model, load_model
+from fednh.io.files import path_of
 from fednh.report.load import load_run as _load_run
-from fednh.screen import watcher
-from fednh.storage import fingerprint
-from fednh.storage.files import path_of
-from fednh.storage.run_folder import RunFolder, read_config
-from fednh.storage.run_names import new_folder
-from fednh.trained.model import Model, load_model
+from fednh.runs import fingerprint
+from fednh.runs.names import new_folder
+from fednh.runs.run_folder import RunFolder, read_config
 
 RUN = "the folder of a run"
 
@@ -102,7 +102,7 @@ def _run(
                 warnings.warn(note, Notice, stacklevel=3)
             name = f"{settings.method['name']} on {federation.dataset.name}"
             with watcher(Console(stderr=True), settings.rounds, name, quiet=not progress) as screen:
-                pool.rounds(settings, federation, folder, screen).run()
+                threads.make_run(settings, federation, folder, screen).run()
     return load_run(folder.path)
 
 

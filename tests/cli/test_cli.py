@@ -20,8 +20,8 @@ from safetensors import safe_open
 
 from conftest import DISTINCT, cifar10_file
 from fednh.data.partitions import PARTITIONS
+from fednh.io.files import read_tree
 from fednh.methods import METHODS
-from fednh.storage.files import read_tree
 from forked import Ended, fednh
 
 QUICK = ["--rounds", "8", "--epochs", "2"]

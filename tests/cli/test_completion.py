@@ -12,11 +12,11 @@ import pytest
 import typer
 from click.testing import CliRunner
 
+from fednh.callbacks.trackers import TRACKERS
 from fednh.cli import app
 from fednh.config import PRESETS
 from fednh.data.partitions import PARTITIONS
-from fednh.data.sources import BUILTIN, PUBLISHED
-from fednh.experiments.trackers import TRACKERS
+from fednh.data.sources.registry import BUILTIN, PUBLISHED
 from fednh.methods import METHODS
 from fednh.models import MODELS
 from fednh.report.figures import FIGURES

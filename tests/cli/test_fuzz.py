@@ -15,8 +15,8 @@ from test_config import keys, leaf
 
 from conftest import count
 from fednh.config import dump, load, parse_value, validate
-from fednh.data import sources
-from fednh.data.npz import dataset
+from fednh.data.sources import registry
+from fednh.data.sources.npz import dataset
 from fednh.errors import UserError
 
 pytestmark = pytest.mark.soak
@@ -84,5 +84,5 @@ def test_damaged_cifar(tmp_path: Path, content: bytes, folder: str, compressed: 
         tar.addfile(info, io.BytesIO(content))
     (tmp_path / f"cifar-10-{kind}.tar.gz").write_bytes(buffer.getvalue() if compressed else content)
     with pytest.raises(UserError):
-        sources.load("cifar10", tmp_path)
+        registry.load("cifar10", tmp_path)
     (tmp_path / f"cifar-10-{kind}.tar.gz").unlink()

@@ -48,9 +48,7 @@ def test_titles_use_the_width_of_the_terminal(width: int) -> None:
 
     from rich.console import Console
 
-    from fednh.report.cells import word
-    from fednh.report.render import to_rich
-    from fednh.report.sheet import Sheet
+    from fednh.report.sheet import Sheet, to_rich, word
 
     console = Console(file=StringIO(), width=width)
     console.print(to_rich(Sheet("s", "a title of " + "many words " * 9, ["x"], [[word(1)]], "note " * 20), width))

@@ -11,7 +11,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from fednh.cli.notebooks import NAMES
+from fednh.cli.about import NAMES
 from forked import fednh
 
 FOLDER = Path(__file__).parents[2] / "src/fednh/cli/notebooks"

@@ -10,7 +10,7 @@ from fednh import api
 from fednh.cli.options import Given, Short, short, with_short_options
 from fednh.cli.sweep import sweep
 from fednh.config import flat, load
-from fednh.config.short_options import SHORT_OPTIONS
+from fednh.config.options import SHORT_OPTIONS
 from fednh.errors import UserError
 
 # option of the command line, its text, the setting, its value

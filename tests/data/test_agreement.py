@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from fednh.config import load
-from fednh.core.federation import build_federation, load_data
 from fednh.data.agreement import not_agreed
 from fednh.data.dataset import Dataset
 from fednh.errors import Notice
+from fednh.federated.setup import build_federation, load_data
 from forked import fednh
 
 Row = Callable[[int], object]  # what a row has, by its number

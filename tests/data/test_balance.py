@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import fednh
 from fednh.config import load
-from fednh.core.federation import build_federation
-from fednh.data.balance import balanced_sample
+from fednh.data.splits import balanced_sample
 from fednh.errors import UserError
+from fednh.federated.setup import build_federation
+from fednh.report.csv import records
 from fednh.report.load import load_runs
-from fednh.report.records import records
 from fednh.report.tables import accuracy_sheet, comparison_sheet, fairness_sheet
 from forked import fednh as command
 

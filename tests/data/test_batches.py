@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from conftest import CLIENTS, tiny_dataset
-from fednh.data.augment import PADDING, crop_flip
-from fednh.data.batches import ClientData, Samples, samples_of
+from fednh.data.batches import PADDING, ClientData, Samples, crop_flip, samples_of
 from fednh.data.dataset import Dataset
 from fednh.errors import UserError
 

@@ -15,10 +15,10 @@ import pytest
 
 import fednh
 from fednh.config import dump, load
-from fednh.data.sources import load as load_source
-from fednh.data.table_files import read
+from fednh.data.sources.csv import read
+from fednh.data.sources.registry import load as load_source
 from fednh.errors import Notice, UserError
-from fednh.trained.own import load_for
+from fednh.inference.eval_data import load_for
 from forked import fednh as command
 
 flower = pytest.importorskip("fednh.flower.site")

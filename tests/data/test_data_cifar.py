@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fednh.data import sources
 from fednh.data.published import cifar
 from fednh.data.published.cifar import LAYOUTS, Layout
+from fednh.data.sources import registry
 from fednh.errors import UserError
 
 BY_NAME = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.folder)
@@ -129,7 +129,7 @@ def test_a_pickle_that_was_not_published_is_never_loaded(tmp_path: Path, write: 
     layout = LAYOUTS[1]
     path = write(tmp_path, layout, dict.fromkeys(layout.files, pickle.dumps(Call(tmp_path / "called"))))
     with pytest.raises(UserError, match="data_batch_1 is damaged or another file"):
-        sources.load("cifar10", tmp_path)
+        registry.load("cifar10", tmp_path)
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -171,14 +171,14 @@ def test_damaged_archives(tmp_path: Path) -> None:
     for data in (b"", b"no archive", whole[:20], whole[: len(whole) // 2], whole[:5000] + bytes(99) + whole[5099:]):
         path.write_bytes(data)
         with pytest.raises(UserError, match=f"{layout.archive}.*damaged.*`fednh data get cifar10`"):
-            sources.load("cifar10", tmp_path)
+            registry.load("cifar10", tmp_path)
 
 
 def test_an_archive_whose_own_checksum_differs_is_called_damaged(tmp_path: Path) -> None:
     path = tmp_path / "cifar-10-python.tar.gz"
     path.write_bytes(b"no archive")
     with pytest.raises(UserError) as caught:
-        sources.load("cifar10", tmp_path)
+        registry.load("cifar10", tmp_path)
     assert str(caught.value) == (
         f"{path} is damaged (its SHA-256 is not the published one); move it away and run `fednh data get cifar10`"
     )

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fednh.data import sources
 from fednh.data.published import download
 from fednh.data.published.base import RemoteFile
+from fednh.data.sources import registry
 from fednh.errors import UserError
 
 CONTENT = np.random.default_rng(0).bytes(700_000)
@@ -198,9 +198,9 @@ def test_a_folder_that_cannot_be_written(server: Server, tmp_path: Path) -> None
 
 
 def test_names_without_a_download(tmp_path: Path) -> None:
-    for name in sources.BUILTIN:
+    for name in registry.BUILTIN:
         assert "built in" in download.get(name, tmp_path)
-    for kind in sources.SOURCES.values():
+    for kind in registry.SOURCES.values():
         with pytest.raises(UserError, match="is data of your own"):
             download.get(f"{kind.prefix}:{kind.example}", tmp_path)
     with pytest.raises(UserError, match="did you mean 'cifar100'"):
@@ -208,7 +208,7 @@ def test_names_without_a_download(tmp_path: Path) -> None:
 
 
 def test_every_published_set_can_be_downloaded_over_https() -> None:
-    for published in sources.PUBLISHED.values():
+    for published in registry.PUBLISHED.values():
         assert published.files
         for file in published.files:
             assert len(bytes.fromhex(file.sha256)) == 32
@@ -217,8 +217,8 @@ def test_every_published_set_can_be_downloaded_over_https() -> None:
 
 
 def test_downloaded_files_lie_where_they_are_looked_for(tmp_path: Path) -> None:
-    for name, published in sources.PUBLISHED.items():
+    for name, published in registry.PUBLISHED.items():
         for file in published.files:
             (tmp_path / file.name).parent.mkdir(exist_ok=True)
             (tmp_path / file.name).write_bytes(b"")
-        assert next(line for line in sources.available(tmp_path) if line.name == name).present
+        assert next(line for line in registry.available(tmp_path) if line.name == name).present

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fednh.data import sources
 from fednh.data.published import idx
+from fednh.data.sources import registry
 from fednh.errors import UserError
 
 IN_TMP_PATH = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -63,7 +63,7 @@ def test_an_empty_folder_is_not_a_set(tmp_path: Path) -> None:
 def refusal(folder: Path) -> str:
     """What `mnist` in this data folder is refused with."""
     with pytest.raises(UserError) as caught:
-        sources.load("mnist", folder)
+        registry.load("mnist", folder)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

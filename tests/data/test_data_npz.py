@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fednh.data import npz
 from fednh.data.scaling import measure
+from fednh.data.sources import npz
 from fednh.errors import UserError
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fednh.data import sources
-from fednh.data.published import cifar, fashion_mnist
+from fednh.data.published import cifar, idx
+from fednh.data.sources import registry
 from fednh.errors import UserError
 
 IMAGES = {"cifar10": (32, 32, 3), "cifar100": (32, 32, 3), "fashion_mnist": (28, 28), "mnist": (28, 28)}
@@ -23,7 +23,7 @@ CLASSES = {"cifar10": 10, "cifar100": 100, "fashion_mnist": 10, "mnist": 10}
 
 @pytest.fixture(autouse=True)
 def _no_debian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fashion_mnist, "DEBIAN_ROOT", tmp_path / "debian")
+    monkeypatch.setattr(idx, "DEBIAN_ROOT", tmp_path / "debian")
 
 
 @pytest.fixture
@@ -50,8 +50,8 @@ def write_idx(path: Path, shade: int) -> None:
 @pytest.mark.parametrize("name", IMAGES)
 def test_a_named_npz(folder: Path, name: str) -> None:
     write_npz(folder / f"{name}.npz", IMAGES[name], CLASSES[name], y_train_coarse=np.zeros(3))
-    found = sources.load(name, folder)
-    known = sources.PUBLISHED[name]
+    found = registry.load(name, folder)
+    known = registry.PUBLISHED[name]
     assert found.name == name
     assert found.num_classes == CLASSES[name]
     assert len(set(found.classes)) == CLASSES[name]
@@ -67,23 +67,23 @@ def test_class_names_in_label_order(folder: Path) -> None:
         "mnist": {0: "0", 9: "9"},
     }.items():
         write_npz(folder / f"{name}.npz", IMAGES[name], CLASSES[name])
-        classes = sources.load(name, folder).classes
+        classes = registry.load(name, folder).classes
         assert {label: classes[label] for label in some} == some
 
 
 def test_an_npz_of_another_shape_or_with_foreign_labels_is_refused(folder: Path) -> None:
     write_npz(folder / "cifar10.npz", (28, 28), 10)
     with pytest.raises(UserError, match=r"shape \(28, 28, 1\), but cifar10 has \(32, 32, 3\)"):
-        sources.load("cifar10", folder)
+        registry.load("cifar10", folder)
     write_npz(folder / "cifar10.npz", (32, 32, 3), 11)
     with pytest.raises(UserError, match="label 10 lies outside the 10 classes"):
-        sources.load("cifar10", folder)
+        registry.load("cifar10", folder)
 
 
 def test_tinyimagenet_npz_must_name_its_classes(folder: Path) -> None:
     write_npz(folder / "tinyimagenet.npz", (64, 64, 3), 5)
     with pytest.raises(UserError, match="lacks the array 'classes'"):
-        sources.load("tinyimagenet", folder)
+        registry.load("tinyimagenet", folder)
 
 
 PLACES = {
@@ -95,8 +95,8 @@ PLACES = {
 @pytest.mark.parametrize(("name", "place"), [(name, place) for name, all_ in PLACES.items() for place in all_])
 def test_idx_files_are_found_in_each_place(folder: Path, name: str, place: str) -> None:
     write_idx(folder / place, shade=3)
-    assert sources.load(name, folder).x_train[0, 0, 0, 0] == 3
-    line = next(line for line in sources.available(folder) if line.name == name)
+    assert registry.load(name, folder).x_train[0, 0, 0, 0] == 3
+    line = next(line for line in registry.available(folder) if line.name == name)
     assert line.present
     assert Path(line.where).resolve() == (folder / place).resolve()
 
@@ -104,18 +104,18 @@ def test_idx_files_are_found_in_each_place(folder: Path, name: str, place: str) 
 def test_fashion_mnist_is_never_taken_from_mnists_place(folder: Path) -> None:
     write_idx(folder, shade=3)
     with pytest.raises(UserError, match="fashion_mnist is not in the data folder"):
-        sources.load("fashion_mnist", folder)
+        registry.load("fashion_mnist", folder)
 
 
 def test_debians_files_do_without_a_data_folder(tmp_path: Path) -> None:
     write_idx(tmp_path / "debian" / "fashion-mnist", shade=3)
-    assert sources.load("fashion_mnist", tmp_path / "nowhere").shape == (1, 28, 28)
+    assert registry.load("fashion_mnist", tmp_path / "nowhere").shape == (1, 28, 28)
 
 
 def test_the_npz_comes_first(folder: Path) -> None:
     write_idx(folder / "mnist", shade=3)
     write_npz(folder / "mnist.npz", (28, 28), 10, shade=7)
-    assert sources.load("mnist", folder).x_train[0, 0, 0, 0] == 7
+    assert registry.load("mnist", folder).x_train[0, 0, 0, 0] == 7
 
 
 def cifar_batches(shade: int) -> dict[str, bytes]:
@@ -135,54 +135,54 @@ def test_cifar_as_archive_and_as_folder(folder: Path, monkeypatch: pytest.Monkey
     for name, content in cifar_batches(shade=1).items():
         (unpacked / name).write_bytes(content)
     published(shade=1)
-    assert sources.load("cifar10", folder).x_train.max() == 1
+    assert registry.load("cifar10", folder).x_train.max() == 1
     with tarfile.open(folder / "cifar-10-python.tar.gz", "w:gz") as archive:
         for name, content in cifar_batches(shade=2).items():
             member = tarfile.TarInfo(f"cifar-10-batches-py/{name}")
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
     published(shade=2)
-    found = sources.load("cifar10", folder)
+    found = registry.load("cifar10", folder)
     assert found.x_train.max() == 2
     assert found.classes[9] == "truck"
 
 
 def test_own_npz_by_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_npz(folder / "own.npz", (9, 9), 4)
-    assert sources.load(f"npz:{folder / 'own.npz'}", Path("unused")).num_classes == 4
+    assert registry.load(f"npz:{folder / 'own.npz'}", Path("unused")).num_classes == 4
     monkeypatch.chdir(folder)
-    assert sources.load("npz:own.npz", Path("unused")).shape == (1, 9, 9)
+    assert registry.load("npz:own.npz", Path("unused")).shape == (1, 9, 9)
     with pytest.raises(UserError, match="lacks what comes behind it"):
-        sources.load("npz:", folder)
+        registry.load("npz:", folder)
 
 
-@pytest.mark.parametrize("name", sources.BUILTIN)
+@pytest.mark.parametrize("name", registry.BUILTIN)
 def test_built_in_sets_need_no_folder(name: str, tmp_path: Path) -> None:
-    assert sources.load(name, tmp_path / "nowhere").name == name
+    assert registry.load(name, tmp_path / "nowhere").name == name
 
 
 def test_unknown_names(folder: Path) -> None:
     with pytest.raises(UserError, match=r"no data set 'cifar-10'; did you mean 'cifar10'\?"):
-        sources.load("cifar-10", folder)
+        registry.load("cifar-10", folder)
     with pytest.raises(UserError, match=r"choose from .*cifar10.*digits.*npz:FILE"):
-        sources.load("zzzz", folder)
+        registry.load("zzzz", folder)
 
 
-@pytest.mark.parametrize("name", sources.PUBLISHED)
+@pytest.mark.parametrize("name", registry.PUBLISHED)
 def test_missing_data_says_where_what_and_how(folder: Path, name: str) -> None:
     with pytest.raises(UserError) as caught:
-        sources.load(name, folder)
+        registry.load(name, folder)
     text = str(caught.value)
     assert str(folder) in text
     assert f"`fednh data get {name}`" in text
     assert f"{name}.npz" in text
     assert "does not exist" not in text
     with pytest.raises(UserError, match="which does not exist yet"):
-        sources.load(name, folder / "nowhere")
+        registry.load(name, folder / "nowhere")
 
 
 def test_the_message_names_every_place_that_is_looked_at(folder: Path) -> None:
-    for published in sources.PUBLISHED.values():
+    for published in registry.PUBLISHED.values():
         inside = [place.path for place in published.all_places(folder) if folder in place.path.parents]
         assert len(inside) >= 3
         for path in inside:
@@ -191,12 +191,12 @@ def test_the_message_names_every_place_that_is_looked_at(folder: Path) -> None:
 
 def test_an_unknown_home(folder: Path) -> None:
     with pytest.raises(UserError, match="~no-such-person"):
-        sources.load("npz:~no-such-person/a.npz", folder)
+        registry.load("npz:~no-such-person/a.npz", folder)
 
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("")
-    for ask in (lambda path: sources.load("cifar10", path), sources.available):
+    for ask in (lambda path: registry.load("cifar10", path), registry.available):
         with pytest.raises(UserError, match="is a file"):
             ask(tmp_path / "data")
 
@@ -206,16 +206,16 @@ def test_an_unreadable_folder(folder: Path) -> None:
     folder.chmod(0)
     try:
         with pytest.raises(UserError, match="check its permissions"):
-            sources.load("cifar10", folder)
+            registry.load("cifar10", folder)
     finally:
         folder.chmod(0o700)
 
 
 def test_available_tells_present_from_absent(folder: Path) -> None:
     write_npz(folder / "cifar10.npz", (32, 32, 3), 10)
-    lines = {line.name: line for line in sources.available(folder)}
-    assert set(lines) == {*sources.BUILTIN, *sources.PUBLISHED}
-    assert {name for name, line in lines.items() if line.present} == {*sources.BUILTIN, "cifar10"}
+    lines = {line.name: line for line in registry.available(folder)}
+    assert set(lines) == {*registry.BUILTIN, *registry.PUBLISHED}
+    assert {name for name, line in lines.items() if line.present} == {*registry.BUILTIN, "cifar10"}
     assert lines["cifar10"].where == str(folder / "cifar10.npz")
     assert "cifar-100-python.tar.gz" in lines["cifar100"].where
 
@@ -225,7 +225,7 @@ def test_the_real_set(name: str) -> None:
     home = Path.home() / ".cache" / "fednh"
     if not (home / f"{name}.npz").exists():
         pytest.skip(f"{home} has no {name}.npz")
-    found = sources.load(name, home)
+    found = registry.load(name, home)
     assert found.shape == ((1, 28, 28) if name == "fashion_mnist" else (3, 32, 32))
     for labels, size in ((found.y_train, 60_000 if name == "fashion_mnist" else 50_000), (found.y_test, 10_000)):
         assert np.bincount(labels).tolist() == [size // CLASSES[name]] * CLASSES[name]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fednh.data import npz, sources
 from fednh.data.published import tinyimagenet
+from fednh.data.sources import npz, registry
 from fednh.errors import UserError
 
 WNIDS = ("n02", "n01", "n03")
@@ -83,10 +83,10 @@ def test_class_names_are_first_words_told_apart_by_id(tmp_path: Path, zipped: bo
 @BOTH
 def test_the_decoded_arrays_are_kept_and_used_the_next_time(tmp_path: Path, zipped: bool) -> None:
     source = write(tmp_path, contents(), zipped)
-    first = sources.load("tinyimagenet", tmp_path)
+    first = registry.load("tinyimagenet", tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {source.name, "tinyimagenet.npz"}
     source.rename(tmp_path / "gone")
-    again = sources.load("tinyimagenet", tmp_path)
+    again = registry.load("tinyimagenet", tmp_path)
     np.testing.assert_array_equal(first.x_train, again.x_train)
     np.testing.assert_array_equal(first.y_test, again.y_test)
     assert first.classes == again.classes == ("goldfish", "crane (n01)", "crane (n03)")
@@ -103,7 +103,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "savez", full)
-    assert len(sources.load("tinyimagenet", tmp_path).y_train) == 6
+    assert len(registry.load("tinyimagenet", tmp_path).y_train) == 6
     assert [path.name for path in tmp_path.iterdir()] == ["tiny-imagenet-200"]  # no half-written file stays behind
 
 
@@ -142,7 +142,7 @@ def test_damaged(tmp_path: Path, name: str, content: bytes | None, zipped: bool)
         files[name] = content
     path = write(tmp_path, files, zipped)
     with pytest.raises(UserError) as caught:
-        sources.load("tinyimagenet", tmp_path)
+        registry.load("tinyimagenet", tmp_path)
     text = str(caught.value)
     assert text.startswith(f"{path} is damaged (its SHA-256" if zipped else f"{path} cannot be read (")
     assert text.endswith("move it away and run `fednh data get tinyimagenet`")
@@ -154,7 +154,7 @@ def test_a_damaged_image_is_named(tmp_path: Path) -> None:
     files["train/n01/images/n01_1.JPEG"] = b"GIF"
     write(tmp_path, files, zipped=False)
     with pytest.raises(UserError, match=r"train/n01/images/n01_1\.JPEG: "):
-        sources.load("tinyimagenet", tmp_path)
+        registry.load("tinyimagenet", tmp_path)
 
 
 @BOTH
@@ -172,4 +172,4 @@ def test_damaged_zip(tmp_path: Path) -> None:
     for data in (b"", b"no zip", whole[: len(whole) // 2], flipped):
         path.write_bytes(data)
         with pytest.raises(UserError, match=r"tiny-imagenet-200\.zip is damaged"):
-            sources.load("tinyimagenet", tmp_path)
+            registry.load("tinyimagenet", tmp_path)

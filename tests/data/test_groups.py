@@ -15,18 +15,18 @@ from PIL import Image
 
 from fednh.config import PartitionConfig
 from fednh.config import load as load_config
-from fednh.core.federation import build_federation, divide
-from fednh.core.seeding import numpy_rng
 from fednh.data.dataset import Dataset
-from fednh.data.hold_out import hold_out
 from fednh.data.inspection import Division, inspect
 from fednh.data.partitions import PARTITIONS, Drawn
-from fednh.data.partitions.longtail import LongTail
-from fednh.data.partitions.site import BySite
-from fednh.data.sources import load, taken
-from fednh.data.test_set import test_rows as cut_rows
+from fednh.data.partitions.dirichlet import LongTail
+from fednh.data.partitions.simple import BySite
+from fednh.data.sources.registry import load, taken
+from fednh.data.splits import hold_out
+from fednh.data.splits import test_rows as cut_rows
 from fednh.errors import Notice, Refused, UserError
-from fednh.flower.policy import for_sites, read_policy, site_toml
+from fednh.federated.setup import build_federation, divide
+from fednh.flower.site_config import for_sites, read_policy, site_toml
+from fednh.seeding import numpy_rng
 from forked import fednh
 
 # --- properties ----------------------------------------------------------------------------------------------------

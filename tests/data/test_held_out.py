@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednh.config import Config, load
-from fednh.core.federation import build_federation, divide, load_data
-from fednh.core.seeding import numpy_rng
 from fednh.data.dataset import Dataset, one_site
-from fednh.data.hold_out import hold_out
 from fednh.data.inspection import Division, effective, gini, inspect
-from fednh.data.partitions.site import BySite
+from fednh.data.partitions.simple import BySite
 from fednh.data.scaling import Scaling, agreed, measure, statistics
+from fednh.data.splits import hold_out
 from fednh.errors import UserError
+from fednh.federated.setup import build_federation, divide, load_data
+from fednh.seeding import numpy_rng
 
 
 @given(

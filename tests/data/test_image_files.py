@@ -21,11 +21,11 @@ from PIL import Image
 import fednh
 from fednh.config import dump
 from fednh.config import load as load_config
-from fednh.data.images import decode
-from fednh.data.sources import load
+from fednh.data.sources.images import decode
+from fednh.data.sources.registry import load
 from fednh.errors import UserError
-from fednh.trained.export import real_samples
-from fednh.trained.own import load_for
+from fednh.inference.eval_data import load_for
+from fednh.inference.export import real_samples
 from forked import fednh as command
 
 
@@ -190,7 +190,7 @@ def test_unreadable_files_are_left_out_as_if_they_were_not_there(
         assert "gone.png links to" in told
         assert "2 of 8 images cannot be read and are left out: a/empty.png (cannot identify" in told
         assert "b/half.jpg (image file is truncated" in told
-        monkeypatch.setattr("fednh.data.sources.pictures.decode_all", lambda *_: pytest.fail("decoded again"))
+        monkeypatch.setattr("fednh.data.sources.images.decode_all", lambda *_: pytest.fail("decoded again"))
 
 
 def test_a_class_that_is_lost_and_a_folder_without_a_readable_image(tmp_path: Path) -> None:
@@ -318,8 +318,8 @@ def test_a_model_remembers_the_layout(tmp_path: Path) -> None:
 
 def test_a_site_says_how_its_own_files_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The federation decides how samples are made (data.fit); what may be left out, and what folders mean, does not."""
-    from fednh.flower.policy import site_toml
     from fednh.flower.site import Site, read_place
+    from fednh.flower.site_config import site_toml
 
     root = tmp_path / "photos"
     for k in range(4):

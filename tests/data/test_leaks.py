@@ -11,10 +11,8 @@ import pytest
 from PIL import Image
 
 from fednh.data.dataset import Dataset
-from fednh.data.identifiers import of_numbers, of_words
-from fednh.data.inspection import inspect
-from fednh.data.near_copies import near_copies
-from fednh.data.sources import load
+from fednh.data.inspection import inspect, near_copies, number_identifiers, word_identifiers
+from fednh.data.sources.registry import load
 from forked import fednh
 
 RNG = np.random.default_rng(0)
@@ -47,22 +45,26 @@ def own(source: str, **options: Any) -> Dataset:
     ],
 )
 def test_numbers_that_look_like_identifiers(values: np.ndarray, name: str, why: str | None) -> None:
-    found = of_numbers(values.astype(np.float64), name)
+    found = number_identifiers(values.astype(np.float64), name)
     assert found == why or (why is not None and found is not None and why in found)
 
 
 def test_numbers_that_begin_anew_at_every_site() -> None:
     site = np.repeat([0, 1], 40)
     order = np.concatenate([RNG.permutation(40), RNG.permutation(40)])
-    assert of_numbers(order.astype(float), "a") is None
-    assert of_numbers(order.astype(float), "a", site) == "numbers the rows of every site"
-    assert of_numbers(np.tile(np.arange(40) // 8, 2).astype(float), "a", site) is None
+    assert number_identifiers(order.astype(float), "a") is None
+    assert number_identifiers(order.astype(float), "a", site) == "numbers the rows of every site"
+    assert number_identifiers(np.tile(np.arange(40) // 8, 2).astype(float), "a", site) is None
 
 
 def test_words_that_look_like_identifiers() -> None:
-    assert of_words(30, 40, "street") == "has a word of its own in most rows"
-    assert of_words(25, 100, "case_id") == "is called so"
-    assert [of_words(3, 100, "case_id"), of_words(25, 100, "town"), of_words(9, 10, "town")] == [None] * 3
+    assert word_identifiers(30, 40, "street") == "has a word of its own in most rows"
+    assert word_identifiers(25, 100, "case_id") == "is called so"
+    assert [
+        word_identifiers(3, 100, "case_id"),
+        word_identifiers(25, 100, "town"),
+        word_identifiers(9, 10, "town"),
+    ] == [None] * 3
 
 
 def test_an_increasing_number_in_a_sorted_file_is_told_by_inspect_and_run(tmp_path: Path) -> None:
@@ -156,9 +158,9 @@ def test_a_folder_that_is_not_divided_yet(tmp_path: Path) -> None:
 
 def test_a_large_set_is_sampled_and_chance_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in two dimensions are close by chance; not all of many are compared."""
-    monkeypatch.setattr("fednh.data.near_copies.MOST", 300)
-    monkeypatch.setattr("fednh.data.near_copies.MOST_OTHERS", 2_000)
+    monkeypatch.setattr("fednh.data.inspection.MOST", 300)
+    monkeypatch.setattr("fednh.data.inspection.MOST_OTHERS", 2_000)
     x, others = (RNG.normal(size=(size, 2)).astype(np.float32) for size in (400, 5_000))
     assert near_copies(x, np.arange(400), others, np.arange(5_000), {}) == (0, 300, 2_000)
-    monkeypatch.setattr("fednh.data.near_copies.MOST_VALUES", 200)
+    monkeypatch.setattr("fednh.data.inspection.MOST_VALUES", 200)
     assert near_copies(x, np.arange(400), others, np.arange(5_000), {}) == (0, 100, 100)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from fednh.config import load as load_config
-from fednh.core.federation import build_federation
 from fednh.data.dataset import Dataset
 from fednh.data.scaling import measure
-from fednh.data.sources import load, taken
-from fednh.data.test_set import merged
+from fednh.data.sources.registry import load, taken
+from fednh.data.splits import merged
 from fednh.errors import UserError
+from fednh.federated.setup import build_federation
 
 
 def small(**more: Any) -> Dataset:

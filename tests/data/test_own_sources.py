@@ -12,11 +12,11 @@ from PIL import Image
 
 from fednh import extras
 from fednh.config import load as load_config
-from fednh.data import sources
-from fednh.data.images import decode
-from fednh.data.sources import load
-from fednh.data.sources.tables import vectors
-from fednh.data.table_files import read
+from fednh.data.sources import registry
+from fednh.data.sources.csv import read
+from fednh.data.sources.images import decode
+from fednh.data.sources.registry import load
+from fednh.data.sources.table import vectors
 from fednh.errors import UserError
 
 NOWHERE = Path("unused")
@@ -126,7 +126,7 @@ def test_the_cache_answers_until_something_changes(tmp_path: Path, monkeypatch: 
         paint(photos / label / "0.png", 7)
     first = own(f"folder:{photos}")
     with monkeypatch.context() as patch:
-        patch.setattr("fednh.data.sources.pictures.decode_all", lambda *_: pytest.fail("decoded again"))
+        patch.setattr("fednh.data.sources.images.decode_all", lambda *_: pytest.fail("decoded again"))
         assert np.array_equal(own(f"folder:{photos}").x_train, first.x_train)
     paint(photos / "b" / "0.png", 9)
     assert own(f"folder:{photos}").x_train[1, 0, 0, 0] == 9
@@ -346,4 +346,4 @@ def test_settings_reach_the_reader_and_paths_become_absolute(tmp_path: Path, mon
     assert load_config(None, {"data.size": 28}).data.size == [28, 28]
     with pytest.raises(UserError, match=r"data.size = 0 should be a number of pixels"):
         load_config(None, {"data.size": 0})
-    assert set(sources.SOURCES) == {"npz", "folder", "csv", "parquet", "hf", "py", "memory"}
+    assert set(registry.SOURCES) == {"npz", "folder", "csv", "parquet", "hf", "py", "memory"}

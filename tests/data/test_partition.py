@@ -8,14 +8,13 @@ from pydantic import ValidationError
 
 from fednh.config import PartitionConfig
 from fednh.config import load as load_config
-from fednh.core.federation import build_federation
-from fednh.core.seeding import numpy_rng
 from fednh.data.inspection import Division, inspect
 from fednh.data.partitions import PARTITIONS, Drawn, uses
 from fednh.data.partitions import settings as all_settings
-from fednh.data.partitions.dirichlet import Dirichlet
-from fednh.data.partitions.longtail import LongTail
+from fednh.data.partitions.dirichlet import Dirichlet, LongTail
 from fednh.errors import UserError
+from fednh.federated.setup import build_federation
+from fednh.seeding import numpy_rng
 
 
 def split(labels: np.ndarray, config: PartitionConfig, seed: int) -> list[np.ndarray]:

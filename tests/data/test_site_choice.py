@@ -13,10 +13,10 @@ from PIL import Image
 
 from fednh.config import load as load_config
 from fednh.data.dataset import Dataset
-from fednh.data.sources import SOURCES, load, taken
+from fednh.data.sources.registry import SOURCES, load, taken
 from fednh.errors import UserError
-from fednh.storage.model_file import read_model
-from fednh.trained.measured import choose
+from fednh.inference.eval_data import select_eval_samples
+from fednh.runs.model_file import read_model
 from forked import fednh
 
 SITES = ("north", "south", "west")
@@ -146,5 +146,5 @@ def test_one_domain_is_held_out_and_gets_its_model_later(tmp_path: Path, monkeyp
     assert made.code == 0, made.stderr
     found = json.loads(made.stdout)
     assert (found["site"], found["trained_on"] + found["held_out"], found["held_out_trained_on"]) == ("west", 6, 0)
-    measured = choose(card, tmp_path / "run", source, "all", {"data.sites": "west"})
+    measured = select_eval_samples(card, tmp_path / "run", source, "all", {"data.sites": "west"})
     assert (len(measured.y), measured.trained_on) == (6, 0)

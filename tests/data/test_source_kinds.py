@@ -20,12 +20,12 @@ import pytest
 import fednh
 from fednh.cli import completion
 from fednh.config import Config
-from fednh.data import sources
 from fednh.data.published import PUBLISHED, Published, download
 from fednh.data.published.base import RemoteFile
-from fednh.data.sources import SOURCES
+from fednh.data.sources import registry as sources
+from fednh.data.sources.registry import SOURCES
 from fednh.errors import UserError
-from fednh.flower.policy import SAFE_DATA, Policy
+from fednh.flower.site_config import SAFE_DATA, Policy
 
 ROOT = Path(__file__).parents[2]
 KIND = '''
@@ -43,9 +43,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fednh.data.dataset import Dataset
-from fednh.data.npz import from_arrays
+from fednh.data.sources.npz import from_arrays
 from fednh.data.sources.base import Source
-from fednh.data.sources.settings import AGREED
+from fednh.data.sources.base import AGREED
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ from fednh.cli import app
 from fednh.data.published import download
 from fednh.data.sources import load, with_prefix
 from fednh.errors import UserError
-from fednh.flower.policy import SAFE_DATA
+from fednh.flower.site_config import SAFE_DATA
 
 def say(*words):
     ended = CliRunner().invoke(app, list(words))

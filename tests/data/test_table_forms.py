@@ -12,10 +12,10 @@ import pytest
 import fednh
 from fednh.config import load as load_config
 from fednh.data.dataset import Dataset
-from fednh.data.sources import load
-from fednh.data.table_files import rows_of_numbers
+from fednh.data.sources.csv import rows_of_numbers
+from fednh.data.sources.registry import load
 from fednh.errors import UserError
-from fednh.storage.model_file import read_model
+from fednh.runs.model_file import read_model
 from forked import fednh as command
 
 

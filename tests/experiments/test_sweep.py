@@ -20,18 +20,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from fednh.backends import threads
 from fednh.cli import app
 from fednh.cli.sweep import share
 from fednh.config import load
-from fednh.core.federation import build_federation, initial_state
-from fednh.core.tree import select
 from fednh.errors import UserError
-from fednh.executors import pool
 from fednh.experiments.sweep import combine, values
+from fednh.federated.setup import build_federation, initial_state
 from fednh.methods import METHODS
+from fednh.report.csv import records
 from fednh.report.load import load_runs
-from fednh.report.records import records
-from fednh.storage.run_names import run_name, unlike
+from fednh.runs.names import run_name, unlike
+from fednh.tree import select
 
 SMALL = {"partition.clients": [8], "train.epochs": [1], "model.args.hidden": [[8]]}
 
@@ -218,7 +218,7 @@ def test_all_methods_see_the_same_clients_picks_and_weights(tmp_path: Path) -> N
     for run in combine("digits", axes, [], tmp_path):
         federation = build_federation(run.config)
         with run.folder:
-            simulation = pool.rounds(run.config, federation, run.folder, Nobody())
+            simulation = threads.make_run(run.config, federation, run.folder, Nobody())
             server = initial_state(federation.method, federation.net, run.config.seed)
             initial = {**server, **federation.method.enroll(server)}
             seen["body"].append({name: value.clone() for name, value in select(initial, "body").items()})
@@ -282,7 +282,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
         federation = build_federation(run.config)
         with run.folder:
             run.folder.begin(run.config, federation.dataset.classes, federation.class_counts())
-            pool.rounds(run.config, federation, run.folder, Nobody()).run()
+            threads.make_run(run.config, federation, run.folder, Nobody()).run()
     return out
 
 

@@ -12,12 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from fednh import extras
+from fednh.callbacks import trackers
+from fednh.callbacks.trackers import Tracking, tracked_metrics
 from fednh.cli import app
 from fednh.config import Config, load
 from fednh.errors import UserError
-from fednh.experiments import trackers
-from fednh.experiments.trackers import Tracking, tracked_metrics
-from fednh.storage.run_folder import RunFolder
+from fednh.runs.run_folder import RunFolder
 
 pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
 pytest.importorskip("mlflow", reason="the extra `mlflow` is not installed")

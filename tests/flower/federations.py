@@ -15,13 +15,13 @@ from typing import Any
 import psutil
 import torch
 
+from fednh.backends import threads
 from fednh.config import Config
-from fednh.core.federation import build_federation
-from fednh.executors import pool
+from fednh.federated.setup import build_federation
 from fednh.flower.deploy import local, scaffold
-from fednh.flower.notes import sentence
-from fednh.storage.files import read_tree
-from fednh.storage.run_folder import RunFolder
+from fednh.flower.layout import sentence
+from fednh.io.files import read_tree
+from fednh.runs.run_folder import RunFolder
 from forked import Process
 
 # Small and quick: what is tested is the way that messages take.
@@ -36,7 +36,7 @@ from pathlib import Path
 
 import torch
 from flwr.clientapp import ClientApp
-from fednh.flower.arrays import to_arrays, to_tree
+from fednh.flower.protocol import to_arrays, to_tree
 from fednh.flower.client_app import app as honest
 
 app = ClientApp()
@@ -164,7 +164,7 @@ def simulate(config: Config, path: Path) -> Path:
     federation = build_federation(config)
     with RunFolder(path) as folder:
         folder.begin(config, federation.dataset.classes, federation.class_counts())
-        pool.rounds(config, federation, folder, Quiet()).run()
+        threads.make_run(config, federation, folder, Quiet()).run()
     return path
 
 

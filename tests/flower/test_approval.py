@@ -11,8 +11,9 @@ from flwr.cli.build import build_fab_from_disk
 from flwr.supernode.runtime import run_clientapp
 
 from fednh.errors import RunError, UserError
-from fednh.flower import notes
-from fednh.flower.deploy import approval, scaffold
+from fednh.flower import layout
+from fednh.flower.deploy import scaffold
+from fednh.flower.deploy import scaffold as approval
 from forked import fednh
 
 
@@ -31,14 +32,14 @@ def test_the_hash_is_that_of_the_bundle_that_flower_sends(fed: Path) -> None:
 def test_only_what_is_on_the_list_passes(fed: Path, tmp_path: Path) -> None:
     file, content = tmp_path / "approved", build_fab_from_disk(fed)
     with pytest.raises(UserError, match="has not approved the app"):
-        approval.check(file, content)
+        approval.check_approved(file, content)
     assert approval.approve(file, hashlib.sha256(content).hexdigest())
-    approval.check(file, content)
+    approval.check_approved(file, content)
     with pytest.raises(UserError, match="has not approved the app"):
-        approval.check(file, content + b"x")
+        approval.check_approved(file, content + b"x")
     assert not approval.approve(file, hashlib.sha256(content).hexdigest()), "it is there already"
     file.write_text(f"# ours\n\n{hashlib.sha256(content).hexdigest().upper()} the app of May")
-    approval.check(file, content)
+    approval.check_approved(file, content)
     assert approval.approve(file, "a" * 64)
     assert approval.approved(file) == [hashlib.sha256(content).hexdigest(), "a" * 64]
 
@@ -98,7 +99,7 @@ def test_a_finished_run_is_not_begun_again(fed: Path, tmp_path: Path) -> None:
 def test_a_run_with_rounds_that_changed_nothing_is_no_success(tmp_path: Path) -> None:
     """What `federation run` and `federation up` look at last."""
     (tmp_path / "summary.json").write_text('{"rounds": 3}')
-    notes.check_end(tmp_path)
+    layout.check_end(tmp_path)
     (tmp_path / "summary.json").write_text('{"rounds": 3, "lost": [2]}')
     with pytest.raises(RunError, match="1 of 3 rounds changed nothing"):
-        notes.check_end(tmp_path)
+        layout.check_end(tmp_path)

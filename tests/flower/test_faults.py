@@ -11,7 +11,7 @@ from federations import Trial, assert_same_as_simulated, trial
 
 from conftest import count
 from fednh.flower.deploy import certificates
-from fednh.storage.files import read_tree
+from fednh.io.files import read_tree
 
 pytestmark = pytest.mark.soak
 ALONE = {"federation.start": 2, "federation.min_clients": 1}  # two begin, and one may go on

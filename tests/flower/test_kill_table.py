@@ -16,7 +16,7 @@ from federations import Trial, trial
 
 from conftest import count
 from fednh.flower.deploy.local import marked
-from fednh.storage.files import read_tree
+from fednh.io.files import read_tree
 
 ROUNDS = 3
 SETTINGS = {"federation.timeout": 30.0, "federation.start": 3, "federation.min_clients": 1, "train.epochs": 1}

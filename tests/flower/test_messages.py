@@ -13,11 +13,11 @@ from test_parity import small
 from wire import Wire, deployed, federate, serve, server_identity
 
 from fednh.config import load
-from fednh.core.checks import declared_upload
-from fednh.core.federation import build_federation, initial_state
-from fednh.flower.messages import FORMAT, to_arrays, to_tree
+from fednh.federated.checks import declared_upload
+from fednh.federated.setup import build_federation, initial_state
+from fednh.flower.protocol import FORMAT, to_arrays, to_tree
 from fednh.methods import METHODS
-from fednh.storage.model_file import read_model
+from fednh.runs.model_file import read_model
 
 FACTS = {"client", "round", "samples", "loss_sum"}
 FIGURES = {"samples", "pm_v", "pm_l", "per_class"}
@@ -126,9 +126,9 @@ def test_uniform_prototypes_carry_no_counts() -> None:
     """FedNH: class means do not depend on how many samples stand behind them, unless aggregation = "count"."""
     import torch
 
-    from fednh.core.client import update
-    from fednh.core.fit import Sgd
     from fednh.data.batches import ClientData
+    from fednh.federated.client import update
+    from fednh.methods.fit import Sgd
 
     for aggregation in ("uniform", "count"):
         config = small("fednh", **{"method.aggregation": aggregation, "partition.clients": 3})
@@ -167,9 +167,9 @@ def test_nothing_else_leaves(tmp_path: Path) -> None:
     from flwr.app import RecordDict
 
     from fednh.errors import Refused
-    from fednh.flower.leaving import leave
+    from fednh.flower.site import finalize_reply
 
     harmless = RecordDict({"said": ConfigRecord({"format": FORMAT})})
-    assert set(leave(harmless, None, None)) == {"said"}
+    assert set(finalize_reply(harmless, None, None)) == {"said"}
     with pytest.raises(Refused, match="a reply would hold 'samples', which is not among what leaves a site"):
-        leave(RecordDict({**harmless, "samples": MetricRecord({"x": 1.0})}), None, None)
+        finalize_reply(RecordDict({**harmless, "samples": MetricRecord({"x": 1.0})}), None, None)

@@ -13,8 +13,8 @@ from wire import federate, simulate
 from conftest import identical
 from fednh.config import Config, dump, load
 from fednh.flower.site import Place, Site
+from fednh.io.files import read_tree
 from fednh.methods import METHODS
-from fednh.storage.files import read_tree
 
 FAST = {
     "creff": {"method.match_steps": 5, "method.retrain_epochs": 5},

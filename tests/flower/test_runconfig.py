@@ -17,7 +17,7 @@ from fednh import config as settings
 from fednh.config import Config, Section
 from fednh.errors import UserError
 from fednh.flower.deploy import scaffold
-from fednh.flower.runconfig import read_config, run_config
+from fednh.flower.run_config import read_config, run_config
 from fednh.methods import METHODS
 from forked import fednh
 

@@ -16,9 +16,9 @@ from wire import RUN, Wire, deployed, federate, serve, server_identity, simulate
 from conftest import identical
 from fednh.errors import RunError
 from fednh.flower.client_app import client_app
-from fednh.flower.messages import FORMAT, to_arrays, to_tree
-from fednh.storage.files import read_tree
-from fednh.storage.outcomes import read_outcomes
+from fednh.flower.protocol import FORMAT, to_arrays, to_tree
+from fednh.io.files import read_tree
+from fednh.runs.model_file import read_outcomes
 from forked import fednh
 
 

@@ -16,15 +16,15 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
+from fednh.backends import threads
 from fednh.config import Config
-from fednh.executors import pool
 from fednh.flower import signing
 from fednh.flower.client_app import client_app
 from fednh.flower.deploy import certificates as certs
-from fednh.flower.executor import Manner, rounds
-from fednh.flower.identity import Identity
 from fednh.flower.layout import FederationFolder
-from fednh.storage.run_folder import RunFolder
+from fednh.flower.server_app import Transport, make_run
+from fednh.flower.signing import Identity
+from fednh.runs.run_folder import RunFolder
 
 RUN = 1  # Flower's number of the run
 Tamper = Callable[[int, Message, Message], Message | None]  # (node, request, reply) -> what the server gets
@@ -120,8 +120,8 @@ def serve(
     watcher = Quiet()
     with RunFolder(out) as folder:
         least = 1 if simulated else min(config.federation.min_clients, enough or len(wire.nodes))
-        manner = Manner(0.2, enough or len(wire.nodes), simulated, 0.001, least, wait)
-        rounds(config, wire, folder, watcher, manner, identity=identity).run()
+        manner = Transport(0.2, enough or len(wire.nodes), simulated, 0.001, least, wait)
+        make_run(config, wire, folder, watcher, manner, identity=identity).run()
     return watcher
 
 
@@ -153,10 +153,10 @@ def server_identity(folder: Path, name: str = "fednh", run: int = RUN) -> Identi
 
 def simulate(config: Config, out: Path) -> Quiet:
     """The same config in the simulator."""
-    from fednh.core.federation import build_federation
+    from fednh.federated.setup import build_federation
 
     federation, watcher = build_federation(config), Quiet()
     with RunFolder(out) as folder:
         folder.begin(config, federation.dataset.classes, federation.class_counts(), federation.sites)
-        pool.rounds(config, federation, folder, watcher).run()
+        threads.make_run(config, federation, folder, watcher).run()
     return watcher

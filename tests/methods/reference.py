@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conftest import CLIENTS
-from fednh.core import client
-from fednh.core.fit import Sgd
-from fednh.core.tree import Tree, Uploads, select
 from fednh.data.batches import ClientData, Samples
+from fednh.federated import client
 from fednh.methods import Method
+from fednh.methods.fit import Sgd
 from fednh.models import Net
+from fednh.tree import Tree, Uploads, select
 
 SGD = Sgd(lr=0.2, momentum=0.9, weight_decay=0.01, clip=1.0, batch_size=100, epochs=3)
 

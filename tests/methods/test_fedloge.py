@@ -10,12 +10,12 @@ from reference import SGD, Play, TwoPart, average, train
 from torch import nn
 
 from conftest import identical, same
-from fednh.core.client import personal_model
-from fednh.core.tree import select
 from fednh.data.batches import ClientData, Samples
+from fednh.federated.client import personal_model
 from fednh.methods import METHODS
-from fednh.methods.prototypes import sparse_head
 from fednh.models import Net, build_net
+from fednh.models.prototypes import sparse_head
+from fednh.tree import select
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 

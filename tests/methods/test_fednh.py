@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from reference import Play, TwoPart, average, train
 
 from conftest import identical, same
-from fednh.core.losses import scaled_cosine
-from fednh.core.tree import Tree, select
 from fednh.data.batches import Samples
 from fednh.methods import METHODS
+from fednh.methods.losses import scaled_cosine
 from fednh.models import Net
+from fednh.tree import Tree, select
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 

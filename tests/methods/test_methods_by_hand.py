@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from reference import QUICK, SGD, Play, TwoPart, average, train, trained
 
 from conftest import identical, same
-from fednh.core import client, novelty
-from fednh.core.fit import Sgd
-from fednh.core.tree import Tree, Uploads, prefix, select
 from fednh.data.batches import ClientData, Samples
+from fednh.federated import client, similarity
 from fednh.methods import METHODS, Method
 from fednh.methods.fedala import FedALA
 from fednh.methods.fedpac import mixtures
+from fednh.methods.fit import Sgd
 from fednh.models import Net, build_net
+from fednh.tree import Tree, Uploads, prefix, select
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
@@ -621,7 +621,7 @@ def test_fedprior(play: Play) -> None:
     # How new an input is, is the cosine to the nearest prototype, whatever the client's classes are.
     features = F.normalize(play.net.features(personal, x), dim=1)
     nearest = (features @ F.normalize(personal["head.weight"], dim=1).T).max(1).values
-    found = novelty.similarity(play.method, personal, play.method.scores(play.net, personal, x))
+    found = similarity.similarity(play.method, personal, play.method.scores(play.net, personal, x))
     assert found is not None
     torch.testing.assert_close(found, nearest, **CLOSE)
 

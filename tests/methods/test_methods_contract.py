@@ -13,10 +13,10 @@ import torch
 from reference import QUICK, Play
 
 from conftest import identical
-from fednh.core.tree import Tree, Uploads, select
 from fednh.data.batches import Samples
 from fednh.methods import METHODS, Method
 from fednh.models import Net
+from fednh.tree import Tree, Uploads, select
 
 every_method = pytest.mark.parametrize("name", METHODS)
 

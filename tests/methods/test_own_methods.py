@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fednh.cli.new import names
+from fednh.cli.about import names
 from fednh.config import load
 from fednh.errors import UserError
 from fednh.methods.registry import find_method

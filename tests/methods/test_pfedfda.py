@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from conftest import same
-from fednh.core.tree import Tree, Uploads, select
 from fednh.data.batches import ClientData, Samples
 from fednh.methods import METHODS
 from fednh.methods.pfedfda import PFedFDA, classifier, halves, raised
 from fednh.models import Net
+from fednh.tree import Tree, Uploads, select
 
 CLOSE = {"rtol": 1e-3, "atol": 1e-5}
 STEPS = [0.0, 0.25, 0.5, 0.75, 1.0]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fednh.errors import UserError
-from fednh.methods import prototypes
-from fednh.methods.prototypes import Separation, orthogonal, rotated, separated
+from fednh.models import prototypes
+from fednh.models.prototypes import Separation, orthogonal, rotated, separated
 
 
 def cosines(points: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fednh.models import build_net, fast_conv
-from fednh.models.fast_conv import FastConv2d, fast_conv2d, matrices, quicken
+from fednh.models.fast_conv import FastConv2d, fast_conv2d, matrices, use_fast_conv
 
 SHAPES = [(64, 64, 14, 5, 0), (20, 32, 17, 5, 2), (16, 32, 30, 5, 0), (16, 64, 9, 3, 1), (5, 128, 16, 3, 1)]
 
@@ -145,13 +145,13 @@ def test_what_it_cannot_compute_stays_as_it_is() -> None:
         nn.ConvTranspose2d(64, 64, 3),
     ]
     module = nn.Sequential(*layers)
-    quicken(module)
+    use_fast_conv(module)
     assert [type(layer) is FastConv2d for layer in layers] == [True, True] + [False] * 11
 
 
 def test_images_that_are_not_square_take_the_ordinary_way(calls: list[int]) -> None:
     layer = nn.Conv2d(64, 64, 3, padding=1)
-    quicken(layer)
+    use_fast_conv(layer)
     layer(torch.zeros(64, 64, 8, 12))
     assert not calls
     layer(torch.zeros(64, 64, 8, 8))

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from conftest import identical
-from fednh.core.tree import Tree, prefix, select
 from fednh.errors import UserError
 from fednh.models import build_net, choose
+from fednh.tree import Tree, prefix, select
 
 
 @pytest.mark.parametrize(

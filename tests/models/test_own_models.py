@@ -17,20 +17,20 @@ from test_rounds import run_config
 from torch import Tensor, nn
 
 from conftest import CLIENTS, identical, same
+from fednh.backends import threads
 from fednh.config import load
-from fednh.core import client
-from fednh.core.federation import build_federation
-from fednh.core.fit import Fit, Sgd
-from fednh.core.local_norm import NORM
-from fednh.core.seeding import torch_rng
-from fednh.core.tree import Tree, Uploads, below
 from fednh.data.batches import ClientData, Samples
 from fednh.errors import Notice, UserError
-from fednh.executors import pool
+from fednh.federated import client
+from fednh.federated.local_norm import NORM
+from fednh.federated.setup import build_federation
 from fednh.methods import METHODS
 from fednh.methods.fedavg import FedAvg
+from fednh.methods.fit import Fit, Sgd
 from fednh.models import Net, build_net
-from fednh.storage.run_folder import RunFolder
+from fednh.runs.run_folder import RunFolder
+from fednh.seeding import torch_rng
+from fednh.tree import Tree, Uploads, strip_prefix
 from forked import fednh
 from synthetic import _Quiet
 
@@ -230,7 +230,7 @@ def test_local_norm_equals_a_module_trained_by_torch(tiny: Samples) -> None:
         server = method.aggregate(server, Uploads([u.upload for u in updates]))
         for k, module in enumerate(modules):
             state = {f"body.bn.{n}": v for n, v in module.bn.state_dict().items()}
-            same(below(kept[k], NORM), state, rtol=1e-4, atol=1e-5)
+            same(strip_prefix(kept[k], NORM), state, rtol=1e-4, atol=1e-5)
             model = client.personal_model(method, net, kept[k], server, data[k], SGD)
             module.eval()
             torch.testing.assert_close(method.logits(net, model, tiny.x), module(tiny.x), rtol=1e-4, atol=1e-5)
@@ -322,7 +322,7 @@ def run(path: Path, method: str, workers: int, rounds: int = 3) -> dict[str, Any
     with RunFolder(path) as folder:
         if not folder.started:
             folder.begin(config, federation.dataset.classes, federation.class_counts())
-        return pool.rounds(config, federation, folder, _Quiet()).run()
+        return threads.make_run(config, federation, folder, _Quiet()).run()
 
 
 class Digits(nn.Module):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fednh.models import build_net, native, pooled_conv
-from fednh.models.fast_conv import FastConv2d, quicken
+from fednh.models.fast_conv import FastConv2d, use_fast_conv
 from fednh.models.pooled_conv import PooledConv2d, fuse
 
 needs_kernels = pytest.mark.skipif(native._compiler() is None, reason="no C compiler on this machine")
@@ -31,7 +31,7 @@ def one_layer(conv: nn.Conv2d) -> nn.Sequential:
     )
     copied.load_state_dict(conv.state_dict())
     module = three_layers(copied)
-    quicken(module)
+    use_fast_conv(module)
     fuse(module)
     assert type(module[0]) is PooledConv2d
     return module

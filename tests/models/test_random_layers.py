@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 import fednh
 from conftest import CLIENTS, DISTINCT, identical
-from fednh.core import client
-from fednh.core.client import Update
-from fednh.core.federation import initial_state
-from fednh.core.fit import Sgd
-from fednh.core.tree import Tree
 from fednh.data.batches import ClientData, Samples
 from fednh.errors import UserError
+from fednh.federated import client
+from fednh.federated.client import Update
+from fednh.federated.setup import initial_state
 from fednh.methods import METHODS
+from fednh.methods.fit import Sgd
 from fednh.models import Net, build_net
+from fednh.tree import Tree
 from storage.test_fingerprint import table
 from storage.test_kill import outcome
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fednh.config import load
 from fednh.report.load import Run, load_run
-from fednh.storage.run_folder import RunFolder
+from fednh.runs.run_folder import RunFolder
 
 
 def fake_run(

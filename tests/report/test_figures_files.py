@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fednh.cli import app
 from fednh.errors import UserError
-from fednh.report.figures import FIGURES, Choice, NotAllowed, style
+from fednh.report.figures import FIGURES, Choice, FigureUnavailable, style
 from fednh.report.figures.write import write_figure, write_possible
 from fednh.report.load import load_runs
 from synthetic import fake_run, record
@@ -167,7 +167,7 @@ def test_a_figure_that_cannot_be_drawn_is_a_user_error_through_the_command(tmp_p
     fake_run(tmp_path / "r", {}, [record(1, gm=1.0)])
     result = CliRunner().invoke(app, ["figure", "convergence", str(tmp_path)])
     assert isinstance(result.exception, UserError)
-    assert not isinstance(result.exception, NotAllowed)
+    assert not isinstance(result.exception, FigureUnavailable)
     assert "cannot be drawn from these runs" in str(result.exception)
 
 

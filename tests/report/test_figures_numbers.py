@@ -14,7 +14,7 @@ from fednh.data.published import PUBLISHED
 from fednh.errors import UserError
 from fednh.methods import METHODS
 from fednh.report.figures import FIGURES
-from fednh.report.figures.base import Choice, NotAllowed
+from fednh.report.figures.base import Choice, FigureUnavailable
 from fednh.report.figures.convergence import norms
 from fednh.report.figures.curves import curve
 from fednh.report.figures.frequency import global_groups, personal_groups, shot_group
@@ -23,9 +23,8 @@ from fednh.report.figures.representations import principal, shared_classes
 from fednh.report.figures.sensitivity import gains, swept
 from fednh.report.figures.similarity import cosines, semantics
 from fednh.report.figures.style import COLOURS, looks, own_look
-from fednh.report.groups import by_setting, by_variant
+from fednh.report.groups import by_setting, by_variant, load_groups
 from fednh.report.stats import lowest_tenth
-from fednh.report.superclasses import load_groups
 from synthetic import fake_run, fake_sites, person, record
 
 
@@ -45,7 +44,7 @@ def test_semantics_is_within_minus_between_without_the_diagonal() -> None:
     cosine = np.array([[1, 0.8, 0.1, 0.2], [0.8, 1, 0.3, 0.4], [0.1, 0.3, 1, 0.6], [0.2, 0.4, 0.6, 1]])
     # within: (0.8 + 0.6) / 2 = 0.7; between: (0.1 + 0.2 + 0.3 + 0.4) / 4 = 0.25
     assert semantics(cosine, {"x": [0, 1], "y": [2, 3]}) == pytest.approx(0.45)
-    with pytest.raises(NotAllowed):
+    with pytest.raises(FigureUnavailable):
         semantics(cosine, {"all": [0, 1, 2, 3]})
 
 
@@ -129,7 +128,7 @@ def test_shares_and_clients(tmp_path: Path) -> None:
     assert shares(np.array([[3, 1], [1, 1]]), 0).tolist() == [75, 25]
     run = fake_run(tmp_path / "r", {})
     assert chosen_clients(run, Choice()) == (0, 1)
-    with pytest.raises(NotAllowed, match="no client 7"):
+    with pytest.raises(FigureUnavailable, match="no client 7"):
         chosen_clients(run, Choice(clients=(0, 7)))
     eight = fake_run(tmp_path / "eight", {}, counts=[(5, 5)] * 8)
     assert chosen_clients(eight, Choice()) == (0, 1, 2, 3, 4, 5, 6, 7)  # all, up to eight
@@ -140,7 +139,7 @@ def test_shares_and_clients(tmp_path: Path) -> None:
     assert chosen_clients(named, Choice(clients=("photo", "0"))) == (2, 0)  # by name, and numbers stay valid
     with pytest.raises(UserError, match=r"no site 'phot'.*'photo'"):
         chosen_clients(named, Choice(clients=("phot",)))
-    with pytest.raises(NotAllowed, match="9 clients are too many"):
+    with pytest.raises(FigureUnavailable, match="9 clients are too many"):
         chosen_clients(nine, Choice(clients=tuple(range(9))))
 
 

@@ -16,8 +16,7 @@ from fednh.report.figures.sensitivity import gains
 from fednh.report.groups import by_setting, group_runs
 from fednh.report.html import render
 from fednh.report.load import Run, load_run, load_runs
-from fednh.report.published import departures
-from fednh.report.tables import accuracy_sheet, fairness_sheet, held_out_sheet
+from fednh.report.tables import accuracy_sheet, departures, fairness_sheet, held_out_sheet
 from synthetic import fake_run, person, record
 
 

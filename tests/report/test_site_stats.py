@@ -5,7 +5,7 @@ from math import comb, sqrt
 import numpy as np
 import pytest
 
-from fednh.report.site_stats import Difference, difference, wilson
+from fednh.report.stats import Difference, difference, wilson
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ import pytest
 from fednh.config import load
 from fednh.errors import UserError
 from fednh.report.load import Run, load_run
-from fednh.report.site_sheets import class_sheet, site_sheet, to_csv
-from fednh.report.site_words import verdict
+from fednh.report.site_tables import class_sheet, site_sheet, to_csv
+from fednh.report.site_text import verdict
 from fednh.report.sites import SiteTable, class_table, confusion, site_tables
 from fednh.report.tables import held_out_sheet
-from fednh.storage.outcomes import Outcomes
-from fednh.storage.run_folder import RunFolder
+from fednh.runs.model_file import Outcomes
+from fednh.runs.run_folder import RunFolder
 from synthetic import fake_sites
 
 CLASSES = ("cat", "dog", "horse")

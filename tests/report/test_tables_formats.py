@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from fednh.cli import app
 from fednh.errors import UserError
-from fednh.report.render import to_latex, to_markdown, to_rich
-from fednh.report.sheet import Cell, Sheet
+from fednh.report.sheet import Cell, Sheet, to_latex, to_markdown, to_rich
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fednh.report.cells import percent, rank, size
-from fednh.report.sheet import Cell
+from fednh.report.sheet import Cell, percent, rank, size
 from fednh.report.stats import holm, paired, spread, worst_tenth
 
 some = st.floats(0, 100)

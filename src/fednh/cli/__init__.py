@@ -21,36 +21,14 @@ from fednh.cli import run  # the order of imports is the order in `fednh --help`
 from fednh.cli import inspect
 from fednh.cli import sweep
 from fednh.cli import watch
-from fednh.cli import report
-from fednh.cli import compare
+from fednh.cli import tables
 from fednh.cli import figures
-from fednh.cli import trained
-from fednh.cli import spiral
+from fednh.cli import models
 from fednh.cli import federation
-from fednh.cli import deployment
 from fednh.cli import about
-from fednh.cli import new
-from fednh.cli import notebooks
 # isort: on
 
-__all__ = [
-    "about",
-    "app",
-    "compare",
-    "deployment",
-    "federation",
-    "figures",
-    "inspect",
-    "main",
-    "new",
-    "notebooks",
-    "report",
-    "run",
-    "spiral",
-    "sweep",
-    "trained",
-    "watch",
-]
+__all__ = ["about", "app", "federation", "figures", "inspect", "main", "models", "run", "sweep", "tables", "watch"]
 
 
 def main() -> None:

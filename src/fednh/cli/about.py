@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import keyword
+import re
+from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +15,89 @@ from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
 from fednh.cli.options import DataDir
 from fednh.errors import UserError
+
+# --- new ------------------------------------------------------------------------------------------------------------
+# The command that starts a method of one's own: a file that runs, and its tests.
+
+
+@app.command("new-method")
+def new_method(
+    name: Annotated[str, typer.Argument(help="Of the method: my_method or MyMethod.")],
+    out: Annotated[Path, typer.Option(help="The folder for the two files.")] = Path(),
+) -> None:
+    """Write a small method that runs, and its tests, to be changed into yours."""
+    module, cls = names(name)
+    _check_free(module)
+    files = {out / f"{module}.py": "method.py.txt", out / f"test_{module}.py": "test_method.py.txt"}
+    for path in files:
+        if path.exists():
+            raise UserError(f"{path} exists already; choose another name or --out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for path, template in files.items():
+            text = resources.files("fednh.cli").joinpath("templates", template).read_text(encoding="utf-8")
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text.replace("{module}", module).replace("{Class}", cls))
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}") from error
+    there = "" if out.resolve() == Path.cwd() else f"cd {out} && "
+    typer.echo(f"written: {' '.join(map(str, files))}")
+    typer.echo(f"run it:  {there}fednh run --method {module}:{cls} --rounds 5")
+    typer.echo(f"test it: {there}python -m pytest test_{module}.py")
+
+
+def names(name: str) -> tuple[str, str]:
+    """The module and the class: MyMethod, my_method and my-method are all (my_method, MyMethod)."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|-", "_", name)
+    module = words.lower()
+    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", module) or keyword.iskeyword(module) or len(module) > 60:
+        raise UserError(
+            f"{name!r} cannot name a method; use letters, digits and underscores, as in my_method or MyMethod"
+        )
+    cls = name if re.fullmatch(r"[A-Z][A-Za-z0-9]*", name) else "".join(w[0].upper() + w[1:] for w in words.split("_"))
+    return module, cls
+
+
+def _check_free(module: str) -> None:
+    """A file that hides an installed module would break whatever imports that."""
+    from fednh.methods import METHODS
+
+    if module in METHODS:
+        raise UserError(f"{module!r} is a method of this library already; choose another name")
+    found = find_spec(module)
+    if found is not None and Path(str(found.origin)).parent != Path.cwd():
+        raise UserError(f"{module!r} is the name of a Python module that is installed; choose another name")
+
+
+# --- notebooks ------------------------------------------------------------------------------------------------------
+# The command that hands out the notebooks: copies to open, run and change.
+
+
+NAMES = ("ten-minutes.ipynb", "your-own-data.ipynb", "write-a-method.ipynb")
+
+
+@app.command()
+def notebooks(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="The folder to write them to.")] = Path("notebooks"),
+) -> None:
+    """Write the notebooks that teach fednh: a first result, your own data, a method of your own."""
+    from fednh.io.files import write_bytes
+
+    taken = [folder / name for name in NAMES if (folder / name).exists()]
+    if taken:
+        raise UserError(f"{taken[0]} exists already and may have been changed; choose another folder")
+    for name in NAMES:
+        content = resources.files("fednh.cli").joinpath("notebooks", name).read_bytes()
+        try:
+            write_bytes(folder / name, content)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be written: {error.strerror}; choose another folder") from error
+        typer.echo(str(folder / name))
+    typer.echo("open them with Jupyter (pip install jupyterlab) or an editor that knows notebooks", err=True)
+
+
+# --- about ----------------------------------------------------------------------------------------------------------
+
 
 data_app = typer.Typer(help="Get data sets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
@@ -59,8 +146,8 @@ def datasets(data_dir: DataDir = None) -> None:
     """List the data sets, and whether they are here."""
     from rich.table import Table
 
-    from fednh.data.sources import available, listing
-    from fednh.storage.cache import data_folder
+    from fednh.data.sources.registry import available, listing
+    from fednh.io.cache import data_folder
 
     folder = data_folder(data_dir)
     rows = Table("name", "what", "here", "where", pad_edge=False, title=f"Data folder: {folder}", title_justify="left")
@@ -83,7 +170,7 @@ def data_get(
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     from fednh.data.published.download import get
-    from fednh.storage.cache import data_folder
+    from fednh.io.cache import data_folder
 
     folder = data_folder(data_dir)
     with Progress(
@@ -104,8 +191,8 @@ def prototypes(
     """Spread C unit prototypes as far apart as possible in d dimensions: Eq. (1) of the paper."""
     import json
 
-    from fednh.methods.prototypes import separated
-    from fednh.storage.files import write_tree
+    from fednh.io.files import write_tree
+    from fednh.models.prototypes import separated
 
     found = separated(classes, dim)
     facts = {

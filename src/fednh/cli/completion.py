@@ -37,13 +37,13 @@ def _partitions() -> Iterable[str]:
 
 
 def _data() -> list[str]:
-    from fednh.data.sources import BUILTIN, PUBLISHED, SOURCES
+    from fednh.data.sources.registry import BUILTIN, PUBLISHED, SOURCES
 
     return [*BUILTIN, *PUBLISHED, *(f"{kind}:" for kind in SOURCES)]
 
 
 def _published() -> Iterable[str]:
-    from fednh.data.sources import PUBLISHED
+    from fednh.data.sources.registry import PUBLISHED
 
     return PUBLISHED
 
@@ -61,7 +61,7 @@ def _models() -> list[str]:
 
 
 def _trackers() -> Iterable[str]:
-    from fednh.experiments.trackers import TRACKERS
+    from fednh.callbacks.trackers import TRACKERS
 
     return TRACKERS
 

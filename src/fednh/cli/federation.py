@@ -1,4 +1,4 @@
-"""Commands about real federations: a folder to start from, its keys, and a trial on this machine."""
+"""Commands of federations on several machines: the server, its sites, a run, and which apps a site lets run."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ from fednh.errors import UserError
 if TYPE_CHECKING:
     from fednh.config import Config
     from fednh.flower.layout import SiteFolder
+
+
+# --- federation -----------------------------------------------------------------------------------------------------
+# Commands about real federations: a folder to start from, its keys, and a trial on this machine.
+
 
 federation_app = typer.Typer(help="Federations of sites that keep their data, on Flower.", no_args_is_help=True)
 app.add_typer(federation_app, name="federation")
@@ -111,11 +116,11 @@ def up(
             f"fednh starts federations on this machine only: add --local, or see {FederationFolder(folder).readme}"
         )
     need_extra()
+    from fednh.callbacks.screen import watcher
     from fednh.flower.deploy import certificates as keys
     from fednh.flower.deploy import scaffold
     from fednh.flower.deploy.local import LocalFederation, Stopped
-    from fednh.screen import watcher
-    from fednh.storage.run_folder import RunFolder
+    from fednh.runs.run_folder import RunFolder
 
     folder = folder.absolute()
     config, sites = scaffold.read(folder)
@@ -145,7 +150,7 @@ def status(
     """Show the sites of a federation: names, keys, when each last answered, and in which rounds it took part."""
     need_extra()
     from fednh.flower.status import lines, of
-    from fednh.words import one_line
+    from fednh.text import one_line
 
     rows, said = of(folder.absolute())
     for line in lines(rows):
@@ -171,7 +176,7 @@ def audit(
     """
     from fednh.flower.audit import Head
     from fednh.flower.audit_report import check, find, tell
-    from fednh.words import one_line
+    from fednh.text import one_line
 
     heads = [Head.read(text) for text in known or []]
     if None in heads:
@@ -191,9 +196,9 @@ def _tell(folder: Path, run: Path, config: Config, sites: list[SiteFolder], quie
         from fednh.flower.deploy.local import trial_state
         from fednh.flower.layout import StateFolder
         from fednh.report.load import load_runs
-        from fednh.report.render import to_rich
+        from fednh.report.sheet import to_rich
         from fednh.report.tables import comparison_sheet
-        from fednh.storage.layout import RunLayout
+        from fednh.runs.layout import RunLayout
 
         console = console_for_people()
         console.print(to_rich(comparison_sheet(load_runs([run])), console.width))
@@ -210,11 +215,108 @@ def _tell(folder: Path, run: Path, config: Config, sites: list[SiteFolder], quie
 def only_one(folder: Path) -> AbstractContextManager[None]:
     """One of these commands at a time in a folder."""
     from fednh.flower.layout import FederationFolder
-    from fednh.storage.lock import only_user
+    from fednh.io.lock import exclusive
 
-    return only_user(folder, FederationFolder(folder).home.lock_file, option="")
+    return exclusive(folder, FederationFolder(folder).home.lock_file, option="")
 
 
 def need_extra() -> None:
     """Federations need packages that a simulation can do without."""
     extras.need("flower", "a federation")
+
+
+# --- deployment -----------------------------------------------------------------------------------------------------
+
+
+SiteArgument = Annotated[
+    Path, typer.Argument(metavar="SITE", help="The site's folder, with site.toml, key and ca.crt.")
+]
+
+
+@federation_app.command()
+def serve(
+    folder: FederationArgument,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="On the loopback; the proxy calls it.")] = 8000,
+) -> None:
+    """Be the server, until stopped: Flower's SuperLink on the loopback, and what runs its ServerApps.
+
+    Sites come in through a proxy (proxy/nginx.conf); nobody else can reach the server.
+    """
+    need_extra()
+    from fednh.flower.deploy import roles, scaffold
+
+    folder = folder.absolute()
+    config, _ = scaffold.read(folder)
+    with only_one(folder), stop_on_signal("fednh: stopping the server", insist=False) as stop:
+        roles.serve(folder, config, stop, typer.echo, port)
+
+
+@federation_app.command()
+def join(
+    folder: SiteArgument,
+    server: Annotated[str, typer.Option(metavar="NAME:PORT", help="Where the server's proxy listens.")],
+) -> None:
+    """Be a site, until stopped: Flower's SuperNode, and what runs the apps that this site has approved."""
+    need_extra()
+    from fednh.flower.deploy import roles
+
+    folder = folder.absolute()
+    roles.check_site(folder, server)
+    with only_one(folder), stop_on_signal("fednh: stopping the site", insist=False) as stop:
+        roles.join(folder, server, stop, typer.echo)
+
+
+@federation_app.command()
+def run(folder: FederationArgument) -> None:
+    """Train: start the federation's app at the server on this machine, and wait for its end.
+
+    After an interruption the same command goes on where it was.
+    """
+    need_extra()
+    from fednh.flower.deploy import roles, scaffold
+
+    folder = folder.absolute()
+    config, _ = scaffold.read(folder)
+    path = Path(str(config.federation.folder))
+    with stop_on_signal("fednh: no longer watching; the run goes on at the server", insist=False) as stop:
+        roles.train(folder, config, stop)
+        if stop.is_set():
+            raise typer.Exit(130)
+    typer.echo(f"run folder: {path}")
+
+
+@federation_app.command()
+def approve(
+    folder: Annotated[Path, typer.Argument(metavar="DIR|SITE", help="The federation's folder, or a site's.")],
+    app_hash: Annotated[str | None, typer.Argument(metavar="[HASH]", help="Of the app that the site lets run.")] = None,
+) -> None:
+    """Say which app sites let run; without HASH in a site's folder, show which.
+
+    In the federation's folder: the app as it is there now, in all folders of sites that are to be handed over.
+    """
+    need_extra()
+    from fednh.flower.deploy import scaffold
+    from fednh.flower.deploy import scaffold as approval
+    from fednh.flower.layout import SiteFolder
+
+    here = SiteFolder(folder.absolute())
+    folder, listed = here.path, here.approved_file
+    if here.node_config.exists():
+        if app_hash is not None:
+            new = approval.approve(listed, app_hash.lower())
+            typer.echo(f"{app_hash.lower()} {'may run here from now on' if new else 'was approved before'}")
+        for each in approval.approved(listed) if app_hash is None else []:
+            typer.echo(each)
+        return
+    if app_hash is not None:
+        raise UserError(
+            f"{folder} is not a site's folder: it has no {here.node_config.name}; an app is approved by a site"
+        )
+    sites = scaffold.sites_of(folder)
+    app = approval.app_of(folder)
+    typer.echo(f"app {app.hash}")
+    typer.echo(f"holds {', '.join(app.files)}")
+    for site in sites:
+        approval.approve(site.approved_file, app.hash)
+    typer.echo(f"approved in the folders of {len(sites)} sites; at a site that has its folder already:")
+    typer.echo(f"fednh federation approve SITE {app.hash}")

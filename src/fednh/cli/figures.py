@@ -1,4 +1,4 @@
-"""Commands that draw finished runs: single figures, and the whole report."""
+"""The command that makes the paper's motivating example."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from fednh import extras
 from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
 from fednh.errors import UserError, did_you_mean
+
+# --- figures --------------------------------------------------------------------------------------------------------
+# Commands that draw finished runs: single figures, and the whole report.
+
 
 Folders = Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders of them.")]
 
@@ -46,7 +50,7 @@ def figure(
 ) -> None:
     """Draw a figure from finished runs, or list those that the runs allow."""
     extras.need("report", "a figure or report")
-    from fednh.report.figures import FIGURES, Choice, NotAllowed, style
+    from fednh.report.figures import FIGURES, Choice, FigureUnavailable, style
     from fednh.report.figures.write import write_figure, write_possible
     from fednh.report.load import load_runs
 
@@ -76,7 +80,7 @@ def figure(
     try:
         for path, caption in write_figure(FIGURES[name], runs, choice, target):
             typer.echo(f"{path}\n  {caption}")
-    except NotAllowed as error:
+    except FigureUnavailable as error:
         raise UserError(f"{name} cannot be drawn from these runs: {error}") from error
 
 
@@ -92,7 +96,7 @@ def report(
     extras.need("report", "a figure or report")
     from fednh.report.html import write_report
     from fednh.report.load import load_runs
-    from fednh.words import size
+    from fednh.text import size
 
     written = write_report(load_runs(folders), out, title, paper, groups)
     typer.echo(f"{out} ({size(written)})")
@@ -104,3 +108,37 @@ def _two_numbers(text: str, option: str) -> tuple[int, int]:
     except ValueError:
         raise UserError(f"{option} {text!r} should be two whole numbers, such as 20,100") from None
     return first, second
+
+
+# --- spiral ---------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def spiral(
+    out: Annotated[Path, typer.Option(help="Where runs, figures and numbers go.")] = Path("runs/spiral"),
+    seed: Annotated[int, typer.Option(min=0, help="Everything random derives from it.")] = 0,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of the runs with one client.")] = 201,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the runs with 100 clients.")] = 100,
+) -> None:
+    """Train the paper's motivating example and draw its Figures 1 and 2; says whether its claims are seen."""
+    import json
+
+    extras.need("report", "the spiral")
+    from fednh.experiments import spiral as example
+    from fednh.experiments.spiral import figure1, figure2
+    from fednh.io.files import write_bytes
+    from fednh.report.figures import style
+
+    example.train(out, seed, epochs, rounds, lambda name: typer.echo(f"training {name}", err=True))
+    seen = example.look(out)
+    found = example.numbers(seen)
+    judged = example.claims(found)
+    text = example.verdict(judged)
+    result = {"seed": seed, "epochs": epochs, "rounds": rounds, **found, "claims": judged, "text": text}
+    write_bytes(out / "spiral.json", (json.dumps(result, indent=2) + "\n").encode())
+    with style.theme():
+        for name, figure in (("figure1", figure1(seen)), ("figure2", figure2(seen))):
+            for kind in ("svg", "png"):
+                style.save(figure, out / f"{name}.{kind}")
+    typer.echo(text)
+    typer.echo(f"{out}/figure1.svg, figure2.svg (and .png), spiral.json")

@@ -45,9 +45,9 @@ def inspect(
     import json
 
     from fednh.config import load
-    from fednh.core.federation import divide, load_data
     from fednh.data.inspection import Division
     from fednh.data.inspection import inspect as look
+    from fednh.federated.setup import divide, load_data
 
     given |= set_values(settings)
     config = load(None, given)
@@ -69,7 +69,7 @@ def inspect(
 
 
 def _show(facts: dict[str, Any]) -> None:
-    from fednh.report.render import to_rich
+    from fednh.report.sheet import to_rich
 
     console = console_for_people()
     for sheet in [_classes(facts), *([_clients(facts)] if "clients" in facts else [])]:
@@ -83,8 +83,7 @@ def _show(facts: dict[str, Any]) -> None:
 
 
 def _classes(facts: dict[str, Any]) -> Sheet:
-    from fednh.report.cells import word
-    from fednh.report.sheet import Sheet
+    from fednh.report.sheet import Sheet, word
 
     shape = "x".join(map(str, facts["shape"]))
     kind = f"images of {shape}" if facts["kind"] == "images" else f"vectors of {shape} features"
@@ -108,8 +107,7 @@ def _ends(classes: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _clients(facts: dict[str, Any]) -> Sheet:
-    from fednh.report.cells import percent, word
-    from fednh.report.sheet import Sheet
+    from fednh.report.sheet import Sheet, percent, word
 
     here, classes = facts["clients"], [row["class"] for row in facts["classes"]]
     narrow = len(classes) <= COLUMNS

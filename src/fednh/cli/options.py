@@ -1,6 +1,6 @@
 """Arguments and options that several commands have, with what a shell offers behind them.
 
-Short options such as `--method` come from the table in `fednh.config.short_options`: a command has a parameter that is
+Short options such as `--method` come from the table in `fednh.config.options`: a command has a parameter that is
 marked with `Short` and gets the settings that were given, by dotted name.
 """
 
@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from fednh.cli import completion
-from fednh.config.short_options import SHORT_OPTIONS, ShortOption
+from fednh.config.options import SHORT_OPTIONS, ShortOption
 from fednh.errors import UserError
 
 Given = dict[str, Any]  # settings by dotted name, those that were given

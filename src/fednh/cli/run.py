@@ -26,18 +26,18 @@ from fednh.cli.options import (
     set_values,
     with_short_options,
 )
-from fednh.config.short_options import SHORT_OPTIONS
-from fednh.core.stop import Stop
+from fednh.config.options import SHORT_OPTIONS
 from fednh.errors import Interrupted, UserError, did_you_mean
+from fednh.interrupt import Stop
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from fednh.config import Config
-    from fednh.core.federation import Federation
-    from fednh.core.progress import Watcher
-    from fednh.core.rounds import Rounds
-    from fednh.storage.run_folder import RunFolder
+    from fednh.federated.protocol import Watcher
+    from fednh.federated.rounds import Rounds
+    from fednh.federated.setup import Federation
+    from fednh.runs.run_folder import RunFolder
 
     Train = Callable[[Config, Federation, RunFolder, Watcher, threading.Event], Rounds]
 
@@ -57,7 +57,7 @@ def run(
 ) -> None:
     """Run one method on one federation, and write a run folder."""
     from fednh.config import load
-    from fednh.storage.run_names import new_folder
+    from fednh.runs.names import new_folder
 
     config = load(source, given | set_values(settings))
     _execute(config, out or new_folder(config), track or [], quiet, backend, address)
@@ -79,7 +79,7 @@ def resume(
 
     The result is what one run of that many rounds, without any interruption, would have given.
     """
-    from fednh.storage.run_folder import read_config
+    from fednh.runs.run_folder import read_config
 
     config = read_config(folder)
     if workers is not None:
@@ -99,8 +99,8 @@ def _execute(
     extend: bool = False,
 ) -> None:
     """Start, continue, or recognise as finished the run in `out`."""
-    from fednh.experiments.trackers import check as check_trackers
-    from fednh.storage.run_folder import RunFolder, read_summary
+    from fednh.callbacks.trackers import check as check_trackers
+    from fednh.runs.run_folder import RunFolder, read_summary
 
     console = console_for_people(stderr=quiet)  # with --quiet, standard output has the folder and nothing else
     check_trackers(track)
@@ -120,7 +120,7 @@ def _execute(
     _tell_losses(console, read_summary(out))
     if not quiet:
         from fednh.report.load import load_runs
-        from fednh.report.render import to_rich
+        from fednh.report.sheet import to_rich
         from fednh.report.tables import comparison_sheet
 
         console.print(to_rich(comparison_sheet(load_runs([out])), console.width))
@@ -138,9 +138,9 @@ def _train(
     stop: threading.Event,
 ) -> None:
     """The run in a locked folder, from where it stands to its end."""
-    from fednh.core.federation import build_federation
-    from fednh.experiments.trackers import Tracking
-    from fednh.screen import watcher
+    from fednh.callbacks.screen import watcher
+    from fednh.callbacks.trackers import Tracking
+    from fednh.federated.setup import build_federation
 
     federation = build_federation(config, run=folder.path)
     name = f"{config.method['name']} on {federation.dataset.name}"
@@ -157,21 +157,21 @@ def chosen_backend(backend: str, address: str | None) -> Train:
     if backend == "simulator" and address is not None:
         raise UserError(f"--address {address} is a Ray cluster's; add --backend ray")
     if backend == "simulator":
-        from fednh.executors import pool
+        from fednh.backends import threads
 
-        return pool.rounds
-    from fednh.executors import connection
+        return threads.make_run
+    from fednh.backends import ray
 
-    connection.check(address)
-    from fednh.executors import cluster
+    ray.check_ray(address)
+    from fednh.backends import ray
 
-    return partial(cluster.rounds, address=address)
+    return partial(ray.make_run, address=address)
 
 
 def _tell_losses(console: Console, summary: dict[str, Any]) -> None:
     """Report uploads and clients that the run left out, if any."""
     told = {"refused": "uploads were not finite and were refused", "failed": "clients failed and were skipped"}
-    from fednh.storage.layout import RunLayout
+    from fednh.runs.layout import RunLayout
 
     for key, words in told.items():
         if summary.get(key):

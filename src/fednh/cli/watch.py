@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fednh.cli.app import app, console_for_people
-from fednh.core.stop import Stop
+from fednh.interrupt import Stop
 
 
 @app.command()
@@ -28,7 +28,7 @@ def watch(
     It reads run folders and nothing else, so it can be started and ended (Ctrl-C) at any time.
     """
     from fednh.cli import watch_screen
-    from fednh.storage.run_state import RunStates
+    from fednh.runs.run_state import RunStates
 
     runs, console = RunStates(folders), console_for_people()
     if json:

@@ -12,10 +12,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fednh.report.cells import DASH
-from fednh.report.pairs import HELD_OUT, METRICS
-from fednh.storage.run_state import STATES, RunState, RunStates
-from fednh.words import duration
+from fednh.report.sheet import DASH
+from fednh.report.tables import HELD_OUT, METRICS
+from fednh.runs.run_state import STATES, RunState, RunStates
+from fednh.text import duration
 
 SHOWN = {"train_loss": "loss", **METRICS, **HELD_OUT}
 _STYLES = {"running": "bold cyan", "stopped": "yellow", "failed": "bold red", "finished": "green"}

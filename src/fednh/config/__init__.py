@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fednh.config.loading import PRESETS, dump, load, validate
+    from fednh.config.options import flat, parse_bytes, parse_value
     from fednh.config.schema import Config, PartitionConfig, Section, build_method, explain
-    from fednh.config.values import flat, parse_bytes, parse_value
 else:
 
     def __getattr__(name):
         if name not in __all__:
             raise AttributeError(f"module 'fednh.config' has no attribute {name!r}")
-        from fednh.config import loading, schema, values
+        from fednh.config import loading, options, schema
 
-        return next(vars(module)[name] for module in (loading, schema, values) if name in vars(module))
+        return next(vars(module)[name] for module in (loading, schema, options) if name in vars(module))
 
 
 __all__ = [

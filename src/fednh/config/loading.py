@@ -13,10 +13,10 @@ import tomli_w
 from pydantic import ValidationError
 
 from fednh.config.schema import DEFAULT_METHOD, WRITTEN, Config, build_method, explain
-from fednh.data.image_groups import is_file
-from fednh.data.sources import absolute
+from fednh.data.sources.folder_layout import is_file
+from fednh.data.sources.registry import absolute
 from fednh.errors import Ignored, UserError, did_you_mean
-from fednh.storage.files import expanded
+from fednh.io.files import expanded
 
 PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet", "pfllib")
 FRESH = ("method.name", "model.name")  # another one has other settings, so those given before are dropped

@@ -23,21 +23,22 @@ from pydantic import (
 )
 from pydantic.errors import PydanticSchemaGenerationError
 
-from fednh.config import values
-from fednh.core import outliers
-from fednh.core.fit import Sgd
-from fednh.core.losses import SMOOTHING
-from fednh.data import partitions, sources
+from fednh.config import options
+from fednh.data import partitions
 from fednh.data.partitions import PARTITIONS, Partition
+from fednh.data.sources import registry
 from fednh.errors import Ignored, UserError, did_you_mean
 from fednh.methods import METHODS, Method
+from fednh.methods.fit import Sgd
+from fednh.methods.losses import SMOOTHING
 from fednh.methods.registry import find_method, hyper_parameters
-from fednh.words import name_problem
+from fednh.text import name_problem
 
 WRITTEN = {"written": True}  # context of a config that a run has written: complete, so nothing need be imported
 
 DEFAULT_METHOD = "fednh"
 MANY = 10**9  # the limit of every count; more is a typing error
+DEFAULT_NORM_BOUND = 100.0
 
 
 class Section(BaseModel):
@@ -48,7 +49,7 @@ class DataSection(Section):
     """What all data have; the other settings are declared by the kinds in data/sources."""
 
     name: str = "digits"  # a data set by name, or a source of your own; `fednh datasets` lists both
-    dir: str | None = None  # where named data sets lie; None: as storage/cache.py says
+    dir: str | None = None  # where named data sets lie; None: as io/cache.py says
     augment: Literal["auto", "none", "crop_flip"] = "auto"  # auto: as the data set's literature does
     merge_test: bool = False  # the test part joins the training part; clients hold out some of their own samples
     holdout: float | None = Field(None, ge=0, lt=1)  # of every client's classes; None: 0.2 without a test set, else 0
@@ -61,7 +62,7 @@ class DataSection(Section):
 if TYPE_CHECKING:
     DataConfig = DataSection
 else:
-    DataConfig = create_model("DataConfig", __base__=DataSection, **sources.settings())
+    DataConfig = create_model("DataConfig", __base__=DataSection, **registry.settings())
 
 
 class PartitionSection(Section):
@@ -158,7 +159,7 @@ class StoreConfig(Section):
     @field_validator("memory")
     @classmethod
     def _readable(cls, value: int | str) -> int | str:
-        values.parse_bytes(value, total=1 << 30)
+        options.parse_bytes(value, total=1 << 30)
         return value
 
 
@@ -246,7 +247,7 @@ class Config(Section):
 
     def upload_bound(self, deployed: bool) -> float:
         """How many times longer than usual an upload may be; 0, the default in a simulation: no limit."""
-        usual = outliers.DEFAULT_BOUND if deployed else 0.0
+        usual = DEFAULT_NORM_BOUND if deployed else 0.0
         return usual if self.bound is None else self.bound
 
     def build_method(self) -> Method:

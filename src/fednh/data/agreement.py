@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fednh.data.dataset import Dataset
-from fednh.data.sources.tables import MANY_VALUES
+from fednh.data.sources.table import MANY_VALUES
 
 AT = "of the federation's config"
 

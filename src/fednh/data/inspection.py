@@ -2,19 +2,227 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Dataset, Inputs
-from fednh.data.groups import not_divided
-from fednh.data.near_copies import Found, near_copies
 from fednh.data.partitions.base import Indices, Partition, left_out
+from fednh.data.scaling import category_slots, measure
+from fednh.data.splits import not_divided
+from fednh.seeding import numpy_rng
+
+# --- identifiers ----------------------------------------------------------------------------------------------------
+# Features that look like identifiers: numbers of rows or of people, and times, which a model can learn by heart.
+#
+# An increasing number in a file that is sorted by class gives away the class of every held-out row, and of no new
+# one.
+
+
+LEAST = 20  # rows; with fewer, everything looks like one
+NUMBER_START = 1000  # rows that rule most features out
+PER_STEP = 3  # rows that one value of an ordered column may have, on average
+PER_NAME = 20  # rows that one value of a column with a telling name may have, on average
+_WHOSE = "row|record|case|patient|person|subject|sample|customer|user|member|serial|invoice|order|entry|line"
+_TELLING = re.compile(
+    rf"(^|[^a-z])(id|ids|uuid|guid)$|^({_WHOSE})?[^a-z]*(nr|no|num|number|idx|index|key|name)$|^unnamed\b|^$",
+    re.IGNORECASE,
+)
+_CAMEL = re.compile(r"[a-z](Id|ID|Nr|No)$")
+
+
+def number_identifiers(
+    values: NDArray[np.float64], name: str = "x", site: NDArray[np.int64] | None = None
+) -> str | None:
+    """Why a feature of numbers looks like an identifier, or None; `site` has the sites of the rows."""
+    if not possible_identifier(values[:NUMBER_START]):
+        return None
+    there = np.isfinite(values)
+    values = values[there]
+    if len(values) < LEAST:
+        return None
+    if _steady(values):
+        return "rises or falls from row to row"
+    if not _whole(values):
+        return None
+    if _counts(values):
+        return "is a number of its own in every row"
+    if site is not None and _counts_sites(values, site[there]):
+        return "numbers the rows of every site"
+    return _telling(name, len(np.unique(values)), len(values))
+
+
+def possible_identifier(start: NDArray[np.floating[Any]]) -> bool:
+    """Whether a feature may be one, by its first rows."""
+    values = start[np.isfinite(start)]
+    return _whole(values) or _steady(values)
+
+
+def word_identifiers(different: int, rows: int, name: str) -> str | None:
+    """Why a text column looks like an identifier, or None."""
+    if rows >= LEAST and 2 * different > rows:
+        return "has a word of its own in most rows"
+    return _telling(name, different, rows)
+
+
+def identifier_warning(where: str, what: str, found: Iterable[tuple[str, str]], remedy: str) -> list[str]:
+    """One warning on all features that were found, each with the reason."""
+    named = [f"{name!r} ({why})" for name, why in found]
+    more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+    words = f"{where}: {what} that look like identifiers, which a model learns by heart"
+    return [f"{words}: {', '.join(named[:5])}{more}; {remedy}"] if named else []
+
+
+def in_vectors(x: Inputs, where: str, site: NDArray[np.int64] | None) -> list[str]:
+    """The same for features without names."""
+    some = [k for k in range(x.shape[1]) if possible_identifier(x[:NUMBER_START, k].astype(np.float64))]
+    reasons = ((str(k), number_identifiers(x[:, k].astype(np.float64), "x", site)) for k in some)
+    return identifier_warning(where, "features", [(k, why) for k, why in reasons if why], "leave them out")
+
+
+def _telling(name: str, different: int, rows: int) -> str | None:
+    """A name that says so, of a column with many values."""
+    called = _TELLING.search(name.strip()) or _CAMEL.search(name.strip())
+    return "is called so" if called and different >= LEAST and different * PER_NAME >= rows else None
+
+
+def _whole(values: NDArray[np.float64]) -> bool:
+    return bool((values == np.floor(values)).all())
+
+
+def _steady(values: NDArray[np.float64]) -> bool:
+    """Whether they rise or fall throughout; a few rows in a row may have the same one, as those of one patient."""
+    step = np.diff(values)
+    ordered = bool((step >= 0).all() or (step <= 0).all())
+    return ordered and PER_STEP * (int(np.count_nonzero(step)) + 1) >= len(values)
+
+
+def _counts(values: NDArray[np.float64]) -> bool:
+    """Whether all are different, with few gaps."""
+    dense = len(values) >= LEAST and bool(np.ptp(values) < 2 * len(values))
+    return dense and len(np.unique(values)) == len(values)
+
+
+def _counts_sites(values: NDArray[np.float64], site: NDArray[np.int64]) -> bool:
+    sizes: Sequence[int] = np.bincount(site[site >= 0]).tolist()
+    large = [k for k, size in enumerate(sizes) if size >= LEAST]
+    return bool(large) and all(_counts(values[site == k]) or _steady(values[site == k]) for k in large)
+
+
+# --- near copies ----------------------------------------------------------------------------------------------------
+# Samples that are nearly the same on both sides of a split: an image saved again, a row measured twice.
+#
+# Images are compared as grey pictures of at most 16x16 pixels, whatever their brightness and contrast; rows by their
+# standardised numbers, where their words are the same. Of large sets a sample is compared, so the time is bounded.
+
+
+MOST, MOST_OTHERS = 2_000, 20_000  # samples that are compared, and samples that each is compared with
+MOST_VALUES = 20_000_000  # numbers in all, of rows
+SIDE = 16  # pixels
+ALIKE = 0.998  # the least correlation of images that are nearly the same
+CLOSE = 0.02  # the largest distance of rows that are, in standard deviations, on average over the numbers
+FINE = 20  # a number with so many different values tells rows apart
+CHANCE = 1e-4  # how often a row may have a near one by chance: in few dimensions rows are close anyway
+BLOCK = 500
+
+Near = Callable[[slice], NDArray[np.bool_]]  # which of these rows is near to which of the others
+
+
+class Found(NamedTuple):
+    """How many samples have a near copy among the others, and how many were compared."""
+
+    copies: int
+    samples: int
+    others: int
+
+
+def near_copies(x: Inputs, mine: Indices, others: Inputs, theirs: Indices, preprocessing: dict[str, Any]) -> Found:
+    """Samples x[mine] with a near copy in others[theirs]; within one array a sample is no copy of itself."""
+    rng, most = numpy_rng(0, "near copies"), MOST_OTHERS
+    if x.ndim == 2:
+        most = min(most, MOST_VALUES // max(x.shape[1], 1))
+    mine, theirs = _sampled_index(mine, min(MOST, most), rng), _sampled_index(theirs, most, rng)
+    none = Found(0, len(mine), len(theirs))
+    if not len(mine) or not len(theirs):
+        return none
+    if x.ndim == 4:
+        near = _near_images(_pictures(x, mine), _pictures(others, theirs))
+    else:
+        near = _near_rows(x[mine], others[theirs], preprocessing)
+    count = 0
+    for start in range(0, len(mine), BLOCK):
+        close = near(slice(start, start + BLOCK))
+        if x is others:
+            close &= mine[start : start + BLOCK, None] != theirs[None]
+        count += int(close.any(axis=1).sum())
+    by_chance = x.ndim == 2 and count <= 3 * CHANCE * len(mine)
+    return none if by_chance else none._replace(copies=count)
+
+
+def _sampled_index(index: Indices, most: int, rng: np.random.Generator) -> Indices:
+    return index if len(index) <= most else np.sort(rng.choice(index, most, replace=False))
+
+
+def _near_images(one: NDArray[np.float32], two: NDArray[np.float32]) -> Near:
+    return lambda rows: one[rows] @ two.T >= ALIKE
+
+
+def _pictures(x: Inputs, index: Indices) -> NDArray[np.float32]:  # (N, P)
+    """Small grey pictures of mean 0 and length 1; one without any contrast is 0."""
+    edges = [np.unique(np.linspace(0, side, min(side, SIDE) + 1).astype(int)[:-1]) for side in x.shape[1:3]]
+    found = []
+    for start in range(0, len(index), BLOCK):
+        grey = x[index[start : start + BLOCK]].astype(np.float32).mean(axis=3)
+        for axis, at in enumerate(edges, 1):
+            width = np.diff([*at, grey.shape[axis]])
+            grey = np.add.reduceat(grey, at, axis=axis) / width.reshape((-1, 1) if axis == 1 else (1, -1))
+        flat = grey.reshape(len(grey), -1)
+        flat = flat - flat.mean(axis=1, keepdims=True)
+        length = np.linalg.norm(flat, axis=1, keepdims=True)
+        found.append(np.where(length > 1, flat / np.maximum(length, 1), 0).astype(np.float32))
+    return np.concatenate(found)
+
+
+def _near_rows(one: Inputs, two: Inputs, preprocessing: dict[str, Any]) -> Near:
+    """Nothing is near where too few numbers tell rows apart."""
+    slots = set(category_slots(preprocessing))
+    numbers = [k for k in range(two.shape[1]) if k not in slots]
+    fine = [k for k in numbers if len(np.unique(two[:, k])) > FINE]
+    if len(fine) < 2:
+        return lambda rows: np.zeros((len(one[rows]), len(two)), bool)
+    mean, std = (np.array(each) for each in measure(two, 1.0, preprocessing))
+
+    def standard(x: Inputs) -> NDArray[np.float64]:
+        gaps = np.isnan(x[:, numbers]).astype(np.float64)  # a gap is like a gap alone
+        return np.concatenate([np.nan_to_num((x - mean) / std), gaps], axis=1)
+
+    a, b = standard(one), standard(two)
+    reach = min(CLOSE * math.sqrt(len(numbers)), _by_chance(len(fine), len(two)))
+    squares = (a**2).sum(axis=1)[:, None], (b**2).sum(axis=1)[None]
+
+    def near(rows: slice) -> NDArray[np.bool_]:
+        close: NDArray[np.bool_] = squares[0][rows] + squares[1] - 2 * a[rows] @ b.T <= max(reach**2, 1e-9)
+        return close
+
+    return near
+
+
+def _by_chance(dimensions: int, rows: int) -> float:
+    """The distance within which a normally distributed row finds one of so many others with probability CHANCE."""
+    half = dimensions / 2
+    ball = math.log(CHANCE / rows) + half * math.log(2 * math.pi) + math.lgamma(half + 1) - half * math.log(math.pi)
+    return math.exp(ball / dimensions)
+
+
+# --- inspection -----------------------------------------------------------------------------------------------------
+
 
 FEW = 10  # samples of a class: with fewer, its accuracy is mostly chance
 FEW_HELD = 10  # held-out samples of a client: with fewer, its metrics are mostly chance
@@ -62,7 +270,7 @@ def inspect(data: Dataset, division: Division | None = None) -> dict[str, Any]:
         "preprocessing": data.preprocessing,
         "notes": list(data.notes),
     }
-    warnings = [*data.warnings, *_class_warnings(data, train, test), *_twins(data)]
+    warnings = [*data.warnings, *_class_warnings(data, train, test), *_exact_duplicates(data)]
     if division is None and not len(data.y_test):
         warnings += _near_itself(data)
     if division is not None:
@@ -109,7 +317,7 @@ def about_test_set(data: Dataset) -> list[str]:
     return found
 
 
-def _twins(data: Dataset) -> list[str]:
+def _exact_duplicates(data: Dataset) -> list[str]:
     """Samples that are the same to the byte."""
     train, test = _digests(data.x_train), _digests(data.x_test)
     found, seen = [], Counter(train)

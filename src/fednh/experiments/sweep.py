@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fednh.config import Config, build_method, dump, load, parse_value
-from fednh.core.federation import build_federation, load_data
 from fednh.data import partitions as kinds
 from fednh.data.dataset import Dataset
 from fednh.errors import UserError, did_you_mean
+from fednh.federated.setup import build_federation, load_data
+from fednh.io.files import write_bytes
+from fednh.io.lock import exclusive
 from fednh.methods.registry import hyper_parameters
-from fednh.storage.files import write_bytes
-from fednh.storage.layout import SweepLayout
-from fednh.storage.lock import only_user
-from fednh.storage.run_folder import RunFolder
-from fednh.storage.run_names import run_name, unlike
+from fednh.runs.layout import SweepLayout
+from fednh.runs.names import run_name, unlike
+from fednh.runs.run_folder import RunFolder
 
 _IN_NAME = (
     "method.name",
@@ -167,7 +167,7 @@ def alone(out: Path) -> Iterator[None]:
     if out.is_file():
         raise UserError(f"{out} is a file, not a folder; choose another --out")
     try:
-        with only_user(out, sweep.lock_file):
+        with exclusive(out, sweep.lock_file):
             yield
     finally:
         with suppress(OSError):  # nothing was begun: leave nothing behind
@@ -199,8 +199,7 @@ def at(backend: str, address: str | None, plan: Sequence[Planned]) -> Iterator[P
     if backend != "ray":
         yield Place()
         return
-    from fednh.executors.connection import connected, own_cpus, where
-    from fednh.executors.crew import room
+    from fednh.backends.ray import connected, own_cpus, room, where
 
     cpus = max(own_cpus(run.config) for run in plan)
     with ExitStack() as stack:

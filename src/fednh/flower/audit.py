@@ -1,13 +1,10 @@
-"""The audit log of a site or a server: one JSON line per event, each chained to the one before it by SHA-256.
+"""What a site writes into its audit log: who asked, what left, what was refused and why.
 
-{"line": 3, "time": "2026-11-16T10:41:07.125Z", "event": "left", ..., "before": HASH OF LINE 2, "hash": HASH OF LINE 3}
+A line is on disk before the answer that it describes is sent: if it cannot be written, nothing leaves. The answer
+carries the hash of that line, and the server keeps it, so that nobody can cut lines off the log unnoticed.
 
-A hash covers its line up to the hash itself, and so, by the chain, all lines before it. Lines are only ever
-added: the file may have the file system's append-only attribute. A line that a crash cut short stays where it is, and
-the next line, "torn", records it.
-
-Whoever can write the file can also rewrite all of it, or cut lines off its end; only somebody who knows an earlier hash
-can notice that. So a site sends its newest hash with every answer, and the server writes it into its own log.
+What says nothing new, because it was said before or refused, has lines for the first `EACH` messages of a kind and
+key, and then for every doubling of their number, with how many they stand for (`times`). So nobody can fill the disk.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -25,10 +23,30 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fednh.storage.files import sync_path
+from filelock import FileLock
+from flwr.app import ConfigRecord, Message, RecordDict
+
+from fednh.flower.layout import StateFolder
+from fednh.io.files import sync_path, write_json
+from fednh.text import one_line
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict
+
+
+# --- audit ----------------------------------------------------------------------------------------------------------
+# The audit log of a site or a server: one JSON line per event, each chained to the one before it by SHA-256.
+#
+# {"line": 3, "time": "2026-11-16T10:41:07.125Z", "event": "left", ..., "before": HASH OF LINE 2, "hash": HASH OF LINE
+# 3}
+#
+# A hash covers its line up to the hash itself, and so, by the chain, all lines before it. Lines are only ever added:
+# the file may have the file system's append-only attribute. A line that a crash cut short stays where it is, and the
+# next line, "torn", records it.
+#
+# Whoever can write the file can also rewrite all of it, or cut lines off its end; only somebody who knows an earlier
+# hash can notice that. So a site sends its newest hash with every answer, and the server writes it into its own log.
+
 
 START = "0" * 64  # what the first line has in place of the hash of the one before
 LONGEST = 100_000  # characters of what a line says of a message
@@ -96,7 +114,7 @@ def append(path: Path, event: str, **facts: Any) -> Head:
     return head
 
 
-def head(path: Path) -> Head | None:
+def newest_head(path: Path) -> Head | None:
     """The newest line of a log; None if it has none."""
     if not path.exists():
         return None
@@ -215,7 +233,7 @@ def contents(content: RecordDict) -> list[dict[str, Any]]:
     """A description of a message for the log: names, shapes, bytes and SHA-256 of every record."""
     from flwr.app import ArrayRecord
 
-    from fednh.flower.arrays import form_of
+    from fednh.flower.protocol import form_of
 
     found = []
     for name, record in sorted(content.items()):
@@ -247,3 +265,133 @@ def _short(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     total = sum(record["bytes"] for record in found)
     digest = hashlib.sha256(words.encode()).hexdigest()
     return [{"record": f"{len(found)} records", "bytes": total, "sha256": digest, "names": {}}]
+
+
+# --- audit events ---------------------------------------------------------------------------------------------------
+
+
+log = logging.getLogger("flwr")
+HEAD = "audit"  # key in a reply's record `said`: the newest line of the site's log
+EACH = 100  # messages of a kind that have a line each, though they ask for nothing new
+
+
+class Tally:
+    """Counts, on disk, messages that asked for nothing new."""
+
+    def __init__(self, file: Path):
+        self._file, self._lock = file, FileLock(file.with_suffix(".lock"))
+
+    def add(self, kind: str, number: int = 1) -> int:
+        """Count a message; returns for how many a line is to be written now: 0 if for none."""
+        with self._lock:
+            known = self._read()
+            known[kind] = count = max(0, known.get(kind, 0) + number)
+            write_json(self._file, known)
+        if count <= EACH:
+            return 1
+        doublings = count // EACH
+        at_doubling = count % EACH == 0 and doublings & (doublings - 1) == 0
+        return count // 2 if at_doubling else 0
+
+    def _read(self) -> dict[str, int]:
+        with suppress(OSError, ValueError, AttributeError):
+            return {str(key): int(value) for key, value in json.loads(self._file.read_text()).items()}
+        return {}  # none yet; a damaged one counts anew
+
+
+class SiteEvents:
+    """Writes the lines about one message."""
+
+    def __init__(self, home: Path, site: str, message: Message):
+        data, folder = message.metadata, StateFolder(home)
+        self.path, self.kind = folder.audit_file(site), data.message_type[:50]
+        self._tally = Tally(folder.tally(site))
+        group = int(data.group_id) if data.group_id.isdecimal() and len(data.group_id) < 20 else 0
+        self.facts: dict[str, Any] = {"own": site, "kind": self.kind, "round": group, "run": data.run_id}
+        self.by = f"node {data.src_node_id}, which has not proven who it is"
+        self._counted = ""  # as which kind it was counted
+        self._asked: dict[str, Any] | None = None  # of a line that is not written yet
+        self.times = 1  # the messages that its lines stand for; 0: it has none
+
+    def asked(self, key: str, federation: str, content: RecordDict) -> None:
+        """Log an order that the federation's server has signed with this key."""
+        self.by, self.facts["federation"] = f"the server, key {key}", federation[:100]
+        self._asked = {"by": self.by, "got": contents(content)}
+        self._count(f"{self.kind}, key {key}")
+        if self.times:
+            self._write_asked()
+
+    def new(self) -> None:
+        """What the message asks for was not said before: it has lines of its own, whatever its number."""
+        self._tally.add(self._counted, -1)
+        self.times = 1
+        if self._asked is not None:
+            self._write_asked()
+
+    def left(self, content: RecordDict) -> RecordDict:
+        """Log an answer; returns it with the hash of its line."""
+        if not self.times:
+            return with_head(content, newest_head(self.path))
+        event, told = ("joined", {"told": _greeting(content)}) if self.kind == "query" else ("left", {})
+        facts = {**self._facts(), **told, "to": self.by, "sent": contents(content)}
+        return with_head(content, append(self.path, event, **facts))
+
+    def refused(self, why: str, content: RecordDict) -> RecordDict:
+        """Log a refusal; `content`, which tells the server, is sent even if the log cannot be written."""
+        try:
+            if not self._counted:
+                self._count("unproven")
+            if not self.times:
+                return with_head(content, newest_head(self.path))
+            facts = {**self._facts(), "by": self.by, "why": one_line(why), "sent": contents(content)}
+            head = append(self.path, "refused", **facts)
+        except OSError as error:
+            log.error("the audit log cannot be written: %s", error)
+            return content
+        return with_head(content, head)
+
+    def _count(self, kind: str) -> None:
+        self._counted, self.times = kind, self._tally.add(kind)
+
+    def _write_asked(self) -> None:
+        append(self.path, "asked", **self._facts(), **(self._asked or {}))
+        self._asked = None
+
+    def _facts(self) -> dict[str, Any]:
+        return self.facts if self.times == 1 else {**self.facts, "times": self.times}
+
+
+def refuse(home: Path, site: str, kind: str, by: str, why: str) -> None:
+    """Log a refusal that did not come from reading a message: an app that is not approved, work that was killed."""
+    folder = StateFolder(home)
+    if times := Tally(folder.tally(site)).add(kind):
+        more = {} if times == 1 else {"times": times}
+        append(folder.audit_file(site), "refused", own=site, by=by, why=one_line(why), **more)
+
+
+def with_head(content: RecordDict, head: Head | None) -> RecordDict:
+    if head is None:
+        return content
+    said = content["said"]
+    assert isinstance(said, ConfigRecord)
+    return RecordDict({**content, "said": ConfigRecord({**said, HEAD: str(head)})})
+
+
+def head_of(content: RecordDict) -> str | None:
+    """The newest line of a site's log, as stated in its reply."""
+    said = content.get("said")
+    found = Head.read(said.get(HEAD)) if isinstance(said, ConfigRecord) else None
+    return None if found is None else str(found)
+
+
+def _greeting(content: RecordDict) -> dict[str, Any]:
+    """What a greeting discloses about the site's data."""
+    said = content["said"]
+    assert isinstance(said, ConfigRecord)
+    task = json.loads(str(said["task"]))
+    columns = json.loads(task["preprocessing"]).get("columns", [])
+    return {
+        "classes": task["classes"],
+        "columns": {column["name"]: len(column.get("values", [])) for column in columns},
+        "statistics": len(task["mean"]),
+    }

@@ -17,8 +17,8 @@ from typing import Any
 from fednh.errors import UserError
 from fednh.flower.audit import Head, Log, read
 from fednh.flower.layout import FederationFolder, SiteFolder, StateFolder
-from fednh.storage.files import expanded
-from fednh.storage.layout import RunLayout
+from fednh.io.files import expanded
+from fednh.runs.layout import RunLayout
 
 MOST = 20  # refusals that are shown
 
@@ -35,7 +35,7 @@ RECORDS = {  # what a message's records contain, for readers
 
 
 @dataclass(frozen=True)
-class Place:
+class LogFile:
     """Where a log belongs."""
 
     path: Path
@@ -52,7 +52,7 @@ class Checked:
     problem: str | None
 
 
-def find(*folders: Path) -> list[Place]:
+def find(*folders: Path) -> list[LogFile]:
     """The places of the logs that belong to these folders, the server's first; a log may be missing there."""
     found = {folder: _places(folder) for folder in folders}
     places = list(dict.fromkeys(place for each in found.values() for place in each))
@@ -65,29 +65,29 @@ def find(*folders: Path) -> list[Place]:
     return sorted(places, key=lambda place: place.site is not None)
 
 
-def _places(folder: Path) -> list[Place]:
+def _places(folder: Path) -> list[LogFile]:
     if folder.is_file():
-        return [Place(folder, alone=True)]
+        return [LogFile(folder, alone=True)]
     fed = FederationFolder(folder)
-    found = [Place(path, alone=True) for path in StateFolder(folder).audit_files()]
-    found += [Place(RunLayout(folder).audit_file)] if RunLayout(folder).audit_file.is_file() else []
+    found = [LogFile(path, alone=True) for path in StateFolder(folder).audit_files()]
+    found += [LogFile(RunLayout(folder).audit_file)] if RunLayout(folder).audit_file.is_file() else []
     found += [_of_site(SiteFolder(folder))] if SiteFolder(folder).node_config.is_file() else []
     if fed.app_file.is_file():
         from fednh.flower.deploy import scaffold
 
         config, sites = scaffold.read(folder)
-        found.append(Place(RunLayout(Path(str(config.federation.folder))).audit_file))
+        found.append(LogFile(RunLayout(Path(str(config.federation.folder))).audit_file))
         found += [_of_site(site) for site in [*sites, *fed.trial_sites()]]
     return found
 
 
-def _of_site(site: SiteFolder) -> Place:
+def _of_site(site: SiteFolder) -> LogFile:
     """The place of a site's log, as its site.toml says."""
     file = site.node_config
     try:
         told = tomllib.loads(file.read_text(encoding="utf-8"))
         name = str(told["site"])
-        return Place(StateFolder(site.path / expanded(str(told["state"]))).audit_file(name), name)
+        return LogFile(StateFolder(site.path / expanded(str(told["state"]))).audit_file(name), name)
     except KeyError as error:
         what = {"site": "what the site is called", "state": "where the site keeps its state"}[str(error.args[0])]
         raise UserError(f"{file} does not say {what}; add {error.args[0]} = ...") from None
@@ -95,7 +95,7 @@ def _of_site(site: SiteFolder) -> Place:
         raise UserError(f"{file} cannot be read as TOML: {error}") from error
 
 
-def check(places: Sequence[Place], known: Sequence[Head] = ()) -> list[Checked]:
+def check(places: Sequence[LogFile], known: Sequence[Head] = ()) -> list[Checked]:
     """Each log with its problem, or None; every log must have the lines in `known`.
 
     With several places the logs are compared: there must be one of the server, and each site that it names must have
@@ -114,7 +114,7 @@ def check(places: Sequence[Place], known: Sequence[Head] = ()) -> list[Checked]:
     return [replace(row, problem=row.problem or row.log.lacks(known)) for row in checked]
 
 
-def _checked(place: Place) -> Checked:
+def _checked(place: LogFile) -> Checked:
     """Read a log, and check its chain and that each of its lines is of the log's owner."""
     log, site = read(place.path), place.site
     if place.alone:
@@ -145,7 +145,7 @@ def _compared(row: Checked, others: Sequence[Checked], recorded: Sequence[Head])
     return replace(row, problem=row.problem or row.log.lacks(nowhere))
 
 
-def _missing(site: str, places: Sequence[Place]) -> Checked:
+def _missing(site: str, places: Sequence[LogFile]) -> Checked:
     """A site that the server's log names and that has no log."""
     path = next((place.path for place in places if place.site == site), Path(f"{site}.jsonl"))
     why = f"the log of site {site} is missing, which the server's log names; if it lies elsewhere, give its folder too"

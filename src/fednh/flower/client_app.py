@@ -17,37 +17,36 @@ from pathlib import Path
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fednh.core.machine import one_thread
 from fednh.errors import Refused, RunError, UserError
-from fednh.flower import messages, signing
-from fednh.flower.audit_events import SiteEvents
-from fednh.flower.keys import fingerprint
+from fednh.flower import protocol, signing
+from fednh.flower.audit import SiteEvents
 from fednh.flower.layout import StateFolder
-from fednh.flower.leaving import Seal, leave
-from fednh.flower.policy import Agreement
-from fednh.flower.site import Place, Site, read_place
-from fednh.storage.files import keep_private
-from fednh.words import one_line
+from fednh.flower.signing import ssh_fingerprint
+from fednh.flower.site import Place, Seal, Site, finalize_reply, read_place
+from fednh.flower.site_config import Agreement
+from fednh.io.files import keep_private
+from fednh.machine import one_thread
+from fednh.text import one_line
 
 log = logging.getLogger("flwr")
 
 
 @dataclass(frozen=True)
-class Duty:
+class Job:
     """One message to work on."""
 
     place: Place
     content: RecordDict
     # None in a simulation:
-    book: signing.OrderBook | None = None
+    book: signing.ReplayGuard | None = None
     agreement: Agreement | None = None
     events: SiteEvents | None = None
 
     def site(self) -> Site:
-        return Site(self.place, *messages.read_config(self.content), self.agreement)
+        return Site(self.place, *protocol.read_config(self.content), self.agreement)
 
 
-Handler = Callable[[Duty], RecordDict]
+Handler = Callable[[Job], RecordDict]
 
 
 def client_app(home: Path | None = None, run: Path | None = None) -> ClientApp:
@@ -55,13 +54,13 @@ def client_app(home: Path | None = None, run: Path | None = None) -> ClientApp:
     app = ClientApp()
     handle = partial(_simulated, home, run) if home is not None else _deployed
     app.query()(partial(handle, _hello))
-    app.query(messages.NOTICE.partition(".")[2])(partial(handle, _notice))
+    app.query(protocol.NOTICE.partition(".")[2])(partial(handle, _notice))
     app.train()(partial(handle, _answer))
     app.evaluate()(partial(handle, _answer))
     return app
 
 
-def _hello(duty: Duty) -> RecordDict:
+def _hello(duty: Job) -> RecordDict:
     hello, times = duty.site().hello()
     if duty.events is not None:
         duty.events.facts["greeting"] = times
@@ -70,15 +69,15 @@ def _hello(duty: Duty) -> RecordDict:
     return hello.write()
 
 
-def _notice(duty: Duty) -> RecordDict:
-    words = messages.read_notice(duty.content)
+def _notice(duty: Job) -> RecordDict:
+    words = protocol.read_notice(duty.content)
     if duty.events is None or duty.events.times:
         log.warning("the server says: %s", words)
-    return messages.noted()
+    return protocol.ack()
 
 
-def _answer(duty: Duty) -> RecordDict:
-    order, policy = messages.Order.read(duty.content), duty.place.policy
+def _answer(duty: Job) -> RecordDict:
+    order, policy = protocol.Order.read(duty.content), duty.place.policy
     if policy is None or duty.book is None:
         site = duty.site()
         return site.answer(order, *site.read(duty.content)).write()
@@ -96,12 +95,12 @@ def _simulated(home: Path, run: Path | None, work: Handler, message: Message, co
     """In a simulation the user is server and sites at once: nothing is signed, and errors are sent in full."""
     try:
         with one_thread():
-            content = work(Duty(read_place(context.node_config, home, run), message.content))
+            content = work(Job(read_place(context.node_config, home, run), message.content))
     except (UserError, RunError) as error:
-        content = messages.sorry(str(error))
+        content = protocol.error_reply(str(error))
     except Exception as error:
         log.exception("this site could not do what it was asked")
-        content = messages.sorry(f"{type(error).__name__}: {error}")
+        content = protocol.error_reply(f"{type(error).__name__}: {error}")
     return Message(content, reply_to=message)
 
 
@@ -117,28 +116,28 @@ def _deployed(work: Handler, message: Message, context: Context) -> Message:
         events = SiteEvents(place.home, name, message)
         envelope, book = _accepted(place, message, context)
         seal = partial(signing.sign_reply, key=signing.read_site_private(place.key), envelope=envelope)
-        order = signing.unsealed(message.content)
-        events.asked(fingerprint(place.orders.read_text()), envelope.federation, order)
-        key = signing.fingerprint(signing.read_orders_public(place.orders))
+        order = signing.without_signature(message.content)
+        events.asked(ssh_fingerprint(place.orders.read_text()), envelope.federation, order)
+        key = signing.key_fingerprint(signing.read_orders_public(place.orders))
         agreement = Agreement(StateFolder(place.home).agreement(place.site, key))
         with one_thread():
-            content = work(Duty(place, order, book, agreement, events))
-        reply = leave(content, events, seal)
+            content = work(Job(place, order, book, agreement, events))
+        reply = finalize_reply(content, events, seal)
     except Refused as error:
         data, cause = message.metadata, error.__cause__  # the cause may quote data: it stays in the site's own logs
         why = str(error) if cause is None else f"{error}: {cause}"
-        reply = leave(messages.sorry(f"refused: {error}", name), events, seal, refused=why)
+        reply = finalize_reply(protocol.error_reply(f"refused: {error}", name), events, seal, refused=why)
         if events is None or events.times:
             log.error("refused: %s (message %r of node %d)", one_line(why), data.message_type[:50], data.src_node_id)
     except Exception as error:
-        sorry = messages.sorry(f"{type(error).__name__}; the site's own log says more", name)
-        reply = leave(sorry, events, seal, refused=f"{type(error).__name__}: {error}")
+        sorry = protocol.error_reply(f"{type(error).__name__}; the site's own log says more", name)
+        reply = finalize_reply(sorry, events, seal, refused=f"{type(error).__name__}: {error}")
         if events is None or events.times:
             log.error("this site could not do what it was asked", exc_info=error)
     return Message(reply, reply_to=message)
 
 
-def _accepted(place: Place, message: Message, context: Context) -> tuple[signing.Envelope, signing.OrderBook]:
+def _accepted(place: Place, message: Message, context: Context) -> tuple[signing.Envelope, signing.ReplayGuard]:
     """The order's envelope, with this site's name; Refused unless the server signed it and it is new."""
     data = message.metadata
     if data.dst_node_id != context.node_id or data.run_id != context.run_id:
@@ -146,7 +145,7 @@ def _accepted(place: Place, message: Message, context: Context) -> tuple[signing
     known = signing.Envelope("", context.run_id, data.message_type, data.group_id, context.node_id, place.site)
     public = signing.read_orders_public(place.orders)
     envelope = signing.check_order(message.content, public, known)
-    book = signing.OrderBook(place.home, place.site, public)
+    book = signing.ReplayGuard(place.home, place.site, public)
     book.accept(envelope.counter)
     return replace(envelope, site=place.site), book
 

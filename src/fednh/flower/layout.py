@@ -4,7 +4,7 @@ A federation's folder, as `fednh federation init` writes it:
   pyproject.toml   the app and all settings          sites/NAME/   a folder for every site, to be handed over
   README.md        how to run it on many machines    certs/        made by `fednh federation certs`
   proxy/           nginx before the server           systemd/      the server's unit; a site has its own
-  trial/           what `up --local` keeps           run/          the server's run folder (storage/layout.py)
+  trial/           what `up --local` keeps           run/          the server's run folder (runs/layout.py)
   logs/            of `up --local`                   .flwr/        Flower's own files
 A site's folder:
   site.toml   the site's settings and its rules      key, key.pub, ca.crt, orders.pub   its keys, and the server's
@@ -26,11 +26,46 @@ No other module spells these names.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from zlib import crc32
 
-from fednh.storage.layout import Inside, Layout, RunLayout
+from fednh.federated.protocol import check_lost
+from fednh.runs.layout import Inside, Layout, RunLayout
+from fednh.text import one_line
+
+# --- notes ----------------------------------------------------------------------------------------------------------
+# federation.log: the server's notes about its sites, one JSON line each, `{"time": ..., "text": ...}`.
+#
+# Notes quote what sites sent. Written as JSON, no such text can break a line and forge another note.
+
+
+WAITING = "waiting for sites"  # how the note begins that too few sites are there
+
+
+def add_note(run: Path, text: str) -> None:
+    """Add a note to a run folder's log."""
+    line = {"time": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}", "text": one_line(text)}
+    with RunLayout(run).log_file.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def sentence(line: bytes) -> str:
+    """The text of a line, safe to print; earlier versions wrote plain text after the time."""
+    try:
+        return one_line(str(json.loads(line)["text"]))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return one_line(line.decode(errors="replace")[20:])
+
+
+def check_end(run: Path) -> None:
+    """Raise if a finished run has rounds that changed nothing: such a run is not a success."""
+    check_lost(json.loads(RunLayout(run).summary_file.read_text(encoding="utf-8")))
+
+
+# --- layout ---------------------------------------------------------------------------------------------------------
 
 
 class FlowerHome(Layout):

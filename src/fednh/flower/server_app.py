@@ -7,19 +7,381 @@ All of them are flat dotted keys, as `--set` takes them: `rounds`, `method.name`
 from __future__ import annotations
 
 import logging
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context
+import torch
+from flwr.app import ArrayRecord, Context, MessageType
 from flwr.serverapp import Grid, ServerApp
 
-from fednh.errors import UserError
-from fednh.flower.executor import Manner, rounds
-from fednh.flower.identity import of_server
-from fednh.flower.runconfig import read_config
-from fednh.screen import metric_words
-from fednh.storage.files import keep_private
-from fednh.storage.run_folder import RunFolder
+from fednh.callbacks.screen import metric_words
+from fednh.config import Config, dump
+from fednh.errors import RunError, UserError
+from fednh.federated import checks, similarity
+from fednh.federated.client import Report
+from fednh.federated.evaluate import HELD, Personal
+from fednh.federated.protocol import Exchange, Missing, Outcome, Watcher
+from fednh.federated.rounds import Rounds
+from fednh.federated.setup import Federation, ServerSide, build_federation, network
+from fednh.flower import audit, layout
+from fednh.flower.admission import Membership, Reception
+from fednh.flower.audit import head_of
+from fednh.flower.protocol import NOTICE, Answer, Number, Order, SiteProblem, Task, read_answer, to_arrays, why
+from fednh.flower.run_config import read_config
+from fednh.flower.signing import Identity, of_server
+from fednh.flower.site import balanced
+from fednh.flower.site_config import for_sites
+from fednh.flower.transport import FetchError, Limit, Mailbox, Reply, Request
+from fednh.io.files import keep_private
+from fednh.machine import check_machine
+from fednh.runs.client_states import Store
+from fednh.runs.model_file import card_of
+from fednh.runs.run_folder import RunFolder
+from fednh.text import one_line
+from fednh.tree import Tree
+
+# --- executor -------------------------------------------------------------------------------------------------------
+# Sites on Flower as the executor of a run: orders go out as messages, answers come back, late, wrong or never.
+#
+# An order asks a site to evaluate the state after the last round, to train the next round, or both in one message. A
+# wrong answer is refused, with the reason in the log; the rounds go on without it (federated/rounds.py).
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How the sites are reached: over a network, or as a simulation on this machine or cluster."""
+
+    timeout: float  # seconds for an answer
+    enough: int  # sites that must be present before the first round
+    simulated: bool = False  # then on_error decides whether an error at a client stops the run
+    pause: float = 0.5  # seconds between two polls for answers
+    least: int = 1  # uploads that a round needs; with fewer it is abandoned
+    wait: float = math.inf  # seconds to wait for enough sites
+
+
+def make_run(
+    config: Config,
+    grid: Grid,
+    folder: RunFolder,
+    watcher: Watcher,
+    manner: Transport,
+    stop: threading.Event | None = None,
+    federation: Federation | None = None,
+    identity: Identity | None = None,
+) -> Rounds:
+    """The round loop of a run on the sites behind `grid`; call its `run`."""
+    stop = stop or threading.Event()
+    sites = Sites(config, grid, folder, watcher, manner, stop, federation, identity)
+    return Rounds(config, folder, sites, watcher, stop)
+
+
+class Sites:
+    """The sites of one federation."""
+
+    backend = "flower"
+
+    def __init__(
+        self,
+        config: Config,
+        grid: Grid,
+        folder: RunFolder,
+        watcher: Watcher,
+        manner: Transport,
+        stop: threading.Event,
+        federation: Federation | None = None,
+        identity: Identity | None = None,
+    ):
+        """A simulation passes the `federation` it has built. Without an `identity` messages are not signed."""
+        self.config, self.grid, self.folder, self.watcher, self.manner = config, grid, folder, watcher, manner
+        self.fed, self.identity = federation, identity
+        self.deployed, self.least = not manner.simulated, manner.least
+        self.toml = dump(config if manner.simulated else for_sites(config))
+        self.method = config.build_method()
+        sign = identity.sign if identity is not None else None
+        self.mailbox = Mailbox(grid, stop, self._stray, manner.pause, sign)
+        # Sites keep their personal states; a checkpoint records only the round of each.
+        self.store = Store(folder.checkpoints / folder.clients.name, 0, {})
+        path = None if manner.simulated else folder.audit_file
+        self.events = audit.Writer(path, 0 if identity is None else identity.run)
+        tell, timeout = self._tell, manner.timeout
+        self.reception = Reception(config, grid, self.mailbox, tell, self.events, self.toml, timeout, identity)
+
+    task: Task
+    initial: Tree
+
+    @property
+    def membership(self) -> Membership:
+        return self.reception.membership
+
+    def __enter__(self) -> Sites:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    # --- before the first round --------------------------------------------------------------------------------
+
+    def open(self, books: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> ServerSide:
+        """Wait for the sites, and find out what they agree on."""
+        if books:
+            self.reception.membership = Membership(books["sites"], records)
+            self.reception.task = Task.read(books["task"])
+            if self.identity is not None:
+                self.identity.keys |= {member.site: member.key for member in self.membership if member.key}
+        self.task = self.reception.gather(self.manner.enough, self.deployed, self.manner.wait)
+        check_machine(self.config.device, self.config.precision)
+        return self._server_side(self.task)
+
+    def _server_side(self, task: Task) -> ServerSide:
+        """The server's model, method and test set for the agreed task."""
+        config = self.config
+        self.fed = self.fed or self._divided_federation(task)
+        if self.fed is not None:
+            side = self.fed.server_side(config)
+        else:  # the server does not know how the samples of sites with their own data are distributed
+            net = network(config, task.shape, len(task.classes))
+            card = card_of(config, net, task.shape, task.classes, task.data, task.recipe)
+            side = ServerSide(task.data, task.classes, net, self.method, None, card)
+        if config.federation.test is not None:
+            side = replace(side, test=balanced(config, config.federation.test, task), notes=())
+        return side
+
+    def _divided_federation(self, task: Task) -> Federation | None:
+        """The federation of a public set of which each site has a part; None if sites have their own data."""
+        if not task.divided:
+            return None
+        try:
+            return build_federation(self.config)
+        except UserError as error:
+            self.note(f"{task.data} cannot be read at the server, so it has no test set: {error}")
+            return None
+
+    def begin(self, initial: Tree) -> None:
+        self.initial = initial
+        net = network(self.config, self.task.shape, len(self.task.classes))
+        self.upload_form = checks.declared_upload(self.method, net, initial)
+
+    # --- one exchange ------------------------------------------------------------------------------------------
+
+    def present(self) -> list[int]:
+        """The clients whose nodes are online; if there are too few, wait up to the timeout for more."""
+        deadline = time.monotonic() + self.manner.timeout
+        while True:
+            online = set(self.grid.get_node_ids())
+            here = self.membership.present(online)
+            if len(here) >= self.least or time.monotonic() > deadline:
+                break
+            words = f"{len(here)} of {self.least} sites are online; waiting"
+            self.reception.once(f"after round {self.done}: {words}")
+            self.reception.greet(online)
+            self.mailbox.rest()
+            self.reception.welcome()
+        self.reception.greet(online)  # newcomers introduce themselves while others work, and join in the next round
+        return here
+
+    done = 0  # completed rounds
+
+    def exchange(self, asked: Exchange) -> SiteAnswers:
+        """Send the orders, and wait for the answers."""
+        train, look = set(asked.train), set(asked.evaluate)
+        orders = [self._order(k, asked, k in train, k in look) for k in sorted(train | look)]
+        answers = self._ask(orders, asked)
+        self.reception.welcome()
+        return answers
+
+    def _order(self, client: int, asked: Exchange, trains: bool, evaluates: bool) -> Order:
+        member = self.membership.members[client]
+        # The server may have to go back to an older checkpoint, if newer ones are incomplete or damaged.
+        since = member.since(asked.done - 3 * self.config.checkpoint.every)
+        return Order(
+            client,
+            asked.done + 1 if trains else 0,
+            asked.done if evaluates else 0,
+            member.last,
+            since,
+            final=evaluates and asked.final,
+            sites=max(1, len(asked.train)),
+        )
+
+    def _ask(self, orders: list[Order], asked: Exchange) -> SiteAnswers:
+        common = self._sent(asked, asked.down)
+        letters = []
+        for order in orders:
+            own = order.client in asked.records
+            arrays, more = self._sent(asked, asked.received(order.client)) if own else common
+            letters.append((self._letter(order), order.write(self.toml, self.task, arrays, more)))
+        if letters:
+            sites = {letter.site: letter.kind for letter, _ in letters}
+            round_ = asked.done + 1 if asked.train else 0
+            self.events("asked", kind="train", round=round_, sites=sites, sent=letters[0][1])
+        sent = self.mailbox.send(letters, keep=2 * self.manner.timeout)
+        waiting = {order.client: order for order in orders}
+        answers, missing = list[Answer](), dict[int, Missing]()
+        for letter, reply in self.mailbox.replies(sent, self.manner.timeout):
+            order = waiting.pop(letter.client)
+            found = self._read(letter, order, reply)
+            if isinstance(found, Answer):
+                answers.append(found)
+            else:
+                self._lacks(order, found, missing)
+        for client, order in sorted(waiting.items()):
+            words = f"round {_when(order)}: {self.name(client)} did not answer in {self.manner.timeout:g} s"
+            self._lacks(order, Missing("silent", words), missing)
+        return SiteAnswers(self, answers, missing)
+
+    def _letter(self, order: Order) -> Request:
+        trains, membership = bool(order.round), self.membership
+        return Request(
+            membership.node(order.client),
+            MessageType.TRAIN if trains else MessageType.EVALUATE,
+            Limit.of(self.upload_form if trains else None),
+            order.client,
+            _when(order),
+            membership.site(order.client),
+        )
+
+    def _sent(self, asked: Exchange, down: Tree) -> tuple[ArrayRecord, ArrayRecord]:
+        """What a site receives, and the part of the global model that it cannot rebuild from that and the config."""
+        model = self.method.global_model(asked.server) or {}
+        theirs = self.method.global_model({**self.initial, **down}) or {}
+        more = {n: v for n, v in model.items() if n not in theirs or not torch.equal(v, theirs[n])}
+        return to_arrays(down), to_arrays(more)
+
+    def _read(self, letter: Request, order: Order, reply: Reply) -> Answer | Missing:
+        """The answer, or the reason why there is none that can be used."""
+        who, when = self.name(order.client), f"round {_when(order)}"
+        try:
+            answer, content = read_answer(letter, order, reply, self.upload_form, self.config.device, self.identity)
+        except SiteProblem as error:
+            method = "" if self.deployed else f"{type(self.method).__name__}: "
+            return Missing("failed", f"{method}{when}: {who} failed: {error}")
+        except Exception as error:  # whatever reading it raises is this site's problem, not the server's
+            return Missing("refused", f"{when}: the answer of {who} was refused: {why(error)}")
+        facts = {"site": letter.site, "kind": letter.kind, "round": letter.round, "head": head_of(content)}
+        self.events("took", **facts, sent=content)
+        return answer
+
+    def _lacks(self, order: Order, what: Missing, missing: dict[int, Missing]) -> None:
+        """Hand a missing upload to the round loop, which counts them; report a missing evaluation here."""
+        if order.round:
+            missing[order.client] = what
+        elif what.why == "failed" and not self.deployed and self.config.on_error == "stop":
+            raise RunError(what.words)
+        else:
+            self.note(what.words, order.client, order.evaluate)
+
+    def commit(self, round_: int, clients: Sequence[int]) -> None:
+        self.done = round_
+        for client in clients:
+            self.membership.members[client].rounds.append(round_)
+
+    def rollback(self) -> None:
+        """Nothing to do: the next order says from which round's state a site starts."""
+
+    # --- checkpoints and reports -------------------------------------------------------------------------------
+
+    def books(self) -> dict[str, Any]:
+        return {"sites": self.membership.rows(), "task": self.task.text()}
+
+    def finished(self, rounds: int) -> dict[str, Any]:
+        self.events("finished", rounds=rounds)
+        return {"sites": [{"client": m.number, "site": m.site, "rounds": len(m.rounds)} for m in self.membership]}
+
+    def name(self, client: int) -> str:
+        if self.deployed or self.fed is None:
+            return f"site {self.membership.site(client)} (client {client})"
+        return self.fed.name(client)
+
+    def note(self, text: str, client: int | None = None, round_: int = 0) -> None:
+        """Write to the log and to the run folder's federation.log; about a client, to the audit log too."""
+        self._tell(text, **({} if client is None else {"site": self.membership.site(client), "round": round_}))
+
+    def _tell(self, text: str, **who: Any) -> None:
+        self.watcher.note(one_line(text))
+        layout.add_note(self.folder.path, text)
+        if who:
+            self.events("refused", **who, why=one_line(text))
+
+    def _stray(self, letter: Request, reply: Reply) -> None:
+        """Handle a reply that no exchange waits for: from a newcomer, or too late."""
+        if letter.kind == NOTICE:
+            return
+        if letter.kind != MessageType.QUERY:
+            if (
+                isinstance(reply, FetchError) or not reply.has_error()
+            ):  # an error is Flower's own: the letter has expired
+                told = f"round {letter.round}: {self.name(letter.client)} answered too late; refused"
+                self._tell(told, site=letter.site, node=letter.node, round=letter.round)
+            return
+        self.reception.heard(letter, reply)
+
+
+@dataclass(frozen=True)
+class SiteAnswers:
+    """What the sites answered."""
+
+    sites: Sites
+    answers: list[Answer]
+    missing: dict[int, Missing]  # clients that were asked to train and sent no usable upload
+
+    def reports(self) -> Iterator[Outcome]:
+        trained = [answer for answer in self.answers if answer.upload is not None]
+        # The same order as in the pool: the largest first, by the number of samples that each reports.
+        for a in sorted(trained, key=lambda answer: (-(answer.samples or 0), answer.client)):
+            assert a.upload is not None
+            yield a.client, Report(a.upload, a.samples, a.loss_sum, a.gradient_norm)
+        yield from sorted(self.missing.items())
+
+    def people(self) -> list[Personal]:
+        classes = len(self.sites.task.classes)
+        return [_person(answer, classes) for answer in self._by_client() if answer.figures]
+
+    def novelty(self) -> dict[str, Any] | None:
+        return similarity.merged([_levels(answer.figures) for answer in self._by_client()])
+
+    def _by_client(self) -> list[Answer]:
+        return sorted(self.answers, key=lambda answer: answer.client)
+
+
+def _when(order: Order) -> int:
+    return order.round or order.evaluate
+
+
+def _person(answer: Answer, classes: int) -> Personal:
+    """A site's metrics, without implausible values: accuracies lie between 0 and 100 percent."""
+    found, samples = answer.figures, answer.figures.get("samples")
+    percent: dict[str, Any] = {
+        key: float(value)
+        for key in ("pm_v", "pm_l", *HELD)
+        if isinstance(value := found.get(key), int | float) and 0 <= value <= 100
+    }
+    rows = found.get("per_class")
+    if not isinstance(rows, list) or len(rows) != classes or not all(v == -1 or 0 <= v <= 100 for v in rows):
+        rows = None
+    return Personal(
+        answer.client,
+        percent.pop("pm_v", None),
+        percent.pop("pm_l", None),
+        None if rows is None else [None if value == -1 else value for value in rows],
+        samples=samples if isinstance(samples, int) else 0,
+        **percent,
+    )
+
+
+def _levels(figures: Mapping[str, Number]) -> tuple[list[float], int] | None:
+    """A site's quantiles of cosines and the number of samples they come from; None if they are implausible."""
+    levels, samples = figures.get("novelty"), figures.get("samples")
+    if not isinstance(levels, list) or len(levels) != len(similarity.QUANTILES) or not isinstance(samples, int):
+        return None
+    return (levels, samples) if samples > 0 and all(abs(level) <= 1.001 for level in levels) else None
+
+
+# --- server app -----------------------------------------------------------------------------------------------------
+
 
 log = logging.getLogger("flwr")
 app = ServerApp()
@@ -32,13 +394,13 @@ def main(grid: Grid, context: Context) -> None:
     federation = config.federation
     assert federation.folder is not None
     folder = RunFolder(Path(federation.folder))
-    manner = Manner(federation.timeout, federation.enough, least=federation.min_clients, wait=federation.wait)
+    manner = Transport(federation.timeout, federation.enough, least=federation.min_clients, wait=federation.wait)
     identity = of_server(config, context.run_id)
     with folder.opened(config, "flower", extend=True) as unfinished:
         if not unfinished:
             raise UserError(f"{folder.path} holds a finished run; move it away, or choose another federation.folder")
         keep_private(folder.path)
-        rounds(config, grid, folder, LogWatcher(config.rounds), manner, identity=identity).run()
+        make_run(config, grid, folder, LogWatcher(config.rounds), manner, identity=identity).run()
     log.info("run folder: %s", folder.path)
 
 

@@ -1,21 +1,19 @@
-"""Signed messages: a site obeys only its federation's server, and the server knows which site has answered.
+"""Identities at the server: it signs its orders, and knows which public key belongs to which site.
 
-Flower lets every registered node send messages to every other node, so arrival does not prove who sent a message.
-The server signs orders with the federation's Ed25519 key, whose public half each site has as `orders.pub`; a site signs
-its replies with the key of its SuperNode. A signature is a record `seal` beside the others. It covers every record to
-the last byte, and the `Envelope`: which federation, run, round and kind of message, from or to which node and site, and
-a counter that only grows. So a message cannot be forged, changed, sent again, or redirected to somebody else.
+A site's key is `sites/NAME/key.pub` in the federation's folder; if that file does not exist, the first key that the
+site uses. A key belongs to one site, and a site has one key, until somebody changes that by hand.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
 import struct
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +24,45 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from filelock import FileLock
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
+from fednh.config import Config
 from fednh.errors import Refused, UserError
-from fednh.flower.layout import StateFolder
-from fednh.storage.files import write_json
+from fednh.flower.layout import FederationFolder, StateFolder
+from fednh.flower.transport import Request
+from fednh.io.files import expanded, write_json
+
+# --- keys -----------------------------------------------------------------------------------------------------------
+# Fingerprints of public keys, as `ssh-keygen -l` prints them, for people to compare.
+
+
+def ssh_fingerprint(text: str) -> str:
+    """The fingerprint of a public key in OpenSSH's format; empty if the text is not one."""
+    try:
+        digest = hashlib.sha256(base64.b64decode(text.split()[1], validate=True)).digest()
+    except (IndexError, ValueError):
+        return ""
+    return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"
+
+
+def fingerprint_of_pem(key: bytes) -> str:
+    """The fingerprint of a public key in PEM, as Flower stores it; empty if it is not one."""
+    try:
+        public = serialization.load_pem_public_key(key)
+        text = public.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    except (ValueError, UnsupportedAlgorithm):
+        return ""
+    return ssh_fingerprint(text.decode())
+
+
+# --- signing --------------------------------------------------------------------------------------------------------
+# Signed messages: a site obeys only its federation's server, and the server knows which site has answered.
+#
+# Flower lets every registered node send messages to every other node, so arrival does not prove who sent a message.
+# The server signs orders with the federation's Ed25519 key, whose public half each site has as `orders.pub`; a site
+# signs its replies with the key of its SuperNode. A signature is a record `seal` beside the others. It covers every
+# record to the last byte, and the `Envelope`: which federation, run, round and kind of message, from or to which node
+# and site, and a counter that only grows. So a message cannot be forged, changed, sent again, or redirected to
+# somebody else.
+
 
 SEAL = "seal"  # the record that holds a signature
 ORDER, REPLY = b"fednh order 1", b"fednh reply 1"  # signed bytes begin with their purpose
@@ -133,11 +167,11 @@ class _Page:
     repeated: int = 0  # orders that were repeated
 
 
-class OrderBook:
+class ReplayGuard:
     """A site's record of the orders that one key signed: the last counter, and how much was done."""
 
     def __init__(self, folder: Path, site: str, key: Ed25519PublicKey):
-        self._path = StateFolder(folder).order_book(site, fingerprint(key))
+        self._path = StateFolder(folder).order_book(site, key_fingerprint(key))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self._path.with_suffix(".lock"))  # two ClientApps of one site may run at once
 
@@ -228,7 +262,7 @@ def check_reply(content: RecordDict, expected: Envelope) -> tuple[str, str]:
     return site, public_text(key)
 
 
-def unsealed(content: RecordDict) -> RecordDict:
+def without_signature(content: RecordDict) -> RecordDict:
     """The records without the signature."""
     return RecordDict({name: record for name, record in content.items() if name != SEAL})
 
@@ -246,7 +280,7 @@ def is_plain(name: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) is not None
 
 
-def fingerprint(key: Ed25519PublicKey) -> str:
+def key_fingerprint(key: Ed25519PublicKey) -> str:
     return hashlib.sha256(public_text(key).encode()).hexdigest()[:16]
 
 
@@ -352,3 +386,68 @@ def _value(value: Any) -> bytes:
     if isinstance(value, float):
         return b"f" + struct.pack(">d", value)
     return b"s" + value.encode() if isinstance(value, str) else b"y" + bytes(value)
+
+
+# --- identity -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Identity:
+    """The server's key, and the sites'."""
+
+    signer: OrderSigner
+    federation: str
+    run: int
+    folder: FederationFolder | None = None  # the federation's folder, with its sites' keys
+    keys: dict[str, str] = field(default_factory=dict)  # site -> its public key
+
+    def sign(self, letter: Request, content: RecordDict) -> tuple[Request, RecordDict]:
+        """A letter with its counter, and its content with a seal."""
+        letter = replace(letter, counter=self.signer.next())
+        return letter, self.signer.sign(content, self._envelope(letter))
+
+    def opened(self, letter: Request, content: RecordDict) -> tuple[RecordDict, str, str]:
+        """The records of a reply, its site and that site's key; ValueError if the signature does not prove it."""
+        site, key = check_reply(content, self._envelope(letter))
+        if letter.site and key != self.keys.get(site):
+            raise ValueError("it is signed by another key than the site's")
+        return without_signature(content), site, key
+
+    def claim(self, site: str, key: str) -> str | None:
+        """Assign a key to a site; returns the reason if that is not possible, else None."""
+        if (known := self._known(site)) is not None and known != key:
+            return f"a node with another key than that of site {site} says that it is site {site}; it is left out"
+        if others := sorted(name for name in {*self.keys, *self._filed()} - {site} if self._known(name) == key):
+            return f"a node with the key of site {others[0]} says that it is site {site}; it is left out"
+        self.keys[site] = key
+        return None
+
+    def owner(self, fingerprint: str) -> str | None:
+        """The site whose key has this fingerprint; None if no such key is known."""
+        filed = {name: self._known(name) or "" for name in self._filed()}
+        known = filed | self.keys
+        return next((site for site, key in known.items() if ssh_fingerprint(key) == fingerprint), None)
+
+    def _known(self, site: str) -> str | None:
+        """The site's key in the federation's folder; else the first that it used."""
+        filed = None
+        if self.folder is not None and is_plain(site):
+            filed = known_site_key(self.folder.site(site).public_key)
+        return filed or self.keys.get(site)
+
+    def _filed(self) -> list[str]:
+        """Sites whose keys are in the federation's folder, whether they have joined yet or not."""
+        return [] if self.folder is None else [site.name for site in self.folder.sites_with_keys()]
+
+    def _envelope(self, letter: Request) -> Envelope:
+        where = (letter.kind, str(letter.round), letter.node, letter.site, letter.counter)
+        return Envelope(self.federation, self.run, *where)
+
+
+def of_server(config: Config, run: int) -> Identity:
+    """The identity of a deployed server; its keys lie where `fednh federation certs` puts them."""
+    given, folder = config.federation.key, config.federation.folder
+    assert folder is not None
+    key = expanded(given) if given else FederationFolder(Path(folder).parent).orders_key
+    signer = OrderSigner(read_orders_private(key))
+    return Identity(signer, config.federation.name, run, FederationFolder.of_orders_key(key))

@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -23,29 +23,64 @@ from flwr.app import RecordDict
 from safetensors import SafetensorError
 
 from fednh.config import Config, validate
-from fednh.core import checks, novelty
-from fednh.core import client as clients
-from fednh.core.evaluate import HELD
-from fednh.core.federation import Federation, build_federation, initial_state, load_data, test_sample
-from fednh.core.tree import Tree
 from fednh.data import scaling
 from fednh.data.agreement import not_agreed
 from fednh.data.batches import ClientData, Samples, samples_of, subset
-from fednh.data.contents import digest
-from fednh.data.dataset import Dataset, one_site
-from fednh.data.sources import with_prefix
+from fednh.data.dataset import Dataset, digest, one_site
+from fednh.data.sources.registry import with_prefix
 from fednh.errors import Refused, UserError
-from fednh.flower import leaving, messages
+from fednh.federated import checks, similarity
+from fednh.federated import client as clients
+from fednh.federated.evaluate import HELD
+from fednh.federated.setup import Federation, build_federation, initial_state, load_data, test_sample
+from fednh.flower import protocol
+from fednh.flower.audit import SiteEvents
 from fednh.flower.layout import SiteFolder, StateFolder
-from fednh.flower.messages import Answer, Hello, Number, Order, Task
-from fednh.flower.policy import KEYS, Agreement, Policy, read_policy
+from fednh.flower.protocol import Answer, Hello, Number, Order, Task
+from fednh.flower.site_config import KEYS, METRICS, Agreement, Policy, read_policy
+from fednh.io.files import expanded, read_tree, write_bytes, write_tree
 from fednh.models import parameters
-from fednh.storage import fingerprint
-from fednh.storage.files import expanded, read_tree, write_bytes, write_tree
-from fednh.storage.layout import RunLayout
-from fednh.storage.model_file import write_model
-from fednh.storage.outcomes import Outcomes, write_outcomes
-from fednh.words import name_problem
+from fednh.runs import fingerprint
+from fednh.runs.layout import RunLayout
+from fednh.runs.model_file import Outcomes, write_model, write_outcomes
+from fednh.text import name_problem
+from fednh.tree import Tree
+
+# --- leaving --------------------------------------------------------------------------------------------------------
+# What leaves a site: every reply passes here, last, before it is sent.
+#
+# A reply holds some of these records and nothing else:
+#
+#     said      who the site is and what its data are like (`Hello`), a problem in words, or an acknowledgement
+#     facts     its number and the round, samples processed, their loss; as far as the owner's rules allow
+#     upload    what the method declares (docs/what-leaves-a-site.md has it by method)
+#     figures   metrics of its personal and of the global model; as far as the owner's rules allow
+#
+# It is written into the site's audit log and signed. A personal model, a sample or a path is in none of them.
+
+
+RECORDS = ("said", "facts", "upload", "figures")
+Seal = Callable[[RecordDict], RecordDict]
+
+
+def allowed(answer: Answer, policy: Policy | None) -> Answer:
+    """The answer without the metrics that the site's owner keeps; without a policy all of it."""
+    return answer if policy is None else answer.without({*METRICS} - {*policy.metrics})
+
+
+def finalize_reply(
+    content: RecordDict, events: SiteEvents | None, seal: Seal | None, refused: str | None = None
+) -> RecordDict:
+    """The reply as it is sent: checked, logged, signed. `refused` says why an order was not obeyed."""
+    if unknown := sorted(set(content) - set(RECORDS)):
+        raise Refused(f"a reply would hold {unknown[0]!r}, which is not among what leaves a site")
+    if events is not None:
+        content = events.left(content) if refused is None else events.refused(refused, content)
+    return seal(content) if seal is not None else content
+
+
+# --- site -----------------------------------------------------------------------------------------------------------
+
 
 log = logging.getLogger("flwr")
 NEWEST = 2  # states that stay, whatever the server says
@@ -177,15 +212,15 @@ class Site:
     def read(self, content: RecordDict) -> tuple[Tree, Tree]:
         """The broadcast and the rest of the global model; tensors of another form than the config's are refused."""
         down, whole = _forms(*self.shared)
-        more = {name: whole[name] for name in messages.tree_names(content, "global") if name in whole}
+        more = {name: whole[name] for name in protocol.tree_names(content, "global") if name in whole}
         device = self.config.device
-        return messages.read_tree(content, "down", device, down), messages.read_tree(content, "global", device, more)
+        return protocol.read_tree(content, "down", device, down), protocol.read_tree(content, "global", device, more)
 
     def answer(self, order: Order, down: Tree, more: Tree) -> Answer:
         """Evaluate, train, save the state; `more` is the part of the global model that the broadcast lacks."""
         if self.agreement is not None:
             self.agreement.keep(self.config)
-        return leaving.allowed(self._answer(order, down, more), self.place.policy)
+        return allowed(self._answer(order, down, more), self.place.policy)
 
     def _answer(self, order: Order, down: Tree, more: Tree) -> Answer:
         self._tell_changed_data(order)
@@ -233,8 +268,10 @@ class Site:
         numbers: dict[str, Number | None] = {key: getattr(person, key) for key in keys}
         if self.place.divided and person.per_class is not None:  # -1: the test set lacks the class
             numbers["per_class"] = [-1.0 if right is None else right for right in person.per_class]
-        if order.final and shared is not None and not self.place.divided and len(data) >= novelty.FEWEST:
-            about = novelty.look(fed.method, fed.net, shared, fed.train, self.index, self.config.seed)
+        if order.final and shared is not None and not self.place.divided and len(data) >= similarity.FEWEST:
+            about = similarity.similarity_quantiles(
+                fed.method, fed.net, shared, fed.train, self.index, self.config.seed
+            )
             numbers["novelty"] = None if about is None else list(about["quantiles"].values())
         return {"samples": len(data), **{key: value for key, value in numbers.items() if value is not None}}
 
@@ -256,7 +293,7 @@ class Site:
 
     def _save(self, model: Tree, order: Order) -> None:
         fed = self.fed
-        about = novelty.look(fed.method, fed.net, model, fed.train, self.index, self.config.seed)
+        about = similarity.similarity_quantiles(fed.method, fed.net, model, fed.train, self.index, self.config.seed)
         card = {**fed.card(self.config, max(self.place.part, 0)), "client": order.client, "novelty": about}
         if self.place.run is None:
             write_model(self.kept.personal_model, model, card)
@@ -409,7 +446,7 @@ def _discreet(place: Place) -> Iterator[None]:
 
 
 @lru_cache(maxsize=2)
-def _forms(toml: str, place: Place, task: Task | None) -> tuple[checks.Form, checks.Form]:
+def _forms(toml: str, place: Place, task: Task | None) -> tuple[checks.TensorSpecs, checks.TensorSpecs]:
     """The forms of the broadcast and of the global model, computed once per process."""
     method, net = (fed := _federation(toml, place, task)).method, fed.net
     config = _config(toml, place)

@@ -20,15 +20,15 @@ from typing import Any
 
 from fednh.errors import UserError
 from fednh.flower import audit
-from fednh.flower.keys import fingerprint, fingerprint_of_pem
 from fednh.flower.layout import FederationFolder, FlowerHome
-from fednh.storage.layout import CheckpointLayout, RunLayout
+from fednh.flower.signing import fingerprint_of_pem, ssh_fingerprint
+from fednh.runs.layout import CheckpointLayout, RunLayout
 
 HEADER = ("site", "key", "node", "state", "last answer", "rounds", "last round")
 
 
 @dataclass
-class Standing:
+class SiteStatus:
     """One site, or a node whose key is of no known site."""
 
     site: str
@@ -54,28 +54,28 @@ class Node:
     key: str  # fingerprint; empty: the node has no key
 
 
-def of(folder: Path) -> tuple[list[Standing], list[str]]:
+def of(folder: Path) -> tuple[list[SiteStatus], list[str]]:
     """The sites of a federation's folder or a run folder, and further remarks."""
     run, files = _places(folder)
-    rows = {site: Standing(site, fingerprint(_read(path))) for site, path in files.items()}
+    rows = {site: SiteStatus(site, ssh_fingerprint(_read(path))) for site, path in files.items()}
     took_part = _took_part(run)
     for member in _membership(run):
-        row = rows.setdefault(str(member["site"]), Standing(str(member["site"])))
+        row = rows.setdefault(str(member["site"]), SiteStatus(str(member["site"])))
         row.rounds = took_part.get(member["number"], [])
-        row.key = row.key or fingerprint(str(member.get("key", "")))
+        row.key = row.key or ssh_fingerprint(str(member.get("key", "")))
     _add_times(rows, run)
     if not rows:
         raise UserError(f"{folder} knows of no site: give a federation's folder, or the run folder of a federation")
     nodes, said = _listed(folder)
     for node in nodes:
         whose = [row for row in rows.values() if node.key and row.key == node.key]
-        row = whose[0] if whose else rows.setdefault(f"node {node.number}", Standing("(unknown)", node.key))
+        row = whose[0] if whose else rows.setdefault(f"node {node.number}", SiteStatus("(unknown)", node.key))
         row.node, row.state = node.number, node.state
     ordered = sorted(rows.values(), key=lambda row: (row.site.startswith("("), row.site))
     return ordered, [*said, *(f"{row.site}: last refused: {row.refused}" for row in ordered if row.refused)]
 
 
-def lines(rows: Sequence[Standing]) -> Iterator[str]:
+def lines(rows: Sequence[SiteStatus]) -> Iterator[str]:
     """A plain table."""
     cells = [HEADER, *(row.cells() for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(HEADER))]
@@ -116,7 +116,7 @@ def _took_part(run: Path) -> dict[int, list[int]]:
     return found
 
 
-def _add_times(rows: dict[str, Standing], run: Path) -> None:
+def _add_times(rows: dict[str, SiteStatus], run: Path) -> None:
     """Add when each site last answered, from the server's audit log."""
     if not (log := RunLayout(run).audit_file).is_file():
         return
@@ -124,7 +124,7 @@ def _add_times(rows: dict[str, Standing], run: Path) -> None:
         site = line.get("site")
         if not isinstance(site, str):
             continue
-        row = rows.setdefault(site, Standing(site))
+        row = rows.setdefault(site, SiteStatus(site))
         row.node = line.get("node") or row.node
         row.key = row.key or str(line.get("key") or "")
         if line["event"] in ("joined", "took"):

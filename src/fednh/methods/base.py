@@ -27,9 +27,9 @@ import torch
 from pydantic import ConfigDict
 from torch import Tensor
 
-from fednh.core.anyone import anyone
-from fednh.core.fit import Fit
-from fednh.core.losses import (
+from fednh.data.batches import ClientData
+from fednh.methods.fit import Fit
+from fednh.methods.losses import (
     SMOOTHING,
     BatchLoss,
     Logits,
@@ -41,11 +41,11 @@ from fednh.core.losses import (
     scaled_cosine,
     squared_distance,
     unit,
+    unvmap_any,
 )
-from fednh.core.tree import Tree, Uploads, below, mean, prefix, select
-from fednh.data.batches import ClientData
-from fednh.methods.prototypes import not_unit, projected_simplex, sparse_head, uniform_head
 from fednh.models.net import Net
+from fednh.models.prototypes import not_unit, projected_simplex, sparse_head, uniform_head
+from fednh.tree import Tree, Uploads, mean, prefix, select, strip_prefix
 
 MODEL = ("body", "head")  # the names of a whole network
 
@@ -61,9 +61,7 @@ __all__ = [
     "Net",
     "Tree",
     "Uploads",
-    "anyone",
     "balanced_softmax",
-    "below",
     "class_means",
     "cross_entropy",
     "log_share",
@@ -75,8 +73,10 @@ __all__ = [
     "select",
     "sparse_head",
     "squared_distance",
+    "strip_prefix",
     "uniform_head",
     "unit",
+    "unvmap_any",
 ]
 
 

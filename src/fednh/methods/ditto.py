@@ -14,7 +14,18 @@ from typing import Annotated, Literal
 from pydantic import Field
 from torch import Tensor
 
-from fednh.methods.base import MODEL, ClientData, Fit, Method, Net, Tree, below, cross_entropy, prefix, squared_distance
+from fednh.methods.base import (
+    MODEL,
+    ClientData,
+    Fit,
+    Method,
+    Net,
+    Tree,
+    cross_entropy,
+    prefix,
+    squared_distance,
+    strip_prefix,
+)
 
 
 @dataclass(frozen=True)
@@ -39,8 +50,8 @@ class Ditto(Method):
         def proximal(v: Tree, x: Tensor, y: Tensor) -> Tensor:
             return loss(v, x, y) + self.lam / 2 * squared_distance(v, w)
 
-        personal = fit(below(kept, "personal"), proximal, only=MODEL, plain=self.personal_sgd == "plain")
+        personal = fit(strip_prefix(kept, "personal"), proximal, only=MODEL, plain=self.personal_sgd == "plain")
         return prefix("personal", personal), shared
 
     def personal_model(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> Tree:
-        return below(kept, "personal")
+        return strip_prefix(kept, "personal")

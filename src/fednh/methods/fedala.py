@@ -33,11 +33,11 @@ from fednh.methods.base import (
     Method,
     Net,
     Tree,
-    anyone,
-    below,
     cross_entropy,
     prefix,
     select,
+    strip_prefix,
+    unvmap_any,
 )
 
 WINDOW = 10  # passes whose losses are compared (authors' code)
@@ -75,9 +75,9 @@ class FedALA(Method):
 
     def learned(self, net: Net, kept: Tree, received: Tree, data: ClientData) -> Tree:
         """W after this round's passes: none in the client's first round, until convergence in its second, then one."""
-        w, losses = below(kept, "mix"), list[Tensor]()
+        w, losses = strip_prefix(kept, "mix"), list[Tensor]()
         active = kept["rounds"] > 0
-        while len(losses) < self.mix_epochs and anyone(active):
+        while len(losses) < self.mix_epochs and unvmap_any(active):
             w, loss = self.one_pass(w, active, net, kept, received, data)
             losses.append(loss)
             active = active & (kept["rounds"] == 1)

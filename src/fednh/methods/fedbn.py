@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fednh.methods.base import MODEL, ClientData, Fit, Method, Net, Tree, below, cross_entropy, prefix, select
+from fednh.methods.base import MODEL, ClientData, Fit, Method, Net, Tree, cross_entropy, prefix, select, strip_prefix
 
 
 @dataclass(frozen=True)
@@ -47,4 +47,4 @@ class FedBN(Method):
 
 def whole(tree: Tree) -> Tree:
     """The model with the normalisation in its place."""
-    return {**select(tree, *MODEL), **below(tree, "norm")}
+    return {**select(tree, *MODEL), **strip_prefix(tree, "norm")}

@@ -40,12 +40,12 @@ from fednh.methods.base import (
     Method,
     Net,
     Tree,
-    below,
     cross_entropy,
     not_unit,
     prefix,
     select,
     sparse_head,
+    strip_prefix,
     unit,
 )
 
@@ -64,7 +64,7 @@ class FedLoGe(Method):
         return {**model, "frame": self.norm * sparse_head(net.num_classes, net.dim, self.sparsity, rng)}  # SSE-C
 
     def enroll(self, initial: Tree) -> Tree:
-        return prefix("local", below(initial, "head"))
+        return prefix("local", strip_prefix(initial, "head"))
 
     def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
         by_frame = cross_entropy(lambda params, h: h @ params["frame"].T)
@@ -72,7 +72,7 @@ class FedLoGe(Method):
 
         def loss(params: Tree, x: Tensor, y: Tensor) -> Tensor:
             h = net.features(params, x)
-            local = prefix("head", below(params, "local"))
+            local = prefix("head", strip_prefix(params, "local"))
             return by_frame(params, h, y) + by_head(params, h.detach(), y) + by_head(local, h.detach(), y)
 
         model = fit({**received, **kept}, loss, only=(*MODEL, "local"))
@@ -82,7 +82,7 @@ class FedLoGe(Method):
         return {**select(server, *MODEL), "head.weight": unit(server["head.weight"])}  # GLA
 
     def personal_model(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> Tree:
-        psi, phi = below(received, "head"), below(kept, "local")
+        psi, phi = strip_prefix(received, "head"), strip_prefix(kept, "local")
         aligned = {**psi, "weight": psi["weight"] * phi["weight"].norm(dim=1, keepdim=True)}  # LGA
         head = prefix("head", {name: aligned[name] + phi[name] for name in phi})  # the sum of two linear heads
         return {**select(received, "body"), **head, "owned": (data.counts > 0).to(psi["weight"].dtype)}

@@ -39,11 +39,11 @@ from fednh.methods.base import (
     Tree,
     Uploads,
     balanced_softmax,
-    below,
     log_share,
     prefix,
     scaled_cosine,
     select,
+    strip_prefix,
 )
 from fednh.methods.fednh import FedNH
 
@@ -104,7 +104,7 @@ class FedPrior(Method):
     def _averaged(self, newest: Tree) -> Tree:
         """avg <- avg + (newest - avg) / n with n <- ema * n + 1: a moving average without the initial state."""
         weight = self.ema * newest["average.weight"] + 1
-        average = below(newest, "average")
+        average = strip_prefix(newest, "average")
         moved = {name: average[name] + (newest[name] - average[name]) / weight for name in select(average, *MOVING)}
         return {**prefix("average", moved), "average.weight": weight}
 
@@ -112,7 +112,7 @@ class FedPrior(Method):
         return self.fednh.upload_problem(upload)
 
     def global_model(self, server: Tree) -> Tree:
-        return {**select(server, *self.model), **select(below(server, "average"), *MOVING)}
+        return {**select(server, *self.model), **select(strip_prefix(server, "average"), *MOVING)}
 
     def personal_model(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> Tree:
         prior = self.tau * log_share(data.counts, self.smoothing)  # (C,)

@@ -15,18 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fednh.methods.base import (
-    MODEL,
-    ClientData,
-    Fit,
-    Method,
-    Net,
-    Tree,
-    Uploads,
-    class_means,
-    cross_entropy,
-    select,
-)
+from fednh.methods.base import MODEL, ClientData, Fit, Method, Net, Tree, Uploads, class_means, cross_entropy, select
 
 
 @dataclass(frozen=True)

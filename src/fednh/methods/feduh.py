@@ -13,17 +13,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 
-from fednh.methods.base import (
-    ClientData,
-    Fit,
-    Method,
-    Net,
-    Tree,
-    cross_entropy,
-    scaled_cosine,
-    select,
-    uniform_head,
-)
+from fednh.methods.base import ClientData, Fit, Method, Net, Tree, cross_entropy, scaled_cosine, select, uniform_head
 
 
 @dataclass(frozen=True)

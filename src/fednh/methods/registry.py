@@ -10,8 +10,8 @@ import inspect
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 
-from fednh.core.imports import imported
 from fednh.errors import UserError, did_you_mean
+from fednh.extras import imported
 from fednh.methods import METHODS
 from fednh.methods.base import Method
 

@@ -32,10 +32,10 @@ from fednh.methods.base import (
     Net,
     Tree,
     Uploads,
-    below,
     cross_entropy,
     prefix,
     select,
+    strip_prefix,
 )
 
 
@@ -55,14 +55,14 @@ class Scaffold(Method):
         return {**model, **prefix("c", zero), "clients": torch.zeros(())}
 
     def enroll(self, initial: Tree) -> Tree:
-        return {**prefix("c_i", below(initial, "c")), "joined": torch.zeros_like(initial["clients"])}
+        return {**prefix("c_i", strip_prefix(initial, "c")), "joined": torch.zeros_like(initial["clients"])}
 
     def broadcast(self, server: Tree) -> Tree:
         return select(server, *MODEL, "c")
 
     def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        x, c = select(received, *MODEL), below(received, "c")
-        c_i, joined = below(kept, "c_i"), kept["joined"]  # joined: 0 in the client's first round, then 1
+        x, c = select(received, *MODEL), strip_prefix(received, "c")
+        c_i, joined = strip_prefix(kept, "c_i"), kept["joined"]  # joined: 0 in the client's first round, then 1
         correction = {name: joined * (c[name] - c_i[name]) for name in x}
         loss = cross_entropy(net.logits)
 
@@ -83,6 +83,6 @@ class Scaffold(Method):
         x = {name: value + self.eta_g * (average[name] - value) for name, value in select(server, *MODEL).items()}
         c = {
             name: (known * value + count * average[f"change.{name}"]) / clients
-            for name, value in below(server, "c").items()
+            for name, value in strip_prefix(server, "c").items()
         }
         return {**x, **prefix("c", c), "clients": clients}

@@ -9,15 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fednh.core.imports import imported_class
 from fednh.errors import UserError, did_you_mean
-from fednh.models import from_timm
-from fednh.models.cnn import CNN
-from fednh.models.conv import Conv2
-from fednh.models.mlp import MLP
+from fednh.extras import imported_class
+from fednh.models import architectures
+from fednh.models.architectures import CNN, MLP, Conv2, ResNet18
 from fednh.models.net import Net
-from fednh.models.randomness import seeded
-from fednh.models.resnet import ResNet18
+from fednh.models.random_layers import seeded
 from fednh.models.split import Split, check_head, find_head, is_split
 
 MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": MLP, "conv2": Conv2, "cnn": CNN, "resnet18": ResNet18}
@@ -54,8 +51,8 @@ def build_net(
         raise UserError(f"model.head = {head!r} is for models of your own; {name} has a head")
     if name not in MODELS:
         whole = seeded(make, 0)
-        if head is None and name.startswith(from_timm.PREFIX):
-            head = from_timm.classifier(name, whole)
+        if head is None and name.startswith(architectures.TIMM_PREFIX):
+            head = architectures.timm_classifier(name, whole)
         elif head is None and not is_split(whole):
             head = find_head(name, whole, num_classes)
         if head is not None:
@@ -74,7 +71,7 @@ def parameters(name: str, shape: tuple[int, ...], num_classes: int, args: Mappin
         with torch.device("meta"):
             module = make()
     except UserError:
-        if name in MODELS or name.startswith(from_timm.PREFIX):
+        if name in MODELS or name.startswith(architectures.TIMM_PREFIX):
             raise
         module = make()
     return sum(each.numel() for each in (*module.parameters(), *module.buffers()))
@@ -85,7 +82,7 @@ def _maker(
 ) -> tuple[str, Callable[[], nn.Module]]:
     """The name of the model, which "auto" leaves open, and what makes its module."""
     name = choose(shape) if name == "auto" else name
-    if (name in ("conv2", "cnn", "resnet18") or name.startswith(from_timm.PREFIX)) and len(shape) != 3:
+    if (name in ("conv2", "cnn", "resnet18") or name.startswith(architectures.TIMM_PREFIX)) and len(shape) != 3:
         raise UserError(f"model.name = {name!r} needs images, but the data are vectors of {shape[0]} values; use 'mlp'")
     factory = MODELS.get(name) or _factory(name)
     offered = {"shape": shape, "input_shape": shape, "num_classes": num_classes, "n_classes": num_classes}
@@ -104,8 +101,8 @@ def _maker(
 
 
 def _factory(path: str) -> Callable[..., nn.Module]:
-    if path.startswith(from_timm.PREFIX):
-        return from_timm.factory(path)
+    if path.startswith(architectures.TIMM_PREFIX):
+        return architectures.timm_factory(path)
     if ":" not in path:
         raise UserError(
             f"model.name = {path!r} is not known{did_you_mean(path, ['auto', *MODELS])} "

@@ -54,7 +54,7 @@ class FastConv2d(nn.Conv2d):
         return out
 
 
-def quicken(module: nn.Module) -> None:
+def use_fast_conv(module: nn.Module) -> None:
     """Have the convolutions in `module` compute by `fast_conv2d`, those that it can compute."""
     for layer in module.modules():
         if type(layer) is nn.Conv2d and _computable(layer):

@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fednh.storage import cache as caches
-from fednh.storage.files import private_folder
+from fednh.io import cache as caches
+from fednh.io.files import private_folder
 
 SOURCE = Path(__file__).with_name("kernels.c")
 INSTRUCTIONS = {  # what torch itself uses on this processor, so it is there

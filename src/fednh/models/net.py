@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fednh.core.tree import Tree, arranged, belongs, below
 from fednh.errors import UserError
-from fednh.models.fast_conv import quicken
+from fednh.models.fast_conv import use_fast_conv
 from fednh.models.pooled_conv import fuse
-from fednh.models.randomness import Draws, not_repeatable, seeded
-from fednh.models.weights import read_weights
+from fednh.models.random_layers import SeededRandomOps, not_repeatable, seeded
+from fednh.models.split import read_weights
+from fednh.tree import Tree, canonical, has_prefix, strip_prefix
 
 BATCH_NORM = nn.modules.batchnorm._NormBase  # what may keep running statistics: batch and instance normalisation
 PARTS = ("body", "head")
@@ -31,7 +31,7 @@ class Net:
     each thread that calls a Net gets its own copy of the skeleton.
 
     With `norm="local"` the normalisation layers' parameters and statistics are in no Tree that a method sees: they
-    start as `norm`, and a client at work lends its own to its thread; see `core/local_norm.py`. `head` is the head's
+    start as `norm`, and a client at work lends its own to its thread (`federated/local_norm.py`). `head` is the head's
     name in a module that was split; `weights` is a safetensors file to start from. With `convolution="fast"`
     convolutions compute by `fast_conv.py` where they can.
 
@@ -74,13 +74,13 @@ class Net:
         self.norm: Tree = {}
         if norm == "local":
             state = self._skeleton.state_dict()
-            self.norm = arranged({name: state[name].detach().clone() for name in inside})
+            self.norm = canonical({name: state[name].detach().clone() for name in inside})
         self.frozen = frozenset(name for name, value in self._skeleton.named_parameters() if not value.requires_grad)
         self.trained_norms = frozenset(self.norm.keys() & parameters - self.frozen)
         self.parameter_shapes = [tuple(value.shape) for value in self._skeleton.parameters()]
         self._needed = {
             part: frozenset(
-                name.removeprefix(f"{part}.") for name in parameters - self.norm.keys() if belongs(name, (part,))
+                name.removeprefix(f"{part}.") for name in parameters - self.norm.keys() if has_prefix(name, (part,))
             )
             for part in PARTS
         }
@@ -118,7 +118,9 @@ class Net:
         """Fresh parameters, named "body...." and "head....". The same `rng` state gives the same parameters."""
         module = seeded(self._build, int(torch.randint(2**62, (), generator=rng)))
         fresh = {name: value.detach().clone() for name, value in module.named_parameters() if name not in self.norm}
-        return arranged({name: self._weights[name].clone() if name in self._weights else fresh[name] for name in fresh})
+        return canonical(
+            {name: self._weights[name].clone() if name in self._weights else fresh[name] for name in fresh}
+        )
 
     def features(self, params: Tree, x: Tensor) -> Tensor:  # (B, ...) -> (B, D)
         if self.precision == "float32":
@@ -150,7 +152,7 @@ class Net:
             return
         self._mine.drawing = True
         try:
-            with Draws(rng):
+            with SeededRandomOps(rng):
                 yield
         finally:
             self._mine.drawing = False
@@ -175,8 +177,8 @@ class Net:
 
         `functional_call` would take a parameter that is missing from the skeleton, and leave out what it does not know.
         """
-        state, needed = below(params, part), self._needed[part]
-        norm = below(getattr(self._mine, "norm", self.norm), part) if self.norm else {}
+        state, needed = strip_prefix(params, part), self._needed[part]
+        norm = strip_prefix(getattr(self._mine, "norm", self.norm), part) if self.norm else {}
         if state.keys() != needed and (problem := _difference(part, state, needed, norm)):
             raise ValueError(f"model {self.name} is given a tree that {problem}")
         return {**norm, **state} if norm else state
@@ -186,7 +188,7 @@ class Net:
         if not hasattr(self._mine, "module"):
             self._mine.module = copy.deepcopy(self._skeleton)
             if self.convolution == "fast":
-                quicken(self._mine.module)
+                use_fast_conv(self._mine.module)
                 fuse(self._mine.module)
         part: nn.Module = getattr(self._mine.module, name)
         return part

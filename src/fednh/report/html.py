@@ -22,17 +22,17 @@ from markupsafe import Markup
 import fednh
 from fednh.config import dump
 from fednh.errors import UserError
+from fednh.io.files import write_bytes
 from fednh.report import tables
-from fednh.report.figures import FIGURES, Choice, Kind, NotAllowed, style
+from fednh.report.figures import FIGURES, Choice, FigureUnavailable, Kind, style
 from fednh.report.figures.curves import AXES
 from fednh.report.figures.write import scopes, to_csv
 from fednh.report.groups import by_setting, by_variant, method_name, seeds, settings_of, show
 from fednh.report.load import Run
-from fednh.report.pairs import HELD_OUT, METRICS
 from fednh.report.sheet import Cell, Sheet
-from fednh.report.site_page import explored, site_sections
-from fednh.storage.files import write_bytes
-from fednh.words import duration, size
+from fednh.report.site_tables import explored, site_sections
+from fednh.report.tables import HELD_OUT, METRICS
+from fednh.text import duration, size
 
 EXPLORED = {
     "pm_l": "PM(L): its own mix of classes",
@@ -118,7 +118,7 @@ def _figures(runs: Sequence[Run], choice: Choice) -> tuple[list[dict[str, Any]],
             name = f"{kind.name}-{number}" if number else kind.name
             try:
                 panes = _panes(kind, name, group, choice, files)
-            except NotAllowed as error:
+            except FigureUnavailable as error:
                 lacking[kind.title, str(error)] = None
                 continue
             entry = {"id": name, "title": kind.title, "reading": panes[0]["reading"], "panes": panes}

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from fednh.config import Config
-from fednh.core.evaluate import HELD
 from fednh.errors import UserError
-from fednh.storage.layout import RunLayout
-from fednh.storage.outcomes import Outcomes, read_outcomes
-from fednh.storage.run_folder import read_config, read_metrics, read_summary
-from fednh.storage.site_names import names_of
-from fednh.words import some
+from fednh.federated.evaluate import HELD
+from fednh.runs.layout import RunLayout
+from fednh.runs.model_file import Outcomes, read_outcomes
+from fednh.runs.run_folder import names_of, read_config, read_metrics, read_summary
+from fednh.text import some
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What each site gets out of a run: its personal model, the global one and training alone, on its held-out samples.
 
 Runs of the same federation, which hold out the same samples, stand in one table: a row a site, a column a model. Every
-figure is of samples that no model was trained on. From the predictions that a run keeps for them (storage/outcomes.py)
+figure is of samples that no model was trained on. From the predictions that a run keeps for them (runs/model_file.py)
 follow the intervals, the comparison of models on the same samples, and recall, precision and confusion by class. Where
 a run kept none, the accuracies of its summary are shown, without intervals.
 """
@@ -24,12 +24,11 @@ from fednh.data.partitions import uses
 from fednh.errors import UserError, nearest
 from fednh.report.groups import by_variant, settings_of, varying
 from fednh.report.load import Run
-from fednh.report.site_stats import Difference, difference, wilson
-from fednh.storage import fingerprint
-from fednh.storage.model_file import read_model
-from fednh.storage.outcomes import Classes, read_outcomes
-from fednh.storage.site_names import find_client
-from fednh.words import some
+from fednh.report.stats import Difference, difference, wilson
+from fednh.runs import fingerprint
+from fednh.runs.model_file import Classes, read_model, read_outcomes
+from fednh.runs.run_folder import find_client
+from fednh.text import some
 
 ModelKind = Literal["personal", "global", "local"]
 Column = tuple[str, ModelKind, Run]  # its label, and the run that made its models

@@ -5,22 +5,173 @@ Each groups the runs that differ only in the seed, and states n and what the spr
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib import resources
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fednh.core import evaluate
-from fednh.report import class_sizes
-from fednh.report.cells import DASH, measured, number, percent, probability, rank, rank_spread, size, word
-from fednh.report.groups import Group, Row, TableLayout, lay_out
+from fednh.config import PRESETS, flat, load
+from fednh.data.partitions.dirichlet import Dirichlet, LongTail
+from fednh.errors import UserError, did_you_mean
+from fednh.federated import evaluate
+from fednh.report import groups
+from fednh.report.groups import PAPER_NAMES, Group, Row, TableLayout, lay_out, show
 from fednh.report.load import Run, left_out
-from fednh.report.pairs import HELD_OUT, METRICS, Comparison, compare
-from fednh.report.published import departures, published
-from fednh.report.sheet import Cell, Sheet
-from fednh.report.stats import WILCOXON_FROM, spread, worst_tenth
+from fednh.report.sheet import DASH, Cell, Sheet, measured, number, percent, probability, rank, rank_spread, size, word
+from fednh.report.stats import WILCOXON_FROM, Paired, holm, paired, spread, worst_tenth
+
+# --- pairs ----------------------------------------------------------------------------------------------------------
+# Compares each method with a reference, seed by seed, under the same settings.
+
+
+METRICS = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)"}
+# Metrics on the clients' own held-out samples, which differ by client, so they are never mixed with the paper's.
+HELD_OUT = {
+    "held_macro": "held-out macro",
+    "held_share": "held-out share",
+    "held_gm_macro": "GM held-out macro",
+    "held_gm_share": "GM held-out share",
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One method against the reference in one metric and setting."""
+
+    row: Row
+    column: str
+    group: Group
+    metric: str  # the summary's name
+    reference: Row
+    result: Paired
+    corrected: float | None  # p after Holm
+
+    @property
+    def reading(self) -> str:
+        """The conclusion that the numbers support."""
+        n, p = self.result.n, self.corrected
+        side = "above" if self.result.mean > 0 else "below"
+        if self.result.p is None:
+            return f"{side}, untested"
+        if p is None or p >= 0.05:
+            return "no difference shown" if n >= WILCOXON_FROM else f"unclear (n={n})"
+        return side if n >= WILCOXON_FROM else f"maybe {side} (n={n})"
+
+
+def default_reference(layout: TableLayout) -> str | None:
+    """FedNH if there are runs of it, else FedAvg, else None."""
+    there = {row.method for row in layout.rows}
+    return next((name for name in ("fednh", "fedavg") if name in there), None)
+
+
+def compare(layout: TableLayout, reference: str | None) -> list[Comparison]:
+    """All comparisons with two or more seeds in common. `reference` is a method, or a row's full label."""
+    chosen = reference or default_reference(layout)
+    if chosen is None:
+        return []
+    known = {row.method for row in layout.rows} | {row.label for row in layout.rows}
+    if chosen not in known:
+        raise UserError(f"--reference {chosen!r} is in none of the runs{did_you_mean(chosen, known)}")
+    found: list[Comparison] = []
+    for setting in dict.fromkeys(group.setting for group in layout.groups):
+        here = [place for place in layout.by_row() if place[2].setting == setting]
+        rivals = [place for place in here if chosen in (place[0].method, place[0].label)]
+        if rivals:
+            base = min(rivals, key=lambda place: not _by_default(place[2]))
+            for metric in (*METRICS, *HELD_OUT):
+                found += _one_metric([place for place in here if place is not base], base, metric)
+    return sorted(found, key=lambda c: (layout.rows.index(c.row), layout.columns.index(c.column)))
+
+
+def _one_metric(
+    others: Sequence[tuple[Row, str, Group]], base: tuple[Row, str, Group], metric: str
+) -> list[Comparison]:
+    pairs = [(place, _differences(place[2], base[2], metric)) for place in others]
+    tested = [(place, paired(d)) for place, d in pairs if len(d) >= 2]
+    corrected = holm([result.p for _, result in tested])
+    return [
+        Comparison(row, column, group, metric, base[0], result, p)
+        for ((row, column, group), result), p in zip(tested, corrected, strict=True)
+    ]
+
+
+def _differences(group: Group, base: Group, metric: str) -> list[float]:
+    theirs = {run.config.seed: run.summary.get(metric) for run in base.runs}
+    return [
+        run.summary[metric] - other
+        for run in group.runs
+        if run.summary.get(metric) is not None and (other := theirs.get(run.config.seed)) is not None
+    ]
+
+
+def _by_default(group: Group) -> bool:
+    """Whether the method's own settings are its defaults; among several variants that one is the reference."""
+    method = group.runs[0].config.build_method()
+    return method == type(method)()
+
+
+# --- published ------------------------------------------------------------------------------------------------------
+# The paper's published numbers, for comparison with ours.
+#
+# published.csv has Table 1 (participation 0.1), the appendix's table with participation 0.3, and the fairness table
+# as `fairness` (mean and standard deviation of PM(L) over clients; its means are Table 1's for Dir(0.3)).
+
+
+# Settings that distinguish groups but do not change the final metrics: where and how the run was computed, and which
+# personal models were evaluated before the end.
+_SAME_METRICS = ("device", "engine", "model.convolution", "on_error", "eval.clients")
+
+
+@dataclass(frozen=True)
+class PaperNumber:
+    mean: float
+    std: float
+
+
+def published(group: Group, metric: str) -> PaperNumber | None:
+    """The paper's number for a group's data set, method, beta and participation, if it has one."""
+    how = group.runs[0].config.partition.kind
+    if not isinstance(how, Dirichlet) or isinstance(how, LongTail):
+        return None
+    name = PAPER_NAMES.get(group.method, "")
+    return _numbers().get((group.runs[0].config.data.name, name, how.beta, group.rate, metric))
+
+
+def departures(group: Group) -> list[str]:
+    """The settings that differ from the paper's and can change a metric, such as `rounds=20 (paper: 200)`."""
+    config = group.runs[0].config
+    if config.data.name not in PRESETS or group.method not in PAPER_NAMES:
+        return []
+    same = {
+        "method.name": group.method,
+        **({"partition.beta": how.beta} if isinstance(how := config.partition.kind, Dirichlet) else {}),
+        "participation.rate": group.rate,
+    }
+    paper = flat(load(config.data.name, same).model_dump())
+    return [
+        f"{key}={show(value)} (paper: {show(paper.get(key))})"
+        for key, value in group.settings.items()
+        if value != paper.get(key) and key not in _SAME_METRICS
+    ]
+
+
+@cache
+def _numbers() -> dict[tuple[str, str, float, float, str], PaperNumber]:
+    text = resources.files("fednh.report").joinpath("published.csv").read_text(encoding="utf-8")
+    return {
+        (r["data"], r["method"], float(r["beta"]), float(r["participation"]), r["metric"]): PaperNumber(
+            float(r["mean"]), float(r["std"])
+        )
+        for r in csv.DictReader(text.splitlines())
+    }
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
 
 _ACCURACY_WORDS = (
     "GM: global model; PM(V), PM(L): personal models, owned classes alike or by their share, mean over clients"
@@ -39,7 +190,7 @@ class Metric:
 
 
 def _by_size(group: Group, size: str) -> list[float]:
-    return [row[size] for row in class_sizes.accuracy_by_size(group.runs) if size in row]
+    return [row[size] for row in groups.accuracy_by_size(group.runs) if size in row]
 
 
 ACCURACY = (
@@ -59,7 +210,7 @@ HELD = (
 )
 CLASS_SIZE = (
     Metric("GM", lambda g: g.values("gm")),
-    *(Metric(f"GM {size}", partial(_by_size, size=size)) for size in class_sizes.SIZES),
+    *(Metric(f"GM {size}", partial(_by_size, size=size)) for size in groups.SIZES),
 )
 POOLED = tuple(
     Metric(f"{name}, {when}", partial(Group.values, metric=key + last))
@@ -119,7 +270,7 @@ def result_sheets(runs: Sequence[Run], paper: bool = False) -> list[Sheet]:
     tested, held = [run for run in runs if run.has(*METRICS)], [run for run in runs if run.has(*HELD_OUT)]
     if not tested and not held:
         tested = list(runs)
-    tailed = [run for run in tested if class_sizes.long_tailed(run)]
+    tailed = [run for run in tested if groups.long_tailed(run)]
     sheets = [accuracy_sheet(tested, paper)] if tested else []
     sheets += [class_size_sheet(tailed)] if tailed else []
     sheets += [fairness_sheet(tested, paper)] if tested else []
@@ -244,11 +395,11 @@ def _sizes(layout: TableLayout) -> str:
     """How many classes of which size there are, and by which rule, for each data set and partition."""
     found = {}
     for group in layout.groups:
-        sizes, thirds = class_sizes.by_size(totals := class_sizes.class_totals(group.runs))
+        sizes, thirds = groups.by_size(totals := groups.class_totals(group.runs))
         here = [f"{size} {len(classes)} ({_span(totals[classes])} samples)" for size, classes in sizes.items()]
         rule = "thirds by size, since one of many, medium and few would be empty" if thirds else ""
         found[f"{group.data}, {group.column}"] = f"{', '.join(here)}{f'; {rule}' if rule else ''}"
-    said = f"Many: more than {class_sizes.MANY}, few: fewer than {class_sizes.FEW}, medium: between."
+    said = f"Many: more than {groups.MANY}, few: fewer than {groups.FEW}, medium: between."
     return " ".join([said, *(f"{where}: {words}." for where, words in found.items())])
 
 

@@ -10,13 +10,12 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from wire import Wire, deployed, server_identity, travelled
 
 from fednh.config import Config, dump, load
-from fednh.core.federation import initial_state, network
-from fednh.core.tree import Tree
-from fednh.flower import messages, signing
-from fednh.flower.arrays import to_arrays
-from fednh.flower.bounds import GREETING
-from fednh.flower.identity import Identity
-from fednh.flower.mailbox import Letter
+from fednh.federated.setup import initial_state, network
+from fednh.flower import protocol, signing
+from fednh.flower.protocol import to_arrays
+from fednh.flower.signing import Identity
+from fednh.flower.transport import GREETING, Request
+from fednh.tree import Tree
 
 QUERY = "query"
 SMALL = {"partition.clients": 2, "rounds": 2, "train.epochs": 1, "model.args": {"hidden": [8]}, "method.name": "fedavg"}
@@ -38,14 +37,14 @@ class Scene:
         }
         self.wire: Wire = deployed(folder, self.nodes)
         self.server: Identity = server_identity(folder)
-        self.agreed: messages.Task | None = None  # what orders say is agreed; None: what the site greets with
+        self.agreed: protocol.Task | None = None  # what orders say is agreed; None: what the site greets with
         self.wrong: Tree = {}  # tensors that replace those of the broadcast
 
     def signed(
         self, content: RecordDict, node: int = 11, kind: str = QUERY, round_: int = 0, site: str = ""
     ) -> Message:
         """A message as the server itself would send it."""
-        letter, sealed = self.server.sign(Letter(node, kind, GREETING, round=round_, site=site), content)
+        letter, sealed = self.server.sign(Request(node, kind, GREETING, round=round_, site=site), content)
         return message(sealed, letter.node, letter.kind, letter.round)
 
     def asked(self, toml: str | Config) -> str:
@@ -53,12 +52,12 @@ class Scene:
         text = dump(toml) if isinstance(toml, Config) else toml
         return problem(self.deliver(self.signed(question(text))))
 
-    def ordered(self, config: Config, order: messages.Order) -> Message:
+    def ordered(self, config: Config, order: protocol.Order) -> Message:
         """What `a` answers to an order of the real server."""
         agreed = self.agreed
         if agreed is None:
             hello = self.deliver(self.signed(question(dump(config))))
-            agreed = messages.Hello.read(signing.unsealed(hello.content)).task
+            agreed = protocol.Hello.read(signing.without_signature(hello.content)).task
         net, method = network(config, agreed.shape, len(agreed.classes)), config.build_method()
         down = to_arrays({**method.broadcast(initial_state(method, net, config.seed)), **self.wrong})
         content = order.write(dump(config), agreed, down, to_arrays({}))
@@ -70,7 +69,7 @@ class Scene:
 
 
 def question(toml: str) -> RecordDict:
-    return RecordDict({"config": ConfigRecord({"format": messages.FORMAT, "toml": toml, "task": ""})})
+    return RecordDict({"config": ConfigRecord({"format": protocol.FORMAT, "toml": toml, "task": ""})})
 
 
 def message(content: RecordDict, node: int, kind: str = QUERY, round_: int = 0) -> Message:

@@ -19,10 +19,10 @@ from wire import Wire, deployed, serve, server_identity, travelled
 from fednh.cli.app import app
 from fednh.errors import UserError
 from fednh.flower import audit
-from fednh.flower.arrays import to_tree
 from fednh.flower.audit_report import check, find
 from fednh.flower.deploy import scaffold
 from fednh.flower.layout import FederationFolder
+from fednh.flower.protocol import to_tree
 from forked import fednh
 
 
@@ -257,13 +257,12 @@ def test_nothing_leaves_if_it_cannot_be_written_down(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "audit").write_text("a file where the folder should be")
     from fednh.config import dump
-    from fednh.flower import messages
-    from fednh.flower.bounds import GREETING
-    from fednh.flower.mailbox import Letter
-    from fednh.flower.policy import for_sites
+    from fednh.flower import protocol
+    from fednh.flower.site_config import for_sites
+    from fednh.flower.transport import GREETING, Request
 
-    question = messages.question(dump(for_sites(small("fednh", **{"partition.clients": 2}))))
-    letter, content = server_identity(tmp_path).sign(Letter(1, "query", GREETING), question)
+    question = protocol.hello_request(dump(for_sites(small("fednh", **{"partition.clients": 2}))))
+    letter, content = server_identity(tmp_path).sign(Request(1, "query", GREETING), question)
     wire.push_messages([Message(content, letter.node, letter.kind, group_id="0")])
     ((_, reply),) = wire.seen
     assert reply is not None

@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 from store import Store, grid_of, packed
 
 from conftest import count
-from fednh.flower import messages
-from fednh.flower.arrays import to_arrays
-from fednh.flower.bounds import GREETING, Limit
-from fednh.flower.messages import Answer, Hello, Order, SiteProblem, Task
-from fednh.flower.parcels import Broken, Parcels
+from fednh.flower import protocol
+from fednh.flower.protocol import Answer, Hello, Order, SiteProblem, Task, to_arrays
+from fednh.flower.transport import GREETING, FetchError, Limit, Parcels
 
 TREE = {"body.0.weight": torch.arange(12.0).reshape(3, 4), "scale": torch.tensor(20.0)}
 FORM = {name: (tuple(value.shape), value.dtype) for name, value in TREE.items()}
@@ -69,7 +67,7 @@ def through_the_server(content: RecordDict, changes: list[tuple[int, str, bytes]
     store, (tree, contents) = Store(verify=False), packed(content, "letter")
     store.put("letter", tree, changed(contents, changes))
     for _, reply in Parcels(grid_of(store)).pull({"letter": limit}):
-        if isinstance(reply, Broken) or not reply.has_content():
+        if isinstance(reply, FetchError) or not reply.has_content():
             continue
         look(reply.content, Hello.read, lambda each: Answer.read(each, FORM), lambda each: Answer.read(each, None))
     count("bad inputs tried")
@@ -83,8 +81,8 @@ def through_a_site(changes: list[tuple[int, str, bytes]]) -> None:
     except Exception:
         return  # Flower's own process for one order ends: the site does not see it
     content: Any = order.content if isinstance(order, Message) and order.has_content() else RecordDict()
-    down, more = (lambda each, name=name: messages.read_tree(each, name, "cpu", FORM) for name in ("down", "global"))
-    look(content, messages.read_config, Order.read, down, more)
+    down, more = (lambda each, name=name: protocol.read_tree(each, name, "cpu", FORM) for name in ("down", "global"))
+    look(content, protocol.read_config, Order.read, down, more)
     count("bad inputs tried")
 
 
@@ -131,7 +129,7 @@ JSON = st.recursive(
 @given(st.dictionaries(st.sampled_from([*Task.__dataclass_fields__]), JSON))
 def test_any_description_of_data(wrong: dict[str, Any]) -> None:
     """Every field replaced by anything that JSON can hold: a task within its ranges, or a ValueError."""
-    said = ConfigRecord({"format": messages.FORMAT, "site": "s", "number": 0})
+    said = ConfigRecord({"format": protocol.FORMAT, "site": "s", "number": 0})
     said["task"] = json.dumps({**asdict(TASK), **wrong})
     try:
         task = Hello.read(RecordDict({"said": said})).task

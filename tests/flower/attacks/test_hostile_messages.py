@@ -24,13 +24,11 @@ from test_parity import small
 from wire import Wire, federate, serve, travelled
 
 from fednh.config import dump
-from fednh.flower.arrays import form_of, to_arrays, to_tree
-from fednh.flower.bounds import Limit
 from fednh.flower.client_app import client_app
 from fednh.flower.deploy import forking
-from fednh.flower.messages import FORMAT, Answer, Task
-from fednh.flower.parcels import Broken, Parcels, take_order
+from fednh.flower.protocol import FORMAT, Answer, Task, form_of, to_arrays, to_tree
 from fednh.flower.site import Site, read_place
+from fednh.flower.transport import FetchError, Limit, Parcels, take_order
 
 FORM = {"body.0.weight": ((16, 64), torch.float32)}
 
@@ -307,7 +305,7 @@ def test_a_reply_that_cannot_be_put_together(wrong: str) -> None:
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 12_000_000
-    assert isinstance(replies["bad"], Broken)
+    assert isinstance(replies["bad"], FetchError)
     good = replies["good"]
     assert isinstance(good, Message)
     upload = Answer.read(good.content, FORM).upload
@@ -339,7 +337,7 @@ def test_a_part_that_never_came() -> None:
     store.put("lost", tree, contents)
     store.objects.clear()
     ((_, reply),) = Parcels(grid_of(store)).pull({"lost": LIMIT})
-    assert isinstance(reply, Broken)
+    assert isinstance(reply, FetchError)
     assert "was not sent in time" in str(reply.problem)
 
 

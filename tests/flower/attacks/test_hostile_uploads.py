@@ -14,24 +14,23 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from test_parity import small
 from wire import Quiet, Wire, federate, serve, travelled
 
+from fednh.backends import threads
 from fednh.config import Config
-from fednh.core import outliers
-from fednh.core.federation import build_federation
-from fednh.core.fit import Fit
-from fednh.core.tree import Tree
 from fednh.data.batches import ClientData
 from fednh.errors import RunError
-from fednh.executors import pool
-from fednh.flower import messages
-from fednh.flower.arrays import to_arrays, to_tree
+from fednh.federated import checks
+from fednh.federated.setup import build_federation
+from fednh.flower import protocol
+from fednh.flower.admission import agree
 from fednh.flower.client_app import client_app
-from fednh.flower.membership import agree
-from fednh.flower.messages import Task
+from fednh.flower.protocol import Task, to_arrays, to_tree
+from fednh.io.files import read_tree
 from fednh.methods import Method
 from fednh.methods.fednh import FedNH
+from fednh.methods.fit import Fit
 from fednh.models import Net
-from fednh.storage.files import read_tree
-from fednh.storage.run_folder import RunFolder
+from fednh.runs.run_folder import RunFolder
+from fednh.tree import Tree
 
 Change = Callable[[Tree], Tree]
 
@@ -174,7 +173,7 @@ def test_misfits_do_not_begin_a_federation(tmp_path: Path) -> None:
 def test_lengths_by_hand() -> None:
     server = {"body": torch.tensor([1.0, 1.0]), "scale": torch.tensor(2.0)}
     upload = {"body": torch.tensor([4.0, 5.0]), "scale": torch.tensor(2.0), "change.a": torch.tensor([1e30])}
-    assert outliers.lengths(upload, server) == {"step": 5.0, "change": pytest.approx(1e30)}
+    assert checks.norms(upload, server) == {"step": 5.0, "change": pytest.approx(1e30)}
 
 
 @pytest.mark.parametrize(
@@ -192,8 +191,8 @@ def test_lengths_by_hand() -> None:
 )
 def test_who_is_refused_by_hand(rows: list[float], before: float, refused: list[int]) -> None:
     uploads = {k: {"step": row} for k, row in enumerate(rows)}
-    usual = outliers.usual(uploads, {"step": before})
-    assert list(outliers.problems(uploads, {}, usual, 10.0)) == refused
+    usual = checks.typical_norms(uploads, {"step": before})
+    assert list(checks.norm_problems(uploads, {}, usual, 10.0)) == refused
 
 
 def test_a_jump_away_from_its_own_past() -> None:
@@ -201,7 +200,7 @@ def test_a_jump_away_from_its_own_past() -> None:
     for now, refused in ((2.0, [0]), (0.9, [])):
         uploads = {0: {"step": now}, 1: {"step": 1.0}, 2: {"step": 1.1}}
         past = {0: [{"step": 0.1}] * 5, 1: [{"step": 1.0}] * 5}
-        assert list(outliers.problems(uploads, past, {"step": 1.0}, 10.0)) == refused
+        assert list(checks.norm_problems(uploads, past, {"step": 1.0}, 10.0)) == refused
 
 
 def test_the_simulator_takes_the_same_rule_and_leaves_honest_numbers_alone(tmp_path: Path) -> None:
@@ -249,7 +248,7 @@ def simulated(config: Config, path: Path, method: Method | None = None) -> tuple
         federation = replace(federation, method=method)
     with RunFolder(path) as folder:
         folder.begin(config, federation.dataset.classes, federation.class_counts(), federation.sites)
-        pool.rounds(config, federation, folder, watcher).run()
+        threads.make_run(config, federation, folder, watcher).run()
     return watcher, read_tree(path / "models" / "global.safetensors")
 
 
@@ -276,8 +275,8 @@ def test_a_site_refuses_an_agreement_without_a_deviation(std: float) -> None:
     """A site may say that a feature is constant there (0) or missing (-1); an agreed deviation is positive."""
     said = task(0.4, std)
     assert Task.read(said.text()) == said
-    order = RecordDict({"config": ConfigRecord({"format": messages.FORMAT, "toml": "", "task": said.text()})})
+    order = RecordDict({"config": ConfigRecord({"format": protocol.FORMAT, "toml": "", "task": said.text()})})
     with pytest.raises(ValueError, match=f"the agreed deviation {std} is not positive"):
-        messages.read_config(order)
+        protocol.read_config(order)
     with pytest.raises(ValueError, match=r"the deviation -2\.0 is not positive"):
         Task.read(task(0.4, -2.0).text())

@@ -14,7 +14,7 @@ from wire import RUN, Quiet, Wire, deployed, serve, server_identity, write_site_
 
 from fednh.config import Config
 from fednh.flower import signing
-from fednh.flower.messages import NOTICE
+from fednh.flower.protocol import NOTICE
 
 THREE = {"partition.clients": 3, "participation.rate": 1.0, "federation.min_clients": 1}
 
@@ -126,7 +126,7 @@ def resigned(wire: Wire, node: int, request: Message, reply: Message, key: str, 
         **other,
     }
     private = signing.read_site_private(Path(key))
-    reply.content = signing.sign_reply(signing.unsealed(reply.content), private, signing.Envelope(**facts))  # type: ignore[arg-type]
+    reply.content = signing.sign_reply(signing.without_signature(reply.content), private, signing.Envelope(**facts))  # type: ignore[arg-type]
 
 
 Change = Callable[[Wire, Message, Message, Path], None]
@@ -223,8 +223,8 @@ def test_a_number_lies_within_the_partition(number: int, tmp_path: Path) -> None
 
 
 def test_a_site_with_data_of_its_own_gives_itself_no_number() -> None:
-    from fednh.flower.membership import number_problem
-    from fednh.flower.messages import Hello, Task
+    from fednh.flower.admission import number_problem
+    from fednh.flower.protocol import Hello, Task
 
     task = Task("x", False, (4,), ("0", "1"), 1.0, (0.0,), (1.0,), "{}")
     assert number_problem(Hello("a", task, -1), 3) is None

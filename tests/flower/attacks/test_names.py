@@ -17,13 +17,13 @@ from test_parity import small
 from wire import Wire, deployed, serve, server_identity
 
 from fednh.errors import UserError
-from fednh.flower import notes
+from fednh.flower import layout
 from fednh.flower.client_app import client_app
 from fednh.flower.deploy import scaffold
 from fednh.flower.deploy.local import LocalFederation
-from fednh.flower.messages import FORMAT, Hello, Task
+from fednh.flower.protocol import FORMAT, Hello, Task
 from fednh.flower.site import read_place
-from fednh.storage.layout import RunLayout
+from fednh.runs.layout import RunLayout
 from forked import fednh
 
 FORGED = {
@@ -142,7 +142,7 @@ def test_the_screen_shows_sentences(tmp_path: Path) -> None:
     local.run_folder, local.seen, local.hopeless = RunLayout(tmp_path), {}, None
     local.told = SimpleNamespace(note=shown.append)
     RunLayout(tmp_path).log_file.write_text("2026-11-16 10:00:00 going on after round 3\n")
-    notes.add(tmp_path, 'site "Köln" cannot take part:\nno \x1b data')
+    layout.add_note(tmp_path, 'site "Köln" cannot take part:\nno \x1b data')
     local._show()
     assert shown == ["going on after round 3", 'site "Köln" cannot take part: no \\x1b data']
     assert local.hopeless[1] == shown[1]

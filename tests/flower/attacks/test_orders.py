@@ -14,10 +14,10 @@ from hostile import Scene, config_of, message, problem, question
 from fednh.config import dump
 from fednh.errors import Refused, UserError
 from fednh.flower import signing
-from fednh.flower.arrays import to_arrays, to_tree
 from fednh.flower.client_app import client_app
 from fednh.flower.deploy import certificates
 from fednh.flower.layout import FederationFolder
+from fednh.flower.protocol import to_arrays, to_tree
 
 
 @pytest.fixture

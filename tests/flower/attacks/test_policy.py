@@ -12,8 +12,8 @@ from hostile import Scene, config_of, everything, problem, question
 
 from fednh.config import dump
 from fednh.errors import Refused, UserError
-from fednh.flower.messages import Order
-from fednh.flower.policy import METRICS, Policy, read_policy, site_toml
+from fednh.flower.protocol import Order
+from fednh.flower.site_config import METRICS, Policy, read_policy, site_toml
 from fednh.methods import METHODS
 
 SECRET = "Zaphod"  # it is everywhere in the site's table but in its name
@@ -132,8 +132,8 @@ def test_only_a_part_of_a_public_set_is_merged_with_its_test_samples() -> None:
 def test_weights_of_the_sites_own(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    from fednh.core.federation import build_federation
-    from fednh.core.seeding import torch_rng
+    from fednh.federated.setup import build_federation
+    from fednh.seeding import torch_rng
 
     config = config_of()
     save_file(build_federation(config).net.init(torch_rng(1, "other")), tmp_path / "w.safetensors")

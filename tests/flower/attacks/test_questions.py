@@ -25,20 +25,20 @@ from numpy.typing import NDArray
 
 from fednh.config import Config, dump, flat, load
 from fednh.config.schema import _keys, build_method
-from fednh.core.checks import _Still
-from fednh.core.federation import initial_state
-from fednh.core.fit import LocalFit, Sgd
 from fednh.data.batches import ClientData, Samples
 from fednh.errors import Refused
-from fednh.flower import audit, audit_events, messages, signing
+from fednh.federated.checks import _NoOpFit
+from fednh.federated.setup import initial_state
+from fednh.flower import audit, protocol, signing
+from fednh.flower import audit as audit_events
 from fednh.flower import site as sites
-from fednh.flower.arrays import to_arrays, to_tree
-from fednh.flower.messages import Answer, Hello, Order
-from fednh.flower.policy import for_sites, read_policy, site_toml
-from fednh.flower.signing import unsealed
+from fednh.flower.protocol import Answer, Hello, Order, to_arrays, to_tree
+from fednh.flower.signing import without_signature
+from fednh.flower.site_config import for_sites, read_policy, site_toml
+from fednh.io.files import read_tree
 from fednh.methods import METHODS, Method, pfedfda
+from fednh.methods.fit import LocalFit, Sgd
 from fednh.models import build_net
-from fednh.storage.files import read_tree
 
 ROWS = 100
 RULES = {"allow.rounds": 5, "allow.epochs": 2, "allow.sites": 2, "allow.methods": "fedavg, fednh"}
@@ -65,7 +65,7 @@ def ask(scene: Scene, **settings: Any) -> Message:
 
 def greeting(reply: Message) -> Hello:
     assert problem(reply) == ""
-    return Hello.read(unsealed(reply.content))
+    return Hello.read(without_signature(reply.content))
 
 
 def recovered(mean: NDArray[Any], std: NDArray[Any]) -> set[int]:
@@ -500,7 +500,7 @@ def test_a_method_says_whether_its_upload_has_the_counts(name: str, method: Meth
     server = method.init(net, torch.Generator().manual_seed(0))
     kept, received = method.enroll(server), method.broadcast(server)
     once, twice = (
-        method.client_update(net, kept, received, ClientData(samples, np.tile(np.arange(20), n)), _Still())[1]
+        method.client_update(net, kept, received, ClientData(samples, np.tile(np.arange(20), n)), _NoOpFit())[1]
         for n in (1, 2)
     )
     ratios = [float((twice[key].norm() / once[key].norm()).nan_to_num(1.0)) for key in once]
@@ -582,7 +582,7 @@ def with_a_long_round(scene: Scene) -> Message:
 
 
 def notice(scene: Scene) -> Message:
-    return scene.signed(messages.notice("x" * 100_000), kind=messages.NOTICE)
+    return scene.signed(protocol.notice("x" * 100_000), kind=protocol.NOTICE)
 
 
 def again(scene: Scene) -> Message:
@@ -903,7 +903,7 @@ WRONG: dict[str, tuple[str, Any]] = {
 def test_metrics_have_names_and_ranges(key: str) -> None:
     record, value = WRONG[key]
     fine = {"facts": {"client": 0, "round": 0, "loss_sum": 1.0}, "figures": {"pm_v": 50.0, "per_class": [-1.0, 100.0]}}
-    said = ConfigRecord({"format": messages.FORMAT})
+    said = ConfigRecord({"format": protocol.FORMAT})
 
     def content() -> RecordDict:
         return RecordDict({"said": said, **{name: MetricRecord(dict(row)) for name, row in fine.items()}})
@@ -916,7 +916,7 @@ def test_metrics_have_names_and_ranges(key: str) -> None:
 
 def test_a_config_of_the_server_is_what_is_compared() -> None:
     """Every setting that decides which samples count is among those that are agreed."""
-    from fednh.flower.policy import SAFE_DATA, about_samples
+    from fednh.flower.site_config import SAFE_DATA, about_samples
 
     found = about_samples(Config())
     assert set(found) == {

@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 from federations import SMALL
 
-from fednh.flower.deploy import approval, scaffold
+from fednh.flower.deploy import scaffold
+from fednh.flower.deploy import scaffold as approval
 
 pytestmark = pytest.mark.soak
 

@@ -8,15 +8,10 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from fednh.data.kind_settings import declared
 from fednh.data.partitions.base import Drawn, Indices, Partition, class_table, left_out
-from fednh.data.partitions.classes import ClassesPerClient
-from fednh.data.partitions.dirichlet import Dirichlet
-from fednh.data.partitions.iid import Iid
-from fednh.data.partitions.longtail import LongTail
-from fednh.data.partitions.quantity import Quantity
-from fednh.data.partitions.shards import Shards
-from fednh.data.partitions.site import BySite
+from fednh.data.partitions.dirichlet import Dirichlet, LongTail
+from fednh.data.partitions.simple import BySite, ClassesPerClient, Iid, Quantity, Shards
+from fednh.data.settings import declared
 
 PARTITIONS: dict[str, type[Partition]] = {
     kind.name: kind for kind in (Dirichlet, LongTail, Iid, ClassesPerClient, Shards, Quantity, BySite)

@@ -6,10 +6,8 @@ To add one: a file beside this one that describes it (see `base.py`), and a line
 from __future__ import annotations
 
 from fednh.data.published.base import Published
-from fednh.data.published.cifar10 import CIFAR10
-from fednh.data.published.cifar100 import CIFAR100
-from fednh.data.published.fashion_mnist import FASHION_MNIST
-from fednh.data.published.mnist import MNIST
+from fednh.data.published.cifar import CIFAR10, CIFAR100
+from fednh.data.published.idx import FASHION_MNIST, MNIST
 from fednh.data.published.tinyimagenet import TINYIMAGENET
 
 PUBLISHED: dict[str, Published] = {each.name: each for each in (CIFAR10, CIFAR100, TINYIMAGENET, FASHION_MNIST, MNIST)}

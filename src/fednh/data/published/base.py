@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from fednh.data import npz
 from fednh.data.dataset import Arrays, Dataset
+from fednh.data.sources import npz
 from fednh.errors import UserError
-from fednh.storage.files import sha256
+from fednh.io.files import sha256
 
 
 @dataclass(frozen=True)

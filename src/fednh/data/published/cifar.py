@@ -1,8 +1,4 @@
-"""Reads CIFAR-10 and CIFAR-100 as published: binary or python version, as an archive or unpacked.
-
-A pickle can run any code, so a file is read only if its SHA-256 is the published one. An archive is read member by
-member in memory; no name from it is used as a path.
-"""
+"""CIFAR-100 (Krizhevsky 2009): photos, 32x32 colour."""
 
 from __future__ import annotations
 
@@ -18,8 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays
-from fednh.data.published.base import DataPath, RemoteFile
+from fednh.data.published.base import DataPath, Published, RemoteFile
 from fednh.errors import UserError
+
+# --- cifar ----------------------------------------------------------------------------------------------------------
+# Reads CIFAR-10 and CIFAR-100 as published: binary or python version, as an archive or unpacked.
+#
+# A pickle can run any code, so a file is read only if its SHA-256 is the published one. An archive is read member by
+# member in memory; no name from it is used as a path.
+
 
 PIXELS = 3 * 32 * 32  # an image is a row: all red, then all green, then all blue values
 
@@ -150,3 +153,53 @@ def _parsed(content: bytes, layout: Layout) -> Part:
         rows, labels = batch["data"], batch["labels" if layout.classes == 10 else "fine_labels"]
     images = np.ascontiguousarray(rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
     return images, np.asarray(labels, np.int64)
+
+
+# --- cifar10 --------------------------------------------------------------------------------------------------------
+# CIFAR-10 (Krizhevsky 2009): photos, 32x32 colour.
+
+
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+CIFAR10 = Published(
+    name="cifar10",
+    description="photos, 32x32 colour, 10 classes, 50,000 + 10,000 images",
+    shape=(32, 32, 3),
+    mean=(0.4914, 0.4822, 0.4465),
+    std=(0.2023, 0.1994, 0.2010),
+    classes=CIFAR10_CLASSES,
+    accepts="cifar10.npz, cifar-10-binary.tar.gz, cifar-10-python.tar.gz, cifar-10-batches-bin/ or "
+    "cifar-10-batches-py/",
+    places=places(10),
+    files=remote("cifar-10-python.tar.gz", "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"),
+    augment="crop_flip",
+)
+
+
+# --- cifar100 -------------------------------------------------------------------------------------------------------
+
+
+CIFAR100_CLASSES = tuple(
+    """
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
+    castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
+    elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard
+    lobster man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear
+    pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark
+    shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone
+    television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+    """.split()  # noqa: SIM905 (a list literal would fill a hundred lines)
+)
+
+CIFAR100 = Published(
+    name="cifar100",
+    description="photos, 32x32 colour, 100 classes, 50,000 + 10,000 images",
+    shape=(32, 32, 3),
+    mean=(0.507, 0.487, 0.441),
+    std=(0.267, 0.256, 0.276),
+    classes=CIFAR100_CLASSES,
+    accepts="cifar100.npz, cifar-100-binary.tar.gz, cifar-100-python.tar.gz, cifar-100-binary/ or cifar-100-python/",
+    places=places(100),
+    files=remote("cifar-100-python.tar.gz", "85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7"),
+    augment="crop_flip",
+)

@@ -12,9 +12,9 @@ from typing import BinaryIO
 
 from fednh.data.published import PUBLISHED
 from fednh.data.published.base import RemoteFile
-from fednh.data.sources import BUILTIN, find
+from fednh.data.sources.registry import BUILTIN, find
 from fednh.errors import UserError, did_you_mean
-from fednh.storage.files import keep, sha256
+from fednh.io.files import commit_file, sha256
 
 CHUNK = 1 << 18
 DownloadProgress = Callable[[int, int | None], None]  # bytes done, bytes in all (None: the server does not say)
@@ -95,7 +95,7 @@ def _fetch(
                 f"what came from {address} is not the published {target.name} (its checksum differs) and was deleted; "
                 "try again, perhaps from another network"
             )
-        keep(part, target)
+        commit_file(part, target)
         return
     raise UserError(_by_hand(failures, part, folder, still_missing))
 

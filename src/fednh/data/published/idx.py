@@ -1,8 +1,4 @@
-"""Reads MNIST's IDX files, plain or gzipped.
-
-Layout: two zero bytes, a type code (8 is unsigned byte, the only one these sets use), the number of axes, each
-axis' length as a big-endian 32-bit integer, then the bytes.
-"""
+"""Fashion-MNIST (Xiao et al. 2017): clothes, 28x28 grey."""
 
 from __future__ import annotations
 
@@ -16,8 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays
-from fednh.data.published.base import DataPath, RemoteFile
+from fednh.data.published.base import DataPath, Published, RemoteFile
 from fednh.errors import UserError
+
+# --- idx ------------------------------------------------------------------------------------------------------------
+# Reads MNIST's IDX files, plain or gzipped.
+#
+# Layout: two zero bytes, a type code (8 is unsigned byte, the only one these sets use), the number of axes, each
+# axis' length as a big-endian 32-bit integer, then the bytes.
+
 
 FILES = (
     "train-images-idx3-ubyte",
@@ -65,3 +68,67 @@ def _array(path: Path) -> NDArray[np.uint8]:
 
 def _find(folder: Path, name: str) -> Path | None:
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+
+
+# --- mnist ----------------------------------------------------------------------------------------------------------
+# MNIST (LeCun et al. 1998): handwritten digits, 28x28 grey.
+
+
+def _mnist_places(folder: Path) -> list[DataPath]:
+    return places([folder / "mnist", folder / "MNIST" / "raw", folder])
+
+
+MNIST = Published(
+    name="mnist",
+    description="handwritten digits, 28x28 grey, 10 classes, 60,000 + 10,000 images",
+    shape=(28, 28, 1),
+    mean=(0.1307,),
+    std=(0.3081,),
+    classes=tuple("0123456789"),
+    accepts="mnist.npz, or the four IDX files (plain or .gz) in mnist/, MNIST/raw/ or directly",
+    places=_mnist_places,
+    files=remote(
+        "mnist",
+        ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
+        (
+            "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+            "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+            "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+            "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+        ),
+    ),
+)
+
+
+# --- fashion mnist --------------------------------------------------------------------------------------------------
+
+
+DEBIAN_ROOT = Path("/usr/share/datasets")  # where Debian's dataset-* packages put their files
+
+
+def _fashion_places(folder: Path) -> list[DataPath]:
+    inside = [folder / name for name in ("fashion_mnist", "fashion-mnist", "FashionMNIST/raw")]
+    return places([*inside, DEBIAN_ROOT / "fashion-mnist"])
+
+
+FASHION_MNIST = Published(
+    name="fashion_mnist",
+    description="clothes, 28x28 grey, 10 classes, 60,000 + 10,000 images",
+    shape=(28, 28, 1),
+    mean=(0.2860,),
+    std=(0.3530,),
+    classes=("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+    accepts="fashion_mnist.npz, or the four IDX files (plain or .gz) in fashion_mnist/, fashion-mnist/ or "
+    "FashionMNIST/raw/",
+    places=_fashion_places,
+    files=remote(
+        "fashion_mnist",
+        ("https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",),
+        (
+            "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+            "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+            "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+            "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+        ),
+    ),
+)

@@ -18,12 +18,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fednh.core.machine import cores
 from fednh.data.dataset import Arrays
-from fednh.data.images import BROKEN, decode
 from fednh.data.published.base import DataPath, Published, RemoteFile
+from fednh.data.sources.images import BROKEN, decode
 from fednh.errors import UserError
-from fednh.storage import cache
+from fednh.io import cache
+from fednh.machine import cores
 
 FOLDER = "tiny-imagenet-200"
 SIDE = 64

@@ -3,17 +3,195 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from fednh.data.dataset import Dataset, Inputs
-from fednh.data.sources.settings import Classes, Group, Names, TestShare
-from fednh.errors import UserError
-from fednh.storage.files import expanded
+from fednh.data.scaling import measure
+from fednh.data.sources import folder_layout
+from fednh.data.sources.columns import in_order
+from fednh.data.sources.csv import known
+from fednh.errors import UserError, did_you_mean
+from fednh.io.files import expanded
+
+# --- settings -------------------------------------------------------------------------------------------------------
+# The settings below [data] that kinds of sources share: their types, ranges and spellings, each declared once.
+
+
+AGREED = "agreed"  # marks settings that a federation's config decides for all sites; the others are each site's own
+
+
+def _words(value: Any) -> Any:
+    """A list; as flat settings have it, also text with commas."""
+    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+
+
+def _names(value: Any) -> Any:
+    """A list of names, of which a number is one too; as flat settings have it, also text with commas."""
+    found = [value] if type(value) is int else _words(value)
+    return [str(name) if type(name) is int else name for name in found] if isinstance(found, list) else found
+
+
+def _column(value: Any) -> Any:
+    """The word "number", or the list of the values that a column of text has."""
+    return value if value == "number" else _words(value)
+
+
+def _encoding(value: str) -> str:
+    """The name of an encoding that Python knows."""
+    if not known(value):
+        raise ValueError("is not an encoding that Python knows, such as utf-8, cp1252 or latin-1")
+    return value
+
+
+def _layout(value: str) -> str:
+    """The words of a folder's layout."""
+    if problem := folder_layout.problem(value):
+        raise ValueError(problem)
+    return value
+
+
+def _set(value: Any) -> Any:
+    """Empty text is no setting: `--set data.site=` overrules what a model remembers."""
+    return None if value == "" else value
+
+
+def _separator(value: Any) -> Any:
+    """One character, or its name: a tab cannot be typed everywhere."""
+    mark = {"comma": ",", "semicolon": ";", "tab": "\t", "\\t": "\t", "pipe": "|"}.get(value, value)
+    if not isinstance(mark, str) or len(mark) != 1 or mark.isalnum() or mark in "\"'\r\n.+-":
+        raise ValueError("should be one character: comma, semicolon, tab, pipe, or another one")
+    return mark
+
+
+def _decimal(value: Any) -> Any:
+    mark = {"comma": ",", "point": "."}.get(value, value)
+    if mark not in (",", "."):
+        raise ValueError("should be a comma or a point")
+    return mark
+
+
+def _sizes(value: Any) -> Any:
+    """[height, width] from that, from one number, or from text such as 32 or 24,32."""
+    found = value
+    if isinstance(value, str):
+        found = [int(word) if word.strip().isdecimal() else word for word in value.replace("x", ",").split(",")]
+    found = [found] if isinstance(found, int) else found
+    if not isinstance(found, list) or not all(type(n) is int and 1 <= n <= 4096 for n in found) or len(found) > 2:
+        raise ValueError("should be a number of pixels or [height, width], from 1 to 4096")
+    return [*found, *found][:2]
+
+
+# Of images of any size: [height, width].
+Size = Annotated[Annotated[list[int], BeforeValidator(_sizes)] | None, AGREED]
+# Of images of another shape: pulled to the size, cut to its shape, or filled up with black.
+FitRule = Literal["stretch", "crop", "pad"]  # how an image of another shape gets the size
+Fit = Annotated[FitRule, AGREED]
+# What is done about images that cannot be read: the owner of the files decides.
+OnBad = Literal["refuse", "skip"]
+# What the folders above an image mean; None: found by their names and depth.
+Layout = Annotated[str, AfterValidator(_layout)] | None
+# The class names, agreed beforehand: a site may lack some.
+Classes = Annotated[Annotated[list[str], BeforeValidator(_words)] | None, AGREED]
+# Sites by name: those that are read (None: all), and those that are left out.
+Names = Annotated[list[str], BeforeValidator(_names)] | None
+# Of every class, cut off as a test set where the source has none.
+TestShare = Annotated[float, Field(ge=0, lt=1), AGREED]
+# Of text files; None: UTF-8.
+Encoding = Annotated[Annotated[str, AfterValidator(_encoding)] | None, AGREED]
+# Between the values of a line, and before the fraction of a number, in a CSV file; None: found.
+Separator = Annotated[str, BeforeValidator(_separator)] | None
+Decimal = Annotated[str, BeforeValidator(_decimal)] | None
+# The columns of a table that are features, agreed beforehand: name = "number" or the list of its values.
+Columns = dict[str, Annotated[str | list[str], BeforeValidator(_column)]] | None
+# The column that holds the class (None: "label"), and the one that holds the site (None: "site", if there is one).
+Column = Annotated[str | None, BeforeValidator(_set)]
+# Which samples belong together: a column, an array, a pattern of file names or a CSV file of them; empty: none do.
+Group = Annotated[str | None, BeforeValidator(_set)]
+
+
+# --- site choice ----------------------------------------------------------------------------------------------------
+# Which sites of a source are read: data.sites names them, data.without leaves some out; then the others are not
+# there.
+#
+# So one site can be held out of a run without copying files: the run's classes, columns and statistics do not know
+# it.
+
+
+class Choice(Protocol):
+    """The two settings; each is None where it is not set."""
+
+    @property
+    def sites(self) -> list[str] | None: ...
+
+    @property
+    def without(self) -> list[str] | None: ...
+
+
+def is_made(choice: Choice) -> bool:
+    return choice.sites is not None or choice.without is not None
+
+
+def chosen_words(choice: Choice) -> str:
+    """The choice as text; empty where none is made."""
+    return f" sites={choice.sites} without={choice.without}" if is_made(choice) else ""
+
+
+def chosen(known: Sequence[str], choice: Choice, where: str) -> list[str]:
+    """Those of the sites that are read, in their order."""
+    for key, names in (("sites", choice.sites), ("without", choice.without)):
+        if names is None:
+            continue
+        if not known:
+            raise UserError(f"data.{key} chooses sites, but {where} does not say which site a sample comes from")
+        if strangers := [name for name in names if name not in known]:
+            raise UserError(f"data.{key}: {where} has no site {strangers[0]!r}{did_you_mean(strangers[0], known)}")
+    kept = [name for name in known if choice.sites is None or name in choice.sites]
+    kept = [name for name in kept if name not in (choice.without or ())]
+    if not kept and is_made(choice):
+        raise UserError(f"data.sites and data.without leave no site of {where}; it has {', '.join(known)}")
+    return kept
+
+
+def rows_of(names: Sequence[str], choice: Choice, where: str) -> NDArray[np.bool_]:
+    """Marks the rows to read, given the site of each."""
+    if not is_made(choice):
+        return np.ones(len(names), bool)
+    kept = set(chosen(in_order(set(names)), choice, where))
+    return np.array([name in kept for name in names], bool)
+
+
+def restricted(data: Dataset, choice: Choice, where: str) -> Dataset:
+    """A data set that was read as a whole, without the other sites; statistics are measured again."""
+    if not is_made(choice):
+        return data
+    kept = chosen(data.sites, choice, where)
+    place = np.array([kept.index(name) if name in kept else -1 for name in data.sites], np.int64)
+    assert data.site_train is not None  # a data set that names sites says so of every training sample
+    train = place[data.site_train] >= 0
+    rows: dict[str, Any] = {"x_train": data.x_train[train], "y_train": data.y_train[train]}
+    rows["group_train"] = None if data.group_train is None else data.group_train[train]
+    rows["site_train"] = place[data.site_train][train]
+    if data.site_test is not None:
+        theirs = np.where(data.site_test < 0, -1, place[data.site_test])
+        test = theirs >= 0
+        rows |= {"x_test": data.x_test[test], "y_test": data.y_test[test], "site_test": theirs[test]}
+    elif len(data.y_test):
+        note = f"{where}: its test samples do not say which site they come from, so all of them are kept"
+        rows["notes"] = (*data.notes, note)
+    if data.fitted:
+        mean, std = measure(rows["x_train"], data.scale, data.preprocessing)
+        rows |= {"mean": mean, "std": std}
+    return replace(data, sites=tuple(kept), **rows)
+
+
+# --- base -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reads a folder of images; what its folders mean is in data/folder_layout.py.
+"""Reads a folder of images; what its folders mean is in data/sources/folder_layout.py.
 
 Decoded images are kept in a cache under a key of all names, sizes and times of change.
 """
@@ -16,19 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from fednh.data import folder_layout
 from fednh.data.dataset import Dataset
-from fednh.data.folder_layout import FORMS, Listed
-from fednh.data.image_groups import of_images
-from fednh.data.images import SUFFIXES, Decoded
-from fednh.data.labels import in_order, numbered
-from fednh.data.site_choice import chosen, chosen_words
-from fednh.data.sources.pictures import Pictures
-from fednh.data.sources.settings import Layout
-from fednh.data.walk import refuse, walk
+from fednh.data.sources import folder_layout
+from fednh.data.sources.base import Layout, chosen, chosen_words
+from fednh.data.sources.columns import in_order, numbered
+from fednh.data.sources.folder_layout import FORMS, Listed, of_images, refuse, walk
+from fednh.data.sources.images import SUFFIXES, Decoded, Pictures
 from fednh.errors import UserError
-from fednh.storage import cache
-from fednh.storage.files import expanded
+from fednh.io import cache
+from fednh.io.files import expanded
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from fednh import extras
-from fednh.data import columns, site_choice
 from fednh.data.dataset import Dataset
-from fednh.data.images import ImageFile
-from fednh.data.sources.pictures import Pictures
-from fednh.data.sources.tables import Tabular, find_column, from_table
-from fednh.data.table_files import joined
-from fednh.data.walk import walk
+from fednh.data.sources import base, columns
+from fednh.data.sources.csv import joined
+from fednh.data.sources.folder_layout import walk
+from fednh.data.sources.images import ImageFile, Pictures
+from fednh.data.sources.table import Tabular, find_column, from_table
 from fednh.errors import UserError
-from fednh.storage.files import expanded
+from fednh.io.files import expanded
 
 
 @dataclass(frozen=True)
@@ -108,8 +107,8 @@ def _assembled(datasets: Any, name: str, splits: Any, where: str, options: Huggi
             word = names[row[label]] if names else columns.word(row[label])
             together = columns.word(row[group]) if group else ""
             found.append((source, word, columns.word(row[site]) if site else None, split == "test", together))
-    if site_choice.is_made(options):
-        here = site_choice.rows_of([str(row[2]) for row in found] if site else [], options, where)
+    if base.is_made(options):
+        here = base.rows_of([str(row[2]) for row in found] if site else [], options, where)
         found = [row for row, kept in zip(found, here, strict=True) if kept]
     images, words, sites, test, groups = map(list, zip(*found, strict=True))
     decoded = options.decoded(images, [f"image {k}" for k in range(len(images))], where)

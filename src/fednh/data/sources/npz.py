@@ -1,8 +1,9 @@
-"""One .npz file with arrays: see data/npz.py for what it may hold."""
+"""One .npz file with arrays: see data/sources/npz.py for what it may hold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import zipfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,252 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fednh.data import npz
-from fednh.data.dataset import Dataset
+from fednh.data.dataset import Arrays, Dataset, Inputs, Labels
+from fednh.data.scaling import measure
 from fednh.data.sources.base import Source
+from fednh.data.sources.columns import in_order
+from fednh.data.sources.images import MEAN, STD
 from fednh.errors import UserError
-from fednh.storage.files import expanded
+from fednh.io.files import expanded
+
+# --- npz ------------------------------------------------------------------------------------------------------------
+# Reads .npz files with the arrays x_train, y_train, x_test and y_test.
+#
+# What is accepted, and nothing else:
+#
+# - images as uint8 (N, H, W) or (N, H, W, C). Images of any other number type are refused rather than guessed at,
+# because 0..1 and 0..255 cannot be told apart safely; - vectors as a float or integer array (N, F), which becomes
+# float32; - labels of any integer type, or floats that are whole numbers, of shape (N,) or (N, 1), counted from 0; -
+# optionally `classes`, an array of strings that names the classes; - optionally `site_train`, the site of every
+# training sample as a number or a name, and `sites`, the numbers' names; - optionally an array that data.group names,
+# with the group of every training sample as a number or a name; - x_test and y_test may both be absent: clients then
+# hold out some of their own samples; - MedMNIST's key names (train_images, train_labels, test_images, test_labels);
+# its validation part is left out.
+#
+# Pickled objects are never loaded.
+
+
+KEYS = ("x_train", "y_train", "x_test", "y_test")
+MEDMNIST_KEYS = ("train_images", "train_labels", "test_images", "test_labels")
+MOST_CHANNELS = 4  # beyond this a last axis is taken for a width, see `_images`
+
+
+def dataset(name: str, path: Path, classes: Sequence[str] = (), group: str | None = None) -> Dataset:
+    """The file at `path` as a data set; `classes` are names agreed beforehand, `group` is the array of groups."""
+    return from_arrays(name, str(path), _members(path, group), classes, group)
+
+
+def from_arrays(
+    name: str, where: str, members: dict[str, Any], agreed: Sequence[str] = (), group: str | None = None
+) -> Dataset:
+    """Named arrays as a data set: the four of `KEYS`, of which the test ones may be absent, and optionally `classes`,
+    `site_train` (site numbers or names), `sites` (the names of the numbers) and `group`, with every training sample's
+    group.
+
+    Normalised by the mean and deviation of the training part. Images of natural sites are not: no site's images
+    should affect how another site's are normalised.
+    """
+    members = {key: np.asarray(value) for key, value in members.items()}
+    found = _checked(where, members, agreed)
+    x_train, y_train, x_test, y_test, named = found
+    classes = tuple(agreed) or named
+    if classes is None:
+        classes = tuple(str(c) for c in range(_count_classes(where, y_train, y_test)))
+    sites, site_train = _sites(where, members, len(y_train))
+    image = x_train.ndim == 4
+    fitted = not (image and sites)
+    scale = 255.0 if image else 1.0
+    channels = x_train.shape[-1]
+    mean, std = measure(x_train, scale) if fitted else ((MEAN,) * channels, (STD,) * channels)
+    return Dataset(
+        name,
+        x_train,
+        y_train,
+        x_test,
+        y_test,
+        classes,
+        mean,
+        std,
+        scale,
+        sites=sites,
+        site_train=site_train,
+        group_train=None if group is None else _groups(where, members, group, len(y_train)),
+        fitted=fitted,
+    )
+
+
+def read(path: Path) -> Arrays:
+    """The arrays of the file, checked, with images as uint8 (N, H, W, C) and vectors as float32 (N, F)."""
+    found = _checked(str(path), _members(path), ())
+    if len(found.y_test) == 0:
+        raise UserError(f"{path} lacks x_test, y_test; a published data set has them")
+    return found
+
+
+def _groups(where: str, arrays: dict[str, NDArray[Any]], name: str, samples: int) -> Labels:
+    """Every training sample's group as a number."""
+    if name not in arrays:
+        raise UserError(f"data.group: {where} has no array {name!r} with the group of every training sample")
+    given = arrays[name].reshape(-1)
+    if len(given) != samples or given.dtype.kind not in "Uiu":
+        raise UserError(
+            f"data.group: {where}: {name} holds {len(given)} entries of type {given.dtype}; it needs a name or a whole "
+            f"number for each of {samples} training samples"
+        )
+    return np.unique(given, return_inverse=True)[1].astype(np.int64)
+
+
+def _members(path: Path, group: str | None = None) -> dict[str, NDArray[Any]]:
+    """The arrays of the file that have a meaning here."""
+    try:
+        if not path.exists():
+            raise UserError(f"{path} does not exist; check the path of the .npz file")
+        if path.is_dir():
+            raise UserError(f"{path} is a folder; give the path of an .npz file")
+        if not zipfile.is_zipfile(path):  # np.load would take it for a pickle and say so
+            raise ValueError("it is not a zip file")
+        with np.load(path, allow_pickle=False) as stored:
+            _keys(str(path), stored.files)
+            wanted = (*KEYS, *MEDMNIST_KEYS, "classes", "sites", "site_train", *([group] if group else []))
+            return {key: np.asarray(stored[key]) for key in wanted if key in stored.files}
+    except UserError:
+        raise
+    except Exception as error:  # a damaged zip or header fails in many ways
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        raise UserError(
+            f"{path} cannot be read as an .npz file ({reason}); it is damaged, incomplete or something else: "
+            "write it again with numpy.savez"
+        ) from error
+
+
+def _keys(where: str, members: Collection[str]) -> tuple[str, ...]:
+    """Which names it uses; the two training arrays must be there, and of the test arrays both or none."""
+    keys = MEDMNIST_KEYS if "x_train" not in members and "train_images" in members else KEYS
+    needed = keys if keys[2] in members or keys[3] in members else keys[:2]
+    if missing := [key for key in needed if key not in members]:
+        there = ", ".join(sorted(members)) or "nothing"
+        raise UserError(f"{where} lacks {', '.join(missing)}; it needs {', '.join(KEYS)} and holds {there}")
+    return needed
+
+
+def _checked(where: str, arrays: dict[str, NDArray[Any]], agreed: Sequence[str]) -> Arrays:
+    keys = _keys(where, arrays)
+    x_train, y_train = _inputs(f"{where}: {keys[0]}", arrays[keys[0]]), _labels(f"{where}: {keys[1]}", arrays[keys[1]])
+    x_test, y_test = x_train[:0], y_train[:0]
+    if len(keys) == 4:
+        x_test, y_test = (
+            _inputs(f"{where}: {keys[2]}", arrays[keys[2]]),
+            _labels(f"{where}: {keys[3]}", arrays[keys[3]]),
+        )
+    for x, y, (key_x, key_y) in ((x_train, y_train, keys[:2]), (x_test, y_test, keys[-2:])):
+        if len(x) != len(y):
+            raise UserError(f"{where}: {key_x} has {len(x)} samples but {key_y} has {len(y)} labels")
+    if x_train.shape[1:] != x_test.shape[1:] or x_train.dtype != x_test.dtype:
+        raise UserError(
+            f"{where}: {keys[0]} holds {x_train.dtype} samples of shape {x_train.shape[1:]}, "
+            f"{keys[2]} {x_test.dtype} samples of shape {x_test.shape[1:]}; both parts must be alike"
+        )
+    if y_train.min() == y_train.max() and len(agreed) < 2:
+        raise UserError(f"{where}: {keys[1]} holds only class {y_train[0]}; training needs at least two classes")
+    classes = None
+    if agreed:
+        _class_names(where, np.array(agreed, dtype=str), _count_classes(where, y_train, y_test, len(agreed)))
+    elif "classes" in arrays:
+        classes = _class_names(where, arrays["classes"], _count_classes(where, y_train, y_test, len(arrays["classes"])))
+    return Arrays(x_train, y_train, x_test, y_test, classes)
+
+
+def _sites(where: str, arrays: dict[str, NDArray[Any]], samples: int) -> tuple[tuple[str, ...], Labels | None]:
+    """Site names in their order, and every training sample's number."""
+    if "site_train" not in arrays:
+        return (), None
+    given = arrays["site_train"].reshape(-1)
+    if len(given) != samples:
+        raise UserError(f"{where}: site_train has {len(given)} entries for {samples} training samples")
+    if given.dtype.kind == "U":
+        words = [str(word) for word in given]
+    else:
+        numbers = _labels(f"{where}: site_train", given)
+        names = [str(n) for n in arrays["sites"]] if "sites" in arrays else [str(n) for n in range(numbers.max() + 1)]
+        if numbers.max() >= len(names):
+            raise UserError(f"{where}: site_train holds {numbers.max()}, but sites has {len(names)} names")
+        words = [names[n] for n in numbers]
+    sites = tuple(in_order(set(words)))
+    number = {site: k for k, site in enumerate(sites)}
+    return sites, np.array([number[word] for word in words], np.int64)
+
+
+def _inputs(where: str, x: NDArray[Any]) -> Inputs:
+    if x.size == 0:
+        raise UserError(f"{where} is empty (shape {x.shape}); it must hold at least one sample")
+    if x.dtype.kind not in "fiu":
+        raise UserError(f"{where} is of type {x.dtype}; save uint8 images or float vectors")
+    if x.ndim == 2:
+        return _vectors(where, x)
+    if x.ndim in (3, 4):
+        return _images(where, x)
+    raise UserError(f"{where} has shape {x.shape}; images are (N, H, W) or (N, H, W, C), vectors (N, F)")
+
+
+def _vectors(where: str, x: NDArray[Any]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):  # what overflows becomes infinite and is refused in the next line
+        vectors = x.astype(np.float32)
+    if not np.isfinite(vectors).all():
+        raise UserError(f"{where} holds NaN or infinite values; clean or impute them first")
+    return vectors
+
+
+def _images(where: str, x: NDArray[Any]) -> NDArray[np.uint8]:
+    if x.dtype != np.uint8:
+        raise UserError(
+            f"{where} holds images as {x.dtype}; save them as uint8 from 0 to 255, for values in 0..1 with "
+            "(x * 255).round().astype('uint8')"
+        )
+    if x.ndim == 4 and x.shape[1] <= MOST_CHANNELS < x.shape[3]:
+        raise UserError(
+            f"{where} has shape {x.shape}, channels first; save x.transpose(0, 2, 3, 1), that is (N, H, W, C)"
+        )
+    images = x if x.ndim == 4 else x[..., np.newaxis]
+    return np.ascontiguousarray(images)
+
+
+def _labels(where: str, y: NDArray[Any]) -> Labels:
+    if y.size == 0:
+        raise UserError(f"{where} is empty (shape {y.shape}); it must hold one label a sample")
+    if y.dtype.kind not in "fiu":
+        raise UserError(f"{where} is of type {y.dtype}; labels must be whole numbers counted from 0")
+    if not (y.ndim == 1 or (y.ndim == 2 and y.shape[1] == 1)):
+        raise UserError(f"{where} has shape {y.shape}; one label a sample is needed, shape (N,) or (N, 1)")
+    y = y.reshape(-1)
+    if y.dtype.kind == "f" and not (np.isfinite(y).all() and (y == np.floor(y)).all()):
+        raise UserError(f"{where} holds labels with fractions or NaN; labels must be whole numbers counted from 0")
+    if y.min() < 0:
+        raise UserError(f"{where} holds the negative label {int(y.min())}; labels are counted from 0")
+    if int(y.max()) > np.iinfo(np.int32).max:
+        raise UserError(f"{where} holds the label {int(y.max())}; number the classes 0, 1, 2 and so on")
+    return y.astype(np.int64)
+
+
+def _count_classes(where: str, y_train: Labels, y_test: Labels, named: int = 0) -> int:
+    count = int(max(y_train.max(), y_test.max(initial=0))) + 1
+    if count > max(len(y_train) + len(y_test), named):
+        raise UserError(
+            f"{where} holds the label {count - 1}, which makes more classes than samples; number the classes 0, 1, 2 "
+            "and so on"
+        )
+    return count
+
+
+def _class_names(where: str, names: NDArray[Any], count: int) -> tuple[str, ...]:
+    if names.ndim != 1 or names.dtype.kind != "U":
+        raise UserError(f"{where}: classes must be a list of strings, but is {names.dtype} of shape {names.shape}")
+    if len(names) < count:
+        raise UserError(f"{where}: classes names {len(names)} classes, but the labels go up to {count - 1}")
+    return tuple(str(name) for name in names)
+
+
+# --- npz ------------------------------------------------------------------------------------------------------------
+
 
 INPUTS = ("x", "x_test", "test_images", "images")  # what inputs without labels may be called
 
@@ -28,7 +270,7 @@ class Npz(Source):
     suffixes = (".npz",)
 
     def read(self, name: str, address: str) -> Dataset:
-        return npz.dataset(name, expanded(address), self.classes or (), self.group)
+        return dataset(name, expanded(address), self.classes or (), self.group)
 
     def unlabelled(
         self, path: Path, shape: tuple[int, ...], preprocessing: Mapping[str, Any]

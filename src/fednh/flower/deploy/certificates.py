@@ -23,7 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fednh.errors import UserError
 from fednh.flower.layout import FederationFolder, SiteFolder
 from fednh.flower.signing import public_text, read_orders_private
-from fednh.storage.files import private_folder, write_bytes, write_private
+from fednh.io.files import private_folder, write_bytes, write_private
 
 ALWAYS = ("127.0.0.1", "localhost")  # names that every server certificate has
 CA_DAYS = 3650

@@ -55,12 +55,12 @@ from flwr.supernode.runtime import run_clientapp as clientapp
 import fednh.flower.client_app  # noqa: F401  imported before the fork, for ClientApps
 from fednh.config import flat
 from fednh.errors import UserError
-from fednh.flower import audit_events
-from fednh.flower.deploy import approval
+from fednh.flower import audit
+from fednh.flower.deploy import scaffold
 from fednh.flower.deploy.commands import Job
 from fednh.flower.deploy.processes import alive
-from fednh.flower.parcels import take_order
 from fednh.flower.site import read_place
+from fednh.flower.transport import take_order
 
 ENDS, WITHIN = 5, 60.0  # a SuperExec that ends this often in so many seconds is not started again
 
@@ -216,7 +216,7 @@ def _loads_apart(load: Callable[..., Any], job: Job) -> Callable[..., Any]:
             except Killed as error:
                 assert job.told is not None
                 place = read_place(flat(tomllib.loads(Path(job.told).read_text(encoding="utf-8"))))
-                audit_events.refuse(place.home, place.site, "killed", "the server", str(error))
+                audit.refuse(place.home, place.site, "killed", "the server", str(error))
                 reply = Message(Error(code=ErrorCode.CLIENT_APP_CRASHED, reason=str(error)), reply_to=message)
             return reply
 
@@ -340,11 +340,11 @@ def _only_approved(file: Path, told: Path) -> Any:
 
     def check_and_install(content: bytes, *args: Any, **kwargs: Any) -> Any:
         try:
-            approval.check(file, content)
+            scaffold.check_approved(file, content)
         except UserError as error:
             place = read_place(flat(tomllib.loads(told.read_text(encoding="utf-8"))))
             by = "whoever started an app at the server"
-            audit_events.refuse(place.home, place.site, "app", by, str(error))
+            audit.refuse(place.home, place.site, "app", by, str(error))
             raise
         return install(content, *args, **kwargs)
 

@@ -22,16 +22,16 @@ import tomli_w
 
 from fednh.config import Config
 from fednh.errors import RunError, UserError
-from fednh.flower import notes
-from fednh.flower.deploy import approval, commands, proxy
+from fednh.flower import layout
+from fednh.flower.deploy import commands, scaffold
+from fednh.flower.deploy import commands as proxy
 from fednh.flower.deploy.commands import Executor, Job, SuperNodes
 from fednh.flower.deploy.processes import PATIENCE, RESTARTS, Processes, end, end_marked, free_ports, marked
 from fednh.flower.deploy.scaffold import connections
-from fednh.flower.layout import FederationFolder, SiteFolder
-from fednh.flower.notes import WAITING
-from fednh.storage.files import private_folder, write_bytes
-from fednh.storage.layout import RunLayout
-from fednh.storage.run_folder import RunFolder
+from fednh.flower.layout import WAITING, FederationFolder, SiteFolder
+from fednh.io.files import private_folder, write_bytes
+from fednh.runs.layout import RunLayout
+from fednh.runs.run_folder import RunFolder
 
 __all__ = ["LocalFederation", "Stopped", "Told", "end_marked", "marked", "trial_state"]
 
@@ -105,7 +105,7 @@ class LocalFederation:
             self._start_proxy()
             self.approved = self.home.approved_file  # whoever starts a trial approves its app
             self.approved.unlink(missing_ok=True)
-            approval.approve(self.approved, approval.app_of(self.folder).hash)
+            scaffold.approve(self.approved, scaffold.app_of(self.folder).hash)
             for number, _ in enumerate(self.sites):
                 self._start_supernode(number)
             self._start_run()
@@ -137,8 +137,8 @@ class LocalFederation:
 
     def _start_proxy(self) -> None:
         if self.proxy is not None:
-            proxy.write(self.proxy, self.fed, self.door, self.port)
-            self.processes.start_server("proxy", "nginx", proxy.command(self.proxy), self.front, self._pause)
+            proxy.write_proxy_config(self.proxy, self.fed, self.door, self.port)
+            self.processes.start_server("proxy", "nginx", proxy.proxy_command(self.proxy), self.front, self._pause)
 
     def _register(self) -> None:
         """Register the sites' public keys with the SuperLink, which refuses all others."""
@@ -196,7 +196,7 @@ class LocalFederation:
             self._give_up()
             self._pause(0.1)
         self._show()
-        notes.check_end(self.run_folder.path)
+        layout.check_end(self.run_folder.path)
 
     def _look_after_supernodes(self) -> None:
         """Restart a SuperNode that was killed; go on without one that exited with an error."""
@@ -292,7 +292,7 @@ class LocalFederation:
     def _show(self) -> None:
         """Show what the server has written since the last call: notes and rounds."""
         for line in self._new(self.run_folder.log_file):
-            words = notes.sentence(line)
+            words = layout.sentence(line)
             self.told.note(words)
             if words != self.newest[1]:
                 self.newest = (time.monotonic(), words)

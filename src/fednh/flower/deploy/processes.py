@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import psutil
 
 from fednh.errors import RunError, UserError
-from fednh.storage.files import private_folder
+from fednh.io.files import private_folder
 
 MARK = "FEDNH_FEDERATION"  # in the environment of every process: the folder of its federation or site
 # No telemetry, no installing at run time, one thread per site, and frequent polling.

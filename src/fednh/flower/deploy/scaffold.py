@@ -5,10 +5,14 @@ Its layout is in flower/layout.py.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 import tomllib
+import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +20,87 @@ import tomli_w
 
 from fednh import config as settings
 from fednh.config import Config
-from fednh.data.sources import absolute
+from fednh.data.sources.registry import absolute
 from fednh.errors import UserError
-from fednh.flower.deploy import proxy, templates
+from fednh.flower.deploy import commands
 from fednh.flower.layout import FederationFolder, SiteFolder
-from fednh.flower.policy import site_toml
-from fednh.flower.runconfig import read_config, run_config
-from fednh.storage.files import private_folder, write_bytes
-from fednh.words import name_problem
+from fednh.flower.run_config import read_config, run_config
+from fednh.flower.site_config import site_toml
+from fednh.io.files import private_folder, write_bytes
+from fednh.text import name_problem
+
+# --- approval -------------------------------------------------------------------------------------------------------
+# Which apps a site runs: a list of hashes in its folder. An app is code, sent by whoever starts it at the server.
+#
+# The list is `approved` beside site.toml. Each line has the SHA-256 of an app's bundle and, after a blank, a comment.
+
+
+@dataclass(frozen=True)
+class App:
+    """A bundle as Flower builds and sends it."""
+
+    hash: str
+    files: tuple[str, ...]
+
+
+def app_of(folder: Path) -> App:
+    """The app that `flwr run` would send from this folder now."""
+    from click import ClickException
+    from flwr.cli.build import build_fab_from_disk
+
+    try:
+        content = build_fab_from_disk(folder)
+    except (ValueError, OSError, ClickException) as error:
+        raise UserError(f"{folder} is not an app that Flower can build: {' '.join(str(error).split())}") from error
+    with zipfile.ZipFile(BytesIO(content)) as bundle:
+        files = tuple(sorted(name for name in bundle.namelist() if not name.startswith(".info/")))
+    return App(hash_of(content), files)
+
+
+def hash_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def approved(file: Path) -> list[str]:
+    """The hashes in a list; empty if the file does not exist."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}, the list of apps that this site runs, cannot be read: {error}") from error
+    return [line.split()[0].lower() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def approve(file: Path, app_hash: str, words: str = "") -> bool:
+    """Put an app on a list; returns whether it was new there."""
+    if not re.fullmatch(r"[0-9a-f]{64}", app_hash):
+        raise UserError(f"{app_hash!r} is not the hash of an app: that has 64 digits, 0 to 9 and a to f")
+    if app_hash in approved(file):
+        return False
+    before = file.read_bytes() if file.exists() else b""
+    newline = b"" if not before or before.endswith(b"\n") else b"\n"
+    write_bytes(file, before + newline + f"{app_hash} {words}".rstrip().encode() + b"\n")
+    return True
+
+
+def check_approved(file: Path, content: bytes) -> None:
+    """Refuse a bundle that is not on the list, before it is unpacked."""
+    found = hash_of(content)
+    if found not in approved(file):
+        raise UserError(
+            f"this site has not approved the app {found}, so nothing of it was run; its owner can do so with "
+            f"`fednh federation approve SITE {found}`"
+        )
+
+
+# --- scaffold -------------------------------------------------------------------------------------------------------
+
 
 PORT = 8000  # of the SuperLink on the server's loopback, Flower's default
 DOOR = 8443  # of the proxy, which sites connect to
 # Defaults that differ from a simulation's: few sites that all take part, and an interruption loses no round.
-USUAL = {"rounds": 10, "participation.rate": 1.0, "checkpoint.every": 1, "eval.every": 1, "eval.clients": "all"}
+DEFAULTS = {"rounds": 10, "participation.rate": 1.0, "checkpoint.every": 1, "eval.every": 1, "eval.clients": "all"}
 
 
 # Files that Flower sends to the sites beside pyproject.toml: documents (.md) and modules (.py) of the top folder.
@@ -48,18 +120,18 @@ def write(folder: Path, sites: int | None, sources: Sequence[str], overrides: Ma
     if "federation.min_clients" not in overrides:  # a user's min_clients also applies to the first round
         federation |= {"federation.start": count, "federation.min_clients": min(2, count)}
     federation["federation.key"] = str(fed.orders_key)
-    chosen = settings.load(None, {**USUAL, **_data(sources, count), **federation, **overrides})
+    chosen = settings.load(None, {**DEFAULTS, **_data(sources, count), **federation, **overrides})
     made = [fed.site(each) for each in site_names(count)]
     write_bytes(fed.app_file, app(name, chosen).encode())
     private = (fed.home.path, fed.certs, fed.logs, fed.proxy, fed.run, fed.sites, fed.trial)
     write_bytes(fed.ignore_file, "".join(f"/{each.name}/\n" for each in private).encode() + b"*.db\n")
     private_folder(folder)
     write_bytes(fed.home.connections_file, connection(folder).encode())
-    proxy.write(fed.proxy, fed, str(DOOR), PORT)
-    write_bytes(fed.unit, templates.fill(fed.unit.name, name=name).encode())
+    commands.write_proxy_config(fed.proxy, fed, str(DOOR), PORT)
+    write_bytes(fed.unit, commands.fill_template(fed.unit.name, name=name).encode())
     for site, facts in zip(made, told, strict=True):
         private_folder(site.path)
-        write_bytes(site.unit, templates.fill(site.unit.name, name=name, door=str(DOOR)).encode())
+        write_bytes(site.unit, commands.fill_template(site.unit.name, name=name, door=str(DOOR)).encode())
         says = {"site": site.name, "state": site.state.name, **facts}
         write_bytes(site.node_config, site_toml(says, chosen).encode())
     write_bytes(fed.readme, readme(name, fed, made).encode())
@@ -142,7 +214,7 @@ def readme(name: str, fed: FederationFolder, sites: Sequence[SiteFolder]) -> str
     register = "\n".join(f"flwr supernode register {key} server" for key in keys)
     authority = shlex.quote(f"../{fed.authority.name}")
     words = {"name": name, "authority": authority, "first": sites[0].name, "register": register}
-    return templates.fill(fed.readme.name, **words, count=str(len(sites)), port=str(PORT), door=str(DOOR))
+    return commands.fill_template(fed.readme.name, **words, count=str(len(sites)), port=str(PORT), door=str(DOOR))
 
 
 def read(folder: Path) -> tuple[Config, list[SiteFolder]]:

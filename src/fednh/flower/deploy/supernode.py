@@ -25,7 +25,7 @@ from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from flwr.supernode import start_client_internal as flower
 from flwr.supernode.cli.flower_supernode import flower_supernode
 
-from fednh.flower.parcels import BACKOFF
+from fednh.flower.transport import BACKOFF
 
 IDLE = 3.0  # seconds for which Flower sleeps when there is no order; also our longest wait
 SOON = 0.25  # seconds between two looks for an order, at least

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed
+from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind
 from fednh.report.figures.convergence import CONVERGENCE
 from fednh.report.figures.curves import CURVES
 from fednh.report.figures.fairness import FAIRNESS
@@ -26,4 +26,4 @@ FIGURES: dict[str, Kind] = {
     )
 }
 
-__all__ = ["FIGURES", "Choice", "Drawing", "Kind", "NotAllowed"]
+__all__ = ["FIGURES", "Choice", "Drawing", "FigureUnavailable", "Kind"]

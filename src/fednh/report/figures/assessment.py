@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.figure import Figure
 
+from fednh.inference.metrics import Assessment
 from fednh.report.figures.style import CYCLE, fading, grid, ink, line, muted, panels
-from fednh.trained.assess import Assessment
 
 MOST_NAMES = 30  # more class names than this cannot be read
 MOST_NUMBERS = 12  # nor more numbers in the cells

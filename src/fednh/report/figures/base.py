@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 
 from fednh.errors import UserError
 from fednh.report.load import Run
-from fednh.report.pairs import HELD_OUT, METRICS
+from fednh.report.tables import HELD_OUT, METRICS
 
 
-class NotAllowed(UserError):
+class FigureUnavailable(UserError):
     """These runs do not hold what the figure shows; the sentence says what is missing."""
 
 
@@ -31,7 +31,7 @@ def stated_n(counts: Iterable[int]) -> str:
     return f"n = {low}" if low == high else f"n = {low} to {high}"
 
 
-def whom(run: Run, several: bool = True) -> str:
+def client_noun(run: Run, several: bool = True) -> str:
     """What a figure calls the clients of a run."""
     return ("site" if run.names else "client") + "s" * several
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, stated_n
+from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, stated_n
 from fednh.report.figures.style import grid, legend_below, log_axis, looks, muted, panels
 from fednh.report.groups import by_variant
 from fednh.report.load import Run
@@ -51,7 +51,7 @@ def norms(runs: Sequence[Run]) -> list[Norm]:
 def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     logged = [run for run in runs if any("gradient_norm" in record for record in run.records)]
     if not logged:
-        raise NotAllowed("no run logged gradient norms (run with --set diagnostics.gradient_norm=true)")
+        raise FigureUnavailable("no run logged gradient norms (run with --set diagnostics.gradient_norm=true)")
     variants = by_variant(logged)
     look = looks(list(variants), [group[0].method for group in variants.values()])
     figure, axes = panels(1, 2, 4.3, 3.2)

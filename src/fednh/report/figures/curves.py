@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from fednh.errors import UserError, did_you_mean
-from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, metrics_of, stated_n
+from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, metrics_of, stated_n
 from fednh.report.figures.style import grid, legend_below, looks, side_by_side
 from fednh.report.groups import by_variant, seeds
 from fednh.report.load import Run
@@ -63,7 +63,9 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         (label, metric): curve(group, metric, choice.x) for label, group in variants.items() for metric in metrics
     }
     if max(len(points) for points in curves.values()) < 2:
-        raise NotAllowed("no run evaluated more than one round that its other seeds evaluated too (see eval.every)")
+        raise FigureUnavailable(
+            "no run evaluated more than one round that its other seeds evaluated too (see eval.every)"
+        )
     look = looks(list(variants), [group[0].method for group in variants.values()])
     figure, axes = side_by_side(len(metrics), 3.1)
     for ax, (metric, name) in zip(axes.flat, metrics.items(), strict=True):

@@ -9,13 +9,13 @@ import numpy as np
 from fednh.report.figures.base import (
     Choice,
     Drawing,
+    FigureUnavailable,
     Kind,
-    NotAllowed,
+    client_noun,
     identified,
     identity,
     metrics_of,
     stated_n,
-    whom,
 )
 from fednh.report.figures.style import ALARM, ink, looks, muted, panels, shortened
 from fednh.report.groups import by_variant
@@ -30,7 +30,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     name = {"pm_l": "PM(L)", "held_share": "held-out accuracy"}[metric_key]
     able = [run for run in runs if run.counted(metric_key)]
     if not able:
-        raise NotAllowed("no client took part in any run, or no accuracy of single clients was measured")
+        raise FigureUnavailable("no client took part in any run, or no accuracy of single clients was measured")
     variants = dict(sorted(by_variant(able).items(), key=lambda item: -_mean(item[1], metric_key)))
     look = looks(list(variants), [group[0].method for group in variants.values()])
     figure, axes = panels(1, 1, 7.6, 0.9 + 0.46 * len(variants))
@@ -56,15 +56,16 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         rows += [[label, *person, bool(mark)] for person, mark in zip(people, marked, strict=True)]
     ax.set_yticks(range(len(variants)), variants, color=ink())
     ax.set_ylim(len(variants) - 0.5, -0.5)
-    ax.set_xlabel(f"{name} of one {whom(able[0], several=False)}, %")
+    ax.set_xlabel(f"{name} of one {client_noun(able[0], several=False)}, %")
     ax.grid(True, axis="x")
     ax.set_axisbelow(True)
     ax.tick_params(length=0)
     ax.spines["left"].set_visible(False)
-    whose = whom(able[0])
+    whose = client_noun(able[0])
+    seeds = stated_n(map(len, variants.values()))
     caption = (
-        f"One dot a {whom(able[0], several=False)} and seed, {total:,} in all ({stated_n(map(len, variants.values()))} "
-        f"seed(s) a method); higher mean first. The bar is the mean, ± the standard deviation over {whose}, beside it "
+        f"One dot a {client_noun(able[0], several=False)} and seed, {total:,} in all ({seeds} seed(s) a method); "
+        f"higher mean first. The bar is the mean, ± the standard deviation over {whose}, beside it "
         f"the mean of the worst 10% of {whose} (at least one), all three averaged over seeds; red diamonds are the "
         "worst 10% of each seed."
     )

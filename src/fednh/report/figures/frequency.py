@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
-from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, stated_n
+from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, stated_n
 from fednh.report.figures.style import Look, grid, legend_below, looks, panels
 from fednh.report.groups import by_variant
 from fednh.report.load import Run
@@ -49,7 +49,7 @@ def global_groups(run: Run, bounds: tuple[int, int]) -> dict[str, tuple[float, i
 def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     able = [run for run in runs if run.summary["clients"] and run.summary["clients"][0].get("per_class")]
     if not able:
-        raise NotAllowed("no personal model was measured by class on a test set that all clients share")
+        raise FigureUnavailable("no personal model was measured by class on a test set that all clients share")
     variants = by_variant(able)
     look = looks(list(variants), [group[0].method for group in variants.values()])
     figure, axes = panels(1, 2, 4.4, 3.3)

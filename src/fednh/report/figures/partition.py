@@ -9,11 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from fednh.data.partitions.longtail import LongTail
-from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, identified, identity, whom
+from fednh.data.partitions.dirichlet import LongTail
+from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, client_noun, identified, identity
 from fednh.report.figures.style import CYCLE, fading, grid, panels, shortened
 from fednh.report.load import Run
-from fednh.storage.site_names import find_client
+from fednh.runs.run_folder import find_client
 
 Counts = NDArray[np.int64]  # (K, C)
 MOST_BUBBLES = 800  # above so many, or so many clients, a heat map is easier to read (and to draw)
@@ -26,16 +26,16 @@ def chosen_clients(run: Run, choice: Choice, most: int = MOST_TOGETHER) -> tuple
     """The chosen clients; without a choice all of them, or the first two of more than `most`. They must exist."""
     count = len(run.partition["counts"])
     if count == 0:
-        raise NotAllowed("only the sites of a federation know what they hold")
+        raise FigureUnavailable("only the sites of a federation know what they hold")
     if count < 2:
-        raise NotAllowed(f"there is only one {whom(run, several=False)}")
+        raise FigureUnavailable(f"there is only one {client_noun(run, several=False)}")
     asked = choice.clients or (range(count) if count <= most else (0, 1))
     chosen = tuple(find_client(run.names, client, run.path) for client in asked)
     for client in chosen:
         if not 0 <= client < count:
-            raise NotAllowed(f"there is no client {client}; they are numbered 0 to {count - 1}")
+            raise FigureUnavailable(f"there is no client {client}; they are numbered 0 to {count - 1}")
     if len(chosen) > most:
-        raise NotAllowed(f"{len(chosen)} clients are too many to tell apart; choose up to {most}")
+        raise FigureUnavailable(f"{len(chosen)} clients are too many to tell apart; choose up to {most}")
     return chosen
 
 
@@ -55,8 +55,9 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     sizes = counts.sum(1)
     owned = (counts > 0).sum(1)
     caption = (
-        f"Seed {run.config.seed}; all methods of that seed share it. {len(counts)} {whom(run)} hold {sizes.sum():,} "
-        f"training samples: {_from_to(sizes)} each, of {_from_to(owned)} classes (median {np.median(owned):g})."
+        f"Seed {run.config.seed}; all methods of that seed share it. {len(counts)} {client_noun(run)} hold "
+        f"{sizes.sum():,} training samples: {_from_to(sizes)} each, of {_from_to(owned)} "
+        f"classes (median {np.median(owned):g})."
     )
     if isinstance(run.config.partition.kind, LongTail):
         caption += f" The partition, {run.config.partition.kind.words()}, leaves all other training samples out."
@@ -68,8 +69,8 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     mark = "larger" if bubbles else "darker"
     right = f"all {len(chosen)}" if len(chosen) == len(counts) else f"{len(chosen)} of them"
     reading = (
-        f"Each column is a {whom(run, several=False)}, each row a class; the {mark} the mark, the more samples. An "
-        f"even federation would be an even pattern. On the right, the same for {right}, as shares."
+        f"Each column is a {client_noun(run, several=False)}, each row a class; the {mark} the mark, the more samples. "
+        f"An even federation would be an even pattern. On the right, the same for {right}, as shares."
     )
     return Drawing(figure, caption, [*identity(run), "class", "samples"], table, reading)
 
@@ -96,7 +97,7 @@ def _overview(ax: Axes, run: Run, counts: Counts, classes: list[str]) -> bool:
         bar = ax.figure.colorbar(image, ax=ax, shrink=0.8)
         bar.outline.set_visible(False)
         bar.set_label("samples")
-    one = whom(run, several=False)
+    one = client_noun(run, several=False)
     ax.set(xlabel=one, ylabel="class", title=f"Samples of each class on every {one}")
     if len(classes) <= 20:
         ax.set_yticks(range(len(classes)), map(shortened, classes))
@@ -117,7 +118,11 @@ def _together(ax: Axes, run: Run, counts: Counts, classes: list[str], chosen: Se
     grid(ax)
     if len(classes) <= 20:
         _names(ax, classes)
-    of = f"every {whom(run, several=False)}" if len(chosen) == len(counts) else f"{len(chosen)} {whom(run)}"
+    of = (
+        f"every {client_noun(run, several=False)}"
+        if len(chosen) == len(counts)
+        else f"{len(chosen)} {client_noun(run)}"
+    )
     title = f"Class distribution of {of}"
     ax.set(xlabel="class", ylabel="share of its samples, %", title=title)
     ax.legend()

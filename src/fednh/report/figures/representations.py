@@ -8,22 +8,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fednh.core.federation import divide, initial_state, load_data
-from fednh.core.losses import unit
-from fednh.core.tree import Tree
 from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
 from fednh.data.scaling import fit
 from fednh.errors import UserError
+from fednh.federated.setup import divide, initial_state, load_data
 from fednh.methods import Method
+from fednh.methods.losses import unit
 from fednh.models import Net
-from fednh.report.cells import percent
-from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, identified, identity, whom
+from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, client_noun, identified, identity
 from fednh.report.figures.partition import chosen_clients
 from fednh.report.figures.style import CYCLE, MARKERS, muted, panels, shortened
 from fednh.report.groups import by_variant
 from fednh.report.load import Run
-from fednh.storage.model_file import Card, architecture, read_model
+from fednh.report.sheet import percent
+from fednh.runs.model_file import Card, architecture, read_model
+from fednh.tree import Tree
 
 Features = NDArray[np.float64]
 PER_CLASS = 80  # test samples drawn of each class
@@ -80,7 +80,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
             columns["before training"] = principal(representations(net, start, samples, rows))
         columns[label] = principal(*clouds)
     if len(columns) < 2:
-        raise NotAllowed(
+        raise FigureUnavailable(
             f"no run has saved personal models of {first.client_name(pair[0])} and {first.client_name(pair[1])}"
         )
     width = min(ACROSS, len(columns))
@@ -111,7 +111,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     caption = (
         f"Test samples, up to {PER_CLASS} of each of {len(chosen)} classes, through the personal models of "
         f"{first.client_name(pair[0])} and {first.client_name(pair[1])} (n = one run a method, its lowest seed). Both "
-        f"{whom(first)} of a method share one pair of axes; axes of different methods cannot be compared."
+        f"{client_noun(first)} of a method share one pair of axes; axes of different methods cannot be compared."
     )
     return Drawing(figure, caption, ["method", *identity(first), "class", "pc1", "pc2"], table)
 
@@ -128,7 +128,7 @@ def _saved_pair(runs: list[Run]) -> tuple[int, int]:
     saved = [set(run.layout.clients_with_models()) for run in runs]
     both = sorted(set.intersection(*saved))
     if len(both) < 2:
-        raise NotAllowed("no two clients have saved personal models in all runs")
+        raise FigureUnavailable("no two clients have saved personal models in all runs")
     return both[0], both[1]
 
 
@@ -147,19 +147,19 @@ def _load(run: Run) -> Dataset:
     try:
         data = load_data(run.config)
         if not len(data.y_test):
-            raise NotAllowed("there is no test set that all clients share")
+            raise FigureUnavailable("there is no test set that all clients share")
         return fit(data, *divide(data, run.config), run.config.partition.name == "site")[0]
-    except NotAllowed:
+    except FigureUnavailable:
         raise
     except UserError as error:
-        raise NotAllowed(f"the data set cannot be loaded here: {error}") from error
+        raise FigureUnavailable(f"the data set cannot be loaded here: {error}") from error
 
 
 def _rebuilt(card: Card) -> tuple[Net, Method]:
     try:
         return architecture(card)
     except UserError as error:  # a model or method of somebody's own, whose code is not here
-        raise NotAllowed(f"the model cannot be built here: {error}") from error
+        raise FigureUnavailable(f"the model cannot be built here: {error}") from error
 
 
 REPRESENTATIONS = Kind(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fednh.errors import UserError
-from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, metrics_of, stated_n
+from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, metrics_of, stated_n
 from fednh.report.figures.style import grid, legend_below, line, numbered, side_by_side
 from fednh.report.groups import Group, group_runs, method_name, show, varying
 from fednh.report.load import Run
@@ -60,7 +60,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     if choice.setting is not None and choice.setting not in keys:
         raise UserError(f"{choice.setting} was not swept in these runs" + (f"; {', '.join(keys)} was" if keys else ""))
     if not keys:
-        raise NotAllowed("no two runs differ in one number only (sweep one, such as method.rho=0.1,0.5,0.9)")
+        raise FigureUnavailable("no two runs differ in one number only (sweep one, such as method.rho=0.1,0.5,0.9)")
     key = choice.setting or keys[0]
     lines = _lines(runs, key)
     values = sorted({float(group.settings[key]) for groups in lines.values() for group in groups})
@@ -89,7 +89,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         ax.set_ylabel(f"gain over {base:g}, percentage points")
     legend_below(figure, lines)
     if not counts:
-        raise NotAllowed(f"no run of another value has a seed in common with {key} = {base:g}")
+        raise FigureUnavailable(f"no run of another value has a seed in common with {key} = {base:g}")
     n = stated_n(counts)
     caption = (
         f"Each run is compared with the run at {key} = {base:g} of the same seed; mean of the differences over {n} "

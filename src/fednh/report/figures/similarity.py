@@ -9,12 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from fednh.report.figures.base import Choice, Drawing, Kind, NotAllowed, stated_n
+from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, stated_n
 from fednh.report.figures.style import ALARM, CYCLE, fading, muted, panels
-from fednh.report.groups import by_variant, method_name
+from fednh.report.groups import by_variant, load_groups, method_name
 from fednh.report.load import Run
-from fednh.report.superclasses import load_groups
-from fednh.storage.model_file import read_model
+from fednh.runs.model_file import read_model
 
 Matrix = NDArray[np.float64]
 HEADLESS = ("fedper", "fedrep", "fedbabu")  # these upload no head
@@ -46,7 +45,7 @@ def semantics(cosine: Matrix, groups: dict[str, list[int]]) -> float:
     i, j = np.triu_indices(len(cosine), 1)
     kin = group_of[i] == group_of[j]
     if kin.all() or not kin.any():
-        raise NotAllowed("the groups leave no two classes within one group, or none between two")
+        raise FigureUnavailable("the groups leave no two classes within one group, or none between two")
     return float(cosine[i, j][kin].mean() - cosine[i, j][~kin].mean())
 
 
@@ -59,7 +58,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         if matrices:
             found[label] = matrices
     if not found:
-        raise NotAllowed("no run has a saved model with class prototypes")
+        raise FigureUnavailable("no run has a saved model with class prototypes")
     order = [c for members in groups.values() for c in members] if groups else list(range(len(classes)))
     columns = min(4, len(found))
     figure, axes = panels(-(-len(found) // columns), columns, 2.5, 2.65)

@@ -25,7 +25,7 @@ from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
 from fednh.errors import UserError
-from fednh.storage.files import write_bytes
+from fednh.io.files import write_bytes
 
 FORMATS = ("svg", "pdf", "png")
 

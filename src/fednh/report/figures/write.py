@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fednh.report.figures import FIGURES, Choice, Drawing, Kind, NotAllowed, style
+from fednh.io.files import write_bytes
+from fednh.report.figures import FIGURES, Choice, Drawing, FigureUnavailable, Kind, style
 from fednh.report.groups import by_setting
 from fednh.report.load import Run
-from fednh.storage.files import write_bytes
 
 
 def scopes(kind: Kind, runs: Sequence[Run]) -> dict[str, Sequence[Run]]:
@@ -38,13 +38,13 @@ def write_figure(kind: Kind, runs: Sequence[Run], choice: Choice, path: Path) ->
             with style.theme():
                 drawing = kind.draw(group, choice)
                 style.save(drawing.figure, target)
-        except NotAllowed as error:
+        except FigureUnavailable as error:
             reasons.append(str(error))
             continue
         write_bytes(target.with_suffix(".csv"), to_csv(drawing).encode())
         yield target, drawing.caption
     if len(reasons) == len(groups):
-        raise NotAllowed(reasons[0])
+        raise FigureUnavailable(reasons[0])
 
 
 def write_possible(
@@ -62,18 +62,18 @@ def write_possible(
             for _ in write_figure(kind, runs, choice, into / f"{kind.name}.png"):
                 pass
             yield kind.name, files[0], None
-        except NotAllowed as error:
+        except FigureUnavailable as error:
             yield kind.name, None, str(error)
 
 
 def _try(kind: Kind, runs: Sequence[Run], choice: Choice) -> None:
     """Raises NotAllowed unless at least one setting allows the figure."""
-    reason: NotAllowed | None = None
+    reason: FigureUnavailable | None = None
     for group in scopes(kind, runs).values():
         try:
             kind.draw(group, choice)
             return
-        except NotAllowed as error:
+        except FigureUnavailable as error:
             reason = error
     assert reason is not None, "there is at least one run"
     raise reason

@@ -1,0 +1,1 @@
+"""What is called during a run: the screen, and trackers of experiments."""

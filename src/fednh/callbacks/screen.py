@@ -1,0 +1,156 @@
+"""What a person sees while a run goes on: a progress bar on a terminal, plain lines on a pipe."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fednh.text import duration
+
+
+class Silent:
+    """Prints only warnings: refused uploads, damaged checkpoints, empty rounds."""
+
+    def __init__(self, console: Console):
+        self.console = console
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        pass
+
+    def training(self, done: int, total: int) -> None:
+        pass
+
+    def evaluating(self, done: int, total: int) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        self.console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+class _Clock:
+    """Clients a second and time left, from the rounds seen by this process."""
+
+    def __init__(self, rounds: int):
+        self.rounds, self.started, self.seen, self.clients = rounds, time.perf_counter(), 0, 0
+
+    def line(self, record: dict[str, Any]) -> tuple[str, str]:
+        self.seen += 1
+        self.clients += len(record["clients"])
+        elapsed = time.perf_counter() - self.started
+        left = elapsed / self.seen * (self.rounds - record["round"])
+        return f"{self.clients / elapsed:.1f} clients/s", f"{duration(left)} left"
+
+
+class Throttle:
+    """A timer: `over` is true when nothing was printed for so long that a run may seem to hang."""
+
+    def __init__(self, seconds: float = 10.0):
+        self.seconds, self.last = seconds, time.monotonic()
+
+    def over(self) -> bool:
+        now = time.monotonic()
+        if now - self.last < self.seconds:
+            return False
+        self.last = now
+        return True
+
+
+def share(done: int, total: int) -> str:
+    return f"{done / max(total, 1):.0%} of {total:,} samples"
+
+
+def slow_evaluation(seconds: float = 10.0) -> Callable[[int, int], None]:
+    """Returns a callback that prints the progress of an evaluation to standard error every few seconds."""
+    patience = Throttle(seconds)
+
+    def tell(done: int, total: int) -> None:
+        if patience.over():
+            print(f"evaluating: {share(done, total)}", file=sys.stderr, flush=True)
+
+    return tell
+
+
+class RunLines(Silent):
+    """One plain line a round."""
+
+    def __init__(self, console: Console, rounds: int, name: str):
+        super().__init__(console)
+        self.clock, self.rounds, self.name, self.patience = _Clock(rounds), rounds, name, Throttle()
+
+    def training(self, done: int, total: int) -> None:
+        if self.patience.over():  # a long round should not look like a hang
+            self.console.print(f"training: {done} of {total} clients", markup=False, highlight=False)
+
+    def evaluating(self, done: int, total: int) -> None:
+        if self.patience.over():
+            self.console.print(f"evaluating: {share(done, total)}", markup=False, highlight=False)
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        self.patience = Throttle()
+        words = [f"{self.name} round {record['round']}/{self.rounds}", *metric_words(record), *self.clock.line(record)]
+        self.console.print("  ".join(words), markup=False, highlight=False, soft_wrap=True)
+
+
+class RunBar(Silent):
+    """A progress bar with the latest metrics."""
+
+    def __init__(self, console: Console, rounds: int, name: str):
+        super().__init__(console)
+        self.clock, self.latest, self.patience = _Clock(rounds), dict[str, Any](), Throttle()
+        self.progress = Progress(
+            TextColumn("[bold]{task.description}[/bold]"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[metrics]}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self.task = self.progress.add_task(name, total=rounds, metrics="")
+
+    def __enter__(self) -> RunBar:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def round_done(self, record: dict[str, Any]) -> None:
+        self.latest |= {key: value for key, value in record.items() if value is not None}
+        words = [*metric_words({**record, **self.latest}), *self.clock.line(record)]
+        self.progress.update(self.task, completed=record["round"], metrics="  ".join(words))
+        self.patience = Throttle()
+
+    def training(self, done: int, total: int) -> None:
+        if self.patience.over():  # short rounds show the metrics of the last one instead
+            self.progress.update(self.task, metrics=f"training: {done} of {total} clients")
+
+    def evaluating(self, done: int, total: int) -> None:
+        self.progress.update(self.task, metrics=f"evaluating: {share(done, total)}")
+
+
+def metric_words(record: dict[str, Any]) -> list[str]:
+    """The metrics of a round in words, those that it has."""
+    words = [] if record["train_loss"] is None else [f"loss {record['train_loss']:.3f}"]
+    shown = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)", "held_macro": "held-out macro", "held_share": "share"}
+    for key, name in shown.items():
+        if record.get(key) is not None:
+            words.append(f"{name} {record[key]:.1f}")
+    return words
+
+
+def watcher(console: Console, rounds: int, name: str, quiet: bool) -> Silent:
+    """The right display for where the output goes."""
+    if quiet:
+        return Silent(console)
+    return RunBar(console, rounds, name) if console.is_terminal else RunLines(console, rounds, name)

@@ -1,0 +1,325 @@
+"""Commands that use trained models: predict, evaluate, personalise, export."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fednh import extras
+from fednh.cli import completion
+from fednh.cli.app import app, console_for_people
+from fednh.cli.options import set_option, set_values
+from fednh.errors import UserError
+
+if TYPE_CHECKING:
+    from fednh.inference.metrics import Assessment
+
+ModelPath = Annotated[Path, typer.Argument(metavar="MODEL", help="A model file, or a run folder: its global model.")]
+ClientOption = Annotated[
+    str | None,
+    typer.Option(help="Of a run folder: this client's personal model, by its number or its site's name."),
+]
+SiteOption = Annotated[
+    str | None, typer.Option(help="The same by the site's name first; for sites whose names are numbers.")
+]
+DataOption = Annotated[
+    str,
+    typer.Option(
+        help="A data set by name, or a source of your own, as in `fednh run`.", autocompletion=completion.data
+    ),
+]
+Settings = Annotated[list[str] | None, set_option("How to read the data, e.g. data.label=kind.")]
+
+
+class PredictionFormat(StrEnum):
+    TABLE = "table"
+    CSV = "csv"
+    JSON = "json"
+
+
+class AssessmentFormat(StrEnum):
+    TABLE = "table"
+    JSON = "json"
+
+
+class SampleChoice(StrEnum):
+    HELD = "held"
+    TEST = "test"
+    TRAIN = "train"
+    ALL = "all"
+
+
+SAMPLES = {
+    "held": "the samples that the run held out",
+    "test": "test samples",
+    "train": "training samples",
+    "all": "all samples",
+}
+
+
+class ExportFormat(StrEnum):
+    ONNX = "onnx"
+
+
+@app.command()
+def predict(
+    model: ModelPath,
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="INPUT...", help="Images, folders of them, .npz, .csv, .parquet.")
+    ],
+    top: Annotated[int, typer.Option(min=1, help="How many classes to name.")] = 1,
+    form: Annotated[
+        PredictionFormat, typer.Option("--format", help="csv and json are for machines.")
+    ] = PredictionFormat.TABLE,
+    reject: Annotated[
+        str | None, typer.Option(metavar="COS", help="Mark inputs less similar than this to any class: 0.6, auto, 1%.")
+    ] = None,
+    client: ClientOption = None,
+    site: SiteOption = None,
+    settings: Settings = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write to this file.")] = None,
+) -> None:
+    """Name the class of every input. Exit code 1: some could not be read; they are named, the others are done."""
+    from fednh.inference.metrics import records, to_csv, to_json, to_lines
+    from fednh.inference.model import load_model
+
+    text = _form_of_text(set_values(settings))
+    used = load_model(model, _chosen(model, client, site))
+    threshold = None if reject is None else used.threshold(reject)
+    top = min(top, len(used.classes))
+    failed: list[str] = []
+
+    def tell(sentence: str) -> None:
+        failed.append(sentence)
+        typer.echo(f"fednh: {sentence}", err=True)
+
+    done = used.batches(paths, tell, text)
+    found = (records(batch, scores, used.classes, top, threshold) for batch, scores in done)
+    if form is PredictionFormat.JSON:
+        lines = to_json(found)
+    elif form is PredictionFormat.CSV:
+        lines = to_csv(found, top, used.method.cosine, threshold is not None)
+    else:
+        lines = to_lines(found)
+    with _written(out) as file:
+        for line in lines:
+            file.write(line)
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def evaluate(
+    model: ModelPath,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="As in `fednh run`; default: the data of the model's own run.", autocompletion=completion.data
+        ),
+    ] = None,
+    split: Annotated[
+        SampleChoice | None,
+        typer.Option(help="Which of its samples; default: those that the run held out, if it did, else the test set."),
+    ] = None,
+    form: Annotated[AssessmentFormat, typer.Option("--format", help="json is for machines.")] = AssessmentFormat.TABLE,
+    client: ClientOption = None,
+    site: SiteOption = None,
+    settings: Settings = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Also write evaluation.json, .svg and .png to this folder.")
+    ] = None,
+) -> None:
+    """Measure a model on labelled data: precision, recall, F1, confusion, calibration."""
+    import json
+
+    from fednh.callbacks.screen import slow_evaluation
+    from fednh.inference.eval_data import select_eval_samples
+    from fednh.inference.metrics import assess
+    from fednh.inference.model import load_model
+    from fednh.io.files import write_json
+
+    if out is not None:
+        extras.need("report", "a drawn evaluation")
+    used = load_model(model, _chosen(model, client, site))
+    chosen = select_eval_samples(used.card, model, data, None if split is None else split.value, set_values(settings))
+    if chosen.warning:
+        typer.echo(f"fednh: warning: {chosen.warning}", err=True)
+    result = assess(used, chosen.x, chosen.y, slow_evaluation())
+    about = {"data": chosen.data, "split": chosen.split, "trained_on": chosen.trained_on}
+    whose = {"client": used.card.client, **({} if used.card.site is None else {"site": used.card.site})}
+    record = {"model": str(model), **whose, **about, **result.record()}
+    if out is not None:
+        from fednh.report.figures import style
+        from fednh.report.figures.assessment import draw
+
+        write_json(out / "evaluation.json", record)
+        with style.theme():
+            figure = draw(result)
+            for ending in ("svg", "png"):
+                style.save(figure, out / f"evaluation.{ending}")
+    if form is AssessmentFormat.JSON:
+        typer.echo(json.dumps(record, indent=2))
+        return
+    typer.echo(f"{chosen.data}, {SAMPLES[chosen.split]}:")
+    _print_assessment(result)
+    if out is not None:
+        typer.echo(f"written to {out}: evaluation.json, evaluation.svg, evaluation.png")
+
+
+@app.command()
+def personalize(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
+    data: DataOption,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Local epochs; default: the run's.")] = None,
+    holdout: Annotated[
+        float | None, typer.Option(min=0.01, max=0.9, help="Share held out; default: the test set, else 0.2.")
+    ] = None,
+    site: Annotated[str | None, typer.Option(help="Of a source that holds several sites: this one.")] = None,
+    settings: Settings = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The folder to write to; default: RUN-personal.")
+    ] = None,
+    form: Annotated[AssessmentFormat, typer.Option("--format", help="json is for machines.")] = AssessmentFormat.TABLE,
+) -> None:
+    """Make a personal model for a site that never took part, and compare it with the global and a local one."""
+    import json
+
+    from fednh.inference.personalize import personalize as train
+    from fednh.io.files import write_json
+    from fednh.runs.layout import MODEL
+    from fednh.runs.model_file import write_model
+
+    folder = out or run.with_name(f"{run.resolve().name}-personal")
+    if (folder / MODEL).exists() or (folder.exists() and not folder.is_dir()):
+        raise UserError(f"{folder} holds something already; choose another folder with -o")
+    made = train(run, data, epochs, holdout, set_values(settings), site)
+    if known := made.comparison["held_out_trained_on"]:
+        words = f"the run was trained on {known:,} of the {made.comparison['held_out']:,} samples to compare on"
+        typer.echo(f"fednh: warning: {words}, so the global and the personalised model look too good", err=True)
+    write_json(folder / "comparison.json", made.comparison)
+    write_model(folder / MODEL, made.params, made.card)
+    if form is AssessmentFormat.JSON:
+        typer.echo(json.dumps(made.comparison, indent=2))
+    else:
+        _print_comparison(made.comparison, folder)
+
+
+@app.command()
+def export(
+    model: ModelPath,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")],
+    _form: Annotated[ExportFormat, typer.Option("--format", help="The only one.")] = ExportFormat.ONNX,
+    client: ClientOption = None,
+    site: SiteOption = None,
+) -> None:
+    """Write a model for use without fednh, preprocessing included, checked against the original before it is kept."""
+    from fednh.inference.export import export as write
+    from fednh.inference.model import load_model
+
+    facts = write(load_model(model, _chosen(model, client, site)), out)
+    typer.echo(f"{facts['file']}: agrees within {facts['difference']:.1e} on {facts['samples']} {facts['checked_on']}")
+
+
+def _chosen(run: Path, client: str | None, site: str | None) -> int | str | None:
+    """Whose model is meant: behind --client a number is a number, behind --site a name comes first."""
+    if client is None or site is not None:
+        if client is not None:
+            raise UserError("--client and --site mean the same: give one of them")
+        return site
+    if not (client.isascii() and client.isdigit() and str(int(client)) == client):
+        return client
+    from fednh.runs.run_folder import read_names
+
+    names = read_names(run) if run.is_dir() else {}
+    if client in names.values() and names.get(int(client)) != client:
+        words = f"--client {client} is taken as a number, the site {names.get(int(client), '?')}"
+        typer.echo(f"fednh: warning: {words}; the site called {client} is --site {client}", err=True)
+    return int(client)
+
+
+def _form_of_text(settings: dict[str, Any]) -> dict[str, Any]:
+    """All that can be said about inputs; everything else is in the model's card."""
+    from fednh.config import load
+
+    known = ("data.encoding", "data.separator", "data.decimal")
+    if others := [key for key in settings if key not in known]:
+        words = f"only {', '.join(known[:-1])} and {known[-1]} can be set"
+        raise UserError(f"--set {others[0]}: inputs are read as the model's card says; {words}")
+    data = load(None, settings).data
+    return {key.removeprefix("data."): getattr(data, key.removeprefix("data.")) for key in settings}
+
+
+@contextmanager
+def _written(path: Path | None) -> Iterator[IO[str]]:
+    """Standard output, or a file that gets its name once it is whole."""
+    if path is None:
+        yield sys.stdout
+        return
+    from fednh.io.files import atomic_write
+
+    with atomic_write(path) as place, place.open("w", encoding="utf-8", newline="") as file:
+        yield file
+
+
+def _print_assessment(result: Assessment) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = console_for_people()
+    rows = Table("class", pad_edge=False)
+    for name in ("precision", "recall", "F1", "support"):
+        rows.add_column(name, justify="right")
+    for c in result.classes:
+        figures = (f"{100 * value:.1f}" for value in (c.precision, c.recall, c.f1))
+        rows.add_row(escape(c.name), *figures, f"{c.support:,}")
+    console.print(rows, highlight=False)
+    words = [
+        f"accuracy {100 * result.accuracy:.1f}%",
+        f"balanced {100 * result.balanced_accuracy:.1f}%",
+        f"macro F1 {100 * result.macro_f1:.1f}%",
+        f"ECE {100 * result.ece:.1f}%",
+        f"{result.samples:,} samples",
+    ]
+    console.print("  ".join(words), highlight=False)
+    worst = sorted(
+        (
+            (n, result.classes[i].name, result.classes[j].name)
+            for i, row in enumerate(result.confusion)
+            for j, n in enumerate(row)
+            if i != j and n
+        ),
+        key=lambda found: -found[0],
+    )[:3]
+    if worst:
+        told = "; ".join(f"{there} taken for {guess} {n} times" for n, there, guess in worst)
+        console.print(f"most often confused: {told}", highlight=False, markup=False)
+
+
+def _print_comparison(comparison: dict[str, Any], folder: Path) -> None:
+    from rich.table import Table
+
+    console = console_for_people()
+    rows = Table("model", pad_edge=False, title_justify="left")
+    rows.add_column("macro over its classes, %", justify="right")
+    rows.add_column("accuracy, %", justify="right")
+    for name in ("global", "personalised", "local"):
+        found = comparison[name]
+        values = ["none", "none"] if found is None else [f"{v:.1f}" for v in found.values()]
+        rows.add_row({"local": "local only"}.get(name, name), *values)
+    console.print(rows, highlight=False)
+    words = (
+        f"on {comparison['held_out']} held-out samples; trained on {comparison['trained_on']} for "
+        f"{comparison['epochs']} epochs, lr {comparison['lr']:g}"
+    )
+    console.print(words, highlight=False)
+    if comparison["global"] is None:
+        console.print(f"{comparison['method']} makes no global model", highlight=False)
+    if comparison["lacks"]:
+        console.print(f"classes without a sample here: {', '.join(comparison['lacks'])}", highlight=False, markup=False)
+    typer.echo(f"{folder / 'model.safetensors'}")

@@ -1,1 +1,0 @@
-"""A federated run and its rounds; README.md says in which order to read the files."""

@@ -1,0 +1,345 @@
+"""One column of a table: whether it holds numbers or categories, and how its values are spelled.
+
+A CSV file has no types: its columns are text. What they hold is decided once, from training rows, and recorded in the
+model's card, or agreed in data.columns; later files are read as decided, whatever they look like themselves.
+
+A category's value is matched as it is spelled: "01" is not "1". Where that spelling is not known, another one of the
+same value is, if there is only one: 1, 1.0 and "1"; true and "True"; a date and a time stamp at midnight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fednh.data.dataset import Labels
+from fednh.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+# --- labels ---------------------------------------------------------------------------------------------------------
+# Class names as numbers, in the order that they are agreed in or sorted.
+
+
+def alike(names: Iterable[str], what: str) -> list[str]:
+    """One sentence on all names that differ only in case or blanks, or none."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault("".join(name.split()).casefold(), []).append(name)
+    pairs = [" and ".join(map(repr, same)) for same in found.values() if len(same) > 1]
+    more = f" and {len(pairs) - 8} more" if len(pairs) > 8 else ""
+    words = f"{what} that differ only in case or blanks: {', '.join(pairs[:8])}{more}"
+    return [f"{words}; if they mean the same, write them alike"] if pairs else []
+
+
+def numbered(names: Sequence[str], agreed: Sequence[str], where: str) -> tuple[Labels, tuple[str, ...]]:
+    """Class names as numbers, and the classes in their order: as agreed, else sorted (numbers as numbers)."""
+    found = set(names)
+    classes = tuple(agreed) or tuple(in_order(found))
+    if len(set(classes)) < len(classes):
+        raise UserError(f"data.classes names a class twice: {', '.join(classes)}")
+    if strangers := in_order(found - set(classes)):
+        raise UserError(f"{where} holds the class {strangers[0]!r}, which is not one of data.classes")
+    if len(classes) < 2:
+        raise UserError(
+            f"{where} holds only the class {classes[0]!r}; training needs at least two, and a site that has one names "
+            "all in data.classes"
+        )
+    number = {name: k for k, name in enumerate(classes)}
+    return np.array([number[name] for name in names], np.int64), classes
+
+
+def in_order(names: set[str]) -> list[str]:
+    """Sorted; as numbers where all are."""
+    numbers = all(n.isdecimal() and n.isascii() for n in names)
+    return sorted(names, key=lambda n: (int(n) if numbers else 0, n))
+
+
+# --- columns --------------------------------------------------------------------------------------------------------
+
+
+MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "?")
+TRUTHS = ("true", "false")
+LARGEST = float(np.finfo(np.float32).max)
+FEW_NUMBERS, MOST_NUMBERS, ROWS_OF_A_CLASS = 20, 100, 20  # see `amount`
+_CODE = "^0[0-9]+$"  # digits that are no number: 01
+_DECIMAL = re.compile(r"([+-]?)(0|[1-9]\d*)(?:\.(\d*))?", re.ASCII)
+_FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+_DATE = r"^([0-9]{1,2}[./-][0-9]{1,2}[./-][0-9]{2,4}|[0-9]{4}[./][0-9]{1,2}[./][0-9]{1,2})([ T][0-9:.]+)?$"
+_MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d)(?::(\d\d)(?:\.(\d+))?)?(.*)", re.ASCII)
+
+
+class Categories(NamedTuple):
+    """The values of a column as words."""
+
+    values: list[str]  # the different ones
+    place: NDArray[np.int64]  # (N,), which of them a row has; -1: none
+
+    def counts(self) -> NDArray[np.int64]:
+        return np.bincount(self.place[self.place >= 0], minlength=len(self.values))
+
+    def missing(self, known: Sequence[str] = ()) -> int:
+        """Rows without a value, or with a word such as NA, unless that word is a known value."""
+        absent = [value in MISSING and value not in known for value in self.values]
+        return int((self.place < 0).sum() + self.counts()[np.array(absent, bool)].sum())
+
+
+class OneHotIndex(NamedTuple):
+    """Each row's place among the known values of a category."""
+
+    place: NDArray[np.int64]  # (N,); as many as there are known values: none of them
+    unseen: dict[str, int]  # values that are not known, and how many rows have them
+
+
+def kind(column: pa.ChunkedArray, name: str, where: str, written: bool) -> str:
+    """Number or category; a column that was `written` in a CSV file is what its values look like."""
+    column = _plain(column)
+    found = _likeness(column) if written and _is_text(column.type) else column.type
+    if _is_number(found):
+        return "number"
+    if _is_text(found):
+        return "category"
+    raise UserError(
+        f"{where}: the column {name!r} holds {_called(found)}, neither numbers nor text; turn it into a number, such "
+        "as an age or days, or leave it out with data.ignore"
+    )
+
+
+def _called(kind: pa.DataType) -> str:
+    import pyarrow.types as t
+
+    return "dates" if t.is_date(kind) or t.is_timestamp(kind) else "times" if t.is_time(kind) else str(kind)
+
+
+def date(column: pa.ChunkedArray) -> str | None:
+    """A value of a text column that holds dates as people write them, in an order that nobody can be sure of."""
+    import pyarrow.compute as pc
+
+    text = present(column).drop_null()
+    if not len(text) or not pc.all(pc.match_substring_regex(text, _DATE)).as_py():
+        return None
+    return str(text[0].as_py())
+
+
+def regression_values(names: Sequence[str]) -> int:
+    """How many different values labels have that are an amount, as in a regression, rather than classes; else 0.
+
+    That is more than a hundred numbers with few rows each, or numbers with fractions of which nearly every row has its
+    own.
+    """
+    found = set(names)
+    if len(found) <= FEW_NUMBERS or not all(_DECIMAL.fullmatch(name) or _FLOAT.fullmatch(name) for name in found):
+        return 0
+    fractions = any(not float(name).is_integer() for name in found)
+    many = len(found) > MOST_NUMBERS and (fractions or len(names) < ROWS_OF_A_CLASS * len(found))
+    return len(found) if many or (fractions and 2 * len(found) > len(names)) else 0
+
+
+def leading_zero_value(column: pa.ChunkedArray) -> str | None:
+    """A value whose leading zero makes a column of numbers one of codes."""
+    import pyarrow.compute as pc
+
+    text = present(column)
+    codes = text.filter(pc.match_substring_regex(text, _CODE))
+    return str(codes[0].as_py()) if len(codes) and _parsed(text) is not None else None
+
+
+def numbers(column: pa.ChunkedArray, name: str, where: str) -> NDArray[np.float64]:  # (N,)
+    """Values as numbers, true as 1; what is missing is NaN."""
+    import pyarrow as pa
+
+    column = _plain(column)
+    if _is_text(column.type):
+        parsed = _parsed(present(column))
+        if parsed is None:
+            raise UserError(
+                f"{where}: the column {name!r} should hold numbers, but {_no_numbers(column)}; correct that, or agree "
+                "on its values in data.columns before training"
+            )
+    else:
+        try:
+            parsed = column.cast(pa.float64(), safe=False)
+        except pa.ArrowException as error:
+            raise UserError(f"{where}: the column {name!r} should hold numbers, but holds {column.type}") from error
+    values: NDArray[np.float64] = parsed.to_numpy().astype(np.float64)
+    if (np.abs(values) > LARGEST).any():
+        raise UserError(f"{where}: the column {name!r} holds an infinite value or one beyond 3.4e38; correct it")
+    return values
+
+
+def words(column: pa.ChunkedArray, name: str, where: str) -> Categories:
+    """Values as words, in the same spelling whatever the type of the source."""
+    import pyarrow as pa
+    import pyarrow.types as t
+
+    column = _plain(column)
+    if t.is_nested(column.type) or t.is_binary(column.type) or t.is_large_binary(column.type):
+        raise UserError(f"{where}: the column {name!r} holds {column.type}; convert it to text or leave it out")
+    if t.is_timestamp(column.type):  # nanoseconds are no Python value
+        column = column.cast(pa.timestamp("us", column.type.tz), safe=False)
+    encoded = pa.chunked_array([column.combine_chunks()], column.type).dictionary_encode().combine_chunks()
+    index = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    different = encoded.dictionary.to_pylist()
+    if t.is_floating(column.type):  # by way of text: 0.1 of 32 bits is 0.1
+        different = [float(text) for text in encoded.dictionary.cast(pa.string()).to_pylist()]
+    nan = np.array([*(value != value for value in different), True])
+    return Categories([word(value) for value in different], np.where(nan[index], -1, index))
+
+
+def word(value: Any) -> str:
+    """3, 3.0 and "3" are the same word, yes and no are true and false."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value).strip()
+
+
+def names(column: pa.ChunkedArray, name: str, where: str, written: bool, agreed: Sequence[str] = ()) -> list[str]:
+    """Each row's value in a label or site column: in the `agreed` spelling, else numbers in their plainest form."""
+    found = words(column, name, where)
+    absent = found.missing(agreed) if written else int((found.place < 0).sum())
+    if absent:
+        raise UserError(
+            f"{where}: {absent} of {len(found.place)} rows have nothing in the column {name!r}; fill or remove them"
+        )
+    if agreed:
+        place = matcher(agreed)
+        spelled = [value if (at := place(value)) is None else agreed[at] for value in found.values]
+    elif written and _is_number(_likeness(_plain(column))):
+        spelled = [_simplest(value) for value in found.values]
+    else:
+        spelled = found.values
+    return [spelled[at] for at in found.place.tolist()]
+
+
+def slots(found: Categories, known: Sequence[str]) -> OneHotIndex:
+    """Where each row's value stands among those known from training or data.columns."""
+    place = matcher(known)
+    chosen = [place(value) for value in found.values]
+    index = np.array([*(len(known) if at is None else at for at in chosen), len(known)], np.int64)[found.place]
+    rows = zip(found.values, chosen, found.counts().tolist(), strict=True)
+    return OneHotIndex(index, {value: n for value, at, n in rows if at is None and n and value not in MISSING})
+
+
+def matcher(known: Sequence[str]) -> Callable[[str], int | None]:
+    """Finds a word's place among the known ones: by its spelling, else by its meaning if only one word has that."""
+    exact = {value: at for at, value in enumerate(known)}
+    alike: dict[str, set[str]] = {}
+    for value in known:
+        alike.setdefault(_meaning(value), set()).add(value)
+
+    def place(value: str) -> int | None:
+        if value in exact:
+            return exact[value]
+        others = alike.get(_meaning(value), set())
+        return exact[next(iter(others))] if len(others) == 1 else None
+
+    return place
+
+
+# --- what text looks like and means ----------------------------------------------------------------------------------
+
+
+def _meaning(value: str) -> str:
+    """One spelling for the ways in which files write the same number, truth value or time."""
+    if value.lower() in TRUTHS:
+        return value.lower()
+    if _DECIMAL.fullmatch(value):
+        return _simplest(value)
+    if moment := _MOMENT.fullmatch(value):
+        date, minute, second, fraction, zone = moment.groups(default="")
+        fraction = fraction.rstrip("0")
+        if minute == "00:00" and second in ("", "00") and not fraction and not zone:
+            return date
+        return f"{date} {minute}:{second or '00'}{'.' * bool(fraction)}{fraction}{zone}"
+    return value
+
+
+def _simplest(value: str) -> str:
+    """A number or truth value in its plainest form: 1 for 1.00, true for True."""
+    if value.lower() in TRUTHS:
+        return value.lower()
+    if decimal := _DECIMAL.fullmatch(value):
+        sign, whole, fraction = decimal.groups(default="")
+        digits = f"{whole}{'.' * bool(fraction.strip('0'))}{fraction.rstrip('0')}"
+        return f"-{digits}" if sign == "-" and digits != "0" else digits
+    return word(float(value))
+
+
+def _likeness(column: pa.ChunkedArray) -> pa.DataType:
+    """The type that a text column's values look like."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    text = present(column)
+    if text.null_count == len(text):
+        return pa.null()
+    if _parsed(text) is not None:
+        return pa.string() if pc.any(pc.match_substring_regex(text, _CODE)).as_py() else pa.float64()
+    times = (pa.date32(), pa.time32("s"), pa.timestamp("s"), pa.timestamp("ns"), pa.timestamp("ns", "UTC"))
+    return next((found for found in times if _cast(text, found) is not None), pa.string())
+
+
+def _parsed(text: pa.ChunkedArray) -> pa.ChunkedArray | None:
+    """Text as float64 if all of it is numbers, or truth values."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    found = _cast(text, pa.float64())
+    if found is not None:
+        return found
+    bits = pc.index_in(pc.utf8_lower(text), pa.array(["false", "true", "0", "1"]))
+    return None if bits.null_count > text.null_count else _cast(pc.bit_wise_and(bits, 1), pa.float64())
+
+
+def _no_numbers(text: pa.ChunkedArray) -> str:
+    """Which values are not numbers."""
+    import pyarrow as pa
+
+    found = words(present(text), "", "")
+    rows = zip(found.values, found.counts().tolist(), strict=True)
+    bad = {value: n for value, n in rows if _cast(pa.chunked_array([[value]]), pa.float64()) is None}
+    return f"{sum(bad.values())} of {len(text)} values are none, such as {next(iter(bad))!r}"
+
+
+def _cast(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray | None:
+    import pyarrow as pa
+
+    try:
+        return column.cast(kind)
+    except pa.ArrowException:
+        return None
+
+
+def present(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Trimmed text; null where nothing is there, or a word for that."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    text = pc.utf8_trim_whitespace(_plain(column).cast(pa.string()))
+    return pc.if_else(pc.is_in(text, value_set=pa.array(MISSING)), pa.scalar(None, pa.string()), text)
+
+
+def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Without a dictionary."""
+    import pyarrow.types as t
+
+    return column.cast(column.type.value_type) if t.is_dictionary(column.type) else column
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    import pyarrow.types as t
+
+    tests = (t.is_integer, t.is_floating, t.is_boolean, t.is_decimal, t.is_null)
+    return any(test(kind) for test in tests)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return str(kind) in ("string", "large_string", "string_view")

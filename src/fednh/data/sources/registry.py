@@ -1,0 +1,195 @@
+"""From a name to samples. BUILTIN and PUBLISHED sets have names; SOURCES are the kinds of data of one's own.
+
+load("digits", data_folder())
+load("cifar10", data_folder("~/data"))
+load("folder:photos", data_folder(), {"size": [64, 64]})
+
+Settings, their ranges, the command line, listings, messages, sites' policies and tests derive from SOURCES. To add a
+kind: a file with a frozen dataclass beside this one, and a line in the registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fednh.data.dataset import Dataset
+from fednh.data.inspection import in_vectors
+from fednh.data.published import PUBLISHED
+from fednh.data.settings import declared
+from fednh.data.sources.base import AGREED, Source, restricted
+from fednh.data.sources.builtin import BUILTIN
+from fednh.data.sources.columns import alike
+from fednh.data.sources.folder import Folder
+from fednh.data.sources.hf import HuggingFace
+from fednh.data.sources.memory import Memory, Python, is_given
+from fednh.data.sources.npz import Npz
+from fednh.data.sources.table import Csv, Parquet
+from fednh.data.splits import merged, with_test_set
+from fednh.errors import UserError, did_you_mean
+from fednh.io.files import expanded
+
+SOURCES: dict[str, type[Source]] = {
+    kind.prefix: kind for kind in (Npz, Folder, Csv, Parquet, HuggingFace, Python, Memory)
+}
+
+
+class Available(NamedTuple):
+    """One line of `fednh datasets`."""
+
+    name: str
+    description: str
+    present: bool
+    where: str  # where it was found, or where it would be looked for
+
+
+def load(name: str, folder: Path, settings: Mapping[str, Any] | None = None) -> Dataset:
+    """The data set of that name; `folder` is where published ones are looked for, `settings` are those below [data]."""
+    if name in BUILTIN or name in PUBLISHED:
+        _names_no_sites(name, settings or {})
+        data = BUILTIN[name].make() if name in BUILTIN else PUBLISHED[name].load(folder)
+        return merged(data) if (settings or {}).get("merge_test") else data
+    found = find(name)
+    if found is None:
+        known = (*BUILTIN, *PUBLISHED, *(kind.form() for kind in SOURCES.values()))
+        raise UserError(f"there is no data set {name!r}{did_you_mean(name, known)}")
+    kind, address = found
+    source = build(kind, settings or {})
+    data = source.read(name, address)
+    data = _complete(data if kind.chooses else restricted(data, source, name), source, name)
+    return merged(data, source.test_share) if (settings or {}).get("merge_test") else data
+
+
+def taken(data: Any, settings: Mapping[str, Any]) -> Dataset:
+    """What a program gives instead of a name, read by the settings below [data]."""
+    source = Memory(**_used(Memory, settings))
+    found = _complete(source.taken(data), source, "data")
+    return merged(found, source.test_share) if settings.get("merge_test") else found
+
+
+def _complete(data: Dataset, source: Source, where: str) -> Dataset:
+    """What was read, with a test set if one is to be cut off, and with warnings of what no kind of source can want."""
+    if source.group and data.group_train is None:
+        raise UserError(f"data.group = {source.group!r}, but {where} does not say which samples belong together")
+    found = [] if source.classes else alike(data.classes, "classes")
+    told = [f"{where}: {words}" for words in (*found, *alike(data.sites, "sites"))]
+    if data.preprocessing["kind"] == "vector":
+        told += in_vectors(data.x_train, where, data.site_train)
+    return with_test_set(replace(data, warnings=(*data.warnings, *told)), source.test_share)
+
+
+def _names_no_sites(name: str, settings: Mapping[str, Any]) -> None:
+    """Refuse settings that a data set by name cannot heed: what they should keep apart would be mixed in silence."""
+    if settings.get("group"):
+        raise UserError(f"data.group = {settings['group']!r}, but {name} does not say which samples belong together")
+    for key in ("sites", "without"):
+        if settings.get(key) is not None:
+            raise UserError(f"data.{key} chooses sites, but {name} does not say which site a sample comes from")
+
+
+def find(name: str) -> tuple[type[Source], str] | None:
+    """The kind of source that a name begins with, and the address behind it; None for a name without a kind."""
+    prefix, colon, address = name.partition(":")
+    kind = SOURCES.get(prefix) if colon else None
+    if kind is not None and not address:
+        raise UserError(f"'{prefix}:' lacks what comes behind it; write for example {prefix}:{kind.example}")
+    return None if kind is None else (kind, address)
+
+
+def build(kind: type[Source], settings: Mapping[str, Any]) -> Source:
+    """A source with those of the settings that it uses."""
+    return kind(**_used(kind, settings))
+
+
+def _used(kind: type[Source], settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {field.name: settings[field.name] for field in fields(kind) if field.name in settings}
+
+
+def settings() -> dict[str, tuple[Any, Any]]:
+    """The settings of all kinds: name -> type with its range, and default."""
+    return declared(SOURCES.values(), "source")
+
+
+def agreed() -> tuple[str, ...]:
+    """The settings that a federation's config decides for all sites."""
+    return tuple(name for name, (hint, _) in settings().items() if AGREED in getattr(hint, "__metadata__", ()))
+
+
+def uses(kind: type[Source], setting: str) -> bool:
+    """Whether a kind of source uses data.`setting`."""
+    return setting in {field.name for field in fields(kind)}
+
+
+def of_file(path: Path) -> type[Source] | None:
+    """The kind that a file without a prefix is of, by its suffix."""
+    return next((kind for kind in SOURCES.values() if path.suffix.lower() in kind.suffixes), None)
+
+
+def with_prefix(text: str) -> str:
+    """A source; a bare path stands for the kind of its file, or for a folder of images."""
+    if ":" in text:
+        return text
+    path = expanded(text)
+    kind = of_file(path) or (Folder if path.is_dir() else None)
+    return text if kind is None else f"{kind.prefix}:{path.absolute()}"
+
+
+def absolute(name: str) -> str:
+    """The name as it holds from any folder."""
+    prefix, _, address = name.partition(":")
+    return f"{prefix}:{SOURCES[prefix].absolute(address)}" if prefix in SOURCES and address else name
+
+
+def file_of(name: str, folder: Path) -> Path | None:
+    """The file or folder that a data set is read from, where there is one."""
+    if name in PUBLISHED:
+        place = PUBLISHED[name].find(folder)
+        return place.path if place else None
+    found = find(name)
+    return None if found is None else found[0].file(found[1])
+
+
+def available(folder: Path) -> list[Available]:
+    """Every data set that has a name, and whether it could be loaded now."""
+    lines = [Available(name, each.description, True, "built in") for name, each in BUILTIN.items()]
+    for name, published in PUBLISHED.items():
+        place = published.find(folder)
+        where = str(place.path) if place else f"{folder}: {published.accepts}"
+        lines.append(Available(name, published.description, place is not None, where))
+    return lines
+
+
+def listing() -> list[Available]:
+    """One line for each kind of data of one's own."""
+    lines = []
+    for kind in SOURCES.values():
+        more = f" (extra: {kind.extra})" if kind.extra else ""
+        takes = ", ".join(field.name for field in fields(kind))
+        where = f"your own, for example {kind.prefix}:{kind.example}; settings below data: {takes}"
+        lines.append(Available(kind.form(), kind.help + more, True, where))
+    return lines
+
+
+__all__ = [
+    "BUILTIN",
+    "PUBLISHED",
+    "SOURCES",
+    "Available",
+    "Source",
+    "absolute",
+    "agreed",
+    "available",
+    "build",
+    "file_of",
+    "find",
+    "is_given",
+    "listing",
+    "load",
+    "of_file",
+    "settings",
+    "taken",
+    "uses",
+    "with_prefix",
+]

@@ -1,0 +1,343 @@
+"""Reads tables, CSV or Parquet: a label column, perhaps a site and a split column, and features for all the rest.
+
+A number is a feature of its own; what is missing is NaN until it takes the mean that the run scales by (scaling.py). A
+category becomes one slot for each value that training rows have, and one for everything else, missing values included.
+`encode` does the same to raw rows later, from a model card's preprocessing alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fednh.data import inspection
+from fednh.data.dataset import Dataset, Inputs
+from fednh.data.scaling import measure
+from fednh.data.sources import base, columns
+from fednh.data.sources.base import Column, Columns, Decimal, Encoding, Names, Separator, Source
+from fednh.data.sources.columns import MISSING, in_order, numbered
+from fednh.data.sources.csv import (
+    EXTRA,
+    CsvDialect,
+    TrainingDialect,
+    form_of,
+    is_parquet,
+    is_written,
+    numbers_of,
+    read,
+    rows_of_numbers,
+)
+from fednh.data.splits import conflicting_labels, numbered_groups, test_rows
+from fednh.errors import Notice, UserError, did_you_mean
+from fednh.io.files import expanded
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+SPLITS = {"train": "train", "test": "test", "val": "", "valid": "", "validation": ""}
+MANY_VALUES = 100  # a text column with more, in more than half of its rows, is a name or a note
+
+
+@dataclass(frozen=True)
+class Tabular(Source):
+    """A source with rows and columns."""
+
+    named = True
+    chooses = True
+
+    label: Column = None
+    site: Column = None
+    columns: Columns = None
+    ignore: Names = None
+
+
+@dataclass(frozen=True)
+class Table(Tabular):
+    """A file of either kind, whatever the prefix says, or a folder with files for training and test rows."""
+
+    address = "FILE"
+    extra = EXTRA
+
+    encoding: Encoding = None
+    separator: Separator = None
+    decimal: Decimal = None
+
+    @property
+    def file_form(self) -> CsvDialect:
+        """How its text files are to be read."""
+        return CsvDialect(self.encoding, self.separator, self.decimal)
+
+    def read(self, name: str, address: str) -> Dataset:
+        path = expanded(address)
+        return from_table(name, read(path, self.file_form), str(path), self)
+
+    @classmethod
+    def applicable(cls, address: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Columns that the table has; and the form of the file, which may be another than the run's."""
+        said, usual = ({key: which.get(key) for key in TrainingDialect._fields} for which in (given, known))
+        table = read(expanded(address), CsvDialect(**said, usual=TrainingDialect(**usual)))
+        columns = {key: known[key] for key in ("label", "site", "group") if known.get(key) in table.column_names}
+        return {**columns, **form_of(table)}
+
+    def inputs(self, name: str, address: str, preprocessing: Mapping[str, Any]) -> Inputs:
+        """The rows; which column the label was is not needed."""
+        if preprocessing.get("kind") != "table":
+            return super().inputs(name, address, preprocessing)
+        return vectors(read(expanded(address), self.file_form), preprocessing)
+
+    def unlabelled(
+        self, path: Path, shape: tuple[int, ...], preprocessing: Mapping[str, Any]
+    ) -> Iterator[NDArray[Any]]:
+        """Rows with the columns that the model was trained on, or, where it was trained on arrays, rows of numbers."""
+        if len(shape) == 3:
+            raise UserError(
+                f"{path}: this model takes images, not tables: image files, folders of them, or .npz arrays"
+            )
+        if preprocessing.get("kind") == "table":
+            return iter([told(*encode(read(path, self.file_form), preprocessing, str(path)))])
+        if is_parquet(path):
+            return iter([numbers_of(read(path), shape[0], str(path))])
+        return rows_of_numbers(path, shape[0], self.file_form)
+
+
+@dataclass(frozen=True)
+class Csv(Table):
+    prefix = "csv"
+    example = "patients.csv"
+    help = "a table with a label column"
+    suffixes = (".csv",)
+
+
+@dataclass(frozen=True)
+class Parquet(Table):
+    prefix = "parquet"
+    example = "patients.parquet"
+    help = "the same as Parquet"
+    suffixes = (".parquet",)
+
+
+def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Dataset:
+    """The rows with what they hold: label, site, split, features."""
+    header = _header(table, where)
+    label = find_column(where, header, options.label, "label", needed=True)
+    site = find_column(where, header, options.site, "site", needed=False)
+    group = find_column(where, header, options.group, "group", needed=True) if options.group else ""
+    table, test, has_split = _split(table, {label, site, group}, where)
+    if len(table) == 0:
+        raise UserError(f"{where} holds no row")
+    written = is_written(table)
+    names = columns.names(table.column(site), site, where, written) if site else []
+    if base.is_made(options):
+        here = base.rows_of(names, options, where)
+        table, test, names = table.filter(here), test[here], [n for n, kept in zip(names, here, strict=True) if kept]
+    agreed = options.classes or ()
+    said = columns.names(table.column(label), label, where, written, agreed)
+    if not agreed and (different := columns.regression_values(said)):
+        raise UserError(
+            f"{where}: the label column {label!r} holds {different} different numbers in {len(said)} rows, an amount "
+            "to be estimated (regression), not classes; make classes of it, or choose another column with data.label"
+        )
+    y, classes = numbered(said, agreed, where)
+    groups = columns.names(table.column(group), group, where, written) if group else []
+    together = numbered_groups(groups) if group else None
+    if options.test_share and not has_split:
+        test = test_rows(y, options.test_share, together)
+    if test.all():
+        raise UserError(f"{where} holds test rows only; training rows are those whose split is 'train'")
+    used = {label, site, group}
+    aside = {*used, "split" if has_split else "", *_ignored(where, header, used, options)}
+    if group and group in (options.columns or ()):
+        raise UserError(f"data.group: the column {group!r} of {where} says what belongs together, and is no feature")
+    described, told = _described(where, table, aside, ~test, options)
+    preprocessing: dict[str, Any] = {"kind": "table", "columns": described}
+    x, gaps = encode(table, preprocessing, where)
+    sites = tuple(in_order({n for n, t in zip(names, test, strict=True) if not t})) if site else ()
+    number = {n: k for k, n in enumerate(sites)}
+    place = np.array([number.get(n, -1) for n in names], np.int64)
+    mean, std = measure(x[~test], 1.0, preprocessing)
+    suspects = _identifiers(where, table.filter(~test), described, place[~test] if sites else None, options)
+    return Dataset(
+        name,
+        x[~test],
+        y[~test],
+        x[test],
+        y[test],
+        classes,
+        mean,
+        std,
+        1.0,
+        sites=sites,
+        site_train=place[~test] if sites else None,
+        site_test=place[test] if sites else None,
+        group_train=None if together is None else together[~test],
+        fitted=True,
+        warnings=(*conflicting_labels(groups, test, where), *suspects),
+        preprocessing=preprocessing,
+        reading=form_of(table),
+        notes=(*told, *gaps),
+    )
+
+
+def vectors(
+    table: pa.Table, preprocessing: Mapping[str, Any], where: str = "the table"
+) -> NDArray[np.float32]:  # (N, F)
+    """Raw rows as samples, before `(v / scale - mean) / std`; a missing number is NaN and takes the mean."""
+    return encode(table, preprocessing, where)[0]
+
+
+def encode(
+    table: pa.Table, preprocessing: Mapping[str, Any], where: str
+) -> tuple[NDArray[np.float32], tuple[str, ...]]:  # (N, F)
+    """Raw rows as samples, and in words what is missing or was never seen, and what becomes of it."""
+    features: list[NDArray[Any]] = []
+    notes: list[str] = []
+    header = _header(table, where)
+    for column in preprocessing["columns"]:
+        name = column["name"]
+        if name not in header:
+            raise UserError(f"{where} lacks the column {name!r}")
+        if column["kind"] == "number":
+            values = columns.numbers(table.column(name), name, where)
+            if missing := int(np.isnan(values).sum()):
+                becomes = "take the mean of the training rows (with natural sites, the mean that the sites agree on)"
+                notes.append(f"{where}: {missing} of {len(table)} values of {name!r} are missing and {becomes}")
+            features.append(values[:, None])
+        else:
+            words, known = columns.words(table.column(name), name, where), column["values"]
+            slots = columns.slots(words, known)
+            notes += _unknown(where, name, len(table), words.missing(known), slots.unseen)
+            features.append(np.eye(len(known) + 1, dtype=np.float32)[slots.place])
+    return np.concatenate(features, axis=1).astype(np.float32), tuple(notes)
+
+
+def told(x: NDArray[np.float32], notes: Sequence[str]) -> NDArray[np.float32]:  # (N, F)
+    """The samples; missing and unseen values are reported."""
+    for note in notes:
+        warnings.warn(note, Notice, stacklevel=4)
+    return x
+
+
+def _unknown(where: str, name: str, rows: int, missing: int, unseen: dict[str, int]) -> list[str]:
+    """How many values of a category are unknown, and which."""
+    shown = ", ".join(repr(value) for value in list(unseen)[:5]) + ", ..." * (len(unseen) > 5)
+    said = [f"{missing} of {rows} values of {name!r} are missing"] if missing else []
+    if unseen:
+        whose = f"of {rows} values of {name!r} " * (not missing)
+        said.append(f"{sum(unseen.values())} {whose}were never seen in training or data.columns ({shown})")
+    return [f"{where}: {' and '.join([*said, 'count as unknown'])}"] if said else []
+
+
+def _header(table: pa.Table, where: str) -> list[str]:
+    header: list[str] = table.column_names
+    if twice := [column for column in header if header.count(column) > 1]:
+        raise UserError(f"{where} has two columns named {twice[0]!r}; rename one")
+    return header
+
+
+def find_column(where: str, header: Sequence[str], chosen: str | None, usual: str, needed: bool) -> str:
+    name = chosen or usual
+    if name in header:
+        return name
+    if chosen or needed:
+        hint = did_you_mean(name, header)
+        raise UserError(f"{where} has no column {name!r}{hint}; say which one it is with data.{usual}")
+    return ""
+
+
+def _split(table: pa.Table, used: set[str], where: str) -> tuple[pa.Table, NDArray[np.bool_], bool]:
+    """Training and test rows; which of them are test rows; whether the table says so."""
+    if "split" not in table.column_names or "split" in used:
+        return table, np.zeros(len(table), bool), False
+    values, index = columns.words(table.column("split"), "split", where)
+    parts = [*(SPLITS.get(value.lower()) for value in values), None]
+    words = [parts[at] for at in index]
+    if any(word is None for word in words):  # a feature that happens to have this name
+        return table, np.zeros(len(table), bool), False
+    kept = np.array([bool(word) for word in words])
+    return table.filter(kept), np.array([word == "test" for word in words if word], bool), True
+
+
+def _ignored(where: str, header: Sequence[str], used: set[str], options: Tabular) -> list[str]:
+    """The columns of data.ignore, which are no features."""
+    for name in options.ignore or ():
+        if name not in header:
+            raise UserError(f"data.ignore: {where} has no column {name!r}{did_you_mean(name, header)}")
+        if name in used or name in (options.columns or ()):
+            raise UserError(f"data.ignore leaves out the column {name!r} of {where}, which another setting uses")
+    return options.ignore or []
+
+
+def _described(
+    where: str, table: pa.Table, aside: set[str], train: NDArray[np.bool_], options: Tabular
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The features: as agreed in data.columns, else all columns that are left, as their training rows have them."""
+    if options.columns:
+        if strangers := [name for name in options.columns if name not in table.column_names]:
+            raise UserError(f"{where} lacks the column {strangers[0]!r} of data.columns")
+        return [
+            {"name": name, "kind": "number"}
+            if kind == "number"
+            else {"name": name, "kind": "category", "values": list(kind)}
+            for name, kind in options.columns.items()
+        ], []
+    found: list[dict[str, Any]] = []
+    notes: list[str] = []
+    rows, written = table.filter(train), is_written(table)
+    for name in table.column_names:
+        if name in aside:
+            continue
+        if columns.kind(rows.column(name), name, where, written) == "number":
+            found.append({"name": name, "kind": "number"})
+            continue
+        if written and (code := columns.leading_zero_value(rows.column(name))):
+            notes.append(
+                f"{where}: the column {name!r} holds codes such as {code!r}, no numbers, and is a category; "
+                f'data.columns.{name} = "number" reads numbers'
+            )
+        if written and (day := columns.date(rows.column(name))):
+            notes.append(
+                f"{where}: the column {name!r} holds dates such as {day!r}, each of which is a word of its own; turn "
+                "it into a number, such as an age or days, or leave it out with data.ignore"
+            )
+        found.append({"name": name, "kind": "category", "values": _values(where, rows, name, written)})
+    if not found:
+        raise UserError(f"{where} holds no feature beside {', '.join(sorted(filter(None, aside)))}")
+    return found, notes
+
+
+def _identifiers(
+    where: str, rows: pa.Table, described: Sequence[Mapping[str, Any]], site: NDArray[np.int64] | None, options: Tabular
+) -> list[str]:
+    """A warning of features that look like identifiers, unless data.columns chose them."""
+    found: list[tuple[str, str]] = []
+    for column in [] if options.columns else described:
+        name = column["name"]
+        start = rows.column(name).slice(0, inspection.NUMBER_START)
+        if column["kind"] == "number" and not inspection.possible_identifier(columns.numbers(start, name, where)):
+            continue
+        if column["kind"] == "number":  # before it becomes float32, which large numbers do not survive
+            why = inspection.number_identifiers(columns.numbers(rows.column(name), name, where), name, site)
+        else:
+            why = inspection.word_identifiers(len(column["values"]), len(rows), name)
+        found += [(name, why)] if why else []
+    remedy = "leave them out with data.ignore, or name with data.group what belongs together"
+    return inspection.identifier_warning(where, "columns", found, remedy)
+
+
+def _values(where: str, rows: pa.Table, name: str, written: bool) -> list[str]:
+    """The different values of a category."""
+    words = columns.words(rows.column(name), name, where)
+    values = in_order({value for value in words.values if not (written and value in MISSING)})
+    if len(values) > MANY_VALUES and 2 * len(values) > len(rows):
+        raise UserError(
+            f"{where}: the text column {name!r} has {len(values)} different values in {len(rows)} rows, so it "
+            "names rows rather than describing them; leave it out with data.ignore, or list the columns to use in "
+            "data.columns"
+        )
+    return values

@@ -1,0 +1,219 @@
+"""A test set that is cut off training samples, the same for every seed; and one that joins them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fednh.data.dataset import Dataset, Labels
+from fednh.data.partitions.base import Indices, class_table
+from fednh.data.scaling import measure
+from fednh.errors import UserError
+from fednh.seeding import numpy_rng
+
+# --- groups ---------------------------------------------------------------------------------------------------------
+# Groups of samples that belong together, such as those of one patient (data.group): no division separates them.
+#
+# Held-out samples, a test share and partitions consist of whole groups, so nobody is measured on a person that he was
+# trained on. What cannot be divided for that reason is told.
+
+
+def numbered_groups(names: Sequence[str]) -> Labels:
+    """The group of every sample as a number."""
+    return np.unique(np.array(names, dtype=str), return_inverse=True)[1].astype(np.int64)
+
+
+def cut_off(labels: Indices, groups: Indices, share: float, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Marks whole groups with about `share` of every class; every class keeps a sample that is not marked.
+
+    Groups are looked at in a random order, and one is taken if that brings the classes nearer to their shares. Where
+    every sample is a group of its own, these are the numbers that are cut off without groups.
+    """
+    group, y = (np.unique(values, return_inverse=True)[1] for values in (groups, labels))
+    table = class_table(y, group, int(group.max()) + 1)  # (G, C)
+    total = table.sum(axis=0)
+    wanted = np.minimum((share * total + 0.5).astype(np.int64), total - 1)
+    held, chosen = np.zeros_like(total), np.zeros(len(table), bool)
+    for at in rng.permutation(len(table)):
+        more = held + table[at]
+        if (more[table[at] > 0] < total[table[at] > 0]).all() and _away(more, wanted) < _away(held, wanted):
+            held, chosen[at] = more, True
+    marked: NDArray[np.bool_] = chosen[group]
+    return marked
+
+
+def _away(held: Indices, wanted: Indices) -> int:
+    return int(np.abs(wanted - held).sum())
+
+
+def conflicting_labels(groups: Sequence[str], test: NDArray[np.bool_], where: str) -> list[str]:
+    """A sentence if the data's own split separates groups, which only its owner can change."""
+    parts = {(group, bool(there)) for group, there in zip(groups, test, strict=True)} if groups else set()
+    both = [group for group, there in parts if there and (group, False) in parts]
+    if not both:
+        return []
+    return [f"{where}: {len(both)} groups have training and test samples, so results on the test set are too good"]
+
+
+def not_divided(
+    data: Dataset, parts: Sequence[Indices], held_out: Sequence[Indices], names: Sequence[str], share: float
+) -> list[str]:
+    """What groups keep from being divided as asked, in sentences that name no group."""
+    if data.group_train is None:
+        return []
+    found, owners = [], np.full(int(data.group_train.max()) + 1, -1)
+    shared = np.zeros(len(owners), bool)
+    for client, both in enumerate(zip(parts, held_out, strict=True)):
+        here = np.unique(data.group_train[np.concatenate(both)])
+        shared[here] |= owners[here] >= 0
+        owners[here] = client
+    if shared.any():
+        found.append(
+            f"{data.name}: {int(shared.sum())} groups have samples at several sites: one site may train on what "
+            "another holds out"
+        )
+    whole = [name for name, held in zip(names, held_out, strict=True) if share and not len(held)]
+    if whole:
+        more = f" and {len(whole) - 8} more" if len(whole) > 8 else ""
+        found.append(
+            f"{data.name}: nothing is held out at {', '.join(whole[:8])}{more}, because no group can be spared there: "
+            "some class would lose all of its training samples"
+        )
+    return found
+
+
+# --- balance --------------------------------------------------------------------------------------------------------
+# A sample of a test set that has the same number of every class, as far as the classes allow.
+
+
+def balanced_sample(labels: Indices, number: int, rng: np.random.Generator) -> Indices:
+    """Indices of `number` samples in their order; a class that has too few gives all, and others give more."""
+    classes, counts = np.unique(labels, return_counts=True)
+    if number >= len(labels):
+        return np.arange(len(labels))
+    if number < len(classes):
+        raise UserError(f"eval.samples = {number} is fewer than the {len(classes)} classes of the test set; raise it")
+    take = _even(counts, number)
+    more = rng.permutation(np.flatnonzero(counts > take))[: number - take.sum()]  # fewer than there are such classes
+    take[more] += 1
+    chosen = [rng.permutation(np.flatnonzero(labels == c))[:n] for c, n in zip(classes, take, strict=True)]
+    return np.sort(np.concatenate(chosen))
+
+
+def _even(counts: Indices, number: int) -> Indices:
+    """As many of every class, or all that it has, as `number` allows."""
+    left = number
+    for done, count in enumerate(np.sort(counts)):
+        level = left // (len(counts) - done)
+        if count > level:
+            break
+        left -= int(count)
+    return np.minimum(counts, level)
+
+
+# --- hold out -------------------------------------------------------------------------------------------------------
+# A client's own samples that it does not train on, but measures on.
+
+
+DEFAULT_SHARE = 0.2  # of each client's classes, where there is no balanced test set
+
+
+def hold_out(
+    labels: Indices, part: Indices, share: float, rng: np.random.Generator, groups: Indices | None = None
+) -> tuple[Indices, Indices]:
+    """A client's samples to train on and to measure on: `share` of each class, to the nearest whole number.
+
+    Every class keeps a training sample, so a class with one sample is not measured. Samples of one group stay together.
+    """
+    if share == 0 or not len(part):
+        return part, part[:0]
+    if groups is not None:
+        held_out = cut_off(labels[part], groups[part], share, rng)
+        return np.sort(part[~held_out]), np.sort(part[held_out])
+    held = []
+    for label in np.unique(labels[part]):
+        members = part[labels[part] == label]
+        count = min(int(share * len(members) + 0.5), len(members) - 1)
+        held.append(rng.choice(members, count, replace=False))
+    chosen = np.sort(np.concatenate(held)) if held else part[:0]
+    return np.setdiff1d(part, chosen), chosen
+
+
+# --- test set -------------------------------------------------------------------------------------------------------
+
+
+def test_rows(labels: Labels, share: float, groups: Labels | None) -> NDArray[np.bool_]:
+    """Marks `share` of every class, the same rows for every seed; classes keep some, and groups all or none."""
+    chosen, rng = np.zeros(len(labels), bool), numpy_rng(0, "test share")
+    if groups is not None:
+        chosen = cut_off(labels, groups, share, rng)
+        if not chosen.any():
+            raise UserError(
+                f"data.test_share = {share:g}: the {len(np.unique(groups))} groups of data.group are too few or too "
+                "large to cut a test set off without separating one; leave it out"
+            )
+        return chosen
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        chosen[rng.choice(members, min(int(share * len(members) + 0.5), len(members) - 1), replace=False)] = True
+    return chosen
+
+
+def with_test_set(data: Dataset, share: float) -> Dataset:
+    """`share` of every class of a data set without a test set, cut off as one."""
+    if not share or len(data.y_test):
+        return data
+    test = test_rows(data.y_train, share, data.group_train)
+    site, group = data.site_train, data.group_train
+    mean, std = measure(data.x_train[~test], data.scale, data.preprocessing) if data.fitted else (data.mean, data.std)
+    return replace(
+        data,
+        x_train=data.x_train[~test],
+        y_train=data.y_train[~test],
+        x_test=data.x_train[test],
+        y_test=data.y_train[test],
+        site_train=None if site is None else site[~test],
+        site_test=None if site is None else site[test],
+        group_train=None if group is None else group[~test],
+        mean=mean,
+        std=std,
+    )
+
+
+def merged(data: Dataset, share: float = 0.0) -> Dataset:
+    """Training and test samples as one set, as some libraries divide published data; `share` is data.test_share."""
+    if share:
+        raise UserError(
+            f"data.merge_test leaves no test set, but data.test_share = {share:g} cuts one off; leave one of them out"
+        )
+    if not len(data.y_test):
+        return data
+    if data.group_train is not None:
+        raise UserError(
+            f"data.merge_test: {data.name} does not say to which groups of data.group its test samples belong; "
+            "leave one of them out"
+        )
+    site = data.site_train
+    if site is not None and (data.site_test is None or data.site_test.min() < 0):
+        raise UserError(
+            f"data.merge_test: {data.name} has test samples of none of its sites, so no client could hold them; "
+            "leave it out"
+        )
+    x = np.concatenate([data.x_train, data.x_test])
+    mean, std = measure(x, data.scale, data.preprocessing) if data.fitted else (data.mean, data.std)
+    words = f"{len(data.y_test):,} test samples were merged with {len(data.y_train):,} training samples"
+    return replace(
+        data,
+        x_train=x,
+        y_train=np.concatenate([data.y_train, data.y_test]),
+        x_test=data.x_test[:0],
+        y_test=data.y_test[:0],
+        site_train=None if site is None or data.site_test is None else np.concatenate([site, data.site_test]),
+        site_test=None if data.site_test is None else data.site_test[:0],
+        mean=mean,
+        std=std,
+        notes=(*data.notes, f"{data.name}: {words} (data.merge_test): there is no common test set"),
+    )

@@ -1,0 +1,1 @@
+"""One federated run: the round loop and what it is made of."""

@@ -1,0 +1,203 @@
+"""How uploads are averaged, for every method that averages: by the number of samples, or such that a few broken or
+hostile clients cannot ruin the result.
+
+Each rule takes a round's uploads and gives one tree, as `tree.mean` does; `uploads.mean()` calls it. A method says what
+its uploads mean:
+
+`Method.by_class` (prototypes, class gradients): each row is about one class. A client that lacks the class says nothing
+about it: its row is zero, or its mark for the class is 0. Such rows are left out. The robust value is taken over the
+owners of the class and scaled by their share of the round, as the plain mean does when it averages in the zero rows. A
+class may have too few owners to tell which of them is hostile, so the length of every row is bounded first, by the
+longest row of the median client. In `Method.counted` a row's length is the number of samples behind it: directions
+are trimmed, lengths are weights.
+`Method.marks` (ownership, newcomers) are 0 or 1 and are only counted: trimming or clipping would falsify the count.
+
+weighted_mean: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", 2017.
+trimmed_mean and median: Yin, Chen, Ramchandran, Bartlett, "Byzantine-Robust Distributed Learning", ICML 2018.
+norm_clip: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated Learning?", 2019; the bound is the
+median norm of the round, so it needs no tuning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fednh.methods.base import Method
+from fednh.tree import Tree, mean, prefix, stack
+
+# --- records --------------------------------------------------------------------------------------------------------
+# What the server keeps for single clients: their records, made by `Method.records`.
+#
+# A record holds tensors that one client receives in place of the broadcast's tensors of the same names; whoever has
+# none receives the broadcast as it is. So a message has one form, whoever it is for, and costs the same. A checkpoint
+# holds the records in the server's file, under the clients' numbers.
+
+
+ClientOverrides = Mapping[int, Tree]  # client -> its record
+PART = "records"  # where records lie in a checkpoint
+
+
+def received(down: Tree, records: ClientOverrides, client: int) -> Tree:
+    """What the client receives: the broadcast, with what its record has in place of it."""
+    return {**down, **records.get(client, {})}
+
+
+def merge_overrides(server: Tree, records: ClientOverrides) -> Tree:
+    """The server's state and all records as one Tree."""
+    return server | {n: v for k, record in records.items() for n, v in prefix(f"{PART}.{k}", record).items()}
+
+
+def split_overrides(state: Tree) -> tuple[Tree, dict[int, Tree]]:
+    """The server's state and the records: the inverse of `joined`."""
+    server: Tree = {}
+    records: dict[int, Tree] = {}
+    for name, value in state.items():
+        part, _, rest = name.partition(".")
+        if part != PART:
+            server[name] = value
+            continue
+        client, _, own = rest.partition(".")
+        records.setdefault(int(client), {})[own] = value
+    return server, records
+
+
+# --- aggregate ------------------------------------------------------------------------------------------------------
+
+
+Rule = Callable[[Iterable[Tree]], Tree]
+
+
+def rule(name: str, server: Tree, trim: float, method: Method, samples: Sequence[int] = ()) -> Rule:
+    """The averaging rule called `name`; `server` is the state that the clients started from.
+
+    `samples` are the training samples behind each upload, of weighted_mean; it may grow as uploads are read.
+    """
+    rules: dict[str, Rule] = {
+        "mean": mean,
+        "weighted_mean": partial(weighted_mean, samples=samples, server=server, method=method),
+        "median": partial(trimmed, share=0.5, method=method),
+        "trimmed_mean": partial(trimmed, share=trim, method=method),
+        "norm_clip": partial(norm_clipped, server=server, method=method),
+    }
+    return rules[name]
+
+
+def weighted_mean(trees: Iterable[Tree], samples: Sequence[int], server: Tree, method: Method) -> Tree:
+    """The mean in which what the server holds counts by the samples behind it, in a single pass.
+
+    Rows by class have counts of their own, marks are counted, and what the server does not hold (SCAFFOLD's changes of
+    control variates) is defined as a plain mean: these stay what they are.
+    """
+    plain = {*method.by_class, *method.marks}
+    total: Tree = {}
+    weight: dict[str, float] = {}
+    for tree, number in zip(trees, samples, strict=True):
+        for name, value in tree.items():
+            share = number / samples[0] if name in server and name not in plain else 1.0
+            total[name] = value * share + total.get(name, 0)
+            weight[name] = share + weight.get(name, 0.0)
+    return {name: value / weight[name] for name, value in total.items()}
+
+
+def trimmed(trees: Iterable[Tree], share: float, method: Method) -> Tree:
+    """Coordinate by coordinate, the mean without the smallest and largest values; a share of 0.5 is the median.
+
+    At each end as many values are cut as hostile clients are expected in the round (`share` of its clients, at least
+    one), because all of these may claim to own the same class. At least one or two values remain in the middle.
+    """
+    uploads = stack(trees)
+    count = len(next(iter(uploads.values()), ()))
+    cut = max(1, int(count * share + 1e-9))
+    out: Tree = {}
+    for name, values in uploads.items():
+        if name in method.marks:
+            out[name] = _counted(values)
+        elif name in method.by_class:
+            rows, speaks = _by_class(uploads, name, method)
+            weight = _lengths(rows) if name in method.counted else None
+            out[name] = _middle(rows, speaks, cut, weight).reshape(values.shape[1:])
+        else:
+            everybody = torch.ones(count, 1, dtype=torch.bool, device=values.device)
+            out[name] = _middle(values.reshape(count, 1, -1), everybody, cut).reshape(values.shape[1:])
+    return out
+
+
+def norm_clipped(trees: Iterable[Tree], server: Tree, method: Method) -> Tree:
+    """The mean, after each upload's step and other parts are scaled down to at most the round's median norm."""
+    uploads = list(trees)
+    special = [name for name in uploads[0] if name in method.marks or name in method.by_class]
+    plain = [{n: v for n, v in tree.items() if n not in special} for tree in uploads]
+    moves = [{n: v - server[n] for n, v in tree.items() if n in server} for tree in plain]
+    others = sorted(plain[0].keys() - moves[0].keys())
+    shrink = _shrink(torch.stack([_norm(move) for move in moves]))
+    total = mean({n: server[n] + s * v for n, v in move.items()} for move, s in zip(moves, shrink, strict=True))
+    for name in others:
+        factors = _shrink(torch.stack([_norm({name: tree[name]}) for tree in uploads]))
+        total |= mean({name: tree[name] * s} for tree, s in zip(uploads, factors, strict=True))
+    together = stack([{name: tree[name] for name in special} for tree in uploads])
+    for name, values in together.items():
+        if name in method.marks:
+            total[name] = _counted(values)
+        else:
+            total[name] = _by_class(together, name, method)[0].mean(0).reshape(values.shape[1:])
+    return {name: total[name] for name in uploads[0]}
+
+
+def _counted(marks: Tensor) -> Tensor:  # (K, ...) -> (...)
+    """The share of clients whose mark is 1; any other value is rounded to 0 or 1."""
+    return (marks > 0.5).to(marks.dtype).mean(0)
+
+
+def _by_class(uploads: Tree, name: str, method: Method) -> tuple[Tensor, Tensor]:  # (K, R, D), (K, R)
+    """Rows of bounded length, zero where a client lacks the class, and which client owns which class."""
+    values = uploads[name]
+    rows = values.reshape(len(values), values.shape[1], -1)
+    marks = [uploads[mark] for mark in method.marks if uploads[mark].shape == rows.shape[:2]]
+    speaks = marks[0] > 0.5 if marks else (rows != 0).any(2)
+    rows = rows * speaks[..., None]
+    lengths, speakers = _lengths(rows), speaks.any(1)
+    if speakers.any():
+        bound = lengths.amax(1)[speakers].median()
+        rows = rows * (bound / lengths.clamp(min=1e-300)).clamp(max=1.0)[..., None].to(rows.dtype)
+    return rows, speaks
+
+
+def _lengths(rows: Tensor) -> Tensor:  # (K, R, D) -> (K, R), in double: the square of a hostile number may overflow
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64)
+    return lengths
+
+
+def _middle(rows: Tensor, speaks: Tensor, cut: int, weight: Tensor | None = None) -> Tensor:
+    """(K, R, D) -> (R, D): the mean of the owners' middle values, times the owners' share of all clients.
+
+    With weights (K, R), which are the rows' lengths, directions are ordered and averaged by weight.
+    """
+    count, speakers = len(rows), speaks.sum(0)[:, None]  # (R, 1)
+    if weight is not None:
+        rows = rows / weight.clamp(min=1e-30)[..., None].to(rows.dtype)
+    ordered, who = rows.masked_fill(~speaks[..., None], torch.inf).sort(0)  # rows of non-owners go last
+    cuts = ((speakers - 1).clamp(min=0) // 2).clamp(max=cut)
+    place = torch.arange(count, device=rows.device)[:, None, None]
+    inside = (place >= cuts) & (place < speakers - cuts)
+    if weight is None:
+        middle = ordered.masked_fill(~inside, 0).sum(0) / (speakers - 2 * cuts).clamp(min=1)
+        return middle * speakers / count
+    heavy = weight[..., None].to(rows.dtype).expand_as(rows).gather(0, who) * inside
+    middle = (ordered.masked_fill(~inside, 0) * heavy).sum(0) / heavy.sum(0).clamp(min=1e-30)
+    return middle * weight.sum(0)[:, None].to(rows.dtype) / count
+
+
+def _norm(tree: Tree) -> Tensor:
+    return torch.stack([v.double().square().sum() for v in tree.values()] or [torch.zeros(())]).sum().sqrt()
+
+
+def _shrink(norms: Tensor) -> Tensor:  # (K,) -> (K,)
+    """Factors that bring every norm down to the median of those that are not zero."""
+    spoken = norms[norms > 0]
+    if len(spoken) == 0:
+        return torch.ones_like(norms)
+    return (spoken.median() / norms.clamp(min=1e-30)).clamp(max=1.0).to(torch.float32)

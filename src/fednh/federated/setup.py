@@ -1,0 +1,241 @@
+"""What a run works on, made from its config: the samples, who holds them, the network and the method."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fednh.config import Config
+from fednh.data import scaling, splits
+from fednh.data.agreement import not_agreed
+from fednh.data.batches import Samples, samples_of, subset
+from fednh.data.dataset import Dataset
+from fednh.data.inspection import about_test_set
+from fednh.data.partitions import Indices, class_table, left_out
+from fednh.data.sources.registry import file_of, load
+from fednh.data.splits import DEFAULT_SHARE, balanced_sample, hold_out
+from fednh.errors import Notice
+from fednh.io import cache
+from fednh.machine import check_machine
+from fednh.methods import Method
+from fednh.models import Net, build_net
+from fednh.runs import fingerprint
+from fednh.runs.model_file import card_of
+from fednh.seeding import numpy_rng, torch_rng
+from fednh.tree import Tree, canonical
+
+
+@dataclass(frozen=True)
+class Federation:
+    """What a run works on; it does not change. With the same seed, all methods share its data and partition."""
+
+    dataset: Dataset
+    train: Samples
+    test: Samples
+    parts: list[Indices]  # client -> indices into `train`, to train on
+    net: Net
+    method: Method
+    held_out: list[Indices] = field(default_factory=list)  # client -> indices into `train`, to measure on
+    statistics: tuple[scaling.Scaling, ...] = ()  # what each natural site measured; the data set has the agreed ones
+    sites: tuple[str, ...] = ()  # the clients' names, where they are natural sites
+    as_read: dict[str, Any] | None = None  # fingerprint of the data before they were scaled
+
+    def __post_init__(self) -> None:
+        if not self.held_out:
+            object.__setattr__(self, "held_out", [part[:0] for part in self.parts])
+
+    @property
+    def measures_held_out(self) -> bool:
+        return any(map(len, self.held_out))
+
+    def name(self, client: int) -> str:
+        return client_name(client, self.sites)
+
+    def class_counts(self) -> list[list[int]]:
+        """Training samples of each class (columns) on every client (rows)."""
+        return class_counts(self.dataset, self.parts)
+
+    def card(self, config: Config, client: int | None = None) -> dict[str, Any]:
+        """Metadata that a saved model needs to be used elsewhere; with `client`, for that client's personal model."""
+        data = self.dataset
+        whose = {} if client is None else {"client": client, **({"site": self.sites[client]} if self.sites else {})}
+        preprocessing = {**data.preprocessing, "scale": data.scale, "mean": data.mean, "std": data.std}
+        card = card_of(config, self.net, data.shape, data.classes, data.name, preprocessing, data.reading)
+        return {**card, **whose}
+
+    def _notes(self, config: Config) -> list[str]:
+        """What to say about the data when a run starts."""
+        used = left_out(config.partition.kind, self.dataset, self.parts, self.held_out)
+        return [*about_test_set(self.dataset), *used, *self._sampled()]
+
+    def _sampled(self) -> list[str]:
+        """What to say where models are evaluated on a part of the test set."""
+        there, used = len(self.dataset.y_test), len(self.test)
+        return (
+            [f"evaluated on {used:,} of {there:,} test samples, classes alike (eval.samples)"] if used < there else []
+        )
+
+    def server_side(self, config: Config) -> ServerSide:
+        """What the server knows where all samples are in one place."""
+        return ServerSide(
+            name=self.dataset.name,
+            classes=self.dataset.classes,
+            net=self.net,
+            method=self.method,
+            test=self.test if len(self.test) else None,
+            card=self.card(config),
+            counts=self.class_counts(),
+            sites=self.sites,
+            as_read=self.as_read,
+            notes=tuple(f"{self.dataset.name}: {words}" for words in self._notes(config)),
+            train=self.train,
+            trained_on=np.concatenate(self.parts),
+        )
+
+
+def client_name(client: int, sites: Sequence[str]) -> str:
+    """What messages call a client."""
+    return f"site {sites[client]} (client {client})" if sites else f"client {client}"
+
+
+@dataclass(frozen=True)
+class ServerSide:
+    """What the server of a run knows, wherever the samples are: all that the round loop works on."""
+
+    name: str  # of the data
+    classes: tuple[str, ...]
+    net: Net
+    method: Method
+    test: Samples | None  # the balanced test set, if the server has one
+    card: dict[str, Any]  # metadata in the global model's file
+    counts: list[list[int]] = field(default_factory=list)  # clients by classes; empty: only the sites know
+    sites: tuple[str, ...] = ()
+    as_read: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()  # about the data, for the user
+    train: Samples | None = None  # the training samples, where all are in one place
+    trained_on: Indices | None = None  # those of them that clients train on
+
+    @property
+    def one_class(self) -> list[int]:
+        """The natural sites with a single class, which any model can learn to name: means over sites leave them out.
+
+        None if all sites are like that, and none where only the sites know their classes.
+        """
+        few = [client for client, row in enumerate(self.counts) if self.sites and np.count_nonzero(row) < 2]
+        return few if len(few) < len(self.counts) else []
+
+
+def initial_state(method: Method, net: Net, seed: int, device: str = "cpu") -> Tree:
+    """The server's state before the first round; anyone who has the config can compute it."""
+    initial = method.init(net, torch_rng(seed, "init"))
+    return {name: value.to(device) for name, value in canonical(initial).items()}
+
+
+def class_counts(data: Dataset, parts: list[Indices]) -> list[list[int]]:
+    """Training samples of each class (columns) in every part (rows)."""
+    owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    table = class_table(data.y_train[np.concatenate(parts)], owner, len(parts), data.num_classes)
+    return [row.tolist() for row in table]
+
+
+def network(config: Config, shape: tuple[int, ...], num_classes: int) -> Net:
+    """The network that a config describes, for samples of this shape."""
+    m = config.model
+    net = build_net(
+        m.name, shape, num_classes, m.args, head=m.head, norm=m.norm, weights=m.weights, convolution=m.convolution
+    )
+    net.precision = config.precision
+    return net
+
+
+def load_data(config: Config) -> Dataset:
+    """The samples that a config names."""
+    return load(config.data.name, data_folder(config), config.data.model_dump())
+
+
+def test_sample(config: Config, test: Samples) -> Samples:
+    """The test samples to evaluate on: all, or `eval.samples` of them, the same for all methods and rounds."""
+    if config.eval.samples is None or config.eval.samples >= len(test):
+        return test
+    return subset(test, balanced_sample(test.y.numpy(force=True), config.eval.samples, numpy_rng(config.seed, "test")))
+
+
+def data_folder(config: Config) -> Path:
+    """The folder in which data sets are looked up by name."""
+    return cache.data_folder(config.data.dir)
+
+
+def fingerprint_of(config: Config, data: Dataset) -> dict[str, Any]:
+    """What was read, and from where."""
+    file = file_of(config.data.name, data_folder(config))
+    size = {"bytes": file.stat().st_size} if file is not None and file.is_file() else {}
+    return {**data.fingerprint, "path": config.data.name if file is None else str(file), **size}
+
+
+def build_federation(config: Config, dataset: Dataset | None = None, run: Path | None = None) -> Federation:
+    """Load, divide and check everything that a run needs; bad input is found here, before anything is written.
+
+    Pass `dataset` to reuse loaded data. If the folder `run` holds a run that has already begun, data and weights
+    must be those that it began with.
+    """
+    check_machine(config.device, config.precision)
+    natural = config.partition.kind.natural
+    data = dataset or load_data(config)
+    as_read = fingerprint_of(config, data)
+    if run is not None:
+        fingerprint.check(run, config, as_read)
+    if natural and dataset is None:
+        _tell_what_is_not_agreed(data, config)
+    parts, held_out = divide(data, config)
+    for words in splits.not_divided(
+        data, parts, held_out, client_names(data, config, len(parts)), _share(data, config)
+    ):
+        warnings.warn(words, Notice, 2)
+    data, statistics = scaling.fit(data, parts, held_out, natural)
+    return Federation(
+        dataset=data,
+        train=samples_of(data, "train", config.data.augment, config.device),
+        test=test_sample(config, samples_of(data, "test", device=config.device)),
+        parts=parts,
+        net=network(config, data.shape, data.num_classes),
+        method=config.build_method(),
+        held_out=held_out,
+        statistics=statistics,
+        sites=data.sites if natural else (),
+        as_read=as_read,
+    )
+
+
+def _tell_what_is_not_agreed(data: Dataset, config: Config) -> None:
+    """Warn in a simulation about what real sites, which do not see each other's rows, would have to agree on."""
+    if ":" in config.data.name and (words := not_agreed(data, config.data.classes, config.data.columns)):
+        warnings.warn(f"sites of a real federation would refuse to take part with {data.name}: {words}", Notice, 3)
+
+
+def divide(data: Dataset, config: Config) -> tuple[list[Indices], list[Indices]]:
+    """Each client's samples to train on, and those that it holds out."""
+    owned = config.partition.kind.divide(data, numpy_rng(config.seed, "partition"))
+    # By name, so that a site holds out the same samples alone as in the simulation of all sites.
+    names, share = client_names(data, config, len(owned)), _share(data, config)
+    both = [
+        hold_out(data.y_train, part, share, numpy_rng(config.seed, f"holdout {name}"), data.group_train)
+        for part, name in zip(owned, names, strict=True)
+    ]
+    return [train for train, _ in both], [held for _, held in both]
+
+
+def client_names(data: Dataset, config: Config, clients: int) -> list[str]:
+    """The clients' names: the sites', where they are natural ones."""
+    return list(data.sites) if config.partition.kind.natural else [f"client {k}" for k in range(clients)]
+
+
+def _share(data: Dataset, config: Config) -> float:
+    """The share of its samples that every client holds out."""
+    if config.data.holdout is not None:
+        return config.data.holdout
+    return 0.0 if len(data.y_test) else DEFAULT_SHARE

@@ -1,0 +1,292 @@
+"""Admission: the server asks unknown nodes who they are, and admits those whose data fits the federation."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flwr.app import MessageType
+from flwr.serverapp import Grid
+
+from fednh.config import Config
+from fednh.data import scaling
+from fednh.errors import RunError
+from fednh.flower import audit, protocol
+from fednh.flower.audit import head_of
+from fednh.flower.layout import WAITING
+from fednh.flower.protocol import NOTICE, Hello, Task, content_of, why
+from fednh.flower.signing import Identity, fingerprint_of_pem, ssh_fingerprint
+from fednh.flower.transport import GREETING, FetchError, Mailbox, Reply, Request
+
+# --- membership -----------------------------------------------------------------------------------------------------
+# Who takes part: sites by name and number, the nodes that speak for them, and the task that they agreed on.
+
+
+@dataclass
+class Member:
+    """One site, as the server remembers it: part of every checkpoint."""
+
+    number: int
+    site: str
+    rounds: list[int] = field(default_factory=list)  # in which its upload was taken
+    key: str = ""  # its public key; empty where nothing is signed
+
+    @property
+    def last(self) -> int:
+        return self.rounds[-1] if self.rounds else 0
+
+    def since(self, horizon: int) -> int:
+        """The oldest of its states that a server which goes back to round `horizon` may ask for."""
+        return max((r for r in self.rounds if r <= horizon), default=0)
+
+
+class Membership:
+    """Members by number. Which node is which site is known while the server runs, and asked again after a restart."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = (), records: Iterable[Mapping[str, Any]] = ()):
+        """From a checkpoint's rows, and the records of its rounds, which list the clients that took part."""
+        self.members = {row["number"]: Member(row["number"], row["site"], key=row.get("key", "")) for row in rows}
+        for record in records:
+            for client in record["clients"]:
+                self.members[client].rounds.append(record["round"])
+        self._node: dict[int, int] = {}  # client -> node
+        self._client: dict[int, int] = {}  # node -> client
+
+    def __iter__(self) -> Iterator[Member]:
+        """Members in the order of their numbers."""
+        return iter([member for _, member in sorted(self.members.items())])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The members as a checkpoint stores them."""
+        return [{"number": member.number, "site": member.site, "key": member.key} for member in self]
+
+    def knows(self, node: int) -> bool:
+        return node in self._client
+
+    def node(self, client: int) -> int:
+        return self._node[client]
+
+    def nodes(self, site: str) -> list[int]:
+        """The node of a site, if it has one."""
+        return [node for client, node in self._node.items() if self.site(client) == site]
+
+    def site(self, client: int) -> str:
+        return self.members[client].site
+
+    def present(self, online: set[int]) -> list[int]:
+        """The clients whose nodes are online."""
+        return sorted(client for client, node in self._node.items() if node in online)
+
+    def admit(self, arrivals: Sequence[tuple[int, Hello]]) -> list[str]:
+        """Admit nodes that introduced themselves; new sites are numbered in the order of their names. Returns notes."""
+        told = []
+        for node, hello in sorted(arrivals, key=lambda row: row[1].site):
+            client = self._number(hello)
+            if self.members.setdefault(client, Member(client, hello.site, key=hello.key)).site != hello.site:
+                told.append(
+                    f"site {hello.site} has part {client}, which site {self.site(client)} has already; it is left out"
+                )
+                continue
+            before = self._node.get(client)
+            if before is not None and before != node:
+                self._client.pop(before, None)
+                told.append(f"site {hello.site} came back as another node; the new node replaces the old one")
+            self._node[client], self._client[node] = node, client
+        return told
+
+    def _number(self, hello: Hello) -> int:
+        if hello.number >= 0:
+            return hello.number
+        known = [member.number for member in self.members.values() if member.site == hello.site]
+        return known[0] if known else max(self.members, default=-1) + 1
+
+
+def agree(tasks: Sequence[Task]) -> Task:
+    """The task that most of the first sites have, with one scaling of inputs for all sites."""
+    (common, _), *_ = Counter(_form(task) for task in tasks).most_common(1)
+    alike = [task for task in tasks if _form(task) == common]
+    one = scaling.agreed([scaling.Scaling(task.mean, task.std) for task in alike])
+    return replace(alike[0], mean=one.mean, std=one.std)
+
+
+def number_problem(hello: Hello, parts: int) -> str | None:
+    """Why a site cannot have the number that it claims, or None."""
+    if hello.task.divided and not 0 <= hello.number < parts:
+        return f"it says that it has part {hello.number} of {parts}; parts are numbered from 0 (partition.clients)"
+    if not hello.task.divided and hello.number != -1:
+        return "it has data of its own, so the server numbers it, but it gives itself a number"
+    return None
+
+
+def disagreement(agreed: Task, task: Task) -> str | None:
+    """Why a site with this data cannot take part, or None."""
+    if task.classes != agreed.classes:
+        return (
+            f"its classes are {', '.join(task.classes)}, not {', '.join(agreed.classes)}; set data.classes to all of "
+            f"them in the federation's config"
+        )
+    if task.divided != agreed.divided:
+        return "it has data of its own and others a part of one set, or the other way round"
+    if task.preprocessing != agreed.preprocessing:
+        return f"its samples are made by {task.preprocessing}, not by {agreed.preprocessing}"
+    if _form(task) != _form(agreed):
+        return f"its samples have shape {task.shape} and scale {task.scale:g}, not {agreed.shape} and {agreed.scale:g}"
+    return None
+
+
+def _form(task: Task) -> tuple[Any, ...]:
+    form = task.shape, task.scale, len(task.mean), len(task.std), task.preprocessing
+    return task.divided, task.classes, *form
+
+
+# --- reception ------------------------------------------------------------------------------------------------------
+
+
+AGAIN = 10.0  # seconds until a node that cannot take part is asked again
+REMINDER = 60.0  # seconds between two notes that sites are missing
+
+
+class Reception:
+    """The known sites, the task they agreed on, and the sites that wait to be admitted."""
+
+    def __init__(
+        self,
+        config: Config,
+        grid: Grid,
+        mailbox: Mailbox,
+        tell: Callable[..., None],  # takes a sentence and, for the audit log, the site it is about
+        events: audit.Writer,
+        toml: str,
+        timeout: float,
+        identity: Identity | None,
+    ):
+        self.config, self.grid, self.mailbox, self.tell, self.identity = config, grid, mailbox, tell, identity
+        self.events = events
+        self.question, self.timeout = protocol.hello_request(toml), timeout
+        self.membership = Membership()
+        self.task: Task | None = None
+        self._arrivals: list[tuple[int, Hello]] = []
+        self._told: set[str] = set()
+        self._again: dict[int, float] = {}  # node -> when to ask it again, if it could not take part
+
+    def once(self, words: str, **who: Any) -> None:
+        if words not in self._told:
+            self._told.add(words)
+            self.tell(words, **who)
+
+    def gather(self, enough: int, aloud: bool, wait: float) -> Task:
+        """Wait until `enough` sites with fitting data have introduced themselves; returns the task they agree on.
+
+        RunError if they have not after `wait` seconds.
+        """
+        told, last, deadline = 0.0, "", time.monotonic() + wait
+        while True:
+            self.greet(set(self.grid.get_node_ids()))
+            self.mailbox.rest()
+            here = {hello.site for _, hello in self._arrivals}
+            if len(here) >= enough and (task := self._agreed(enough)):
+                self.task = task
+                self.welcome()
+                return task
+            words = f"{WAITING}: {len(here)} of {enough} are here ({', '.join(sorted(here)) or 'none'})"
+            if aloud and (words != last or time.monotonic() - told > REMINDER):
+                told, last = time.monotonic(), words
+                self.tell(words)
+            if time.monotonic() > deadline:
+                raise RunError(f"{words}, and federation.wait = {wait:g} s are over; start the same run again later")
+
+    def _agreed(self, enough: int) -> Task | None:
+        """The task that enough of the present sites share; else None, and a note on each site that does not fit."""
+        rows = sorted(self._arrivals, key=lambda row: row[1].site)
+        task = self.task or agree([hello.task for _, hello in rows])
+        fitting = {self._place(hello) for _, hello in rows if not self._problem(task, hello)}
+        if len(fitting) >= enough:
+            return task
+        for node, hello in rows:
+            if problem := self._problem(task, hello):
+                self.once(f"site {hello.site} cannot take part: {problem}", site=hello.site, node=node)
+        return None
+
+    @staticmethod
+    def _place(hello: Hello) -> int | str:
+        return hello.number if hello.number >= 0 else hello.site
+
+    def _problem(self, task: Task, hello: Hello) -> str | None:
+        return disagreement(task, hello.task) or number_problem(hello, self.config.partition.clients)
+
+    def greet(self, online: set[int]) -> None:
+        """Ask unknown nodes who they are."""
+        met = self.mailbox.asked() | {node for node, _ in self._arrivals}
+        met |= {node for node, then in self._again.items() if then > time.monotonic()}
+        strangers = [node for node in sorted(online - met) if not self.membership.knows(node)]
+        if strangers:
+            self.events("asked", kind="query", nodes=strangers, sent=self.question)
+        letters = [(Request(node, MessageType.QUERY, GREETING), self.question) for node in strangers]
+        self.mailbox.send(letters, self.timeout)
+
+    def welcome(self) -> None:
+        """Admit the sites that introduced themselves, if their data fits."""
+        assert self.task is not None
+        fitting = []
+        for node, hello in self._arrivals:
+            if problem := self._problem(self.task, hello):
+                self.once(f"site {hello.site} cannot take part: {problem}", site=hello.site, node=node)
+            else:
+                fitting.append((node, hello))
+        self._arrivals = []
+        for words in self.membership.admit(fitting):
+            self.tell(words)
+        for node, hello in fitting:
+            if self.membership.knows(node):
+                facts = {"site": hello.site, "node": node, "key": ssh_fingerprint(hello.key)}
+                self.events("joined", **facts, head=hello.audit)
+
+    def heard(self, letter: Request, reply: Reply) -> None:
+        """Handle a site's introduction."""
+        try:
+            hello = self._hello(letter, reply)
+        except Exception as error:  # whatever reading it raises is that site's problem, not the server's
+            self._again[letter.node] = time.monotonic() + min(AGAIN, self.timeout)
+            who, facts = self._stranger(letter.node, reply)
+            self.once(f"{who} cannot take part: {why(error)}", **facts)
+            return
+        if self.identity is not None and (problem := self.identity.claim(hello.site, hello.key)):
+            if problem not in self._told:
+                spokesmen = [node for node, other in self._arrivals if other.site == hello.site]
+                self._notify({letter.node, *spokesmen, *self.membership.nodes(hello.site)}, problem)
+            self.once(problem, site=hello.site, node=letter.node, key=ssh_fingerprint(hello.key))
+            return
+        self._arrivals.append((letter.node, hello))
+
+    def _hello(self, letter: Request, reply: Reply) -> Hello:
+        """Read a newcomer's introduction, and verify its signature where messages are signed."""
+        content = content_of(reply)
+        if self.identity is None:
+            return Hello.read(content)
+        protocol.check_problem(content)
+        content, site, key = self.identity.opened(letter, content)
+        hello = Hello.read(content)
+        if hello.site != site:
+            raise ValueError("it signs for one site and speaks for another")
+        return replace(hello, key=key, audit=head_of(content) or "")
+
+    def _stranger(self, node: int, reply: Reply) -> tuple[str, dict[str, Any]]:
+        """What is known of a node that has not proven who it is: as text, and as facts for the audit log."""
+        key = next((fingerprint_of_pem(info.public_key) for info in self.grid.get_nodes() if info.node_id == node), "")
+        owner = self.identity.owner(key) if self.identity is not None and key else None
+        known = f"node {node}, key {key}" if key else f"node {node}"
+        facts = {"node": node, "key": key}
+        if owner is not None:
+            return f"site {owner} ({known})", {**facts, "site": owner}
+        name = "" if isinstance(reply, FetchError) or reply.has_error() else protocol.claimed_name(reply.content)
+        if name:
+            return f"a site that calls itself {name} ({known})", {**facts, "says": name}
+        return f"a site ({known})", facts
+
+    def _notify(self, nodes: set[int], words: str) -> None:
+        """Send sites a notice for their own logs."""
+        text = protocol.notice(words)
+        self.mailbox.send([(Request(node, NOTICE, GREETING), text) for node in sorted(nodes)], self.timeout)

@@ -1,0 +1,359 @@
+"""The server's messages: sent through the Grid, answered in any order, too late or never."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from flwr.app import Message, MessageType, RecordDict
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, PullObjectRequest
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import get_object_head_values_from_object_content as head_of
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
+from flwr.superlink.grid import HttpGrid
+
+from fednh import machine
+from fednh.errors import Interrupted
+from fednh.text import one_line
+
+if TYPE_CHECKING:
+    from fednh.federated.checks import TensorSpecs
+
+
+# --- bounds ---------------------------------------------------------------------------------------------------------
+# Limits on the size, depth and values of received messages, checked before anything is allocated for them.
+
+
+WORDS = 1 << 20  # bytes of a message without its arrays
+TEXT = 4 << 20  # characters of one text: a greeting may name many classes and columns
+TENSOR = 1 << 12  # bytes of the description of one tensor in a tree
+CHUNK = 1 << 20  # bytes; Flower cuts arrays into chunks of 5 MB
+SAMPLE = 1 << 28  # numbers in one sample
+NAMES = 1 << 16  # classes, features or names of any kind
+NUMBER = 10**9  # of clients and rounds
+
+
+class Limit(NamedTuple):
+    """The largest size of one message."""
+
+    bytes: int
+    parts: int  # objects in Flower's store: records, and the chunks of a tree
+
+    @classmethod
+    def of(cls, form: TensorSpecs | None) -> Limit:
+        """The limit for an answer with an upload of this form; None: without an upload."""
+        size = sum(math.prod(shape) * dtype.itemsize + TENSOR for shape, dtype in (form or {}).values())
+        return cls(WORDS + size, 16 + size // CHUNK)
+
+
+GREETING = Limit(TEXT + WORDS, 8)
+
+
+def read_json(text: str) -> Any:
+    """Parse JSON; any fault, also too great a length or depth, is a ValueError."""
+    if len(text) > TEXT:
+        raise ValueError(f"a text of {len(text)} characters is too long")
+    try:
+        return json.loads(text, parse_constant=_refused)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _refused(word: str) -> NoReturn:
+    raise ValueError(f"it holds {word}")
+
+
+def numbers(values: Any, least: int, most: int) -> tuple[int, ...]:
+    """Whole numbers from `least` to `most`."""
+    found = _list(values)
+    if not all(type(value) is int and least <= value <= most for value in found):
+        raise ValueError(f"{quoted(values)} should be whole numbers from {least} to {most}")
+    return tuple(found)
+
+
+def floats(values: Any) -> tuple[float, ...]:
+    """Finite numbers."""
+    found = _list(values)
+    if not all(type(value) in (int, float) and abs(value) < 1e30 for value in found):
+        raise ValueError(f"{quoted(values)} should be numbers")
+    return tuple(float(value) for value in found)
+
+
+def texts(values: Any, longest: int = 1000) -> tuple[str, ...]:
+    found = _list(values)
+    if not all(isinstance(value, str) and len(value) <= longest for value in found):
+        raise ValueError(f"{quoted(values)} should be texts of up to {longest} characters")
+    return tuple(found)
+
+
+def flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{quoted(value)} should be true or false")
+    return value
+
+
+def _list(values: Any) -> list[Any]:
+    if not isinstance(values, list) or len(values) > NAMES:
+        raise ValueError(f"{quoted(values)} should be a list of up to {NAMES}")
+    return values
+
+
+def quoted(value: Any) -> str:
+    """A received value, safe to quote in a message: short, on one line, without control characters."""
+    return one_line(repr(value if not isinstance(value, list | dict) else list(value)[:8])[:200], 80)
+
+
+# --- parcels --------------------------------------------------------------------------------------------------------
+# Replies as Flower stores them: fetched piece by piece, measured, and only then put together.
+#
+# The SuperLink stores a reply as a tree of objects. An array is a list of chunks, and a chunk may be listed many
+# times, so a small message can expand to a large array. Flower's own `pull_messages` assembles everything before it
+# can be checked, fails for all replies if one is bad, and waits for the slowest. So over a network the pieces are
+# fetched here, each reply by itself, bounded in number and size, and their sizes are added up before they are joined.
+
+
+CHILDREN = {  # which objects may contain which
+    "Message": ("RecordDict",),
+    "RecordDict": ("ConfigRecord", "MetricRecord", "ArrayRecord"),
+    "ArrayRecord": ("Array",),
+    "Array": ("ArrayChunk",),
+    "ConfigRecord": (),
+    "MetricRecord": (),
+    "ArrayChunk": (),
+}
+
+
+PATIENCE = 600.0  # seconds that a site waits for the parts of an order
+BACKOFF = 0.05  # seconds until a part that is not there yet is asked for again, doubled up to 5; Flower begins with 1
+
+
+@dataclass(frozen=True)
+class FetchError:
+    """A reply that could not be fetched, and why."""
+
+    problem: Exception
+
+
+class Parcels:
+    """The replies that are being fetched."""
+
+    def __init__(self, grid: Grid):
+        self.grid = grid
+        self._waiting: dict[str, _Parcel] = {}
+
+    def pull(self, limits: Mapping[str, Limit]) -> Iterator[tuple[str, Message | FetchError]]:
+        """Complete replies, by the id of the message they answer; `limits` has the size limit of each."""
+        if not isinstance(self.grid, HttpGrid):  # a simulation: everything is in this process already
+            for message in self.grid.pull_messages(list(limits)):
+                yield message.metadata.reply_to_message_id, message
+            return
+        link, run = self.grid._runtime_client, self.grid.run.run_id
+        found = link.PullMessages(PullAppMessagesRequest(message_ids=sorted(limits.keys() - self._waiting.keys())))
+        for proto, tree in zip(found.messages_list, found.message_object_trees, strict=True):
+            name = proto.metadata.reply_to_message_id
+            if name in limits:
+                self._waiting[name] = _Parcel(self.grid, tree, limits[name])
+        for name, parcel in list(self._waiting.items()):
+            try:
+                reply: Message | FetchError | None = parcel.taken()
+            except Exception as error:
+                reply = FetchError(error)
+            if reply is not None:
+                del self._waiting[name]
+                received = ConfirmMessageReceivedRequest(
+                    node=self.grid.node, run_id=run, message_object_id=parcel.tree.object_id
+                )
+                link.ConfirmMessageReceived(received)
+                yield name, reply
+
+    def drop(self, name: str) -> None:
+        """Stop fetching this reply: its time has passed."""
+        self._waiting.pop(name, None)
+
+
+@dataclass
+class _Parcel:
+    """One reply; some of its objects may still be on their way."""
+
+    grid: HttpGrid
+    tree: ObjectTree
+    limit: Limit
+    there: dict[str, bytes] = field(default_factory=dict)
+
+    def taken(self) -> Message | None:
+        """The reply if it is complete, else None."""
+        names = [each.object_id for each in islice(iterate_object_tree(self.tree), self.limit.parts + 1)]
+        if len(names) > self.limit.parts:
+            raise ValueError(f"it has more than {self.limit.parts} parts")
+        for name in dict.fromkeys(names):
+            if name not in self.there and not self._fetch(name):
+                return None
+        self._check(joined_size(self.tree.object_id, self.there))
+        reply = inflate_object_from_contents(self.tree.object_id, self.there)
+        if not isinstance(reply, Message):
+            raise ValueError(f"it is a {type(reply).__name__}, not a message")
+        reply.metadata.__dict__["_message_id"] = self.tree.object_id
+        return reply
+
+    def _fetch(self, name: str) -> bool:
+        question = PullObjectRequest(node=self.grid.node, run_id=self.grid.run.run_id, object_id=name)
+        found = self.grid._runtime_client.PullObject(question)
+        if not found.object_found:
+            raise ValueError("a part of it is gone: it was not sent in time")
+        if not found.object_available:
+            return False
+        self.there[name] = found.object_content
+        self._check(sum(map(len, self.there.values())))
+        return True
+
+    def _check(self, size: int) -> None:
+        if size > self.limit.bytes:
+            raise ValueError(f"it has {size} bytes or more, where up to {self.limit.bytes} are expected")
+
+
+def take_order(
+    tree: ObjectTree,
+    pull: Callable[[str], bytes],
+    confirm: Callable[[str], None],
+    return_type: type[Message] = Message,
+    patience: float = PATIENCE,
+) -> Message:
+    """Fetch an order at a site. Replaces Flower's function, which has no size limit and too long a timeout.
+
+    If a server ends while it sends, parts of the order never arrive; Flower waits for them for over an hour.
+    """
+    names = list(dict.fromkeys(each.object_id for each in iterate_object_tree(tree)))
+    there = pull_objects(names, pull, max_time=patience, initial_backoff=BACKOFF, backoff_cap=min(5.0, patience))
+    confirm(tree.object_id)
+    size, most = joined_size(tree.object_id, there), machine.total_memory() // 4
+    if size > most:
+        raise ValueError(f"the order has {size} bytes, and a quarter of this machine's memory is {most}")
+    order = inflate_object_from_contents(tree.object_id, there)
+    if not isinstance(order, return_type):
+        raise ValueError(f"it is a {type(order).__name__}, not a message")
+    return order
+
+
+def joined_size(root: str, contents: Mapping[str, bytes]) -> int:
+    """The size of a message once its chunks are joined, computed without joining; ValueError if it is malformed."""
+    total, kinds = 0, {root: "Message"}
+    level = [root]
+    while level:
+        below: list[str] = []
+        for name in level:
+            kind, children, length = head_of(contents[name])
+            if kind != kinds[name]:
+                raise ValueError(f"it holds {quoted(kind)} where {kinds[name]} belongs")
+            for child in children:
+                theirs = head_of(contents[child])[0]
+                if theirs not in CHILDREN[kind] or kinds.setdefault(child, theirs) != theirs:
+                    raise ValueError(f"it holds {quoted(theirs)} in {kind}")
+            total += _array_size(contents[name], children, contents) if kind == "Array" else length
+            below += [child for child in children if kind != "Array"]
+        level = list(dict.fromkeys(below))
+    return total
+
+
+def _array_size(content: bytes, chunks: list[str], contents: Mapping[str, bytes]) -> int:
+    """The size of an array: each chunk counts as often as it is listed."""
+    sizes = [len(contents[name]) for name in chunks]
+    listed = json.loads(content[content.index(b"\0") + 1 :])["arraychunk_ids"]
+    if not isinstance(listed, list) or not all(type(place) is int and 0 <= place < len(sizes) for place in listed):
+        raise ValueError("an array lists chunks that are not there")
+    return sum(sizes[place] for place in listed)
+
+
+# --- mailbox --------------------------------------------------------------------------------------------------------
+
+
+Reply = Message | FetchError
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was sent, and to whom."""
+
+    node: int
+    kind: str  # query, train or evaluate
+    limit: Limit  # of the reply
+    client: int = -1
+    round: int = 0
+    site: str = ""  # its name; empty in a query, which asks for it
+    counter: int = 0  # of the signed order; its reply must repeat it
+
+
+Sign = Callable[[Request, RecordDict], tuple[Request, RecordDict]]
+
+
+class Mailbox:
+    """Sends and polls. `stray` gets every reply that no caller waits for: to queries, and to letters that timed out.
+
+    With `sign` every letter is signed when it is sent.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        stop: threading.Event,
+        stray: Callable[[Request, Reply], None],
+        pause: float,
+        sign: Sign | None = None,
+    ):
+        self.grid, self.stop, self.stray, self.pause, self.sign = grid, stop, stray, pause, sign
+        self._open: dict[str, Request] = {}
+        self._parcels = Parcels(grid)
+
+    def asked(self) -> set[int]:
+        """Nodes that owe an answer to a query."""
+        return {letter.node for letter in self._open.values() if letter.kind == MessageType.QUERY}
+
+    def send(self, letters: Sequence[tuple[Request, RecordDict]], keep: float) -> dict[str, Request]:
+        """Send letters; a reply is valid for `keep` seconds. Returns the letters that could be sent, by message id."""
+        if self.sign is not None:
+            letters = [self.sign(*letter) for letter in letters]
+        messages = [Message(content, row.node, row.kind, ttl=keep, group_id=str(row.round)) for row, content in letters]
+        posted = set(self.grid.push_messages(messages)) if messages else set()
+        sent = {m.metadata.message_id: row for m, (row, _) in zip(messages, letters, strict=True)}
+        sent = {name: row for name, row in sent.items() if name in posted}
+        self._open |= sent
+        return sent
+
+    def replies(self, sent: dict[str, Request], timeout: float) -> Iterator[tuple[Request, Reply]]:
+        """Replies to what was `sent`, as they arrive, until all are in or the timeout has passed."""
+        waiting, deadline = set(sent), time.monotonic() + timeout
+        while waiting and time.monotonic() < deadline:
+            for name, letter, reply in self._pull():
+                if name in waiting:
+                    waiting.remove(name)
+                    yield letter, reply
+                else:
+                    self.stray(letter, reply)
+            if waiting:
+                self._wait()
+        for name in waiting:
+            self._parcels.drop(name)
+
+    def rest(self) -> None:
+        """Handle the replies that have arrived, waiting for none in particular, then pause."""
+        for _, letter, reply in self._pull():
+            self.stray(letter, reply)
+        self._wait()
+
+    def _pull(self) -> list[tuple[str, Request, Reply]]:
+        if not self._open:
+            return []
+        limits = {name: letter.limit for name, letter in self._open.items()}
+        replies = [(name, reply) for name, reply in self._parcels.pull(limits) if name in self._open]
+        return [(name, self._open.pop(name), reply) for name, reply in replies if name in self._open]
+
+    def _wait(self) -> None:
+        if self.stop.wait(self.pause):
+            raise Interrupted

@@ -1,0 +1,188 @@
+"""A trained model as ONNX, which needs no fednh. The whole way from raw input is inside.
+
+input          uint8 images (N, H, W, C), or float32 vectors (N, F), with values as in the training data; N is free
+probabilities  float32 (N, C); logits float32 (N, C)
+similarity     float32 (N,), the cosine to the nearest prototype, for methods that have prototypes
+
+The card goes along: ONNX metadata "fednh". What was written is read back and compared with the model before it gets its
+name: an export that computes something else is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fednh import extras
+from fednh.data import scaling
+from fednh.data.dataset import Inputs
+from fednh.data.sources.images import rule
+from fednh.data.sources.registry import build, find, load
+from fednh.errors import UserError
+from fednh.federated import similarity
+from fednh.inference import inputs
+from fednh.inference.model import Model
+from fednh.io.cache import data_folder
+from fednh.io.files import commit_file, make_folder
+from fednh.runs.model_file import Card, remembered
+from fednh.text import one_line
+from fednh.tree import Tree
+
+TOLERANCE = 1e-4  # relative to values of 1 and more, absolute below
+
+
+class Whole(nn.Module):
+    """Preprocessing, network, method and softmax as one module; the parameters are its buffers."""
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.model, self.names = model, list(model.params)
+        for i, name in enumerate(self.names):
+            self.register_buffer(f"parameter{i}", model.params[name].contiguous())
+        for name, value in model.normalisation._asdict().items():
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        params: Tree = {name: self.get_buffer(f"parameter{i}") for i, name in enumerate(self.names)}
+        how = scaling.Constants(*(self.get_buffer(name) for name in scaling.Constants._fields))
+        logits = self.model.logits(x, params, how)
+        near = similarity.similarity(self.model.method, params, logits)
+        return (logits.softmax(1), logits) if near is None else (logits.softmax(1), logits, near)
+
+
+def export(model: Model, path: Path) -> dict[str, Any]:
+    """Write the model to `path` as ONNX; returns what it was checked on and the largest difference found."""
+    extras.need("onnx", "an export to ONNX")
+    samples, origin = real_samples(model)
+    whole = Whole(model).eval()
+    with torch.no_grad(), _quiet(), _in_words(model):
+        batch = torch.export.Dim("batch")
+        program = torch.export.export(whole, (torch.from_numpy(samples[:2]),), dynamic_shapes=({0: batch},))
+    make_folder(path.parent)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".export-") as folder:
+        draft = Path(folder) / "model.onnx"
+        with _in_words(model):
+            run = _onnx(model, program, draft)
+            difference = _difference(model, run, samples)
+        if not difference <= TOLERANCE:
+            raise UserError(f"the exported model differs from the original by {difference:.1e}; it was not written")
+        commit_file(draft, path)
+    return {"file": str(path), "checked_on": origin, "samples": len(samples), "difference": difference}
+
+
+def real_samples(model: Model) -> tuple[Inputs, str]:
+    """Inputs to compare on: of the data that the model was trained on, where they are at hand."""
+    name, why = str(model.card.trained_on.get("data", "")), "the training data are not here"
+    try:
+        x = _raw(model.card, name)
+        return inputs.samples(x[:: max(1, len(x) // 100)][:100], model.card), f"samples of {name}"
+    except UserError as error:
+        if Path(name.partition(":")[2] or "-").exists():
+            why = f"the training data cannot be read: {error}"
+    how, shape = model.card.preprocessing, model.card.shape
+    rng = np.random.default_rng(0)
+    sizes = (64, *shape[1:], shape[0]) if inputs.is_image(model.card) else (64, *shape)
+    drawn = scaling.restore(rng.normal(size=sizes), how.scale, scaling.Scaling(tuple(how.mean), tuple(how.std)))
+    if inputs.is_image(model.card):
+        return np.clip(drawn, 0, 255).astype(np.uint8), f"random images ({why})"
+    return drawn.astype(np.float32), f"random vectors ({why})"
+
+
+def _raw(card: Card, name: str) -> Any:
+    """Samples of the training data; of a table its columns are enough, whichever one the label was."""
+    how, found = card.preprocessing.model_extra or {}, find(name)
+    if found is None:
+        data = load(name, data_folder())
+        return data.x_test if len(data.x_test) else data.x_train
+    kind, address = found
+    if kind.runs_code:
+        raise UserError("a model file may come from anybody, and names no code to run")
+    settings = {"size": how.get("size"), "fit": rule(how), "on_bad": "skip"}
+    settings |= {"classes": card.classes if kind.named else None, **remembered(card)}
+    source = build(kind, settings)
+    return source.inputs(name, address, how)
+
+
+Runner = Callable[[Inputs], list[Any]]
+
+
+def _onnx(model: Model, program: torch.export.ExportedProgram, path: Path) -> Runner:
+    import onnx
+    import onnxruntime  # type: ignore[import-untyped]
+
+    outputs = ["probabilities", "logits", *(["similarity"] if model.method.cosine else [])]
+    with _quiet():
+        made = torch.onnx.export(program, (), dynamo=True, input_names=["input"], output_names=outputs, verbose=False)
+    assert made is not None
+    made.save(path, external_data=False)
+    proto = onnx.load(path)
+    _name_batch(proto.graph)
+    onnx.helper.set_model_props(proto, {"fednh": json.dumps(model.info)})
+    onnx.checker.check_model(proto)
+    onnx.save(proto, path)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda x: list(session.run(None, {"input": x}))
+
+
+def _name_batch(graph: Any) -> None:
+    """Name the free dimension `batch`."""
+    for value in (*graph.input, *graph.output):
+        dimension = value.type.tensor_type.shape.dim[0]
+        dimension.Clear()
+        dimension.dim_param = "batch"
+
+
+def _difference(model: Model, run: Runner, samples: Inputs) -> float:
+    """The largest difference over all outputs, for one sample, some, and all at once."""
+    largest = 0.0
+    for count in sorted({1, min(7, len(samples)), len(samples)}):
+        part = samples[:count]
+        wanted = model.scores(part)
+        for ours, theirs in zip((wanted.probabilities, wanted.logits, wanted.similarity), run(part), strict=False):
+            assert ours is not None
+            same = ours == theirs  # also where both are infinite: a class that FedProto never met
+            apart = np.abs(np.where(same, 0, ours) - np.where(same, 0, theirs)) / np.maximum(1, np.abs(ours))
+            largest = max(largest, float(np.where(same, 0, apart).max()))
+    return largest
+
+
+@contextmanager
+def _in_words(model: Model) -> Iterator[None]:
+    """What an exporter cannot do is told in a sentence: its own text has pages, about its insides."""
+    try:
+        yield
+    except (UserError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        name = model.card.method.get("name")
+        reason = one_line(next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__), 200)
+        raise UserError(
+            f"this model of {name} cannot be exported to ONNX: torch cannot write down what its network "
+            f"or its method's logits compute ({reason}); they may use tensor operations alone, with no `if` or loop "
+            f"that depends on values"
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the exporters: they warn of optional libraries and deprecations on every call, and print what failed."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    nowhere = StringIO()
+    try:
+        with warnings.catch_warnings(), redirect_stdout(nowhere), redirect_stderr(nowhere):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

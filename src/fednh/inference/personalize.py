@@ -1,0 +1,188 @@
+"""A site that never took part gets a personal model from a finished run, by the method's own personalisation.
+
+It is enrolled as any client, from the configuration alone; it receives what the server would send after the last round,
+trains as in one round of the method, unless that changes nothing it keeps, and its personal model is what the method
+calls so. Inputs are scaled as in the run, by the statistics in the model's card: a newcomer measures nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fednh.config import Config
+from fednh.config.schema import OWN, PersonalConfig
+from fednh.data.batches import ClientData, Samples, samples_of
+from fednh.data.dataset import Dataset, one_site
+from fednh.data.partitions import Indices
+from fednh.data.splits import DEFAULT_SHARE, hold_out
+from fednh.errors import UserError
+from fednh.federated import checks, client, evaluate, similarity
+from fednh.federated.setup import initial_state
+from fednh.inference.eval_data import Training, load_for, of_run, trained_on
+from fednh.machine import one_thread
+from fednh.methods import METHODS, Method
+from fednh.methods.fit import Sgd
+from fednh.models import Net
+from fednh.runs import fingerprint
+from fednh.runs.layout import RunLayout
+from fednh.runs.model_file import Card, architecture, read_model
+from fednh.runs.run_folder import read_config
+from fednh.seeding import numpy_rng, torch_rng
+from fednh.tree import Tree, canonical
+
+
+@dataclass(frozen=True)
+class Personalised:
+    """A site's personal model with its card, and its comparison with others on held-out samples."""
+
+    params: Tree
+    card: dict[str, Any]
+    comparison: dict[str, Any]
+
+
+def personalize(
+    run: Path,
+    source: str,
+    epochs: int | None = None,
+    holdout: float | None = None,
+    settings: Mapping[str, Any] | None = None,
+    site: str | None = None,
+) -> Personalised:
+    """Train on a site's data; without `holdout` its test set is held out, or a fifth where it has none.
+
+    Of a source that holds several sites, `site` is the one that is meant.
+    """
+    config, (received, card) = read_config(run), _received(run)
+    fingerprint.check_settings(run, config)
+    net, method = architecture(card, fingerprint.weights_of(run, config))
+    data, parts = _divided(
+        config, _of_site(load_for(card, source, settings, of_run(config, "group")), site, source), holdout
+    )
+    known = _trained_on(run, card, data, parts[1])
+    train, held = samples_of(data, "train", config.data.augment), _held_out(data, parts[1])
+    sgd = _sgd(config, epochs)
+    with checks.with_context(method, "personalising failed"):
+        initial = initial_state(method, net, config.seed)
+        params = _trained(
+            method, net, method.enroll(initial), received, train, parts[0], sgd, config.seed, config.personal
+        )
+    alone = METHODS["local"]()
+    fresh = canonical(net.init(torch_rng(config.seed, "init")))
+    local = _trained(alone, net, fresh, {}, train, parts[0], sgd, config.seed)
+    shared = _global(run)
+    counts = np.bincount(data.y_train[parts[0]], minlength=len(card.classes))
+    comparison = {
+        "run": str(run),
+        "method": card.method.get("name"),
+        "data": source,
+        "site": site,
+        "epochs": sgd.epochs,
+        "lr": sgd.lr,
+        "trained_on": len(parts[0]),
+        "held_out": len(held),
+        "held_out_trained_on": known,  # by the run: then its global model is better here than it would be elsewhere
+        "classes": {name: int(n) for name, n in zip(card.classes, counts, strict=True) if n},
+        "lacks": [name for name, n in zip(card.classes, counts, strict=True) if not n],
+        "global": None if shared is None else _metrics(method, net, shared, held),
+        "personalised": _metrics(method, net, params, held),
+        "local": _metrics(alone, net, local, held),
+    }
+    about = card.model_dump(mode="json", exclude_none=True)
+    about["trained_on"] = {**about["trained_on"], "personalised_on": source, "epochs": sgd.epochs}
+    about["novelty"] = similarity.similarity_quantiles(method, net, params, train, parts[0], config.seed)
+    return Personalised(params, about, comparison)
+
+
+def _of_site(data: Dataset, site: str | None, source: str) -> Dataset:
+    """The samples of one site."""
+    if site is None and len(data.sites) > 1:
+        raise UserError(
+            f"{source} holds {len(data.sites)} sites ({', '.join(data.sites)}), but a personal model is for one: "
+            f"choose it with --site"
+        )
+    if site is None:
+        return data
+    if not data.sites:
+        raise UserError(f"{source} does not say which site a sample comes from; leave --site {site!r} out")
+    return one_site(data, site)
+
+
+def _trained_on(run: Path, card: Card, data: Dataset, held: Indices | None) -> int | None:
+    """How many of the samples to compare on the run was trained on; None if its data are not at hand."""
+    x, y = (data.x_test, data.y_test) if held is None else (data.x_train[held], data.y_train[held])
+    try:
+        return trained_on(x, y, Training(run).samples(card))
+    except UserError:
+        return None
+
+
+def _received(run: Path) -> tuple[Tree, Card]:
+    """What the run's server would send to a newcomer."""
+    file = RunLayout(run).broadcast_model
+    if not file.exists():
+        raise UserError(f"{run} holds no finished run to start from ({file} is missing); finish it with `fednh resume`")
+    return read_model(file)
+
+
+def _global(run: Path) -> Tree | None:
+    file = RunLayout(run).global_model
+    return read_model(file)[0] if file.exists() else None
+
+
+def _divided(config: Config, data: Dataset, holdout: float | None) -> tuple[Dataset, tuple[Indices, Indices | None]]:
+    """The data with the samples to train on, and those held out; None: the test set is."""
+    everything = np.arange(len(data.y_train))
+    if holdout is None and len(data.y_test):
+        return data, (everything, None)
+    rng = numpy_rng(config.seed, "holdout personalize")
+    share = DEFAULT_SHARE if holdout is None else holdout
+    train, held = hold_out(data.y_train, everything, share, rng, data.group_train)
+    if len(held) == 0:
+        whole = "" if data.group_train is None else ", as data.group keeps groups whole"
+        raise UserError(
+            f"{data.name}: --holdout {share:g} of {len(everything)} samples leaves none to compare on{whole}"
+        )
+    return data, (train, held)
+
+
+def _held_out(data: Dataset, held: Indices | None) -> Samples:
+    if held is None:
+        return samples_of(data, "test")
+    return samples_of(replace(data, x_test=data.x_train[held], y_test=data.y_train[held], site_test=None), "test")
+
+
+def _sgd(config: Config, epochs: int | None) -> Sgd:
+    """As the run's first round had it: the same rate for all that is compared, whatever it starts from."""
+    t = config.train
+    return Sgd(t.lr, t.momentum, t.weight_decay, t.clip, t.batch_size, t.epochs if epochs is None else epochs)
+
+
+def _trained(
+    method: Method,
+    net: Net,
+    kept: Tree,
+    received: Tree,
+    train: Samples,
+    index: Indices,
+    sgd: Sgd,
+    seed: int,
+    how: PersonalConfig = OWN,
+) -> Tree:
+    """A newcomer's round, where it changes what is kept (normalisation too), and its personal model."""
+    with one_thread():
+        if (method.kept_is_trained and how.model == "own") or net.stateful:
+            data = ClientData(train, index, seed, purpose="personalize")
+            kept = client.update(method, net, kept, received, data, sgd).keep
+        data = ClientData(train, index, seed, purpose="personalize personal")
+        return canonical(client.personal_model(method, net, kept, received, data, sgd, how=how))
+
+
+def _metrics(method: Method, net: Net, params: Tree, held: Samples) -> dict[str, float | None]:
+    correct = evaluate.correct_per_class(lambda x: method.scores(net, params, x), held)
+    macro, share = evaluate.held_accuracy(correct, evaluate.total_per_class(held))
+    return {"held_macro": macro, "held_share": share}

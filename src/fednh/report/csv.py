@@ -1,0 +1,100 @@
+"""The tables as CSV for programs: one line for each method, setting and metric."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from fednh.data.partitions import Partition
+from fednh.federated.evaluate import POOLED
+from fednh.report.groups import SIZES, Group, accuracy_by_size, lay_out, long_tailed, show
+from fednh.report.load import Run
+from fednh.report.stats import spread
+from fednh.report.tables import HELD_OUT, METRICS, compare, published
+
+REPORTED = (
+    *(*METRICS, "pm_l_std", *HELD_OUT, "held_share_std", *POOLED, *(f"{key}_best" for key in POOLED)),
+    *("seconds", "client_seconds", "bytes_up", "bytes_down"),
+)
+COLUMNS = ["data", "partition", "beta", "clients", "participation", "rounds", "method", "settings", "metric"]
+COLUMNS += ["n", "mean", "std", "seeds"]
+PAIRED = ["reference", "pairs", "difference", "low", "high", "effect", "test", "p", "p_holm"]
+PAPER = ["paper_mean", "paper_std", "paper_difference"]
+_PRINTED = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)", "pm_l_std": "fairness"}
+
+
+def records(runs: Sequence[Run], reference: str | None = None, paper: bool = False) -> list[dict[str, Any]]:
+    """One record for each method, setting and metric; numbers are not rounded, unknown values are None."""
+    layout = lay_out(runs)
+    pairs = {(c.row, c.column, c.metric): c for c in compare(layout, reference)}
+    found = []
+    for row, column, group in layout.by_row():
+        how = group.runs[0].config.partition
+        setting = {
+            "data": group.data,
+            "partition": how.name,
+            "beta": getattr(how.kind, "beta", None),
+            "clients": group.clients,
+            "participation": group.rate,
+            "rounds": group.settings["rounds"],
+            "method": group.method,
+            "settings": "; ".join([*_shown(how.kind), *(_setting(k, v) for k, v in group.hyper.items())]),
+        }
+        if group.settings.get("eval.samples"):
+            setting["settings"] = "; ".join(
+                [f"eval.samples={group.settings['eval.samples']}", *_words(setting["settings"])]
+            )
+        if row.apart:
+            setting["settings"] = "; ".join(dict.fromkeys([*row.apart.split(", "), *_words(setting["settings"])]))
+        seen = {metric: group.values(metric) for metric in REPORTED} | _by_size(group)
+        for metric, by_seed in seen.items():
+            value = spread(by_seed)
+            if value is None:
+                continue
+            record = {**setting, "metric": metric, "n": value.n, "mean": value.mean, "std": value.std}
+            record["seeds"] = " ".join(str(run.config.seed) for run in group.runs)
+            pair = pairs.get((row, column, metric))
+            if pair is not None:
+                r = pair.result
+                values = (pair.reference.label, r.n, r.mean, r.low, r.high, r.effect, r.test, r.p, pair.corrected)
+                record |= dict(zip(PAIRED, values, strict=True))
+            theirs = published(group, _PRINTED[metric]) if paper and metric in _PRINTED else None
+            if theirs is not None and metric == "pm_l_std":  # the paper's spread over clients is its metric here
+                record |= {"paper_mean": theirs.std, "paper_difference": value.mean - theirs.std}
+            elif theirs is not None:
+                record |= dict(zip(PAPER, (theirs.mean, theirs.std, value.mean - theirs.mean), strict=True))
+            found.append(record)
+    return found
+
+
+def to_csv(found: Sequence[dict[str, Any]], paper: bool = False) -> str:
+    """Records as CSV, with the same columns whatever the runs are."""
+    out = io.StringIO()
+    columns = [*COLUMNS, *PAIRED, *(PAPER if paper else [])]
+    writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(found)
+    return out.getvalue()
+
+
+def _by_size(group: Group) -> dict[str, list[float]]:
+    """GM of classes with many, medium and few training samples, of long-tailed runs."""
+    if not all(map(long_tailed, group.runs)):
+        return {}
+    rows = accuracy_by_size(group.runs)
+    return {f"gm_{size}": [row[size] for row in rows if size in row] for size in SIZES}
+
+
+def _shown(kind: Partition) -> list[str]:
+    """The partition's settings that have no column of their own."""
+    return [_setting(key, getattr(kind, key)) for key in kind.shown if key != "beta"]
+
+
+def _setting(key: str, value: Any) -> str:
+    return f"{key.removeprefix('method.')}={show(value)}"
+
+
+def _words(text: str) -> list[str]:
+    return text.split("; ") if text else []

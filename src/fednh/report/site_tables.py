@@ -1,0 +1,251 @@
+"""The report on sites: which model each should use and how sure that is, class by class; and what the explorer shows.
+
+The numbers are those of sites.py; this decides what of them stands on the page.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fednh.report.load import Run
+from fednh.report.sheet import DASH, Cell, Sheet, number, word
+from fednh.report.site_text import verdict
+from fednh.report.sites import FEW, ClassRow, SiteModel, SiteRow, SiteTable, class_table, confusion, site_tables
+
+# --- site sheets ----------------------------------------------------------------------------------------------------
+# The tables about sites as Sheets, and as CSV: which model is best where, and how it does on each class.
+
+
+_CSV = ["federation", "site", "client", "n", "model", "accuracy", "low", "high", "best", "sentence"]
+
+
+def sheets(table: SiteTable, classes: bool = False) -> list[Sheet]:
+    """Which model to use at every site, the figures behind it and, if they are asked for, those of each class."""
+    more = [sheet for row in table.rows if (sheet := class_sheet(table, row)) is not None] if classes else []
+    return [advice_sheet(table), site_sheet(table), *more]
+
+
+def advice_sheet(table: SiteTable) -> Sheet:
+    """A sentence a site."""
+    rows = [[word(row.name), word(verdict(row, table.classes).sentence)] for row in table.rows]
+    note = (
+        "Points: differences of accuracy in percent, on samples that the site held out; in brackets how many they are, "
+        "and a 95% interval (paired bootstrap over samples)."
+    )
+    return Sheet("advice", f"Which model to use; {table.title}", ["site", "which model to use"], rows, note)
+
+
+def site_sheet(table: SiteTable) -> Sheet:
+    """A row a site, a column a model: its accuracy on the site's held-out samples, with a 95% interval."""
+    cells = [[word(row.name), _count(row), *(_accuracy(row, c) for c in table.columns)] for row in table.rows]
+    if len(table.measured) > 1:
+        means = [number(table.mean(column), "{:.1f}") for column in table.columns]
+        cells.append([word(f"mean of {len(table.measured)} sites"), Cell(DASH), *means])
+    note = (
+        "Accuracy in percent on samples that the site held out: no model was trained on them. In brackets Wilson's 95% "
+        "interval. Bold: better than every other model, by a paired bootstrap over the same samples."
+    )
+    title = f"Models on the sites' held-out samples; {table.title}"
+    return Sheet("sites", title, ["site", "n", *table.columns], cells, " ".join([note, *table.notes]))
+
+
+def class_sheet(table: SiteTable, row: SiteRow) -> Sheet | None:
+    """The classes of one site: recall and precision of every model; None where single samples are not recorded."""
+    known = [model for model in row.models if model.guessed is not None]
+    if not known:
+        return None
+    heads = [f"{model.label} {what}" if len(known) > 1 else what for model in known for what in ("recall", "precision")]
+    cells = []
+    for same in zip(*(class_table(row, model, table.classes) for model in known), strict=True):
+        first = same[0]
+        trained = Cell(DASH) if first.trained is None else word(first.trained)
+        held = Cell(f"{first.n:,}{'*' if first.few else ''}", first.n)
+        figures = [number(value, "{:.1f}") for c in same for value in (c.recall, c.precision)]
+        cells.append([word(first.name), trained, held, *figures])
+    note = (
+        "Recall: the share of a class's held-out samples that the model recognises; precision: the share of samples "
+        f"taken for the class that are of it. *: fewer than {FEW} held-out samples, so its figures say little."
+    )
+    columns = ["class", "training", "held-out", *heads]
+    return Sheet("classes", f"Classes of {row.name}; {table.title}", columns, cells, note)
+
+
+def to_csv(tables: Sequence[SiteTable]) -> str:
+    """A line for each site and model; numbers are not rounded, unknown values are empty."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(_CSV)
+    for table in tables:
+        for row in table.rows:
+            sentence = verdict(row, table.classes).sentence
+            for model in row.models:
+                best = "" if row.n is None else int(row.best is model)
+                figures = (model.label, model.accuracy, model.low, model.high, best, sentence)
+                writer.writerow([table.title, row.name, row.client, row.n, *figures])
+    return out.getvalue()
+
+
+def _count(row: SiteRow) -> Cell:
+    return Cell(DASH) if row.n is None else Cell(f"{row.n:,}", row.n)
+
+
+def _accuracy(row: SiteRow, column: str) -> Cell:
+    model = row.model(column)
+    if model is None:
+        return Cell(DASH)
+    return Cell(f"{model.accuracy:.1f}{_interval(model)}", model.accuracy, 1 if row.best is model else 0)
+
+
+def _interval(model: SiteModel) -> str:
+    return "" if model.low is None or model.high is None else f" ({model.low:.1f} to {model.high:.1f})"
+
+
+# --- site page ------------------------------------------------------------------------------------------------------
+
+
+MOST_ROWS = 1500  # a longer table by class is left to the explorer and the CSV file
+_RATES = ("recall", "precision")
+_ALONE = {"personal": "the personal model", "global": "the global model", "local": "the model trained there alone"}
+
+
+def site_sections(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """One entry for each federation of natural sites and each seed, for the template."""
+    found: list[dict[str, Any]] = []
+    for table in site_tables([run for run in runs if run.names]):
+        name = f"sites-{len(found)}" if found else "sites"
+        by_class = class_page_sheet(table, f"{name}-classes")
+        entry = {
+            "id": name,
+            "title": table.title,
+            "again": any(one["table"].runs[0].summary["data"] == table.runs[0].summary["data"] for one in found),
+            "digest": digest(table),
+            "sure": any(row.n is not None for row in table.rows),
+            "table": table,
+            "rows": [_row(row, table) for row in table.rows],
+            "means": [table.mean(column) for column in table.columns],
+            "left_out": len(table.rows) - len(table.measured),
+            "file": to_csv([table]),
+            "classes": by_class,
+            "classes_file": class_page_sheet(table, f"{name}-classes", apart=True),
+            "too_long": len(by_class.rows) > MOST_ROWS,
+        }
+        found.append(entry)
+    return found
+
+
+def digest(table: SiteTable) -> str:
+    """How many sites should use what: what a person wants to know of two hundred sites."""
+    verdicts = [(row, verdict(row, table.classes).kind) for row in table.rows]
+    kinds: Counter[str] = Counter(kind for _, kind in verdicts)
+    use: Counter[str] = Counter(row.leader.kind for row, kind in verdicts if kind == "use" and row.leader is not None)
+    first = " is the one to use"
+    told = []
+    for kind in _ALONE:
+        if use[kind]:
+            told.append(f"{_ALONE[kind]}{first} at {_sites(use[kind])}")
+            first = ""
+    others = {
+        "alike": "all models are equally good at",
+        "unclear": "there are too few samples to tell at",
+        "one class": "there is only one class at",
+        "unknown": "it is not known how sure the numbers are at",
+    }
+    told += [f"{words} {_sites(kinds[kind])}" for kind, words in others.items() if kinds[kind]]
+    sentence = "; ".join(told)
+    return f"{sentence[:1].upper()}{sentence[1:]}."
+
+
+def class_page_sheet(table: SiteTable, name: str, apart: bool = False) -> Sheet:
+    """Recall and precision of every class at every site, for each model; `apart` gives each a column, for a file."""
+    rates = [f": {rate}" for rate in _RATES] if apart else [""]
+    columns = ["site", "class", "training samples", "held-out samples", *(["few"] if apart else [])]
+    rows = []
+    for row in table.rows:
+        models = _by_class(row, table)
+        for at, some in enumerate(next(iter(models.values()), [])):
+            cells = [word(row.name), word(some.name), _number(some.trained), *_held(some, apart)]
+            for column in table.columns:
+                one = models[column][at] if column in models else None
+                both = [number(getattr(one, rate, None), "{:.1f}") for rate in _RATES]
+                cells += both if apart else [Cell(" / ".join(cell.text for cell in both), both[0].value)]
+            rows.append(cells)
+    note = (
+        "Recall / precision of each model in percent. Recall: how many of the class's held-out samples the model "
+        "recognises; precision: how many of those that it takes for the class are of it. few: fewer than "
+        f"{FEW} held-out samples, which say little."
+    )
+    columns += [f"{column}{rate}" for column in table.columns for rate in rates]
+    return Sheet(name, f"Class by class; {table.title}", columns, rows, note)
+
+
+def explored(runs: Sequence[Run]) -> dict[str, Any] | None:
+    """For runs of one setting and seed: every client's held-out samples by class, and what is taken for what."""
+    tables = site_tables(runs)
+    if not tables:
+        return None
+    table = tables[0]
+    return {"models": list(table.columns), "clients": {row.client: _client(row, table) for row in table.rows}}
+
+
+def _client(row: SiteRow, table: SiteTable) -> dict[str, Any]:
+    models = _by_class(row, table)
+    classes = next(iter(models.values()), [])
+    told = []
+    for label, found in models.items():
+        model = row.model(label)
+        assert model is not None
+        counts = confusion(row, model, len(table.classes))
+        rates = {rate: [_rounded(getattr(one, rate)) for one in found] for rate in _RATES}
+        cells = [int(value) for t, p in np.argwhere(counts) for value in (t, p, counts[t, p])]
+        told.append({"label": label, **rates, "confusion": cells})
+    return {
+        "n": row.n,
+        "leader": row.leader.label if row.leader is not None else None,
+        "says": verdict(row, table.classes).sentence if table.runs[0].names else None,
+        "classes": [table.classes.index(one.name) for one in classes],
+        "held": [one.n for one in classes],
+        "few": [one.few for one in classes],
+        "models": told,
+    }
+
+
+def _by_class(row: SiteRow, table: SiteTable) -> dict[str, list[ClassRow]]:
+    """For each model whose predictions are recorded the classes of the site: the same classes for all of them."""
+    found = {model.label: class_table(row, model, table.classes) for model in row.models}
+    return {label: classes for label, classes in found.items() if classes}
+
+
+def _row(row: SiteRow, table: SiteTable) -> dict[str, Any]:
+    best = row.best
+    models = [row.model(column) for column in table.columns]
+    said = verdict(row, table.classes)
+    return {
+        "row": row,
+        "models": models,
+        "best": best.label if best else None,
+        "says": said.sentence,
+        "kind": said.kind,
+    }
+
+
+def _number(value: int | None) -> Cell:
+    return Cell(DASH) if value is None else Cell(f"{value:,}", float(value))
+
+
+def _held(one: ClassRow, apart: bool) -> list[Cell]:
+    few = "few" if one.n and one.few else ""
+    return [Cell(str(one.n)), Cell(few)] if apart else [Cell(f"{one.n:,} {few}".strip(), float(one.n))]
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 1)
+
+
+def _sites(count: int) -> str:
+    return "1 site" if count == 1 else f"{count} sites"

@@ -1,0 +1,1 @@
+"""Run folders: layout, checkpoints, client states, models."""

@@ -1,1 +1,0 @@
-"""Everything that is written to disk, and how it survives crashes."""

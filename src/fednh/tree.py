@@ -1,0 +1,131 @@
+"""Tree: the state of everything, as one flat dict from dotted name to tensor.
+
+A `state_dict`, a safetensors file and what travels between server and client are all the same thing, so one
+set of functions serves them all. Trees are values: no function here changes one, and nothing else should.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Tree = dict[str, Tensor]
+
+
+def has_prefix(name: str, parts: tuple[str, ...]) -> bool:
+    """Whether `name` is one of `parts` or lies below one: "body.conv1.weight" belongs to "body"."""
+    return any(name == part or name.startswith(part + ".") for part in parts)
+
+
+def select(tree: Tree, *parts: str) -> Tree:
+    """The entries below any of `parts`: `select(own, "body", "scale")`."""
+    return {name: value for name, value in tree.items() if has_prefix(name, parts)}
+
+
+def prefix(part: str, tree: Tree) -> Tree:
+    """Put a tree below a name: "head.weight" becomes "personal.head.weight"."""
+    return {f"{part}.{name}": value for name, value in tree.items()}
+
+
+def strip_prefix(tree: Tree, part: str) -> Tree:
+    """What lies below a name, without it: the inverse of `prefix`."""
+    return {name.removeprefix(part + "."): value for name, value in tree.items() if name.startswith(part + ".")}
+
+
+def mean(trees: Iterable[Tree]) -> Tree:
+    """The plain average, name by name.
+
+    It takes a single pass, so the trees may come from a generator and need not be kept. The sum is taken in the order
+    given: the same trees in the same order give the same bits.
+    """
+    total: Tree = {}
+    count = 0
+    for tree in trees:
+        if count == 0:
+            total = {name: value.clone() for name, value in tree.items()}
+        elif tree.keys() != total.keys():
+            raise ValueError(f"trees to average differ in names: {sorted(tree.keys() ^ total.keys())}")
+        elif total:  # not every method uploads something
+            torch._foreach_add_(list(total.values()), [tree[name] for name in total])
+        count += 1
+    if count == 0:
+        raise ValueError("nothing to average")
+    return {name: value / count for name, value in total.items()}
+
+
+@dataclass(frozen=True)
+class Uploads:
+    """A round's uploads, and the rule by which the federation averages them: its `aggregator`, see `aggregate.py`.
+
+    `uploads.mean()` follows that rule. `mean(uploads.trees)` is the plain average, whatever the rule is. The trees may
+    come from a generator: only one pass over them is possible.
+    """
+
+    trees: Iterable[Tree]
+    rule: Callable[[Iterable[Tree]], Tree] = mean
+
+    def mean(self) -> Tree:
+        """The average by the federation's rule."""
+        return self.rule(self.trees)
+
+    def mean_and_count(self) -> tuple[Tree, int]:
+        """The average by the federation's rule, and the number of uploads in it."""
+        count = 0
+
+        def counting() -> Iterator[Tree]:
+            nonlocal count
+            for tree in self.trees:
+                count += 1
+                yield tree
+
+        average = self.rule(counting())
+        return average, count
+
+
+def stack(trees: Iterable[Tree]) -> Tree:
+    """Many trees as one with a leading axis: name -> (K, ...)."""
+    rows = list(trees)
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def size(tree: Tree) -> int:
+    """Bytes of all tensors: what it costs to send or to keep."""
+    return sum(value.nbytes for value in tree.values())
+
+
+def finite(tree: Tree) -> bool:
+    """Whether every number is finite."""
+    return all(_finite(value) for value in tree.values())
+
+
+def _finite(value: Tensor) -> bool:
+    """A finite sum has finite terms, and is sooner there than a look at each of them."""
+    return math.isfinite(value.sum()) or bool(torch.isfinite(value).all())
+
+
+def finite_rows(stacked: Tree, count: int) -> list[bool]:
+    """Whether every number of each of `count` stacked trees is finite: name -> (count, ...)."""
+    sums = torch.zeros(count, dtype=torch.float64)
+    for value in stacked.values():
+        sums += value.reshape(count, -1).sum(1).cpu()
+    return [
+        math.isfinite(each) or finite({name: value[k] for name, value in stacked.items()})
+        for k, each in enumerate(sums.tolist())
+    ]
+
+
+def canonical(tree: Tree) -> Tree:
+    """The same values in one form: names sorted, convolution weights in channels_last order, which is faster on CPUs.
+
+    A tree read from disk or from the network has its names and numbers in another order. Sums over names, such as a
+    gradient's norm, depend on it in their last bit; arranging a tree before use makes results independent of where it
+    came from.
+    """
+    return {
+        name: value.contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value.contiguous()
+        for name, value in sorted(tree.items())
+    }

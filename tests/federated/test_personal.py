@@ -1,0 +1,107 @@
+"""`[personal]`: personal models that are the global one, and the client's class prior in any method's models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_rounds import run_config, timeless
+from wire import federate
+
+import fednh
+from conftest import identical
+from fednh.config import Config, load
+from fednh.data.sources.builtin import digits
+from fednh.errors import UserError
+from fednh.inference.personalize import personalize
+from fednh.io.files import read_tree
+from fednh.methods import METHODS
+from fednh.methods.fit import LocalFit
+from fednh.runs.layout import RunLayout
+
+SMALL = {"rounds": 2, "train.epochs": 1, "partition.clients": 4, "participation.rate": 0.5, "eval.every": 1}
+SWITCHED = {"personal.model": "global", "personal.prior": 0.5, "personal.smoothing": 0.7}
+
+
+def config(**settings: Any) -> Config:
+    return load("digits", {**SMALL, **settings})
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedrod", "creff"])
+def test_the_switch_is_what_eval_prior_measures(method: str, tmp_path: Path) -> None:
+    """The global model with half of the prior, measured beside a run, and as the personal models of another."""
+    more: dict[str, Any] = {"method.name": method, **({"method.retrain_epochs": 3} if method == "creff" else {})}
+    simulation, beside, _ = run_config(
+        tmp_path / "a", config(**more, **{"eval.prior": [0.5], "personal.smoothing": 0.7})
+    )
+    switched, own, _ = run_config(tmp_path / "b", config(**more, **SWITCHED))
+    identical(switched.server, simulation.server)  # training knows nothing of it
+    found = beside["prior"]["0.5"]
+    assert (own["pm_v"], own["pm_l"]) == (found["shared_pm_v"], found["shared_pm_l"])
+    assert own["pm_l"] != beside["pm_l"]
+    client = own["clients"][0]["client"]
+    model = read_tree(RunLayout(tmp_path / "b").personal_model(client))
+    prior = model.pop("prior")
+    identical(model, read_tree(tmp_path / "b/models/global.safetensors"))
+    counts = torch.tensor(simulation.executor.fed.class_counts()[client]) + 0.7  # type: ignore[attr-defined]
+    torch.testing.assert_close(prior, 0.5 * (counts / counts.sum()).log())
+    shared, x = fednh.load_model(tmp_path / "b"), digits().x_test
+    scores = shared.logits(torch.from_numpy(x), shared.params, shared.normalisation) + prior
+    assert fednh.load_model(tmp_path / "b", client=client).predict(x).tolist() == [
+        str(k) for k in scores.argmax(1).tolist()
+    ]
+
+
+@pytest.mark.parametrize("smoothing", [{}, {"personal.smoothing": 5}], ids=["default", "5"])
+def test_a_prior_in_the_methods_own_model(smoothing: dict[str, float], tmp_path: Path) -> None:
+    more = {"method.name": "fedper"}
+    _, plain, _ = run_config(tmp_path / "a", config(**more, **{"eval.prior": [1.0], **smoothing}))
+    _, own, _ = run_config(tmp_path / "b", config(**more, **{"personal.prior": 1, **smoothing}))
+    assert (own["pm_v"], own["pm_l"]) == (plain["prior"]["1"]["pm_v"], plain["prior"]["1"]["pm_l"])
+
+
+def test_sites_do_the_same(tmp_path: Path) -> None:
+    found = config(**{"method.name": "fednh", **SWITCHED, "engine": "loop"})
+    _, here, told = run_config(tmp_path / "pool", found)
+    _, watcher = federate(found, tmp_path / "flower")
+    assert [r["pm_l"] for r in watcher.records] == [r["pm_l"] for r in told.records]
+    assert timeless(here)["pm_v"] > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_has_it_or_says_why_not(method: str, tmp_path: Path) -> None:
+    quick = {"creff": {"method.retrain_epochs": 3}, "fedetf": {"method.turns": 1, "method.turn_epochs": 1}}
+    small = {"rounds": 1, "participation.rate": 0.25, "method.name": method, **SWITCHED}
+    sends_none = {"local", "fedproto"}
+    sends_part = {"fedper", "fedrep", "fedbabu", "fedpac"}  # FedPAC's clients receive heads of their own
+    found = config(**{**small, **quick.get(method, {})})
+    if method not in sends_none | sends_part:
+        _, summary, _ = run_config(tmp_path / "run", found)
+        assert summary["pm_l"] > 0
+        return
+    why = "has no global model" if method in sends_none else "does not send all of its global model to clients"
+    with pytest.raises(UserError, match=f"personal.model = 'global' cannot be had with method {method}, which {why}"):
+        run_config(tmp_path / "run", found)
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_a_newcomer_needs_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_config(tmp_path / "run", config(**{"method.name": "fedavg", "rounds": 1, **SWITCHED}))
+    data = digits()
+    mine = np.flatnonzero(np.isin(data.y_train, (2, 5)))[:60]
+    np.savez(
+        tmp_path / "site.npz",
+        **{"x_train": data.x_train[mine], "y_train": data.y_train[mine], "x_test": data.x_test, "y_test": data.y_test},
+        classes=np.array(data.classes),
+    )
+    trained, batchwise = [], LocalFit.batchwise
+    monkeypatch.setattr(LocalFit, "batchwise", lambda *args, **named: trained.append(1) or batchwise(*args, **named))
+    made = personalize(tmp_path / "run", f"npz:{tmp_path}/site.npz", epochs=1)
+    assert len(trained) == 1, "the local model to compare with"
+    prior = made.params.pop("prior")
+    identical(made.params, read_tree(tmp_path / "run/models/global.safetensors"))
+    counts = torch.bincount(torch.from_numpy(data.y_train[mine]).long(), minlength=10) + 0.7
+    torch.testing.assert_close(prior, 0.5 * (counts / counts.sum()).log())
