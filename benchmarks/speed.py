@@ -30,6 +30,7 @@ from fednh import machine
 from fednh.backends import threads as pool
 from fednh.backends.tasks import SimulatedData, TrainTask
 from fednh.backends.vmap import blocks
+from fednh.callbacks.base import Callback
 from fednh.config import Config, load
 from fednh.data.batches import ClientData
 from fednh.data.dataset import Dataset
@@ -255,19 +256,10 @@ def methods_and_evaluation() -> Iterator[Row]:
     yield Row("evaluation every 10 rounds: share of a run", evaluation / (evaluation + training), "", 0.2, True, each)
 
 
-class Nobody:
-    """A watcher that does not look."""
-
-    def round_done(self, record: dict[str, object]) -> None: ...
-    def training(self, done: int, total: int) -> None: ...
-    def evaluating(self, done: int, total: int) -> None: ...
-    def note(self, text: str) -> None: ...
-
-
 def one_round(config: Config, fed: Federation) -> float:
     """Seconds of one round through the simulator: training and aggregation."""
     with tempfile.TemporaryDirectory() as place, RunFolder(Path(place) / "run") as folder:
-        simulation = pool.make_run(config, fed, folder, Nobody())
+        simulation = pool.make_run(config, fed, folder, Callback())
         simulation.run()
         record: dict[str, float] = simulation.progress.records[0]
         return record["seconds"]

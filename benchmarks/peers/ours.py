@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.peers import work
-from benchmarks.speed import Nobody
 from fednh import __version__
 from fednh.backends import threads
+from fednh.callbacks.base import Callback
 from fednh.config import load
 from fednh.data.dataset import Dataset
 from fednh.federated.setup import build_federation
@@ -44,7 +44,7 @@ def run(job: work.Job, data: Dataset) -> tuple[int, float, float, float]:
     parts = list(np.arange(len(data.y_train)).reshape(what.clients, -1))
     fed = replace(build_federation(config, data), parts=parts, held_out=[np.empty(0, np.int64)] * what.clients)
     with tempfile.TemporaryDirectory() as place, RunFolder(Path(place) / "run") as folder:
-        simulation = threads.make_run(config, fed, folder, Nobody())
+        simulation = threads.make_run(config, fed, folder, Callback())
         simulation.run()
     seconds = sum(record["seconds"] for record in simulation.progress.records)
     first, last = fed.method.init(fed.net, torch_rng(config.seed, "init")), simulation.server

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from fednh.backends import threads
-from fednh.callbacks.screen import watcher
+from fednh.callbacks.screen import screen_for
 from fednh.config import Config, load, validate
 from fednh.config.options import SHORT_OPTIONS
 from fednh.data.dataset import Dataset
@@ -101,7 +101,7 @@ def _run(
             for note in (*federation.dataset.notes, *federation.dataset.warnings):
                 warnings.warn(note, Notice, stacklevel=3)
             name = f"{settings.method['name']} on {federation.dataset.name}"
-            with watcher(Console(stderr=True), settings.rounds, name, quiet=not progress) as screen:
+            with screen_for(Console(stderr=True), settings.rounds, name, quiet=not progress) as screen:
                 threads.make_run(settings, federation, folder, screen).run()
     return load_run(folder.path)
 

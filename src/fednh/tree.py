@@ -7,11 +7,13 @@ set of functions serves them all. Trees are values: no function here changes one
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from fednh.errors import UserError
 
 Tree = dict[str, Tensor]
 
@@ -45,13 +47,24 @@ def mean(trees: Iterable[Tree]) -> Tree:
     total: Tree = {}
     count = 0
     for tree in trees:
-        if count == 0:
-            total = {name: value.clone() for name, value in tree.items()}
-        elif tree.keys() != total.keys():
-            raise ValueError(f"trees to average differ in names: {sorted(tree.keys() ^ total.keys())}")
-        elif total:  # not every method uploads something
-            torch._foreach_add_(list(total.values()), [tree[name] for name in total])
+        total = add(total, tree, count)
         count += 1
+    return divide(total, count)
+
+
+def add(total: Tree, tree: Tree, count: int) -> Tree:
+    """The sum of `count` trees with one more added. `total` is changed in place; the first tree is copied."""
+    if count == 0:
+        return {name: value.clone() for name, value in tree.items()}
+    if tree.keys() != total.keys():
+        raise ValueError(f"trees to average differ in names: {sorted(tree.keys() ^ total.keys())}")
+    if total:  # not every method uploads something
+        torch._foreach_add_(list(total.values()), [tree[name] for name in total])
+    return total
+
+
+def divide(total: Tree, count: int) -> Tree:
+    """A sum of `count` trees as their mean."""
     if count == 0:
         raise ValueError("nothing to average")
     return {name: value / count for name, value in total.items()}
@@ -59,31 +72,32 @@ def mean(trees: Iterable[Tree]) -> Tree:
 
 @dataclass(frozen=True)
 class Uploads:
-    """A round's uploads, and the rule by which the federation averages them: its `aggregator`, see `aggregate.py`.
+    """A round's uploads: their average by the federation's rule (its `aggregator`, see `federated/aggregate.py`).
 
-    `uploads.mean()` follows that rule. `mean(uploads.trees)` is the plain average, whatever the rule is. The trees may
-    come from a generator: only one pass over them is possible.
+    Single uploads are there for a method that declares `single_uploads`: `mean(uploads.trees)` is the plain average,
+    whatever the rule is. Other rounds need not keep them.
     """
 
-    trees: Iterable[Tree]
-    rule: Callable[[Iterable[Tree]], Tree] = mean
+    average: Tree
+    count: int
+    kept: tuple[Tree, ...] | None = None
+
+    @classmethod
+    def of(cls, trees: Iterable[Tree], rule: Callable[[list[Tree]], Tree] = mean) -> Uploads:
+        """Uploads that are all at hand, averaged by `rule`: for tests of a method."""
+        rows = list(trees)
+        return cls(rule(rows), len(rows), tuple(rows))
 
     def mean(self) -> Tree:
         """The average by the federation's rule."""
-        return self.rule(self.trees)
+        return self.average
 
-    def mean_and_count(self) -> tuple[Tree, int]:
-        """The average by the federation's rule, and the number of uploads in it."""
-        count = 0
-
-        def counting() -> Iterator[Tree]:
-            nonlocal count
-            for tree in self.trees:
-                count += 1
-                yield tree
-
-        average = self.rule(counting())
-        return average, count
+    @property
+    def trees(self) -> tuple[Tree, ...]:
+        """The single uploads, in the order of the round."""
+        if self.kept is None:
+            raise UserError("a method that reads uploads.trees declares it: single_uploads: ClassVar[bool] = True")
+        return self.kept
 
 
 def stack(trees: Iterable[Tree]) -> Tree:
@@ -103,7 +117,7 @@ def finite(tree: Tree) -> bool:
 
 
 def _finite(value: Tensor) -> bool:
-    """A finite sum has finite terms, and is sooner there than a look at each of them."""
+    """Fast path: a finite sum implies finite entries; otherwise check each."""
     return math.isfinite(value.sum()) or bool(torch.isfinite(value).all())
 
 

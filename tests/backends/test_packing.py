@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from conftest import tiny_dataset
 from fednh.backends.ray_worker import PackedParts, PackedResults, PackedSamples, PackedStage, pack, unpack
-from fednh.backends.tasks import EvaluateTask, Failure, Measured, TrainTask
+from fednh.backends.tasks import EvaluateTask, Measured, TrainTask
 from fednh.data.batches import samples_of
-from fednh.federated.client import Update
+from fednh.federated.client import ClientResult
 from fednh.federated.evaluate import Personal
 from fednh.methods.fit import Sgd
 from fednh.models import Net
@@ -65,16 +65,18 @@ def test_neighbours_of_one_form_share_arrays() -> None:
 def test_results_come_back_in_their_order() -> None:
     person = Personal(7, 50.0, 60.0, None)
     results = [
-        Update({"k": torch.ones(2)}, {"u": torch.zeros(3)}, 10, 1.5),
-        Failure("client 4 failed", ValueError(lambda: None)),  # such an error cannot be pickled
-        Update({}, {"u": torch.ones(3)}, 20, 2.5, gradient_norm=0.25),
+        ClientResult({"k": torch.ones(2)}, {"u": torch.zeros(3)}, 10, 1.5),
+        ClientResult(
+            status="failed", problem="client 4 failed", error=ValueError(lambda: None)
+        ),  # such an error cannot be pickled
+        ClientResult({}, {"u": torch.ones(3)}, 20, 2.5, gradient_norm=0.25),
         Measured(person),
         Measured(person, {"m": torch.arange(4.0)}, {"levels": [0.1]}),
     ]
     back = travelled(PackedResults.of(results)).results("cpu", True)
     assert [type(result) for result in back] == [type(result) for result in results]
     assert torch.equal(back[0].keep["k"], torch.ones(2))
-    assert back[1] == Failure("client 4 failed")
+    assert back[1] == ClientResult(status="failed", problem="client 4 failed")
     assert (back[2].keep, back[2].samples, back[2].loss_sum, back[2].gradient_norm) == ({}, 20, 2.5, 0.25)
     assert torch.equal(back[2].upload["u"], torch.ones(3))
     assert back[3] == Measured(person)

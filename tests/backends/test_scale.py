@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,11 @@ from fednh.data.batches import samples_of
 from fednh.data.dataset import Dataset
 from fednh.data.partitions.dirichlet import Dirichlet
 from fednh.errors import UserError
+from fednh.federated.aggregate import RunningMean
 from fednh.federated.setup import build_federation
-from fednh.methods.fedavg import FedAvg
 from fednh.runs.run_folder import RunFolder
 from fednh.seeding import numpy_rng
-from fednh.tree import Tree, Uploads
+from fednh.tree import Tree
 
 MANY = 20_000
 
@@ -122,33 +120,25 @@ def test_the_final_sample_bounds_evaluation_and_models(tmp_path: Path) -> None:
     assert models(tmp_path / "all") == set(everyone)
 
 
-@dataclass(frozen=True)
-class Watching(FedAvg):
-    """FedAvg that counts the uploads alive while it averages."""
-
-    def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
-        alive: list[weakref.ref[torch.Tensor]] = []
-
-        def seen() -> Iterable[Tree]:
-            for upload in uploads.trees:
-                alive.append(weakref.ref(next(iter(upload.values()))))
-                ALIVE.append(sum(ref() is not None for ref in alive))
-                yield upload
-
-        return super().aggregate(server, Uploads(seen(), uploads.rule))
-
-
 ALIVE: list[int] = []
 
 
-def test_aggregation_holds_no_more_uploads_than_it_must(tmp_path: Path) -> None:
+def test_aggregation_holds_no_more_uploads_than_it_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With no memory for client state, which would share the uploads' tensors, each goes when it is added up."""
-    from dataclasses import replace
-
     ALIVE.clear()
     settings = {"rounds": 1, "partition.clients": 16, "participation.rate": 1.0, "store.memory": 0, "workers": 2}
     config = load("digits", {**settings, "method.name": "fedavg", "checkpoint.every": 0, "train.epochs": 1})
-    federation = replace(build_federation(config), method=Watching())
+    federation = build_federation(config)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    add = RunningMean.add
+
+    def counting(self: RunningMean, upload: Tree, samples: int) -> None:
+        """Count the uploads that are alive while one is added."""
+        alive.append(weakref.ref(next(iter(upload.values()))))
+        ALIVE.append(sum(ref() is not None for ref in alive))
+        add(self, upload, samples)
+
+    monkeypatch.setattr(RunningMean, "add", counting)
     with RunFolder(tmp_path / "r") as folder:
         folder.begin(config, federation.dataset.classes, federation.class_counts())
         threads.make_run(config, federation, folder, Told()).run()

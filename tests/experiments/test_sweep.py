@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fednh.backends import threads
+from fednh.callbacks.base import Callback
 from fednh.cli import app
 from fednh.cli.sweep import share
 from fednh.config import load
@@ -34,15 +35,6 @@ from fednh.runs.names import run_name, unlike
 from fednh.tree import select
 
 SMALL = {"partition.clients": [8], "train.epochs": [1], "model.args.hidden": [[8]]}
-
-
-class Nobody:
-    """A Watcher that does not look."""
-
-    def round_done(self, record: dict[str, Any]) -> None: ...
-    def training(self, done: int, total: int) -> None: ...
-    def evaluating(self, done: int, total: int) -> None: ...
-    def note(self, text: str) -> None: ...
 
 
 # --- the plan ----------------------------------------------------------------------------------------------------
@@ -218,7 +210,7 @@ def test_all_methods_see_the_same_clients_picks_and_weights(tmp_path: Path) -> N
     for run in combine("digits", axes, [], tmp_path):
         federation = build_federation(run.config)
         with run.folder:
-            simulation = threads.make_run(run.config, federation, run.folder, Nobody())
+            simulation = threads.make_run(run.config, federation, run.folder, Callback())
             server = initial_state(federation.method, federation.net, run.config.seed)
             initial = {**server, **federation.method.enroll(server)}
             seen["body"].append({name: value.clone() for name, value in select(initial, "body").items()})
@@ -282,7 +274,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
         federation = build_federation(run.config)
         with run.folder:
             run.folder.begin(run.config, federation.dataset.classes, federation.class_counts())
-            threads.make_run(run.config, federation, run.folder, Nobody()).run()
+            threads.make_run(run.config, federation, run.folder, Callback()).run()
     return out
 
 
@@ -337,7 +329,7 @@ def test_a_second_sweep_in_the_same_folder_is_refused_by_name_and_nothing_dies(t
     assert told == ""
     _, errors = first.communicate(timeout=180)
     assert first.returncode == 0, errors
-    assert not (out / ".sweep" / "lock").exists()
+    assert (out / ".sweep" / "lock").read_text() == "", "nobody holds it any more"
     assert len(list(out.glob("*/summary.json"))) == 1
 
 

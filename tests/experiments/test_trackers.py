@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from fednh import extras
 from fednh.callbacks import trackers
+from fednh.callbacks.base import Callback, CallbackList
 from fednh.callbacks.trackers import Tracking, tracked_metrics
 from fednh.cli import app
 from fednh.config import Config, load
@@ -24,20 +25,17 @@ pytest.importorskip("mlflow", reason="the extra `mlflow` is not installed")
 pytest.importorskip("wandb", reason="the extra `wandb` is not installed")
 
 
-class Screen:
+class Screen(Callback):
     """Remembers what it was told."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.rounds: list[int] = []
 
-    def round_done(self, record: dict[str, Any]) -> None:
+    def on_round(self, record: dict[str, Any]) -> None:
         self.rounds.append(record["round"])
 
-    def training(self, done: int, total: int) -> None: ...
-    def evaluating(self, done: int, total: int) -> None: ...
-
-    def note(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.notes.append(text)
 
 
@@ -155,19 +153,19 @@ def test_a_real_run_is_tracked_as_its_metrics_say(place: Path) -> None:
 def test_a_resumed_run_is_tracked_as_one(place: Path) -> None:
     folder, config = RunFolder(place / "resumed"), load("digits", {})
     folder.path.mkdir()
-    first = Tracking(Screen(), ["tensorboard", "mlflow", "wandb"], folder, config)
+    first = Tracking(["tensorboard", "mlflow", "wandb"], folder, config, Screen().on_note)
     for round_ in (1, 2):
         folder.append_metrics(record(round_, loss=9.0))
-        first.round_done(record(round_, loss=9.0))
+        first.on_round(record(round_, loss=9.0))
     first.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     ((found, _),) = mlflow_runs(folder.path)
     assert found.info.status == "KILLED"
     assert wandb_log(folder.path).exit_code == 1
     folder.write_metrics([record(1)])  # the checkpoint was after round 1
-    with Tracking(Screen(), ["tensorboard", "mlflow", "wandb"], folder, config) as second:
+    with Tracking(["tensorboard", "mlflow", "wandb"], folder, config, Screen().on_note) as second:
         for round_ in (2, 3):
             folder.append_metrics(record(round_))
-            second.round_done(record(round_))
+            second.on_round(record(round_))
     assert scalars(folder.path)["train_loss"] == {1: 0.5, 2: 0.5, 3: 0.5}
     ((found, metrics),) = mlflow_runs(folder.path)
     assert metrics == written(folder.path)
@@ -206,10 +204,11 @@ class Breaks:
 def test_a_tracker_that_breaks_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(trackers.TRACKERS, "breaks", Breaks)
     folder, screen = RunFolder(tmp_path), Screen()
-    with Tracking(screen, ["breaks"], folder, load("digits", {})) as watching:
+    with Tracking(["breaks"], folder, load("digits", {}), screen.on_note) as tracking:
+        both = CallbackList([screen, tracking])
         for round_ in (1, 2, 3, 4):
             folder.append_metrics(record(round_))
-            watching.round_done(record(round_))
+            both.on_round(record(round_))
     assert screen.rounds == [1, 2, 3, 4]
     assert len(screen.notes) == 1
     assert "the server is gone" in screen.notes[0]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from averages import averaged_by
 from conftest import same
+from fednh.errors import UserError
 from fednh.federated import aggregate
-from fednh.federated.aggregate import rule
 from fednh.methods.fedavg import FedAvg
 from fednh.tree import Tree, Uploads, mean
 
@@ -71,14 +72,7 @@ def test_weighted_mean_by_hand() -> None:
     """10 and 30 samples: a quarter and three quarters, but only of what the server holds and not of rows by class."""
     uploads = [{"w": torch.tensor([a]), "change": torch.tensor([a]), "p": torch.tensor([[a]])} for a in (1.0, 5.0)]
     server = {"w": torch.zeros(1), "p": torch.zeros(1, 1)}
-    samples: list[int] = []
-
-    def arriving() -> Iterator[Tree]:
-        for tree, n in zip(uploads, (10, 30), strict=True):
-            samples.append(n)
-            yield tree
-
-    out = rule("weighted_mean", server, 0.2, ByClass(), samples)(arriving())
+    out = averaged_by("weighted_mean", uploads, server, ByClass(), [10, 30]).mean()
     assert {name: value.item() for name, value in out.items()} == {"w": 4.0, "change": 3.0, "p": 3.0}
     assert [tree["w"].item() for tree in uploads] == [1.0, 5.0], "uploads are not changed"
 
@@ -86,12 +80,12 @@ def test_weighted_mean_by_hand() -> None:
 def test_norm_clip_by_hand() -> None:
     """Moves of length 1, 2 and 100 from the server at 10: the third is cut to the median, 2."""
     server = {"w": torch.tensor([10.0])}
-    out = rule("norm_clip", server, 0.2, FedAvg())(trees([11.0], [12.0], [110.0]))
+    out = averaged_by("norm_clip", trees([11.0], [12.0], [110.0]), server, FedAvg()).mean()
     assert out["w"].item() == pytest.approx(10 + (1 + 2 + 2) / 3)
 
 
 def test_norm_clip_of_what_the_server_does_not_hold() -> None:
-    out = rule("norm_clip", {}, 0.2, FedAvg())(trees([3.0, 4.0], [0.0, 0.0], [30.0, 40.0], [0.0, 5.0]))
+    out = averaged_by("norm_clip", trees([3.0, 4.0], [0.0, 0.0], [30.0, 40.0], [0.0, 5.0]), {}, FedAvg()).mean()
     torch.testing.assert_close(out["w"], torch.tensor([6 / 4, 13 / 4]))
 
 
@@ -99,7 +93,7 @@ def test_norm_clip_of_what_the_server_does_not_hold() -> None:
 def test_every_rule_agrees_when_all_agree(name: str) -> None:
     one = {"body.w": torch.randn(3, 2), "scale": torch.tensor(2.0), "p": torch.tensor([[0.0, 0.0], [1.0, 2.0]])}
     server = {"body.w": torch.zeros(3, 2), "scale": torch.tensor(1.0)}
-    same(rule(name, server, 0.2, ByClass(), [3, 1, 8])([one, one, one]), one)
+    same(averaged_by(name, [one, one, one], server, ByClass(), [3, 1, 8]).mean(), one)
 
 
 @given(st.lists(st.lists(st.floats(0.5, 2.0, width=32), min_size=3, max_size=3), min_size=1, max_size=9))
@@ -108,17 +102,41 @@ def test_median_equals_numpy(rows: list[list[float]]) -> None:
     np.testing.assert_allclose(trimmed(trees(*rows), 0.5)["w"].numpy(), np.median(rows, 0), rtol=1e-5)
 
 
-def test_uploads_average_by_the_rule_that_they_carry() -> None:
+@dataclass(frozen=True)
+class Comparing(FedAvg):
+    """A method that looks at single uploads."""
+
+    single_uploads: ClassVar[bool] = True
+
+
+def test_uploads_average_by_the_rule_of_the_run() -> None:
     """Of 1, 2 and 900 the median is 2, the mean 301; which of them is asked for can be read at the call."""
-    median = rule("median", {}, 0.2, FedAvg())
-    assert Uploads(iter(trees([1.0], [2.0], [900.0])), median).mean()["w"].tolist() == [2.0]
-    average, count = Uploads(iter(trees([1.0], [2.0], [900.0])), median).mean_and_count()
-    assert (average["w"].tolist(), count) == ([2.0], 3)
-    assert mean(Uploads(trees([1.0], [2.0], [900.0]), median).trees)["w"].tolist() == [301.0]
-    assert Uploads(trees([1.0], [2.0], [900.0])).mean()["w"].tolist() == [301.0], "without a rule the plain mean"
+    rows = trees([1.0], [2.0], [900.0])
+    median = averaged_by("median", rows, {}, FedAvg())
+    assert (median.mean()["w"].tolist(), median.count) == ([2.0], 3)
+    assert mean(median.trees)["w"].tolist() == [301.0]
+    assert Uploads.of(rows).mean()["w"].tolist() == [301.0], "without a rule the plain mean"
+    compared = averaged_by("mean", rows, {}, Comparing())
+    assert [tree["w"].item() for tree in compared.trees] == [1.0, 2.0, 900.0]
+
+
+@pytest.mark.parametrize("name", ["mean", "weighted_mean"])
+def test_a_method_that_reads_single_uploads_must_declare_it(name: str) -> None:
+    """Means are running sums: without the declaration no upload is kept, and reading them is an error, not silence."""
+    uploads = averaged_by(name, trees([1.0], [2.0]), {"w": torch.zeros(1)}, FedAvg())
+    with pytest.raises(UserError, match="single_uploads"):
+        uploads.trees  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["mean", "weighted_mean"])
+def test_kept_uploads_have_the_same_average_to_the_bit(name: str) -> None:
+    rows = [{"w": torch.randn(50, generator=torch.Generator().manual_seed(k))} for k in range(7)]
+    server = {"w": torch.zeros(50)}
+    running, kept = (averaged_by(name, rows, server, method, range(3, 10)) for method in (FedAvg(), Comparing()))
+    assert torch.equal(running.mean()["w"], kept.mean()["w"])
 
 
 def test_the_plain_mean_does_not_take_uploads() -> None:
     """A method that writes `mean(uploads)` would bypass the rule without a word."""
     with pytest.raises(TypeError, match="'Uploads' object is not iterable"):
-        mean(Uploads(trees([1.0]), rule("median", {}, 0.2, FedAvg())))  # type: ignore[arg-type]
+        mean(averaged_by("median", trees([1.0]), {}, FedAvg()))  # type: ignore[arg-type]

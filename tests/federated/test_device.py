@@ -63,7 +63,7 @@ def one_round(name: str, net: Net, device: str, folder: Path) -> tuple[Tree, lis
     down, kept = method.broadcast(server), method.enroll(server)
     everyone = [ClientData(train, part, 0, 1, k) for k, part in enumerate(CLIENTS)]
     updates = [client.update(method, net, kept, down, d, sgd, gradient_norm=True) for d in everyone]
-    server = method.aggregate(server, Uploads(u.upload for u in updates))
+    server = method.aggregate(server, Uploads.of(u.upload for u in updates))
     assert method.problem(server) is None
     write_tree(folder / "server.safetensors", server)
     server = {n: v.to(device) for n, v in read_tree(folder / "server.safetensors").items()}

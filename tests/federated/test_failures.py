@@ -13,7 +13,7 @@ from wire import Quiet, federate
 from fednh.backends import threads
 from fednh.config import load
 from fednh.errors import RunError, UserError
-from fednh.federated.rounds import Rounds
+from fednh.federated.rounds import RoundLoop
 from fednh.federated.setup import build_federation
 from fednh.methods.fedavg import FedAvg
 from fednh.runs.run_folder import RunFolder
@@ -49,7 +49,7 @@ def boom(hook: str) -> Any:
     return broken
 
 
-def simulation(folder: RunFolder, **settings: Any) -> Rounds:
+def simulation(folder: RunFolder, **settings: Any) -> RoundLoop:
     config = load("digits", {**SMALL, **settings})
     return threads.make_run(config, build_federation(config), folder, Quiet())
 
@@ -60,14 +60,12 @@ def simulation(folder: RunFolder, **settings: Any) -> Rounds:
 def test_in_the_simulator(engine: str, hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with RunFolder(tmp_path / "run") as folder:
         run = simulation(folder, engine=engine)
-        usual = run._prepare
 
-        def prepared() -> None:
-            usual()
+        def started(config: Any, rounds_done: int) -> None:
             assert run.executor.engine == engine
             monkeypatch.setattr(Mine, hook, boom(hook), raising=False)
 
-        monkeypatch.setattr(run, "_prepare", prepared)
+        monkeypatch.setattr(run.callback, "on_start", started)
         with pytest.raises(RunError) as caught:
             run.run()
     told = str(caught.value)

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from averages import averaged_by
 from fednh.federated import checks
-from fednh.federated.aggregate import rule
 from fednh.methods import METHODS, Method
 from fednh.methods.creff import CReFF
 from fednh.models import Net
-from fednh.tree import Tree, Uploads
+from fednh.tree import Tree
 
 CLIENTS, HONEST, HUGE = 10, 3.0, 1e30
 ROBUST = ("median", "trimmed_mean", "norm_clip")
@@ -73,7 +73,7 @@ def start(method: Method, net: Net) -> Tree:
 @every_rule
 def test_what_a_hostile_owner_can_do_is_bounded(name: str, method: Method, owners: int, net: Net) -> None:
     server = start(method, net)
-    average = rule(name, server, 0.2, method)(uploads(method, server, net, owners))
+    average = averaged_by(name, uploads(method, server, net, owners), server, method).mean()
     first, second = expected(name, owners)
     for part in method.by_class:
         row = average[part].flatten(1)[0] * CLIENTS / owners
@@ -91,7 +91,7 @@ def test_what_a_hostile_owner_can_do_is_bounded(name: str, method: Method, owner
 def test_fednhs_prototype_is_not_turned(aggregation: str, name: str, owners: int, net: Net) -> None:
     method = METHODS["fednh"](aggregation=aggregation)
     server = start(method, net)
-    rows = Uploads(uploads(method, server, net, owners), rule(name, server, 0.2, method))
+    rows = averaged_by(name, uploads(method, server, net, owners), server, method)
     prototype = method.aggregate(server, rows)["head.weight"][0]
     mu = torch.tensor([*expected(name, owners), 0.0, 0.0, 0.0]) * owners / CLIENTS
     if aggregation == "count":
@@ -106,7 +106,7 @@ def test_fednhs_prototype_is_not_turned(aggregation: str, name: str, owners: int
 def test_fedprotos_prototype(name: str, owners: int, net: Net) -> None:
     method = METHODS["fedproto"]()
     server = start(method, net)
-    out = method.aggregate(server, Uploads(uploads(method, server, net, owners), rule(name, server, 0.2, method)))
+    out = method.aggregate(server, averaged_by(name, uploads(method, server, net, owners), server, method))
     assert out["prototypes"][0, :2].tolist() == pytest.approx(expected(name, owners), rel=1e-5)
     assert out["known"].tolist() == [1, 1, 0, 0]
 
@@ -128,7 +128,7 @@ seen: list[tuple[Tensor, Tensor]] = []
 def test_creffs_target(name: str, owners: int, net: Net) -> None:
     method = Targets(features_per_class=2, retrain_epochs=1)
     server = start(method, net)
-    method.aggregate(server, Uploads(uploads(method, server, net, owners), rule(name, server, 0.2, method)))
+    method.aggregate(server, averaged_by(name, uploads(method, server, net, owners), server, method))
     target, owned = seen.pop()
     assert target.flatten(1)[0, :2].tolist() == pytest.approx(expected(name, owners), rel=1e-5)
     assert owned.tolist() == [1, 1, 0, 0]
@@ -143,7 +143,7 @@ def test_a_mark_and_its_row_cannot_be_played_against_each_other(name: str, lie: 
     rows = uploads(method, server, net, 4)[:3] * 3
     rows.append({key: value.clone() for key, value in rows[0].items()})
     rows[-1][lie[0]][0] = lie[1]
-    out = method.aggregate(server, Uploads(rows, rule(name, server, 0.2, method)))
+    out = method.aggregate(server, averaged_by(name, rows, server, method))
     clipped_silence = name == "norm_clip" and lie[0] == "prototypes"
     assert out["prototypes"][0, 0].item() == pytest.approx(HONEST * (0.9 if clipped_silence else 1.0), rel=1e-5)
 
@@ -153,7 +153,7 @@ def test_norm_clip_does_not_weigh_an_only_owner_by_how_much_it_owns() -> None:
     method = METHODS["fednh"]()
     rows = torch.eye(4)
     made = [{"prototypes": rows}, *({"prototypes": rows * torch.eye(4)[k][:, None]} for k in (0, 1, 2))]
-    out = rule("norm_clip", {}, 0.2, method)(made)["prototypes"]
+    out = averaged_by("norm_clip", made, {}, method).mean()["prototypes"]
     torch.testing.assert_close(out.diagonal(), torch.tensor([2.0, 2.0, 2.0, 1.0]) / 4)
 
 
@@ -166,11 +166,11 @@ def test_scaffold_counts_every_newcomer(name: str, net: Net) -> None:
     made = [{n: server.get(n, torch.zeros(shape)).clone() for n, (shape, _) in form.items()} for _ in range(CLIENTS)]
     for k, tree in enumerate(made):
         tree["newcomers"] = torch.tensor(float(k < 7))
-    out = method.aggregate({**server, "clients": torch.tensor(3.0)}, Uploads(made, rule(name, server, 0.2, method)))
+    out = method.aggregate({**server, "clients": torch.tensor(3.0)}, averaged_by(name, made, server, method))
     assert out["clients"].item() == pytest.approx(10)
     if name != "mean":  # a mark that is a lie counts as one
         made[0]["newcomers"], made[9]["newcomers"] = torch.tensor(HUGE), torch.tensor(-HUGE)
-        out = method.aggregate(server, Uploads(made, rule(name, server, 0.2, method)))
+        out = method.aggregate(server, averaged_by(name, made, server, method))
         assert out["clients"].item() == pytest.approx(7)
 
 
@@ -179,6 +179,6 @@ def test_counts_weigh_directions_and_are_not_trimmed_with_them() -> None:
     method, owners = METHODS["fednh"](aggregation="count"), [(1.0, 0.0, 9), (0.8, 0.6, 3), (0.6, 0.8, 6), (0.0, 1.0, 1)]
     made = [{"prototypes": torch.tensor([[x * n, y * n], [0.0, 9.0]])} for x, y, n in owners]
     made += [{"prototypes": torch.tensor([[0.0, 0.0], [0.0, 9.0]])}] * 6
-    out = rule("trimmed_mean", {}, 0.1, method)(made)["prototypes"][0]
+    out = averaged_by("trimmed_mean", made, {}, method, trim=0.1).mean()["prototypes"][0]
     middle = [(0.8 * 3 + 0.6 * 6) / 9, (0.6 * 3 + 0.8 * 6) / 9]
     assert out.tolist() == pytest.approx([value * 19 / 10 for value in middle])

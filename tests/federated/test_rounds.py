@@ -18,17 +18,20 @@ from rich.console import Console
 from conftest import DISTINCT, identical
 from fednh import machine
 from fednh.backends import threads
-from fednh.backends.threads import SimulationAnswers, in_order
+from fednh.backends.threads import SimulationReplies, in_order
+from fednh.callbacks.base import Callback, Phase
 from fednh.callbacks.screen import RunLines, Throttle
 from fednh.config import Config, load
 from fednh.data.batches import ClientData
 from fednh.errors import RunError, UserError
-from fednh.federated import checks, rounds
+from fednh.federated import checks, plan
 from fednh.federated import client as clients
+from fednh.federated.client import ClientResult
 from fednh.federated.plan import dropped_clients, picked_clients, sampled_clients
-from fednh.federated.protocol import Round
-from fednh.federated.rounds import Rounds
+from fednh.federated.results import Progress
+from fednh.federated.rounds import RoundLoop
 from fednh.federated.setup import Federation, build_federation, initial_state
+from fednh.federated.start import _check_end
 from fednh.io.files import read_tree
 from fednh.methods import METHODS
 from fednh.methods.fedavg import FedAvg
@@ -41,29 +44,27 @@ from fednh.tree import Tree, Uploads
 SMALL = {"rounds": 3, "train.epochs": 1, "partition.clients": 8, "eval.every": 2}
 
 
-class Told:
-    """A watcher that remembers."""
+class Told(Callback):
+    """A callback that remembers."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.trained: list[tuple[int, int]] = []
 
-    def round_done(self, record: dict[str, Any]) -> None:
+    def on_round(self, record: dict[str, Any]) -> None:
         self.records.append(record)
 
-    def training(self, done: int, total: int) -> None:
+    def on_progress(self, phase: Phase, done: int, total: int) -> None:
         assert 1 <= done <= total
-        self.trained.append((done, total))
+        if phase == "training":
+            self.trained.append((done, total))
 
-    def evaluating(self, done: int, total: int) -> None:
-        assert 1 <= done <= total
-
-    def note(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.notes.append(text)
 
 
-def play(path: Path, federation: Federation | None = None, **settings: Any) -> tuple[Rounds, dict[str, Any], Told]:
+def play(path: Path, federation: Federation | None = None, **settings: Any) -> tuple[RoundLoop, dict[str, Any], Told]:
     quick = {"creff": {"method.retrain_epochs": 20}, "fedetf": {"method.turns": 1, "method.turn_epochs": 1}}
     config = load(
         "digits",
@@ -76,7 +77,9 @@ def play(path: Path, federation: Federation | None = None, **settings: Any) -> t
     return run_config(path, config, federation)
 
 
-def run_config(path: Path, config: Config, federation: Federation | None = None) -> tuple[Rounds, dict[str, Any], Told]:
+def run_config(
+    path: Path, config: Config, federation: Federation | None = None
+) -> tuple[RoundLoop, dict[str, Any], Told]:
     told = Told()
     federation = federation or build_federation(config)
     with RunFolder(path) as folder:
@@ -112,9 +115,9 @@ def test_the_clients_of_a_round_are_counted_as_they_finish(tmp_path: Path, capsy
     _, _, told = play(tmp_path, rounds=2, partition__clients=6, participation__rate=0.5, eval__every=0)
     assert told.trained == [(1, 3), (2, 3), (3, 3)] * 2
     lines = RunLines(Console(), rounds=2, name="fedavg")
-    lines.training(1, 3)
-    lines.patience = Throttle(seconds=0.0)
-    lines.training(2, 3)
+    lines.on_progress("training", 1, 3)
+    lines.throttle = Throttle(seconds=0.0)
+    lines.on_progress("training", 2, 3)
     assert capsys.readouterr().out == "training: 2 of 3 clients\n"
 
 
@@ -195,11 +198,8 @@ class Slow(FedAvg):
         return super().client_update(net, kept, received, data, fit)
 
     def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
-        read = []
-        for upload in uploads.trees:
-            time.sleep(self.server)
-            read.append(upload)
-        return super().aggregate(server, Uploads(iter(read), uploads.rule))
+        time.sleep(self.server * uploads.count)
+        return super().aggregate(server, uploads)
 
 
 @pytest.mark.parametrize("bound", [0.0, 10.0], ids=["one by one", "all at once"])
@@ -266,7 +266,7 @@ def test_a_personal_model_is_trained_at_the_rate_of_its_round(tmp_path: Path) ->
     """FedBABU's fine-tuning after round 3, with a tenth of a tenth of the first rate."""
     config = load("digits", {**SMALL, "method.name": "fedbabu", "train.lr": 0.3, "train.lr_decay": 0.1})
     simulation, summary, _ = run_config(tmp_path, config)
-    fed, method, net = simulation.executor.fed, simulation.method, simulation.net
+    fed, method, net = simulation.executor.fed, simulation.setup.method, simulation.setup.side.net
     down, sgd = method.broadcast(simulation.server), replace(config.train.sgd(1), lr=0.3 * 0.01)
     for client in (row["client"] for row in summary["clients"][:2]):
         data = ClientData(fed.train, fed.parts[client], config.seed, 3, client, "personal")
@@ -304,7 +304,9 @@ def test_so_many_drop_out(rate: float) -> None:
 
 def test_when_all_drop_the_server_stays(tmp_path: Path) -> None:
     simulation, summary, told = play(tmp_path / "r", participation__dropout=1.0)
-    identical(simulation.server, initial_state(simulation.method, simulation.net, simulation.config.seed))
+    identical(
+        simulation.server, initial_state(simulation.setup.method, simulation.setup.side.net, simulation.config.seed)
+    )
     assert told.notes[0] == "round 1: no client of 4 reported; the server stays as it was"
     assert (summary["pm_v"], summary["clients"]) == (None, [])
     assert summary["gm"] is not None
@@ -431,7 +433,7 @@ def test_prototypes_off_the_sphere_are_an_error(tmp_path: Path) -> None:
 
 
 def test_picking_a_client_twice_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "picked_clients", lambda config, round_, clients, least: [1, 2, 2])
+    monkeypatch.setattr(plan, "picked_clients", lambda config, round_, clients, least: [1, 2, 2])
     with pytest.raises(RunError, match="picked twice"):
         play(tmp_path / "r")
 
@@ -464,13 +466,13 @@ def test_whose_models_are_evaluated(
     whom: str | int, count: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    original = SimulationAnswers.people
+    original = SimulationReplies.personal_metrics
 
-    def spy(self: SimulationAnswers) -> Any:
-        seen.append(len(self.asked.evaluate))
+    def spy(self: SimulationReplies) -> Any:
+        seen.append(len(self.task.evaluate))
         return original(self)
 
-    monkeypatch.setattr(SimulationAnswers, "people", spy)
+    monkeypatch.setattr(SimulationReplies, "personal_metrics", spy)
     simulation, _, _ = play(tmp_path / "r", eval__clients=whom)
     so_far = {k for r in simulation.progress.records[:2] for k in r["clients"]}
     assert seen == [count or len(so_far), len(simulation.executor.store.members)]
@@ -506,22 +508,27 @@ def test_every_method_runs_with_every_aggregator(
 ) -> None:
     """What the clients of the last round uploaded, averaged by NumPy, is the server's model."""
     seen: list[tuple[Tree, list[Tree], list[int]]] = []
-    usual = Rounds._uploads
+    train, results = RoundLoop._train, SimulationReplies.results
 
-    def remembering(self: Rounds, outcomes: Any, happened: Round) -> Iterator[Tree]:
-        seen.append((self.server, [], happened.clients))
-        for upload in usual(self, outcomes, happened):
-            seen[-1][1].append({name: value.clone() for name, value in upload.items()})
-            yield upload
+    def training(self: RoundLoop, *args: Any) -> Any:
+        seen.append((self.server, [], []))
+        return train(self, *args)
 
-    monkeypatch.setattr(Rounds, "_uploads", remembering)
+    def remembering(self: SimulationReplies) -> Iterator[ClientResult]:
+        for result in results(self):
+            seen[-1][1].append({name: value.clone() for name, value in (result.upload or {}).items()})
+            seen[-1][2].append(result.client)
+            yield result
+
+    monkeypatch.setattr(RoundLoop, "_train", training)
+    monkeypatch.setattr(SimulationReplies, "results", remembering)
     simulation, summary, _ = play(tmp_path / "r", method__name=method, aggregator=aggregator, rounds=2)
     assert summary["refused"] == 0
     before, uploads, clients = seen[-1]
     assert len(uploads) == 4
     parts = build_federation(simulation.config).parts
     weights = [len(parts[client]) if aggregator == "weighted_mean" else 1 for client in clients]
-    special = (*simulation.method.by_class, *simulation.method.marks)
+    special = (*simulation.setup.method.by_class, *simulation.setup.method.marks)
     names = [name for name in uploads[0] if name in before and name not in special]
     assert bool(names) != (method in ("local", "fedproto")), "these two upload no weights"
     for name, value in averaged(aggregator, before, uploads, names, weights).items():
@@ -549,11 +556,11 @@ def averaged(
 
 def test_a_deployment_does_not_weigh_sites_by_what_they_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulation, _, _ = play(tmp_path / "r", rounds=1, aggregator="weighted_mean")
-    simulation.progress.closed = 0
-    simulation._check_end()
-    monkeypatch.setattr(simulation.executor, "deployed", True)
+    loop = (simulation.config, simulation.folder, simulation.executor, Progress())
+    _check_end(*loop)
+    monkeypatch.setattr(simulation.executor, "policy", replace(simulation.executor.policy, trusts_counts=False))
     with pytest.raises(UserError, match=r"which they report themselves .* use 'mean' in a deployment"):
-        simulation._check_end()
+        _check_end(*loop)
 
 
 def test_what_exists_is_spared_garbage_collections_only_while_a_run_lasts() -> None:

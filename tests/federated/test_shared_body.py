@@ -40,7 +40,9 @@ def test_the_test_set_passes_through_a_shared_body_once(monkeypatch: pytest.Monk
     assert summary == again
     assert records == records_again
     assert len(summary["clients"]) == 8
-    assert many - few >= 7 * len(simulation.test or ()), "at the end; after round 2 each looks at its own classes"
+    assert many - few >= 7 * len(simulation.setup.side.test or ()), (
+        "at the end; after round 2 each looks at its own classes"
+    )
 
 
 @pytest.mark.parametrize("name", ["fedprior", "pfedfda", "fedloge"])

@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from fednh.backends import threads
+from fednh.callbacks.base import Callback
 from fednh.config import Config
 from fednh.federated.setup import build_federation
 from fednh.flower.deploy import local, scaffold
@@ -152,11 +153,8 @@ def trial(folder: Path) -> Iterator[Trial]:
         local.end_marked(made.folder)
 
 
-class Quiet:
-    def round_done(self, record: dict[str, Any]) -> None: ...
-    def training(self, done: int, total: int) -> None: ...
-    def evaluating(self, done: int, total: int) -> None: ...
-    def note(self, text: str) -> None: ...
+class Quiet(Callback):
+    """Tells nothing."""
 
 
 def simulate(config: Config, path: Path) -> Path:

@@ -261,7 +261,7 @@ def test_a_superlink_that_is_killed_while_keys_are_registered_is_started_anew(
     class Notes(Quiet):
         notes: list[str]
 
-        def note(self, text: str) -> None:
+        def on_note(self, text: str) -> None:
             self.notes = [*getattr(self, "notes", []), text]
 
     config, sites = scaffold.read(Trial(tmp_path).init(2).folder)

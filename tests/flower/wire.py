@@ -17,6 +17,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from fednh.backends import threads
+from fednh.callbacks.base import Callback
 from fednh.config import Config
 from fednh.flower import signing
 from fednh.flower.client_app import client_app
@@ -83,20 +84,17 @@ def travelled(message: Message) -> Message:
     return message_from_proto(ProtoMessage.FromString(message_to_proto(message).SerializeToString()))
 
 
-class Quiet:
-    """A watcher that remembers."""
+class Quiet(Callback):
+    """A callback that remembers."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
         self.notes: list[str] = []
 
-    def round_done(self, record: dict[str, Any]) -> None:
+    def on_round(self, record: dict[str, Any]) -> None:
         self.records.append(record)
 
-    def training(self, done: int, total: int) -> None: ...
-    def evaluating(self, done: int, total: int) -> None: ...
-
-    def note(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.notes.append(text)
 
 

@@ -107,7 +107,7 @@ class Play:
             for k, data in enumerate(self.data)
         ]
         self.kept = [u.keep for u in updates]
-        self.server = self.method.aggregate(self.server, Uploads(iter([u.upload for u in updates])))
+        self.server = self.method.aggregate(self.server, Uploads.of([u.upload for u in updates]))
         self.records = self.method.records(self.server, [select(u.upload, *self.method.recorded) for u in updates])
         return updates
 

@@ -186,7 +186,7 @@ def test_fedproto_remembers_a_class_without_an_owner_in_the_round(play: Play) ->
     play.round()
     before = play.server["prototypes"]
     own, _ = play.round()
-    alone = play.method.aggregate({**play.server, "prototypes": before}, Uploads(iter([own.upload])))
+    alone = play.method.aggregate({**play.server, "prototypes": before}, Uploads.of([own.upload]))
     torch.testing.assert_close(alone["prototypes"], torch.cat([own.upload["prototypes"][:2], before[2:]]))
     assert before[2].any()
     assert alone["known"].tolist() == [1, 1, 1, 0]
@@ -435,7 +435,7 @@ def test_scaffolds_c_is_the_mean_of_those_who_took_part(net: Net, tiny: Samples)
             same(select(updates[1].keep, "body", "head"), trained(TwoPart.of(down), *play.xy[1]).tree(), **CLOSE)
         for k, update in updates.items():
             play.kept[k] = update.keep
-        play.server = method.aggregate(play.server, Uploads(iter([u.upload for u in updates.values()])))
+        play.server = method.aggregate(play.server, Uploads.of([u.upload for u in updates.values()]))
         seen = [select(kept, "c_i") for kept in play.kept if kept["joined"] == 1]
         assert int(play.server["clients"]) == len(seen)
         expected = {f"c{name.removeprefix('c_i')}": value for name, value in average(seen).items()}
@@ -854,7 +854,7 @@ def uploaded_sums(*rows: tuple[float, float, float]) -> Tree:
 def test_fedpacs_centroids_count_samples_and_stay_where_nobody_has_the_class() -> None:
     server = {"centroids": torch.tensor([[9.0, 9.0], [5.0, 7.0]]), "known": torch.tensor([0.0, 1.0])}
     uploads = [uploaded_sums((1, 2, 1), (0, 0, 0)), uploaded_sums((6, 12, 3), (0, 0, 0))]
-    after = METHODS["fedpac"]().aggregate(server, Uploads(uploads))
+    after = METHODS["fedpac"]().aggregate(server, Uploads.of(uploads))
     assert after["centroids"].tolist() == [[7 / 4, 14 / 4], [5, 7]]
     assert after["known"].tolist() == [1, 1]
 

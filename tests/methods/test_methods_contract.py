@@ -148,7 +148,7 @@ def test_the_defaults_send_everything_average_everything_and_evaluate_the_latest
 
 def test_the_default_aggregate_leaves_alone_what_nobody_uploads() -> None:
     one, two, nine = torch.tensor(1.0), torch.tensor(2.0), torch.tensor(9.0)
-    uploads = Uploads(
+    uploads = Uploads.of(
         [{"body": one}, {"body": two}], rule=lambda trees: max(trees, key=lambda tree: float(tree["body"]))
     )
     identical(Plain().aggregate({"body": nine, "head": nine}, uploads), {"body": two, "head": nine})

@@ -142,7 +142,7 @@ def test_no_average_makes_the_covariance_singular(net: Net) -> None:
     server = method.init(net, torch.Generator().manual_seed(0))
     upload = {name: value for name, value in server.items() if name != "covariance"}
     for bad in (torch.zeros(5, 5), -3 * torch.eye(5), torch.ones(5, 5), torch.eye(5).flip(0)):
-        after = method.aggregate(server, Uploads([{**upload, "covariance": bad}]))
+        after = method.aggregate(server, Uploads.of([{**upload, "covariance": bad}]))
         assert float(torch.linalg.eigvalsh(after["covariance"])[0]) > 0.49
         assert torch.isfinite(method.global_model(after)["head.weight"]).all()  # type: ignore[index]
         problem = method.upload_problem({**upload, "covariance": bad})

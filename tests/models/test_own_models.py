@@ -227,7 +227,7 @@ def test_local_norm_equals_a_module_trained_by_torch(tiny: Samples) -> None:
         updates = [client.update(method, net, k, server, d, SGD) for k, d in zip(kept, data, strict=True)]
         assert all(not u.upload.keys() & NORMS for u in updates), "nor does an upload"
         kept = [u.keep for u in updates]
-        server = method.aggregate(server, Uploads([u.upload for u in updates]))
+        server = method.aggregate(server, Uploads.of([u.upload for u in updates]))
         for k, module in enumerate(modules):
             state = {f"body.bn.{n}": v for n, v in module.bn.state_dict().items()}
             same(strip_prefix(kept[k], NORM), state, rtol=1e-4, atol=1e-5)

@@ -18,14 +18,14 @@ from conftest import CLIENTS, DISTINCT, identical
 from fednh.data.batches import ClientData, Samples
 from fednh.errors import UserError
 from fednh.federated import client
-from fednh.federated.client import Update
+from fednh.federated.client import ClientResult
 from fednh.federated.setup import initial_state
 from fednh.methods import METHODS
 from fednh.methods.fit import Sgd
 from fednh.models import Net, build_net
 from fednh.tree import Tree
-from storage.test_fingerprint import table
-from storage.test_kill import outcome
+from runs.test_fingerprint import table
+from runs.test_kill import outcome
 
 ME = __name__
 SGD = Sgd(lr=0.1, batch_size=3, epochs=2)
@@ -136,7 +136,7 @@ def test_what_could_not_be_repeated_is_refused(kind: str, words: str) -> None:
         build_net(f"{ME}:Odd", (4,), 3, {"kind": kind}, head="fc")
 
 
-def trained(method: str, net: Net, tiny: Samples, who: int, round_: int = 1, look: bool = False) -> Update:
+def trained(method: str, net: Net, tiny: Samples, who: int, round_: int = 1, look: bool = False) -> ClientResult:
     light = {"match_steps": 2, "retrain_epochs": 2} if method == "creff" else {}
     made = METHODS[method](**light)
     start = initial_state(made, net, 0)

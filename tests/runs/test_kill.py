@@ -200,6 +200,7 @@ def test_asked_to_stop_during_an_evaluation(tmp_path: Path) -> None:
     from test_rounds import Told
 
     from fednh.backends import threads
+    from fednh.callbacks.base import Phase
     from fednh.config import load
     from fednh.errors import Interrupted
     from fednh.federated.setup import build_federation
@@ -209,8 +210,9 @@ def test_asked_to_stop_during_an_evaluation(tmp_path: Path) -> None:
     federation = build_federation(config)
 
     class Stopping(Told):
-        def evaluating(self, done: int, total: int) -> None:
-            stop.set()
+        def on_progress(self, phase: Phase, done: int, total: int) -> None:
+            if phase == "evaluating":
+                stop.set()
 
     def go(path: Path, watcher: Told, stop: threading.Event) -> None:
         with RunFolder(path) as folder:
@@ -233,6 +235,7 @@ def test_asked_to_stop_between_two_batches_of_the_final_evaluation(at: int, tmp_
     from test_rounds import Told
 
     from fednh.backends import threads
+    from fednh.callbacks.base import Phase
     from fednh.config import load
     from fednh.errors import Interrupted
     from fednh.federated.setup import build_federation
@@ -242,7 +245,9 @@ def test_asked_to_stop_between_two_batches_of_the_final_evaluation(at: int, tmp_
     federation, stop, seen = build_federation(config), threading.Event(), list[tuple[int, int]]()
 
     class Stopping(Told):
-        def evaluating(self, done: int, total: int) -> None:
+        def on_progress(self, phase: Phase, done: int, total: int) -> None:
+            if phase == "training":
+                return
             assert not stop.is_set(), "no batch after the wish to stop"
             seen.append((done, total))
             if len(seen) == at:

@@ -33,11 +33,11 @@ from fednh import extras
 from fednh.backends.ray_worker import SAME, Done, LastWords, PackedMaterial, PackedStage, facts, gather, pack
 from fednh.backends.tasks import ClientBatch, ClientTask
 from fednh.backends.threads import Simulation
+from fednh.callbacks.base import Callback
 from fednh.config import Config
 from fednh.config.schema import RayConfig
 from fednh.errors import Interrupted, RunError, UserError
-from fednh.federated.protocol import Watcher
-from fednh.federated.rounds import Rounds
+from fednh.federated.rounds import RoundLoop
 from fednh.federated.setup import Federation
 from fednh.runs.run_folder import RunFolder, worker_count
 from fednh.tree import Tree, size
@@ -302,7 +302,7 @@ class Crew:
 
     def __init__(self, wanted: Mapping[str, float], limit: int, material: Ref, note: Callable[[str], None]):
         """At most `limit` actors; 0: as many as there are slots."""
-        self.wanted, self.limit, self.material, self.note = wanted, limit, material, note
+        self.wanted, self.limit, self.data, self.note = wanted, limit, material, note
         self.hands: list[Hand] = []
         self._refused: set[str] = set()  # nodes that cannot be used
         self._cpus = {facts()["cpu"]}
@@ -319,7 +319,7 @@ class Crew:
         for _ in range(number - len(self.hands)):
             actor = _remote(self.wanted).remote()
             mine = {key: facts()[key] for key in SAME}
-            self.hands.append(Hand(actor, actor.join.remote(mine, SAME, [self.material])))
+            self.hands.append(Hand(actor, actor.join.remote(mine, SAME, [self.data])))
         return number
 
     def assemble(self, number: int, seconds: float, check: Callable[[], None], strict: bool = True) -> None:
@@ -422,13 +422,13 @@ def make_run(
     config: Config,
     federation: Federation,
     folder: RunFolder,
-    watcher: Watcher,
+    callback: Callback,
     stop: threading.Event | None = None,
     address: str | None = None,
-) -> Rounds:
+) -> RoundLoop:
     """A run on the Ray cluster at `address`, or on one that is started here; ready to `run`."""
     stop = stop or threading.Event()
-    return Rounds(config, folder, Cluster(config, federation, folder, watcher, stop, address), watcher, stop)
+    return RoundLoop(config, folder, Cluster(config, federation, folder, callback, stop, address), callback, stop)
 
 
 @dataclass(eq=False)
@@ -474,11 +474,11 @@ class Cluster(Simulation):
         config: Config,
         federation: Federation,
         folder: RunFolder,
-        watcher: Watcher,
+        callback: Callback,
         stop: threading.Event,
         address: str | None = None,
     ):
-        super().__init__(config, federation, folder, watcher, stop)
+        super().__init__(config, federation, folder, callback, stop)
         self.address, self.needs = address, needs(config.ray, config.device)
         self._paces: dict[type[ClientTask], Pace] = {}
         self._exchanges = 0
@@ -501,7 +501,7 @@ class Cluster(Simulation):
         """Send the samples, and start the actors."""
         super().begin(initial)
         device = self.config.device.partition(":")[0]  # each actor sees its own accelerator alone
-        packed = PackedMaterial.of(self.material, gather(), device, cloudpickle.dumps)
+        packed = PackedMaterial.of(self.data, gather(), device, cloudpickle.dumps)
         self.crew = Crew(self.needs, self.config.workers, ray.put(packed), self.note)
         self._stack.callback(self._dismiss)
         room(self.config)
@@ -529,7 +529,7 @@ class Cluster(Simulation):
         for job in flight.jobs():
             assert job.done is not None
             for unit, packed in zip(job.units, job.done.results, strict=True):
-                self.meter(sum(stage.samples(self.material, client) for client in unit))
+                self.meter(sum(stage.samples(self.data, client) for client in unit))
                 yield packed.results(self.config.device, stage.apart)
 
     def send(self, stage: ClientTask) -> Ref:

@@ -35,11 +35,11 @@ from torch import Tensor
 
 import fednh
 from fednh import machine
-from fednh.backends.tasks import ClientBatch, ClientTask, EvaluateTask, Failure, Measured, SimulatedData
+from fednh.backends.tasks import ClientBatch, ClientTask, EvaluateTask, Measured, SimulatedData
 from fednh.data.batches import Samples
 from fednh.data.partitions import Indices
 from fednh.errors import RunError, UserError
-from fednh.federated.client import Update
+from fednh.federated.client import ClientResult
 from fednh.runs.run_folder import cpu
 from fednh.tree import Tree
 
@@ -215,19 +215,19 @@ class PackedResults:
     trees: tuple[list[Packed], ...]  # an Update's keep and upload, or a Measured's model
 
     @classmethod
-    def of(cls, results: Sequence[Update | Failure | Measured]) -> PackedResults:
-        updates = [result for result in results if isinstance(result, Update)]
+    def of(cls, results: Sequence[ClientResult | Measured]) -> PackedResults:
+        updates = [result for result in results if (isinstance(result, ClientResult) and result.upload is not None)]
         models = [r.model for r in results if isinstance(r, Measured) and r.model is not None]
         return cls(
             [_without_trees(result) for result in results],
-            (pack([u.keep for u in updates]), pack([u.upload for u in updates]), pack(models)),
+            (pack([u.keep for u in updates]), pack([u.upload or {} for u in updates]), pack(models)),
         )
 
     def results(self, device: str, apart: bool) -> list[Any]:
         keep, upload, model = (unpack(packed, device, apart) for packed in self.trees)
         found: list[Any] = []
         for result in self.rest:
-            if isinstance(result, Update):
+            if isinstance(result, ClientResult) and result.upload is not None:
                 found.append(replace(result, keep=next(keep), upload=next(upload)))
             elif isinstance(result, Measured) and result.model is not None:
                 found.append(replace(result, model=next(model)))
@@ -236,11 +236,11 @@ class PackedResults:
         return found
 
 
-def _without_trees(result: Update | Failure | Measured) -> Update | Failure | Measured:
-    if isinstance(result, Update):
+def _without_trees(result: ClientResult | Measured) -> ClientResult | Measured:
+    if isinstance(result, ClientResult) and result.upload is not None:
         return replace(result, keep={}, upload={})
-    if isinstance(result, Failure):
-        return Failure(result.words)  # an exception may hold anything, and need not travel
+    if isinstance(result, ClientResult):
+        return replace(result, error=None)  # an exception may hold anything, and need not travel
     return result if result.model is None else replace(result, model={})
 
 

@@ -23,7 +23,7 @@ from fednh.federated import checks, similarity
 from fednh.federated import checks as failures
 from fednh.federated import client as clients
 from fednh.federated.aggregate import ClientOverrides, received
-from fednh.federated.client import SharedBody, Update
+from fednh.federated.client import ClientResult, SharedBody
 from fednh.federated.evaluate import Personal
 from fednh.federated.setup import Federation, client_name
 from fednh.interrupt import no_progress
@@ -55,14 +55,6 @@ class SimulatedData:
 
     def name(self, client: int) -> str:
         return client_name(client, self.sites)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a client has no update, as a sentence."""
-
-    words: str
-    error: Exception | None = None  # in the process in which it was raised
 
 
 @dataclass(frozen=True)
@@ -112,7 +104,7 @@ class TrainTask(ClientTask):
 
     def __call__(
         self, on: SimulatedData, unit: ClientBatch, kept: Sequence[Tree], tick: Tick = no_progress
-    ) -> list[Update | Failure]:
+    ) -> list[ClientResult]:
         why = ""
         if self.together:
             try:
@@ -120,15 +112,15 @@ class TrainTask(ClientTask):
             except Exception as error:  # one by one: the error names the client that fails, and the others succeed
                 why = f"{type(error).__name__}: {one_line(str(error), 200)}"
         made = [self.one_client(on, client, mine) for client, mine in zip(unit, kept, strict=True)]
-        if why and not any(isinstance(update, Failure) for update in made):
-            made = [replace(update, alone=why) for update in made if isinstance(update, Update)]
+        if why and all(result.upload is not None for result in made):
+            made = [replace(result, fallback_reason=why) for result in made]
         return made
 
     @property
     def apart(self) -> bool:
         return not self.together
 
-    def one_client(self, on: SimulatedData, client: int, kept: Tree) -> Update | Failure:
+    def one_client(self, on: SimulatedData, client: int, kept: Tree) -> ClientResult:
         try:
             data = ClientData(on.train, on.parts[client], self.seed, self.round, client, "train")
             checks.check_share(data.share, client)
@@ -136,9 +128,9 @@ class TrainTask(ClientTask):
             return clients.update(on.method, on.net, kept, down, data, self.sgd, self.gradient_norm)
         except Exception as error:  # anything a method, a model or a disk may raise; the caller reports it
             words = failures.error_sentence(on.method, error, f"{on.name(client)} failed in round {self.round}")
-            return Failure(words, error)
+            return ClientResult(status="failed", problem=words, error=error)
 
-    def _block(self, on: SimulatedData, unit: ClientBatch, kept: Sequence[Tree]) -> list[Update]:
+    def _block(self, on: SimulatedData, unit: ClientBatch, kept: Sequence[Tree]) -> list[ClientResult]:
         # Clients that kept the same names are computed together; new clients may have kept none.
         alike: dict[tuple[str, ...], dict[int, Tree]] = {}
         for client, mine in zip(unit, kept, strict=True):
@@ -146,7 +138,7 @@ class TrainTask(ClientTask):
         done = {client: update for some in alike.values() for client, update in self._together(on, some).items()}
         return [done[client] for client in unit]
 
-    def _together(self, on: SimulatedData, kept: dict[int, Tree]) -> dict[int, Update]:
+    def _together(self, on: SimulatedData, kept: dict[int, Tree]) -> dict[int, ClientResult]:
         members = list(kept)
         block = Block(on.train, [on.parts[k] for k in members], members, self.seed, self.round, "train")
         names = {name for k in members for name in self.records.get(k, ())}

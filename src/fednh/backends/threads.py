@@ -7,47 +7,49 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 
 from fednh import machine
-from fednh.backends.tasks import ClientBatch, ClientTask, EvaluateTask, Failure, Measured, SimulatedData, TrainTask
+from fednh.backends.tasks import ClientBatch, ClientTask, EvaluateTask, Measured, SimulatedData, TrainTask
 from fednh.backends.vmap import blocks, choose_engine
+from fednh.callbacks.base import Callback
 from fednh.config import Config, parse_bytes
 from fednh.errors import Interrupted
 from fednh.federated import checks
+from fednh.federated.client import ClientResult
 from fednh.federated.evaluate import Personal
-from fednh.federated.protocol import Exchange, Missing, Outcome, Watcher
-from fednh.federated.rounds import Rounds
+from fednh.federated.protocol import RoundPolicy, RoundTask
+from fednh.federated.rounds import RoundLoop
 from fednh.federated.setup import Federation, ServerSide
 from fednh.interrupt import Meter
 from fednh.runs.client_states import Store
 from fednh.runs.run_folder import RunFolder, worker_count
 from fednh.tree import Tree
 
-# --- simulation -----------------------------------------------------------------------------------------------------
-# A run whose clients are all simulated: what the executors on one machine and on a cluster have in common.
-#
-# The samples and the store of what clients keep are in this process. An executor decides only who computes: its `map`
-# applies a stage (work.py) to units of clients and returns the results in their order, whoever was fast.
-
 
 class Simulation:
-    """The executor of simulated clients, without the part that computes them."""
+    """What the executors of simulated clients have in common: threads of this machine, and a Ray cluster.
+
+    The samples and the store of what clients keep are in this process. A subclass decides only who computes: its `map`
+    applies a task (tasks.py) to batches of clients and returns the results in their order, whoever was fast.
+    """
 
     backend: str
-    deployed, least = False, 1
     engine: str
-    told = False  # that a block could not be computed at once
+    warned = False  # that a block could not be computed at once
 
     def __init__(
-        self, config: Config, federation: Federation, folder: RunFolder, watcher: Watcher, stop: threading.Event
+        self, config: Config, federation: Federation, folder: RunFolder, callback: Callback, stop: threading.Event
     ):
-        self.config, self.fed, self.folder, self.watcher, self.stop = config, federation, folder, watcher, stop
-        self.material = SimulatedData.of(federation)
-        self.meter = Meter(stop, watcher.evaluating)
+        self.config, self.fed, self.folder, self.callback, self.stop = config, federation, folder, callback, stop
+        self.policy = RoundPolicy(norm_bound=config.upload_bound(deployed=False), client_error=config.on_error)
+        self.data = SimulatedData.of(federation)
+        self.meter = Meter(stop, partial(callback.on_progress, "evaluating"))
         machine.keep_freed()
         budget = parse_bytes(config.store.memory, machine.total_memory())
         self.store = Store(folder.clients, budget, {}, config.device)
@@ -61,13 +63,13 @@ class Simulation:
     ) -> None: ...
 
     @abstractmethod
-    def map(self, stage: ClientTask, units: Sequence[ClientBatch]) -> Iterator[list[Any]]:
-        """The results of the units, in their order; Interrupted when the run is asked to stop."""
+    def map(self, task: ClientTask, batches: Sequence[ClientBatch]) -> Iterator[list[Any]]:
+        """The results of the batches, in their order; Interrupted when the run is asked to stop."""
 
-    def kept(self, unit: ClientBatch) -> list[Tree]:
-        return [self.store.get(client) for client in unit]
+    def kept(self, batch: ClientBatch) -> list[Tree]:
+        return [self.store.get(client) for client in batch]
 
-    def open(self, books: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> ServerSide:
+    def open(self, extras: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> ServerSide:
         return self.fed.server_side(self.config)
 
     def begin(self, initial: Tree) -> None:
@@ -77,8 +79,8 @@ class Simulation:
     def present(self) -> Sequence[int]:
         return range(len(self.fed.parts))
 
-    def exchange(self, asked: Exchange) -> SimulationAnswers:
-        return SimulationAnswers(self, asked)
+    def ask(self, task: RoundTask) -> SimulationReplies:
+        return SimulationReplies(self, task)
 
     def commit(self, round_: int, clients: Sequence[int]) -> None:
         self.store.commit(clients)
@@ -86,7 +88,7 @@ class Simulation:
     def rollback(self) -> None:
         self.store.rollback()
 
-    def books(self) -> dict[str, Any]:
+    def checkpoint_extras(self) -> dict[str, Any]:
         return {}
 
     def finished(self, rounds: int) -> dict[str, Any]:
@@ -95,71 +97,67 @@ class Simulation:
     def name(self, client: int) -> str:
         return self.fed.name(client)
 
-    def tell_if_alone(self, why: str, round_: int) -> None:
+    def warn_of_fallback(self, why: str, round_: int) -> None:
         """Tell once that a block did not work where its clients do: results are as good, but later."""
-        if why and not self.told:
-            self.told = True
+        if why and not self.warned:
+            self.warned = True
             self.note(
                 f"round {round_}: a block of clients could not be computed at once ({why}); they were computed one by "
                 f"one, which is slower. engine = 'loop' leaves out the attempt"
             )
 
     def note(self, text: str, client: int | None = None, round_: int = 0) -> None:
-        self.watcher.note(text)
+        self.callback.on_note(text)
 
 
-class SimulationAnswers:
-    """One exchange of simulated clients, which start to work when their answers are asked for."""
+class SimulationReplies:
+    """One exchange of simulated clients, which start to work when their results are asked for."""
 
-    def __init__(self, simulation: Simulation, asked: Exchange):
-        self.simulation, self.asked, self.config, self.fed = simulation, asked, simulation.config, simulation.fed
+    def __init__(self, simulation: Simulation, task: RoundTask):
+        self.simulation, self.task, self.config, self.fed = simulation, task, simulation.config, simulation.fed
 
-    def reports(self) -> Iterator[Outcome]:
-        """Every client's report; what it keeps goes to the store and is committed if its upload is used."""
-        config, store, round_ = self.config, self.simulation.store, self.asked.done + 1
+    def results(self) -> Iterator[ClientResult]:
+        """Every client's result; what it keeps goes to the store and is committed if its upload is used."""
+        config, simulation, asked, round_ = self.config, self.simulation, self.task, self.task.done + 1
         # The largest first, so that no long job starts last. The order is fixed, so sums have the same bits every time.
-        order = sorted(self.asked.train, key=lambda k: (-len(self.fed.parts[k]), k))
-        together = self.simulation.engine == "vmap"
-        units: list[ClientBatch] = list(blocks(self.fed, order)) if together else [[client] for client in order]
-        look, sgd = config.diagnostics.gradient_norm, config.train.sgd(round_)
-        down, records = self.asked.down, self.asked.records
-        stage = TrainTask(down, sgd, config.seed, round_, look, together, records=records)
+        order = sorted(asked.train, key=lambda k: (-len(self.fed.parts[k]), k))
+        together = simulation.engine == "vmap"
+        batches: list[ClientBatch] = list(blocks(self.fed, order)) if together else [[client] for client in order]
+        sgd, gradient_norm = config.train.sgd(round_), config.diagnostics.gradient_norm
+        task = TrainTask(asked.down, sgd, config.seed, round_, gradient_norm, together, records=asked.overrides)
         done = 0
-        for unit, updates in zip(units, self.simulation.map(stage, units), strict=True):
-            done += len(unit)
-            self.simulation.watcher.training(done, len(order))
-            for client, update in zip(unit, updates, strict=True):
-                if isinstance(update, Failure):
-                    yield client, Missing("failed", update.words, update.error)
-                    continue
-                self.simulation.tell_if_alone(update.alone, round_)
-                store.put(client, update.keep, round_)
-                yield client, update.report
+        for batch, results in zip(batches, simulation.map(task, batches), strict=True):
+            done += len(batch)
+            simulation.callback.on_progress("training", done, len(order))
+            for client, result in zip(batch, results, strict=True):
+                if result.upload is not None:
+                    simulation.warn_of_fallback(result.fallback_reason, round_)
+                    simulation.store.put(client, result.keep, round_)
+                yield replace(result, client=client)
 
-    def people(self) -> list[Personal]:
+    def personal_metrics(self) -> list[Personal]:
         """The metrics of the personal models; after the last round the models are saved too."""
-        asked, config, simulation, method = self.asked, self.config, self.simulation, self.fed.method
+        asked, config, simulation, method = self.task, self.config, self.simulation, self.fed.method
         with checks.with_context(method, f"the server failed after round {asked.done}"):
             shared = method.global_model(asked.server) if self.fed.measures_held_out else None
-        sgd, prior = config.train.sgd(asked.done), config.eval.prior
-        stage = EvaluateTask(
+        task = EvaluateTask(
             asked.down,
             shared,
-            sgd,
+            config.train.sgd(asked.done),
             config.seed,
             asked.done,
             asked.final,
-            prior,
-            records=asked.records,
+            config.eval.prior,
+            records=asked.overrides,
             how=config.personal,
         )
-        simulation.meter.begin(sum(stage.samples(simulation.material, client) for client in asked.evaluate))
-        found = []
-        for unit in simulation.map(stage, [[client] for client in asked.evaluate]):  # stopped, it starts again
-            for measured in unit:
+        simulation.meter.begin(sum(task.samples(simulation.data, client) for client in asked.evaluate))
+        people = []
+        for batch in simulation.map(task, [[client] for client in asked.evaluate]):  # stopped, it starts again
+            for measured in batch:
                 self._save(measured)
-                found.append(measured.person)
-        return found
+                people.append(measured.person)
+        return people
 
     def _save(self, measured: Measured) -> None:
         if measured.model is not None:
@@ -167,7 +165,7 @@ class SimulationAnswers:
             card = {**self.fed.card(self.config, client), "novelty": measured.novelty}
             folder.write_model(folder.personal_model(client), measured.model, card)
 
-    def novelty(self) -> None:
+    def similarity(self) -> None:
         """None: the loop has all samples and computes it itself."""
 
 
@@ -179,11 +177,11 @@ B = TypeVar("B")
 
 
 def make_run(
-    config: Config, federation: Federation, folder: RunFolder, watcher: Watcher, stop: threading.Event | None = None
-) -> Rounds:
+    config: Config, federation: Federation, folder: RunFolder, callback: Callback, stop: threading.Event | None = None
+) -> RoundLoop:
     """A run on this machine, ready to `run`."""
     stop = stop or threading.Event()
-    return Rounds(config, folder, Pool(config, federation, folder, watcher, stop), watcher, stop)
+    return RoundLoop(config, folder, Pool(config, federation, folder, callback, stop), callback, stop)
 
 
 class Pool(Simulation):
@@ -199,13 +197,13 @@ class Pool(Simulation):
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.threads.shutdown()
 
-    def map(self, stage: ClientTask, units: Sequence[ClientBatch]) -> Iterator[list[Any]]:
-        """The results in the order of `units`; at most two per worker are running or waiting to be read."""
+    def map(self, task: ClientTask, batches: Sequence[ClientBatch]) -> Iterator[list[Any]]:
+        """The results in the order of `batches`; at most two per worker are running or waiting to be read."""
 
-        def work(unit: ClientBatch) -> list[Any] | None:
-            return None if self.stop.is_set() else stage(self.material, unit, self.kept(unit), self.meter)
+        def work(batch: ClientBatch) -> list[Any] | None:
+            return None if self.stop.is_set() else task(self.data, batch, self.kept(batch), self.meter)
 
-        for result in in_order(self.threads, work, units, ahead=2 * self.workers):
+        for result in in_order(self.threads, work, batches, ahead=2 * self.workers):
             if result is None:
                 raise Interrupted
             yield result

@@ -21,7 +21,7 @@ from fednh.config import Config
 from fednh.data.batches import EVAL_BATCH, ClientData, Samples, blank_samples, drawn_number
 from fednh.data.partitions import Indices
 from fednh.errors import UserError
-from fednh.federated.client import Update
+from fednh.federated.client import ClientResult
 from fednh.federated.setup import Federation
 from fednh.methods.base import Method
 from fednh.methods.fit import Sgd, dense, descend, like, moving_names
@@ -266,7 +266,7 @@ def update_block(
     received: Tree,
     sgd: Sgd,
     own: Sequence[Tree] = (),
-) -> list[Update]:
+) -> list[ClientResult]:
     """`client.update` for all clients of the block at once; each has received its `own` in place of `received`."""
     epochs = []
 
@@ -282,7 +282,7 @@ def update_block(
     own_memory = {name: [row.clone() for row in value.unbind()] for name, value in keep.items()}  # the block's is freed
     rows = {name: value.unbind() for name, value in upload.items()}
     return [
-        Update(
+        ClientResult(
             {name: values[k] for name, values in own_memory.items()},
             {name: values[k] for name, values in rows.items()},
             size * epochs[0],

@@ -10,10 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fednh.callbacks.base import Callback, Phase
 from fednh.text import duration
 
 
-class Silent:
+class Silent(Callback):
     """Prints only warnings: refused uploads, damaged checkpoints, empty rounds."""
 
     def __init__(self, console: Console):
@@ -25,16 +26,7 @@ class Silent:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def round_done(self, record: dict[str, Any]) -> None:
-        pass
-
-    def training(self, done: int, total: int) -> None:
-        pass
-
-    def evaluating(self, done: int, total: int) -> None:
-        pass
-
-    def note(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -66,17 +58,20 @@ class Throttle:
         return True
 
 
-def share(done: int, total: int) -> str:
-    return f"{done / max(total, 1):.0%} of {total:,} samples"
+def progress_words(phase: Phase, done: int, total: int) -> str:
+    """What a run is at, within a round."""
+    if phase == "training":
+        return f"training: {done} of {total} clients"
+    return f"evaluating: {done / max(total, 1):.0%} of {total:,} samples"
 
 
 def slow_evaluation(seconds: float = 10.0) -> Callable[[int, int], None]:
     """Returns a callback that prints the progress of an evaluation to standard error every few seconds."""
-    patience = Throttle(seconds)
+    throttle = Throttle(seconds)
 
     def tell(done: int, total: int) -> None:
-        if patience.over():
-            print(f"evaluating: {share(done, total)}", file=sys.stderr, flush=True)
+        if throttle.over():
+            print(progress_words("evaluating", done, total), file=sys.stderr, flush=True)
 
     return tell
 
@@ -86,18 +81,14 @@ class RunLines(Silent):
 
     def __init__(self, console: Console, rounds: int, name: str):
         super().__init__(console)
-        self.clock, self.rounds, self.name, self.patience = _Clock(rounds), rounds, name, Throttle()
+        self.clock, self.rounds, self.name, self.throttle = _Clock(rounds), rounds, name, Throttle()
 
-    def training(self, done: int, total: int) -> None:
-        if self.patience.over():  # a long round should not look like a hang
-            self.console.print(f"training: {done} of {total} clients", markup=False, highlight=False)
+    def on_progress(self, phase: Phase, done: int, total: int) -> None:
+        if self.throttle.over():  # a long round should not look like a hang
+            self.console.print(progress_words(phase, done, total), markup=False, highlight=False)
 
-    def evaluating(self, done: int, total: int) -> None:
-        if self.patience.over():
-            self.console.print(f"evaluating: {share(done, total)}", markup=False, highlight=False)
-
-    def round_done(self, record: dict[str, Any]) -> None:
-        self.patience = Throttle()
+    def on_round(self, record: dict[str, Any]) -> None:
+        self.throttle = Throttle()
         words = [f"{self.name} round {record['round']}/{self.rounds}", *metric_words(record), *self.clock.line(record)]
         self.console.print("  ".join(words), markup=False, highlight=False, soft_wrap=True)
 
@@ -107,7 +98,7 @@ class RunBar(Silent):
 
     def __init__(self, console: Console, rounds: int, name: str):
         super().__init__(console)
-        self.clock, self.latest, self.patience = _Clock(rounds), dict[str, Any](), Throttle()
+        self.clock, self.latest, self.throttle = _Clock(rounds), dict[str, Any](), Throttle()
         self.progress = Progress(
             TextColumn("[bold]{task.description}[/bold]"),
             BarColumn(bar_width=24),
@@ -125,18 +116,15 @@ class RunBar(Silent):
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
 
-    def round_done(self, record: dict[str, Any]) -> None:
+    def on_round(self, record: dict[str, Any]) -> None:
         self.latest |= {key: value for key, value in record.items() if value is not None}
         words = [*metric_words({**record, **self.latest}), *self.clock.line(record)]
         self.progress.update(self.task, completed=record["round"], metrics="  ".join(words))
-        self.patience = Throttle()
+        self.throttle = Throttle()
 
-    def training(self, done: int, total: int) -> None:
-        if self.patience.over():  # short rounds show the metrics of the last one instead
-            self.progress.update(self.task, metrics=f"training: {done} of {total} clients")
-
-    def evaluating(self, done: int, total: int) -> None:
-        self.progress.update(self.task, metrics=f"evaluating: {share(done, total)}")
+    def on_progress(self, phase: Phase, done: int, total: int) -> None:
+        if phase == "evaluating" or self.throttle.over():  # short rounds show the metrics of the last one instead
+            self.progress.update(self.task, metrics=progress_words(phase, done, total))
 
 
 def metric_words(record: dict[str, Any]) -> list[str]:
@@ -149,7 +137,7 @@ def metric_words(record: dict[str, Any]) -> list[str]:
     return words
 
 
-def watcher(console: Console, rounds: int, name: str, quiet: bool) -> Silent:
+def screen_for(console: Console, rounds: int, name: str, quiet: bool) -> Silent:
     """The right display for where the output goes."""
     if quiet:
         return Silent(console)

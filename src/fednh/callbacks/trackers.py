@@ -21,9 +21,9 @@ from typing import Any, Protocol
 from filelock import FileLock
 
 from fednh import extras
+from fednh.callbacks.base import Callback
 from fednh.config import Config, flat
 from fednh.errors import UserError, did_you_mean
-from fednh.federated.protocol import Watcher
 from fednh.runs.run_folder import RunFolder, read_metrics
 
 
@@ -155,11 +155,11 @@ def check(names: Sequence[str]) -> None:
         extras.need(name, f"--track {name}")
 
 
-class Tracking:
-    """A Watcher that passes progress to the screen and the trackers."""
+class Tracking(Callback):
+    """Passes a run's rounds to trackers; `note` is told once about a tracker that stops working."""
 
-    def __init__(self, screen: Watcher, names: Sequence[str], folder: RunFolder, config: Config):
-        self.screen, self.folder, self.config = screen, folder, config
+    def __init__(self, names: Sequence[str], folder: RunFolder, config: Config, note: Callable[[str], None]):
+        self.folder, self.config, self.note = folder, config, note
         self._waiting = list(dict.fromkeys(names))
         self._open: dict[str, Tracker] = {}
 
@@ -171,8 +171,7 @@ class Tracking:
             with self._forgiving(name):
                 tracker.close(finished=kind is None)
 
-    def round_done(self, record: dict[str, Any]) -> None:
-        self.screen.round_done(record)
+    def on_round(self, record: dict[str, Any]) -> None:
         for name, tracker in list(self._open.items()):
             with self._forgiving(name):
                 tracker.log([record])
@@ -182,15 +181,6 @@ class Tracking:
                 self._open[name] = TRACKERS[name](self.folder, self.config)
                 self._open[name].log(read_metrics(self.folder.path))  # up to and with this round
 
-    def training(self, done: int, total: int) -> None:
-        self.screen.training(done, total)
-
-    def evaluating(self, done: int, total: int) -> None:
-        self.screen.evaluating(done, total)
-
-    def note(self, text: str) -> None:
-        self.screen.note(text)
-
     @contextmanager
     def _forgiving(self, name: str) -> Iterator[None]:
         try:
@@ -198,7 +188,7 @@ class Tracking:
         except Exception as error:  # whatever a tracker, its data base or its network may raise
             self._open.pop(name, None)
             what = str(error).strip().partition("\n")[0] or type(error).__name__
-            self.screen.note(f"--track {name} stopped working and is left out from now on: {what}")
+            self.note(f"--track {name} stopped working and is left out from now on: {what}")
 
 
 def _quoted(path: Path) -> str:

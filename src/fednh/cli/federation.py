@@ -116,7 +116,7 @@ def up(
             f"fednh starts federations on this machine only: add --local, or see {FederationFolder(folder).readme}"
         )
     need_extra()
-    from fednh.callbacks.screen import watcher
+    from fednh.callbacks.screen import screen_for
     from fednh.flower.deploy import certificates as keys
     from fednh.flower.deploy import scaffold
     from fednh.flower.deploy.local import LocalFederation, Stopped
@@ -133,8 +133,8 @@ def up(
             keys.make(folder, [site.name for site in sites])
             keys.check_complete(folder, [site.name for site in sites])
             name = f"{config.method['name']} at {len(sites)} sites"
-            with watcher(console, config.rounds, name, quiet) as screen:
-                screen.note(f"starting the server and {len(sites)} sites; logs: {FederationFolder(folder).logs}")
+            with screen_for(console, config.rounds, name, quiet) as screen:
+                screen.on_note(f"starting the server and {len(sites)} sites; logs: {FederationFolder(folder).logs}")
                 try:
                     LocalFederation(folder, config, sites, screen, stop, not insecure, not plain, proxy).run()
                 except Stopped:

@@ -33,13 +33,13 @@ from fednh.interrupt import Stop
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fednh.callbacks.base import Callback
     from fednh.config import Config
-    from fednh.federated.protocol import Watcher
-    from fednh.federated.rounds import Rounds
+    from fednh.federated.rounds import RoundLoop
     from fednh.federated.setup import Federation
     from fednh.runs.run_folder import RunFolder
 
-    Train = Callable[[Config, Federation, RunFolder, Watcher, threading.Event], Rounds]
+    Train = Callable[[Config, Federation, RunFolder, Callback, threading.Event], RoundLoop]
 
 
 @app.command()
@@ -138,16 +138,20 @@ def _train(
     stop: threading.Event,
 ) -> None:
     """The run in a locked folder, from where it stands to its end."""
-    from fednh.callbacks.screen import watcher
+    from fednh.callbacks.base import CallbackList
+    from fednh.callbacks.screen import screen_for
     from fednh.callbacks.trackers import Tracking
     from fednh.federated.setup import build_federation
 
     federation = build_federation(config, run=folder.path)
     name = f"{config.method['name']} on {federation.dataset.name}"
-    with watcher(console, config.rounds, name, quiet) as screen, Tracking(screen, track, folder, config) as watching:
+    with (
+        screen_for(console, config.rounds, name, quiet) as screen,
+        Tracking(track, folder, config, screen.on_note) as tracking,
+    ):
         for note in (*federation.dataset.notes, *federation.dataset.warnings):
-            watching.note(note)
-        train(config, federation, folder, watching, stop).run()
+            screen.on_note(note)
+        train(config, federation, folder, CallbackList([screen, tracking]), stop).run()
 
 
 def chosen_backend(backend: str, address: str | None) -> Train:

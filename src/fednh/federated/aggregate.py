@@ -1,8 +1,8 @@
 """How uploads are averaged, for every method that averages: by the number of samples, or such that a few broken or
 hostile clients cannot ruin the result.
 
-Each rule takes a round's uploads and gives one tree, as `tree.mean` does; `uploads.mean()` calls it. A method says what
-its uploads mean:
+An accumulator takes a round's uploads one by one and makes their average, which `uploads.mean()` gives. A method says
+what its uploads mean:
 
 `Method.by_class` (prototypes, class gradients): each row is about one class. A client that lacks the class says nothing
 about it: its row is zero, or its mark for the class is 0. Such rows are left out. The robust value is taken over the
@@ -20,14 +20,14 @@ median norm of the round, so it needs no tuning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fednh.methods.base import Method
-from fednh.tree import Tree, mean, prefix, stack
+from fednh.tree import Tree, Uploads, add, divide, mean, prefix, stack
 
 # --- records --------------------------------------------------------------------------------------------------------
 # What the server keeps for single clients: their records, made by `Method.records`.
@@ -68,39 +68,99 @@ def split_overrides(state: Tree) -> tuple[Tree, dict[int, Tree]]:
 # --- aggregate ------------------------------------------------------------------------------------------------------
 
 
-Rule = Callable[[Iterable[Tree]], Tree]
+class Accumulator(Protocol):
+    """Takes a round's uploads one by one, as they come, and gives what `Method.aggregate` works on.
 
-
-def rule(name: str, server: Tree, trim: float, method: Method, samples: Sequence[int] = ()) -> Rule:
-    """The averaging rule called `name`; `server` is the state that the clients started from.
-
-    `samples` are the training samples behind each upload, of weighted_mean; it may grow as uploads are read.
+    The same uploads in the same order give the same bits.
     """
-    rules: dict[str, Rule] = {
-        "mean": mean,
-        "weighted_mean": partial(weighted_mean, samples=samples, server=server, method=method),
-        "median": partial(trimmed, share=0.5, method=method),
-        "trimmed_mean": partial(trimmed, share=trim, method=method),
-        "norm_clip": partial(norm_clipped, server=server, method=method),
-    }
-    return rules[name]
+
+    @property
+    def count(self) -> int: ...
+    def add(self, upload: Tree, samples: int) -> None: ...
+    def uploads(self) -> Uploads: ...
 
 
-def weighted_mean(trees: Iterable[Tree], samples: Sequence[int], server: Tree, method: Method) -> Tree:
-    """The mean in which what the server holds counts by the samples behind it, in a single pass.
+def accumulator(name: str, server: Tree, trim: float, method: Method) -> Accumulator:
+    """The accumulator of the rule called `name` (config: aggregator); `server` is the state that clients started from.
+
+    Means are running sums, so that no upload is kept. Robust rules and methods that look at single uploads keep all.
+    """
+    if method.single_uploads or name not in ("mean", "weighted_mean"):
+        return AllUploads(name, server, trim, method)
+    return RunningMean() if name == "mean" else RunningWeightedMean(server, method)
+
+
+class RunningMean:
+    """The plain mean."""
+
+    def __init__(self) -> None:
+        self.total: Tree = {}
+        self.count = 0
+
+    def add(self, upload: Tree, samples: int = 0) -> None:
+        self.total = add(self.total, upload, self.count)
+        self.count += 1
+
+    def uploads(self) -> Uploads:
+        return Uploads(divide(self.total, self.count), self.count)
+
+
+class RunningWeightedMean:
+    """The mean in which what the server holds counts by the samples behind it.
 
     Rows by class have counts of their own, marks are counted, and what the server does not hold (SCAFFOLD's changes of
     control variates) is defined as a plain mean: these stay what they are.
     """
-    plain = {*method.by_class, *method.marks}
-    total: Tree = {}
-    weight: dict[str, float] = {}
-    for tree, number in zip(trees, samples, strict=True):
-        for name, value in tree.items():
-            share = number / samples[0] if name in server and name not in plain else 1.0
-            total[name] = value * share + total.get(name, 0)
-            weight[name] = share + weight.get(name, 0.0)
-    return {name: value / weight[name] for name, value in total.items()}
+
+    def __init__(self, server: Tree, method: Method):
+        self.weighted = server.keys() - {*method.by_class, *method.marks}
+        self.total: Tree = {}
+        self.weight: dict[str, float] = {}
+        self.count, self.first = 0, 1
+
+    def add(self, upload: Tree, samples: int) -> None:
+        if self.count == 0:
+            self.first = samples
+        self.count += 1
+        for name, value in upload.items():
+            share = samples / self.first if name in self.weighted else 1.0
+            self.total[name] = value * share + self.total.get(name, 0)
+            self.weight[name] = share + self.weight.get(name, 0.0)
+
+    def uploads(self) -> Uploads:
+        return Uploads({name: value / self.weight[name] for name, value in self.total.items()}, self.count)
+
+
+class AllUploads:
+    """Keeps all uploads, for rules and methods that compare them."""
+
+    def __init__(self, name: str, server: Tree, trim: float, method: Method):
+        self.name, self.server, self.trim, self.method = name, server, trim, method
+        self.trees: list[Tree] = []
+        self.samples: list[int] = []
+
+    @property
+    def count(self) -> int:
+        return len(self.trees)
+
+    def add(self, upload: Tree, samples: int) -> None:
+        self.trees.append(upload)
+        self.samples.append(samples)
+
+    def uploads(self) -> Uploads:
+        return Uploads(self._average(), self.count, tuple(self.trees))
+
+    def _average(self) -> Tree:
+        if self.name == "median":
+            return trimmed(self.trees, 0.5, self.method)
+        if self.name == "trimmed_mean":
+            return trimmed(self.trees, self.trim, self.method)
+        if self.name == "norm_clip":
+            return norm_clipped(self.trees, self.server, self.method)
+        running: Accumulator = RunningMean() if self.name == "mean" else RunningWeightedMean(self.server, self.method)
+        for tree, number in zip(self.trees, self.samples, strict=True):
+            running.add(tree, number)
+        return running.uploads().mean()
 
 
 def trimmed(trees: Iterable[Tree], share: float, method: Method) -> Tree:

@@ -1,7 +1,7 @@
 """Checks of every round: of its picks, its uploads and the server's state. They are cheap and always on.
 
-The loop calls them (`Rounds._checked`). Uploads that are far too long are a matter of outliers.py, what a paper rules
-out of `Method.upload_problem`; on Flower the size of a message is checked before it is read (flower/transport.py).
+The loop calls them. What a paper rules out is a matter of `Method.upload_problem`; on Flower the size of a message is
+checked before it is read (flower/transport.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from fednh.data.batches import ClientData, blank_samples
 from fednh.errors import RunError, UserError
-from fednh.federated.client import Report
+from fednh.federated.client import ClientResult
 from fednh.methods.base import Method
 from fednh.methods.losses import BatchLoss, Loss
 from fednh.models.net import Net
@@ -210,15 +210,16 @@ def form_problem(form: TensorSpecs, declared: TensorSpecs) -> str | None:
     return None
 
 
-def not_finite(report: Report) -> str | None:
-    """What of a client's report is not finite, in words, or None: such a report is refused as a whole.
+def not_finite(result: ClientResult) -> str | None:
+    """What of a client's result is not finite, in words, or None: such a result is refused as a whole.
 
     A state that is not finite would spoil all of the client's later rounds.
     """
-    looked = finite(report.upload) if report.upload_finite is None else report.upload_finite
-    if not (math.isfinite(report.loss_sum or 0.0) and looked):
+    looked = finite(result.upload or {}) if result.upload_finite is None else result.upload_finite
+    if not (math.isfinite(result.loss_sum or 0.0) and looked):
         return "the upload"
-    return None if report.kept_finite else "the personal state"
+    kept = finite(result.keep) if result.kept_finite is None else result.kept_finite
+    return None if kept else "the personal state"
 
 
 def check_upload(method: Method, upload: Tree, declared: TensorSpecs, client: int, round_: int) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
@@ -121,40 +122,26 @@ def _same_body(one: Tree, other: Tree) -> bool:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What comes back from a client that trained."""
+class ClientResult:
+    """What comes out of a client's round, from whoever computed it to the server's checks."""
 
-    upload: Tree
-    samples: int | None  # training samples processed; None: the client does not report it
-    loss_sum: float | None  # their summed loss; None: the client does not report it
-    gradient_norm: float | None = None  # squared, of the body at the received model, where it was asked for
-    kept_finite: bool = True  # whether what the client keeps is finite
-    upload_finite: bool | None = None  # None: nobody that the server trusts has looked
-
-
-@dataclass(frozen=True)
-class Update:
-    """What comes out of a client's round."""
-
-    keep: Tree
-    upload: Tree
-    samples: int  # training samples processed
-    loss_sum: float  # their summed loss
+    keep: Tree = field(default_factory=dict)  # stays with the client; the server never reads it
+    upload: Tree | None = None  # None: there is none, and `problem` says why
+    samples: int | None = None  # training samples processed; None: the client does not report it
+    loss_sum: float | None = None  # their summed loss; None: the client does not report it
     gradient_norm: float | None = None  # squared, of the body at the received model, where it was asked for
     kept_finite: bool | None = None  # None: nobody has looked
-    upload_finite: bool | None = None
-    alone: str = ""  # why this client's block was computed one client at a time, if its block is to blame
-
-    @property
-    def report(self) -> Report:
-        """The part that reaches the server."""
-        kept = finite(self.keep) if self.kept_finite is None else self.kept_finite
-        return Report(self.upload, self.samples, self.loss_sum, self.gradient_norm, kept, self.upload_finite)
+    upload_finite: bool | None = None  # None: nobody that the server trusts has looked
+    client: int = -1
+    status: Literal["trained", "silent", "failed", "refused"] = "trained"
+    problem: str = ""  # a sentence, for a client that has not trained
+    error: Exception | None = field(default=None, compare=False)  # in the process in which it was raised
+    fallback_reason: str = ""  # why this client's block was computed one client at a time, if its block is to blame
 
 
 def update(
     method: Method, net: Net, kept: Tree, received: Tree, data: ClientData, sgd: Sgd, gradient_norm: bool = False
-) -> Update:
+) -> ClientResult:
     """Train one client; returns what it keeps and what it uploads."""
     probe = GradientNorm(data, received) if gradient_norm else None
     with LocalNorm(net, kept, data.index.device) as norm:
@@ -162,7 +149,7 @@ def update(
         keep, upload = method.client_update(net, without_norm(kept), received, data, norm.fit(fit))
     keep = {**keep, **norm.kept()}
     norm_at_start = probe.value if probe else None
-    return Update(keep, upload, fit.samples, fit.loss_sum, norm_at_start, finite(keep), finite(upload))
+    return ClientResult(keep, upload, fit.samples, fit.loss_sum, norm_at_start, finite(keep), finite(upload))
 
 
 def _training(net: Net, data: ClientData) -> Callable[[], AbstractContextManager[object]]:

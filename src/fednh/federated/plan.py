@@ -3,9 +3,46 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from fednh.config import Config
 from fednh.seeding import numpy_rng
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """Who trains the next round. A plan without picks is of no round: there is none left, or too few are present."""
+
+    round: int
+    picked: Sequence[int] = ()
+    dropped: Sequence[int] = ()  # those of them that never report
+
+    @property
+    def train(self) -> list[int]:
+        return sorted(set(self.picked) - set(self.dropped))
+
+
+def plan_round(config: Config, round_: int, present: Sequence[int], least: int) -> RoundPlan:
+    """Pick clients for a round from those present, and decide which of them drop out."""
+    if round_ > config.rounds or len(present) < least:
+        return RoundPlan(round_)
+    picked = [present[k] for k in picked_clients(config, round_, len(present), least)]
+    return RoundPlan(round_, picked, dropped_clients(config, round_, picked))
+
+
+def is_evaluated(config: Config, round_: int) -> bool:
+    """Whether the models are evaluated after this round."""
+    return round_ == config.rounds or bool(config.eval.every and round_ % config.eval.every == 0)
+
+
+def evaluated_clients(config: Config, record: Mapping[str, Any], members: Iterable[int]) -> list[int]:
+    """The clients whose personal models give a round's metrics (`eval.clients`), from its record and its members."""
+    if config.eval.clients == "active":
+        active: list[int] = record["clients"]
+        return active
+    return sampled_clients(config, config.eval.clients, sorted(members), record["round"])
 
 
 def picked_clients(config: Config, round_: int, clients: int | None = None, least: int = 1) -> list[int]:

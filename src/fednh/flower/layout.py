@@ -32,7 +32,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from zlib import crc32
 
-from fednh.federated.protocol import check_lost
+from fednh.federated.results import check_lost
 from fednh.runs.layout import Inside, Layout, RunLayout
 from fednh.text import one_line
 

@@ -19,14 +19,15 @@ import torch
 from flwr.app import ArrayRecord, Context, MessageType
 from flwr.serverapp import Grid, ServerApp
 
+from fednh.callbacks.base import Callback
 from fednh.callbacks.screen import metric_words
 from fednh.config import Config, dump
 from fednh.errors import RunError, UserError
 from fednh.federated import checks, similarity
-from fednh.federated.client import Report
+from fednh.federated.client import ClientResult
 from fednh.federated.evaluate import HELD, Personal
-from fednh.federated.protocol import Exchange, Missing, Outcome, Watcher
-from fednh.federated.rounds import Rounds
+from fednh.federated.protocol import RoundPolicy, RoundTask
+from fednh.federated.rounds import RoundLoop
 from fednh.federated.setup import Federation, ServerSide, build_federation, network
 from fednh.flower import audit, layout
 from fednh.flower.admission import Membership, Reception
@@ -68,16 +69,16 @@ def make_run(
     config: Config,
     grid: Grid,
     folder: RunFolder,
-    watcher: Watcher,
+    callback: Callback,
     manner: Transport,
     stop: threading.Event | None = None,
     federation: Federation | None = None,
     identity: Identity | None = None,
-) -> Rounds:
+) -> RoundLoop:
     """The round loop of a run on the sites behind `grid`; call its `run`."""
     stop = stop or threading.Event()
-    sites = Sites(config, grid, folder, watcher, manner, stop, federation, identity)
-    return Rounds(config, folder, sites, watcher, stop)
+    sites = Sites(config, grid, folder, callback, manner, stop, federation, identity)
+    return RoundLoop(config, folder, sites, callback, stop)
 
 
 class Sites:
@@ -90,16 +91,24 @@ class Sites:
         config: Config,
         grid: Grid,
         folder: RunFolder,
-        watcher: Watcher,
+        callback: Callback,
         manner: Transport,
         stop: threading.Event,
         federation: Federation | None = None,
         identity: Identity | None = None,
     ):
         """A simulation passes the `federation` it has built. Without an `identity` messages are not signed."""
-        self.config, self.grid, self.folder, self.watcher, self.manner = config, grid, folder, watcher, manner
+        self.config, self.grid, self.folder, self.callback, self.manner = config, grid, folder, callback, manner
         self.fed, self.identity = federation, identity
         self.deployed, self.least = not manner.simulated, manner.least
+        self.policy = RoundPolicy(
+            min_uploads=manner.least,
+            norm_bound=config.upload_bound(deployed=self.deployed),
+            bad_round="skip" if self.deployed else "stop",
+            client_error="skip" if self.deployed else config.on_error,
+            evaluate="present" if self.deployed else "sampled",
+            trusts_counts=not self.deployed,
+        )
         self.toml = dump(config if manner.simulated else for_sites(config))
         self.method = config.build_method()
         sign = identity.sign if identity is not None else None
@@ -125,11 +134,11 @@ class Sites:
 
     # --- before the first round --------------------------------------------------------------------------------
 
-    def open(self, books: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> ServerSide:
+    def open(self, extras: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> ServerSide:
         """Wait for the sites, and find out what they agree on."""
-        if books:
-            self.reception.membership = Membership(books["sites"], records)
-            self.reception.task = Task.read(books["task"])
+        if extras:
+            self.reception.membership = Membership(extras["sites"], records)
+            self.reception.task = Task.read(extras["task"])
             if self.identity is not None:
                 self.identity.keys |= {member.site: member.key for member in self.membership if member.key}
         self.task = self.reception.gather(self.manner.enough, self.deployed, self.manner.wait)
@@ -185,7 +194,7 @@ class Sites:
 
     done = 0  # completed rounds
 
-    def exchange(self, asked: Exchange) -> SiteAnswers:
+    def ask(self, asked: RoundTask) -> SiteAnswers:
         """Send the orders, and wait for the answers."""
         train, look = set(asked.train), set(asked.evaluate)
         orders = [self._order(k, asked, k in train, k in look) for k in sorted(train | look)]
@@ -193,7 +202,7 @@ class Sites:
         self.reception.welcome()
         return answers
 
-    def _order(self, client: int, asked: Exchange, trains: bool, evaluates: bool) -> Order:
+    def _order(self, client: int, asked: RoundTask, trains: bool, evaluates: bool) -> Order:
         member = self.membership.members[client]
         # The server may have to go back to an older checkpoint, if newer ones are incomplete or damaged.
         since = member.since(asked.done - 3 * self.config.checkpoint.every)
@@ -207,11 +216,11 @@ class Sites:
             sites=max(1, len(asked.train)),
         )
 
-    def _ask(self, orders: list[Order], asked: Exchange) -> SiteAnswers:
+    def _ask(self, orders: list[Order], asked: RoundTask) -> SiteAnswers:
         common = self._sent(asked, asked.down)
         letters = []
         for order in orders:
-            own = order.client in asked.records
+            own = order.client in asked.overrides
             arrays, more = self._sent(asked, asked.received(order.client)) if own else common
             letters.append((self._letter(order), order.write(self.toml, self.task, arrays, more)))
         if letters:
@@ -220,7 +229,7 @@ class Sites:
             self.events("asked", kind="train", round=round_, sites=sites, sent=letters[0][1])
         sent = self.mailbox.send(letters, keep=2 * self.manner.timeout)
         waiting = {order.client: order for order in orders}
-        answers, missing = list[Answer](), dict[int, Missing]()
+        answers, missing = list[Answer](), dict[int, ClientResult]()
         for letter, reply in self.mailbox.replies(sent, self.manner.timeout):
             order = waiting.pop(letter.client)
             found = self._read(letter, order, reply)
@@ -230,7 +239,7 @@ class Sites:
                 self._lacks(order, found, missing)
         for client, order in sorted(waiting.items()):
             words = f"round {_when(order)}: {self.name(client)} did not answer in {self.manner.timeout:g} s"
-            self._lacks(order, Missing("silent", words), missing)
+            self._lacks(order, ClientResult(client=client, status="silent", problem=words), missing)
         return SiteAnswers(self, answers, missing)
 
     def _letter(self, order: Order) -> Request:
@@ -244,35 +253,37 @@ class Sites:
             membership.site(order.client),
         )
 
-    def _sent(self, asked: Exchange, down: Tree) -> tuple[ArrayRecord, ArrayRecord]:
+    def _sent(self, asked: RoundTask, down: Tree) -> tuple[ArrayRecord, ArrayRecord]:
         """What a site receives, and the part of the global model that it cannot rebuild from that and the config."""
         model = self.method.global_model(asked.server) or {}
         theirs = self.method.global_model({**self.initial, **down}) or {}
         more = {n: v for n, v in model.items() if n not in theirs or not torch.equal(v, theirs[n])}
         return to_arrays(down), to_arrays(more)
 
-    def _read(self, letter: Request, order: Order, reply: Reply) -> Answer | Missing:
+    def _read(self, letter: Request, order: Order, reply: Reply) -> Answer | ClientResult:
         """The answer, or the reason why there is none that can be used."""
         who, when = self.name(order.client), f"round {_when(order)}"
         try:
             answer, content = read_answer(letter, order, reply, self.upload_form, self.config.device, self.identity)
         except SiteProblem as error:
             method = "" if self.deployed else f"{type(self.method).__name__}: "
-            return Missing("failed", f"{method}{when}: {who} failed: {error}")
+            return ClientResult(client=order.client, status="failed", problem=f"{method}{when}: {who} failed: {error}")
         except Exception as error:  # whatever reading it raises is this site's problem, not the server's
-            return Missing("refused", f"{when}: the answer of {who} was refused: {why(error)}")
+            return ClientResult(
+                client=order.client, status="refused", problem=f"{when}: the answer of {who} was refused: {why(error)}"
+            )
         facts = {"site": letter.site, "kind": letter.kind, "round": letter.round, "head": head_of(content)}
         self.events("took", **facts, sent=content)
         return answer
 
-    def _lacks(self, order: Order, what: Missing, missing: dict[int, Missing]) -> None:
+    def _lacks(self, order: Order, what: ClientResult, missing: dict[int, ClientResult]) -> None:
         """Hand a missing upload to the round loop, which counts them; report a missing evaluation here."""
         if order.round:
             missing[order.client] = what
-        elif what.why == "failed" and not self.deployed and self.config.on_error == "stop":
-            raise RunError(what.words)
+        elif what.status == "failed" and not self.deployed and self.config.on_error == "stop":
+            raise RunError(what.problem)
         else:
-            self.note(what.words, order.client, order.evaluate)
+            self.note(what.problem, order.client, order.evaluate)
 
     def commit(self, round_: int, clients: Sequence[int]) -> None:
         self.done = round_
@@ -284,7 +295,7 @@ class Sites:
 
     # --- checkpoints and reports -------------------------------------------------------------------------------
 
-    def books(self) -> dict[str, Any]:
+    def checkpoint_extras(self) -> dict[str, Any]:
         return {"sites": self.membership.rows(), "task": self.task.text()}
 
     def finished(self, rounds: int) -> dict[str, Any]:
@@ -301,7 +312,7 @@ class Sites:
         self._tell(text, **({} if client is None else {"site": self.membership.site(client), "round": round_}))
 
     def _tell(self, text: str, **who: Any) -> None:
-        self.watcher.note(one_line(text))
+        self.callback.on_note(one_line(text))
         layout.add_note(self.folder.path, text)
         if who:
             self.events("refused", **who, why=one_line(text))
@@ -326,21 +337,21 @@ class SiteAnswers:
 
     sites: Sites
     answers: list[Answer]
-    missing: dict[int, Missing]  # clients that were asked to train and sent no usable upload
+    missing: dict[int, ClientResult]  # clients that were asked to train and sent no usable upload
 
-    def reports(self) -> Iterator[Outcome]:
+    def results(self) -> Iterator[ClientResult]:
         trained = [answer for answer in self.answers if answer.upload is not None]
         # The same order as in the pool: the largest first, by the number of samples that each reports.
         for a in sorted(trained, key=lambda answer: (-(answer.samples or 0), answer.client)):
             assert a.upload is not None
-            yield a.client, Report(a.upload, a.samples, a.loss_sum, a.gradient_norm)
-        yield from sorted(self.missing.items())
+            yield ClientResult({}, a.upload, a.samples, a.loss_sum, a.gradient_norm, kept_finite=True, client=a.client)
+        yield from (result for _, result in sorted(self.missing.items()))
 
-    def people(self) -> list[Personal]:
+    def personal_metrics(self) -> list[Personal]:
         classes = len(self.sites.task.classes)
         return [_person(answer, classes) for answer in self._by_client() if answer.figures]
 
-    def novelty(self) -> dict[str, Any] | None:
+    def similarity(self) -> dict[str, Any] | None:
         return similarity.merged([_levels(answer.figures) for answer in self._by_client()])
 
     def _by_client(self) -> list[Answer]:
@@ -400,24 +411,18 @@ def main(grid: Grid, context: Context) -> None:
         if not unfinished:
             raise UserError(f"{folder.path} holds a finished run; move it away, or choose another federation.folder")
         keep_private(folder.path)
-        make_run(config, grid, folder, LogWatcher(config.rounds), manner, identity=identity).run()
+        make_run(config, grid, folder, LogCallback(config.rounds), manner, identity=identity).run()
     log.info("run folder: %s", folder.path)
 
 
-class LogWatcher:
+class LogCallback(Callback):
     """Writes progress to Flower's log, which `flwr run --stream` shows."""
 
     def __init__(self, rounds: int):
         self.rounds = rounds
 
-    def round_done(self, record: dict[str, Any]) -> None:
+    def on_round(self, record: dict[str, Any]) -> None:
         log.info("%s", "  ".join([f"round {record['round']}/{self.rounds}", *metric_words(record)]))
 
-    def training(self, done: int, total: int) -> None:
-        pass
-
-    def evaluating(self, done: int, total: int) -> None:
-        pass
-
-    def note(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         log.warning("%s", text)

@@ -235,14 +235,14 @@ class Site:
             return Answer(order.client, 0, figures=figures)
         update = self._update(order.client, order.round, kept, down)
         loss = update.loss_sum
-        if what := checks.not_finite(update.report):
+        if what := checks.not_finite(update):
             log.warning("round %d: %s is not finite: no state is saved, and the server refuses it", order.round, what)
             loss = math.nan  # the upload may be finite: the loss tells the server to refuse it
         else:
             self._keep(order.round, update.keep, order.since)
         return Answer(order.client, order.round, update.upload, update.samples, loss, update.gradient_norm, figures)
 
-    def _update(self, client: int, round_: int, kept: Tree, down: Tree) -> clients.Update:
+    def _update(self, client: int, round_: int, kept: Tree, down: Tree) -> clients.ClientResult:
         data = self._data(client, round_, "train")
         checks.check_share(data.share, client)
         look = self.config.diagnostics.gradient_norm

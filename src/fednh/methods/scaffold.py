@@ -77,7 +77,7 @@ class Scaffold(Method):
         return keep, {**y_i, **prefix("change", change), "newcomers": 1 - joined}
 
     def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
-        average, count = uploads.mean_and_count()
+        average, count = uploads.mean(), uploads.count
         known = server["clients"]
         clients = known + count * average["newcomers"]
         x = {name: value + self.eta_g * (average[name] - value) for name, value in select(server, *MODEL).items()}

@@ -15,11 +15,12 @@ import tomllib
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import tomli_w
 
+from fednh.callbacks.base import Callback
 from fednh.config import Config
 from fednh.errors import RunError, UserError
 from fednh.flower import layout
@@ -33,17 +34,10 @@ from fednh.io.files import private_folder, write_bytes
 from fednh.runs.layout import RunLayout
 from fednh.runs.run_folder import RunFolder
 
-__all__ = ["LocalFederation", "Stopped", "Told", "end_marked", "marked", "trial_state"]
+__all__ = ["LocalFederation", "Stopped", "end_marked", "marked", "trial_state"]
 
 GIVE_UP = 30.0  # seconds to wait before the first round after a site cannot take part
 ALL_HERE = 300.0  # seconds in which one more site must appear while the server waits for sites
-
-
-class Told(Protocol):
-    """Receives the progress."""
-
-    def round_done(self, record: dict[str, Any]) -> None: ...
-    def note(self, text: str) -> None: ...
 
 
 class Stopped(Exception):
@@ -66,7 +60,7 @@ class LocalFederation:
         folder: Path,
         config: Config,
         sites: list[SiteFolder],
-        told: Told,
+        told: Callback,
         stop: threading.Event,
         secure: bool,
         warm: bool,
@@ -124,7 +118,7 @@ class LocalFederation:
             except RunError:
                 if not self.processes.was_killed("superlink") or not self.processes.may_restart("superlink"):
                     raise
-            self.told.note("the SuperLink was killed; starting it again")
+            self.told.on_note("the SuperLink was killed; starting it again")
 
     def _start_superlink(self) -> None:
         keys, database, limit = self.fed if self.secure else None, self.home.database_file, self.needs.site_bytes
@@ -206,7 +200,7 @@ class LocalFederation:
                 continue
             try:
                 if words := self.processes.restart_supernode(site.name, partial(self._start_supernode, number)):
-                    self.told.note(f"the SuperNode of {site.name} {words}")
+                    self.told.on_note(f"the SuperNode of {site.name} {words}")
                 continue
             except RunError:
                 pass
@@ -218,7 +212,7 @@ class LocalFederation:
                 key, number_needed = "start", self.needs.enough
             if left < number_needed:
                 raise RunError(f"{what}; {left} sites are left, and federation.{key} = {number_needed}")
-            self.told.note(f"{what}; going on without it")
+            self.told.on_note(f"{what}; going on without it")
 
     def _look_after_superlink(self) -> None:
         """Restart a SuperLink that was killed, with its database, and then the run, from its checkpoint."""
@@ -230,7 +224,7 @@ class LocalFederation:
             self.processes.check("superlink", "the SuperLink")
         if not self.processes.may_restart("superlink"):
             raise RunError(f"the SuperLink ended {1 + RESTARTS} times; {self.processes.where('superlink')}")
-        self.told.note("the SuperLink was killed; starting it again, and the ServerApp with it")
+        self.told.on_note("the SuperLink was killed; starting it again, and the ServerApp with it")
         end([self.processes.running["run"]])
         for process in marked(self.folder, "flwr-serverapp"):
             with suppress(psutil.Error):
@@ -257,7 +251,7 @@ class LocalFederation:
         if not self.processes.may_restart("run"):
             raise RunError(f"the ServerApp ended {1 + RESTARTS} times before its last round; see {self.processes.logs}")
         what = "ended before its last round" if self.server_seen else f"did not start in {PATIENCE:g} s"
-        self.told.note(f"the ServerApp {what}; starting it again")
+        self.told.on_note(f"the ServerApp {what}; starting it again")
         end([run])
         self._start_run()
 
@@ -293,14 +287,14 @@ class LocalFederation:
         """Show what the server has written since the last call: notes and rounds."""
         for line in self._new(self.run_folder.log_file):
             words = layout.sentence(line)
-            self.told.note(words)
+            self.told.on_note(words)
             if words != self.newest[1]:
                 self.newest = (time.monotonic(), words)
             # "Unavailable" means that a slow site has not answered a query yet; it is asked again.
             if "cannot take part" in words and "Unavailable" not in words and not self.run_folder.started:
                 self.hopeless = self.hopeless or (time.monotonic(), words)
         for line in self._new(self.run_folder.metrics_file):
-            self.told.round_done(json.loads(line))
+            self.told.on_round(json.loads(line))
 
     def _new(self, file: Path) -> list[bytes]:
         """Complete lines that were added to a file of the run folder since the last call."""

@@ -1,0 +1,110 @@
+"""Before the first round: resume from the newest intact checkpoint, or begin; what cannot run is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fednh.config import Config
+from fednh.errors import UserError
+from fednh.federated import checks, evaluate
+from fednh.federated.aggregate import split_overrides
+from fednh.federated.protocol import Executor
+from fednh.federated.results import Progress
+from fednh.federated.setup import ServerSide, initial_state
+from fednh.methods.base import Method
+from fednh.runs.checkpoint import Checkpoint, Checkpoints
+from fednh.runs.run_folder import RunFolder
+from fednh.tree import Tree
+
+
+@dataclass(frozen=True)
+class Started:
+    """What the loop works on; it does not change during a run."""
+
+    side: ServerSide
+    server_specs: checks.TensorSpecs  # what the server's state looks like
+    upload_specs: checks.TensorSpecs  # what an upload looks like
+    total: Tensor | None  # (C,) test samples of each class, where the server has a test set
+
+    @property
+    def method(self) -> Method:
+        return self.side.method
+
+
+def start(
+    config: Config, folder: RunFolder, executor: Executor, checkpoints: Checkpoints
+) -> tuple[Started, Progress, Tree, dict[int, Tree]]:
+    """The run's set-up, what it has done so far, the server's state, and the clients' overrides.
+
+    Nothing is written before everything that could be refused has been looked at.
+    """
+    saved = _newest_checkpoint(config, folder, executor, checkpoints)
+    progress, extras = (Progress(), {}) if saved is None else Progress.joined(saved.progress, saved.log)
+    _check_end(config, folder, executor, progress)
+    side = executor.open(extras, progress.records)
+    method, net = side.method, side.net
+    with checks.with_context(method, "the first try on blank samples failed, before any round"):
+        initial = initial_state(method, net, config.seed, config.device)
+        checks.check_personal(config.personal.model, method, config.method["name"], initial)
+        upload_specs = checks.declared_upload(method, net, initial)
+        executor.begin(initial)
+    total = None if side.test is None else evaluate.total_per_class(side.test)
+    setup = Started(side, checks.form_of(initial), upload_specs, total)
+    state = initial if saved is None else saved.server
+    server, overrides = split_overrides(state) if method.recorded else (state, {})
+    _begin_folder(config, folder, executor, side, progress, resumed=saved is not None)
+    return setup, progress, server, overrides
+
+
+def _newest_checkpoint(
+    config: Config, folder: RunFolder, executor: Executor, checkpoints: Checkpoints
+) -> Checkpoint | None:
+    """The newest intact checkpoint; a finished run, which is to be extended, needs one."""
+    try:
+        saved = checkpoints.latest(executor.note, config.device)
+    except UserError:
+        if not folder.finished:
+            raise
+        saved = None
+    if saved is None and folder.finished:
+        raise UserError(
+            f"{folder.path} holds a finished run without checkpoints that can be read, so it cannot go on; "
+            f"start another run with rounds = {config.rounds}"
+        )
+    return saved
+
+
+def _check_end(config: Config, folder: RunFolder, executor: Executor, progress: Progress) -> None:
+    """Refuse an end that the run has passed, and weights that sites would choose for themselves."""
+    if not executor.policy.trusts_counts and config.aggregator == "weighted_mean":
+        raise UserError(
+            "aggregator = 'weighted_mean' weighs sites by numbers of samples, which they report themselves and may "
+            "keep to themselves; use 'mean' in a deployment"
+        )
+    if progress.closed >= config.rounds:
+        raise UserError(
+            f"{folder.path} has done {progress.round} rounds, so it cannot end after {config.rounds}; "
+            f"give more with --rounds"
+        )
+
+
+def _begin_folder(
+    config: Config, folder: RunFolder, executor: Executor, side: ServerSide, progress: Progress, resumed: bool
+) -> None:
+    """Write the run's description; refuse to resume with other data than it began with, or without its state."""
+    folder.begin(config, side.classes, side.counts, side.sites, executor.backend, side.as_read)
+    for words in side.notes:
+        executor.note(words)
+    if resumed:
+        executor.note(f"going on after round {progress.round}")
+    elif recorded := folder.rounds_written():
+        # The writer finishes one checkpoint before it starts the next: a kill can cost the first, not the second.
+        if config.checkpoint.every and recorded > 2 * config.checkpoint.every:
+            raise UserError(
+                f"{folder.path}: {recorded} rounds are recorded but there is no checkpoint; restore checkpoints/ and "
+                f"clients/ from a copy, or delete the folder to start from the beginning"
+            )
+        executor.note("there is no checkpoint yet; starting again from the beginning")
+    folder.write_metrics(progress.records[: progress.closed])  # later rounds will be repeated

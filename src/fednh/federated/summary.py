@@ -1,0 +1,134 @@
+"""The evaluation of a round, and what is written after the last one: models, predictions, summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fednh.config import Config
+from fednh.federated import checks, evaluate, similarity
+from fednh.federated import client as clients
+from fednh.federated.evaluate import Personal
+from fednh.federated.plan import evaluated_clients, is_evaluated
+from fednh.federated.protocol import Replies
+from fednh.federated.results import Progress
+from fednh.federated.start import Started
+from fednh.interrupt import Meter
+from fednh.runs.run_folder import RunFolder
+from fednh.tree import Tree
+
+
+def close_round(
+    config: Config,
+    setup: Started,
+    server: Tree,
+    progress: Progress,
+    replies: Replies,
+    evaluated: Collection[int],
+    in_summary: Collection[int] | None,
+    meter: Meter,
+    folder: RunFolder,
+) -> dict[str, Any]:
+    """Add the metrics of the `evaluated` clients to the newest round's record.
+
+    After the last round (`in_summary` says whose personal models the summary is about) models and predictions are
+    written too, and the summary is returned; otherwise it is empty.
+    """
+    started, record, side = time.perf_counter(), progress.records[-1], setup.side
+    logits = _global_logits(setup, server, progress.round, meter)
+    correct = None if logits is None or side.test is None else evaluate.count_correct(logits.argmax(1), side.test)
+    people = replies.personal_metrics()
+    record |= evaluate.metrics(correct, setup.total, [p for p in people if p.client in evaluated], side.one_class)
+    _add_shared(record, config, setup, logits, evaluated)
+    if in_summary is not None:
+        _write_models(config, setup, server, replies, meter, folder)
+        folder.write_outcomes({p.client: p.outcomes for p in people if p.outcomes is not None})
+        folder.remove_others(person.client for person in people)
+    record["eval_seconds"] = round(time.perf_counter() - started, 4)
+    progress.eval_seconds += record["eval_seconds"]
+    progress.seconds += time.perf_counter() - started
+    if in_summary is None:
+        return {}
+    summary = _summary(config, setup, progress, correct, [p for p in people if p.client in in_summary])
+    _add_shared(summary, config, setup, logits, in_summary)
+    return summary
+
+
+def _global_logits(setup: Started, server: Tree, round_: int, meter: Meter) -> Tensor | None:  # (N, C)
+    """The global model's logits for the test set; None without a global model or a test set."""
+    method, side = setup.method, setup.side
+    with checks.with_context(method, f"the global model failed after round {round_}"):
+        model = method.global_model(server)
+        if model is None or side.test is None:
+            return None
+        meter.begin(len(side.test))
+        return clients.logits_of(method, side.net, model, side.test, meter)
+
+
+def _add_shared(
+    metrics: dict[str, Any], config: Config, setup: Started, logits: Tensor | None, chosen: Collection[int]
+) -> None:
+    """With `eval.prior`: what the global model with their own prior achieves for these clients."""
+    side = setup.side
+    if logits is None or side.test is None or not side.counts:
+        return
+    counts = [side.counts[client] for client in sorted(chosen)]
+    for tau, means in metrics.get("prior", {}).items():
+        means |= evaluate.shared_with_prior(logits, side.test, counts, float(tau), config.personal.smoothing)
+
+
+def _write_models(
+    config: Config, setup: Started, server: Tree, replies: Replies, meter: Meter, folder: RunFolder
+) -> None:
+    """Write the global model, and the Tree that a new client would receive."""
+    method, side = setup.method, setup.side
+    if (model := method.global_model(server)) is not None:
+        about = replies.similarity()
+        if side.train is not None and side.trained_on is not None:
+            meter.begin(similarity.sample_count(method, len(side.trained_on)))
+            about = similarity.similarity_quantiles(
+                method, side.net, model, side.train, side.trained_on, config.seed, meter
+            )
+        folder.write_model(folder.global_model, {**side.net.norm, **model}, {**side.card, "novelty": about})
+    folder.write_model(folder.broadcast_model, method.broadcast(server), side.card)
+
+
+def _summary(
+    config: Config, setup: Started, progress: Progress, correct: Tensor | None, people: Sequence[Personal]
+) -> dict[str, Any]:
+    lost = [record["round"] for record in progress.records if record.get("lost")]
+    metrics = evaluate.final_metrics(correct, setup.total, people, setup.side.one_class)
+    sampled = config.eval.samples and setup.total is not None
+    return {
+        "method": config.method["name"],
+        "data": setup.side.name,
+        "seed": config.seed,
+        "rounds": progress.round,
+        **({"test_samples": int(setup.total.sum())} if sampled and setup.total is not None else {}),
+        **metrics,
+        **evaluate.best([*_comparable(config, progress, {person.client for person in people}), metrics]),
+        **progress.totals(),
+        **({"lost": lost} if lost else {}),
+    }
+
+
+def _comparable(config: Config, progress: Progress, measured: set[int]) -> list[dict[str, Any]]:
+    """The records of the rounds before the last that measured exactly these clients."""
+    members, found = set[int](), []
+    for record in progress.records[:-1]:
+        members |= set(record["clients"])
+        if is_evaluated(config, record["round"]) and set(evaluated_clients(config, record, members)) == measured:
+            found.append(record)
+    return found
+
+
+def site_names(summary: Mapping[str, Any], sites: Sequence[str]) -> list[dict[str, Any]]:
+    """The summary's rows by client, with the sites' names beside the clients' numbers where they have names."""
+    names = dict(enumerate(sites)) | {site["client"]: site["site"] for site in summary.get("sites", ())}
+    return [
+        {"client": row["client"], **({"site": names[row["client"]]} if row["client"] in names else {}), **row}
+        for row in summary["clients"]
+    ]
