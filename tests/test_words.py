@@ -30,10 +30,10 @@ def called(path: Path) -> set[str]:
 
 def test_nobody_else_formats_times_or_sizes_or_writes_files_for_good() -> None:
     """The audit log, which only grows, syncs its own lines."""
-    owners = {"divmod": ["words.py"], "fsync": ["io/files.py", "runs/checkpoint.py", "flower/audit.py"]}
+    owners = {"divmod": ["text.py"], "fsync": ["io/files.py", "runs/checkpoint.py", "flower/audit.py"]}
     owners |= {"mkstemp": [], "NamedTemporaryFile": [], "os.replace": []}
     for path in sorted(SOURCE.rglob("*.py")):
         name = path.relative_to(SOURCE).as_posix()
         for word in called(path) & owners.keys():
             assert name in owners[word], f"{name} calls {word}"
-        assert name == "words.py" or not any(f' {unit}"' in path.read_text() for unit in ("kB", "MB", "GB"))
+        assert name == "text.py" or not any(f' {unit}"' in path.read_text() for unit in ("kB", "MB", "GB"))

@@ -43,10 +43,10 @@ KEPT = (
 METRICS = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)"}
 INTRO = """# Results
 
-Runs on real data at full length. This page is written by `make results` from the folder `results/` in the repository,
-which has the config, the metrics of every evaluated round, the summary and the environment of each run; models are
-not kept. The same command goes on with the campaign (`results/campaign.toml`, in order of priority) where it stands,
-on any machine; it is not run by the tests, which only see to it that this page is what `results/` gives.
+Runs on real data at full length. `make results` writes this page from the folder `results/` in the repository. That folder has
+the config, the metrics of every evaluated round, the summary and the environment of each run, but no models. The same command
+continues the campaign (`results/campaign.toml`, in order of priority), on any machine. The tests do not run it: they compare
+this page with `results/`.
 """
 
 
@@ -275,9 +275,9 @@ def by_round(entries: list[Entry], results: Path) -> str:
     rows = [(entry, evaluated(results / entry.name, entry.rounds)) for entry in by_data]
     tens = sorted({round_ for _, found in rows for round_ in found if round_ % 10 == 0})
     shown = tens if len(tens) <= 8 else [t for t in tens if t % 40 == 0 or t == 20]
-    lines = ["By round: GM / PM(V) / PM(L) in percent, of the clients that took part in the round.", ""]
+    lines = ["By round: GM / PM(V) / PM(L) in percent. PM is a mean over the clients that took part in the round.", ""]
     if any(entry.sampled for entry in entries):
-        lines[0] += " GM alone: evaluated every five rounds, without their personal models."
+        lines[0] += " Runs with GM alone did not evaluate personal models."
     lines.append(
         "| run | " + " | ".join(f"round {t}" for t in shown) + " | mean of the last three evaluations | rounds done |"
     )

@@ -14,11 +14,11 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from fednh.storage.cache import data_folder
 from sklearn.metrics import roc_auc_score
 
 import fednh
 from fednh.data.sources import load
+from fednh.io.cache import data_folder
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("data")

@@ -20,7 +20,7 @@ from fednh.inference.eval_data import reading
 from fednh.inference.export import real_samples
 from forked import fednh as command
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "using-models.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "model-files.md"
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:
