@@ -27,6 +27,7 @@ from fednh.inference.eval_data import Training, load_for, of_run, trained_on
 from fednh.machine import one_thread
 from fednh.methods import METHODS, Method
 from fednh.methods.fit import Sgd
+from fednh.metric_names import HELD_MACRO, HELD_SHARE
 from fednh.models import Net
 from fednh.runs import fingerprint
 from fednh.runs.layout import RunLayout
@@ -185,4 +186,4 @@ def _trained(
 def _metrics(method: Method, net: Net, params: Tree, held: Samples) -> dict[str, float | None]:
     correct = evaluate.correct_per_class(lambda x: method.scores(net, params, x), held)
     macro, share = evaluate.held_accuracy(correct, evaluate.total_per_class(held))
-    return {"held_macro": macro, "held_share": share}
+    return {HELD_MACRO: macro, HELD_SHARE: share}

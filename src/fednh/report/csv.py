@@ -8,21 +8,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from fednh.data.partitions import Partition
-from fednh.federated.evaluate import POOLED
+from fednh.metric_names import HELD_OUT, HELD_SHARE, PM_L, POOLED, TEST_SET, best_of, std_of
 from fednh.report.groups import SIZES, Group, accuracy_by_size, lay_out, long_tailed, show
 from fednh.report.load import Run
 from fednh.report.stats import spread
-from fednh.report.tables import HELD_OUT, METRICS, compare, published
+from fednh.report.tables import compare, published
 
 REPORTED = (
-    *(*METRICS, "pm_l_std", *HELD_OUT, "held_share_std", *POOLED, *(f"{key}_best" for key in POOLED)),
+    *(*TEST_SET, std_of(PM_L), *HELD_OUT, std_of(HELD_SHARE), *POOLED, *map(best_of, POOLED)),
     *("seconds", "client_seconds", "bytes_up", "bytes_down"),
 )
 COLUMNS = ["data", "partition", "beta", "clients", "participation", "rounds", "method", "settings", "metric"]
 COLUMNS += ["n", "mean", "std", "seeds"]
 PAIRED = ["reference", "pairs", "difference", "low", "high", "effect", "test", "p", "p_holm"]
 PAPER = ["paper_mean", "paper_std", "paper_difference"]
-_PRINTED = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)", "pm_l_std": "fairness"}
+_PRINTED = {**TEST_SET, std_of(PM_L): "fairness"}
 
 
 def records(runs: Sequence[Run], reference: str | None = None, paper: bool = False) -> list[dict[str, Any]]:
@@ -61,7 +61,7 @@ def records(runs: Sequence[Run], reference: str | None = None, paper: bool = Fal
                 values = (pair.reference.label, r.n, r.mean, r.low, r.high, r.effect, r.test, r.p, pair.corrected)
                 record |= dict(zip(PAIRED, values, strict=True))
             theirs = published(group, _PRINTED[metric]) if paper and metric in _PRINTED else None
-            if theirs is not None and metric == "pm_l_std":  # the paper's spread over clients is its metric here
+            if theirs is not None and metric == std_of(PM_L):  # the paper's spread over clients is its metric here
                 record |= {"paper_mean": theirs.std, "paper_difference": value.mean - theirs.std}
             elif theirs is not None:
                 record |= dict(zip(PAPER, (theirs.mean, theirs.std, value.mean - theirs.mean), strict=True))

@@ -23,6 +23,7 @@ import fednh
 from fednh.config import dump
 from fednh.errors import UserError
 from fednh.io.files import write_bytes
+from fednh.metric_names import HELD_GM_SHARE, HELD_MACRO, HELD_OUT, HELD_SHARE, PM_L, PM_V, TEST_SET
 from fednh.report import tables
 from fednh.report.figures import FIGURES, Choice, FigureUnavailable, Kind, style
 from fednh.report.figures.curves import AXES
@@ -31,15 +32,14 @@ from fednh.report.groups import by_setting, by_variant, method_name, seeds, sett
 from fednh.report.load import Run
 from fednh.report.sheet import Cell, Sheet
 from fednh.report.site_tables import explored, site_sections
-from fednh.report.tables import HELD_OUT, METRICS
 from fednh.text import duration, size
 
 EXPLORED = {
-    "pm_l": "PM(L): its own mix of classes",
-    "pm_v": "PM(V): its classes, all alike",
-    "held_share": "Personal models on its held-out samples",
-    "held_macro": "The same, classes alike",
-    "held_gm_share": "Global models on its held-out samples",
+    PM_L: "PM(L): its own mix of classes",
+    PM_V: "PM(V): its classes, all alike",
+    HELD_SHARE: "Personal models on its held-out samples",
+    HELD_MACRO: "The same, classes alike",
+    HELD_GM_SHARE: "Global models on its held-out samples",
 }
 TABS = {"round": "by round", "bytes": "by bytes", "seconds": "by seconds"}
 
@@ -202,7 +202,7 @@ def _settings(runs: Sequence[Run]) -> tuple[list[tuple[str, str]], list[tuple[st
 
 
 def _runs_sheet(runs: Sequence[Run]) -> Sheet:
-    figures = {key: name for key, name in (METRICS | HELD_OUT).items() if any(run.has(key) for run in runs)}
+    figures = {key: name for key, name in (TEST_SET | HELD_OUT).items() if any(run.has(key) for run in runs)}
     columns = ["run", "method", "data", "seed", "rounds", *figures.values(), "seconds", "commit"]
     rows = []
     for run in runs:

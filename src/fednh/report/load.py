@@ -11,7 +11,7 @@ from typing import Any
 
 from fednh.config import Config
 from fednh.errors import UserError
-from fednh.federated.evaluate import HELD
+from fednh.metric_names import HELD
 from fednh.runs.layout import RunLayout
 from fednh.runs.model_file import Outcomes, read_outcomes
 from fednh.runs.run_folder import names_of, read_config, read_metrics, read_summary

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from fednh.config import flat
 from fednh.data.partitions import uses
 from fednh.errors import UserError, nearest
+from fednh.metric_names import HELD_GM_SHARE, HELD_SHARE
 from fednh.report.groups import by_variant, settings_of, varying
 from fednh.report.load import Run
 from fednh.report.stats import Difference, difference, wilson
@@ -187,7 +188,7 @@ def site_tables(runs: Sequence[Run]) -> list[SiteTable]:
     """A table for every federation whose runs measured held-out samples; other seeds hold out other samples."""
     found: dict[str, list[Run]] = {}
     for run in runs:
-        if run.has("held_share"):
+        if run.has(HELD_SHARE):
             found.setdefault(_split(run), []).append(run)
     tables = [_table(same) for same in found.values()]
     return [table for table in tables if table.rows]
@@ -252,7 +253,7 @@ def _decides(key: str, partition: str) -> bool:
 def _table(runs: Sequence[Run]) -> SiteTable:
     variants = {label: same[0] for label, same in by_variant(runs).items()}
     columns, notes = _columns(variants), list[str]()
-    clients = sorted({client for run in variants.values() for client, _ in run.people("held_share")})
+    clients = sorted({client for run in variants.values() for client, _ in run.people(HELD_SHARE)})
     rows = [_row(client, columns, notes) for client in clients]
     there = {model.label for row in rows for model in row.models}
     notes += _lacking(list(variants.values()))
@@ -308,7 +309,7 @@ def _measured(column: str, kind: ModelKind, guessed: Classes, label: Classes) ->
 
 def _accuracy(run: Run, client: int, kind: ModelKind) -> float | None:
     """The accuracy that the summary has."""
-    key = "held_gm_share" if kind == "global" else "held_share"
+    key = HELD_GM_SHARE if kind == "global" else HELD_SHARE
     found: list[float | None] = [row.get(key) for row in run.summary["clients"] if row["client"] == client]
     return found[0] if found else None
 

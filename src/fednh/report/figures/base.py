@@ -10,8 +10,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from fednh.errors import UserError
+from fednh.metric_names import HELD_OUT, TEST_SET
 from fednh.report.load import Run
-from fednh.report.tables import HELD_OUT, METRICS
 
 
 class FigureUnavailable(UserError):
@@ -19,10 +19,10 @@ class FigureUnavailable(UserError):
 
 
 def metrics_of(runs: Iterable[Run]) -> dict[str, str]:
-    """The figures on the test set; for runs without one, those on held-out samples."""
+    """The metrics on the test set; for runs without one, those on held-out samples."""
     known = list(runs)
-    tested = any(run.has(*METRICS) for run in known)
-    return METRICS if tested or not any(run.has(*HELD_OUT) for run in known) else HELD_OUT
+    tested = any(run.has(*TEST_SET) for run in known)
+    return TEST_SET if tested or not any(run.has(*HELD_OUT) for run in known) else HELD_OUT
 
 
 def stated_n(counts: Iterable[int]) -> str:

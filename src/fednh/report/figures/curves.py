@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from fednh.errors import UserError, did_you_mean
+from fednh.metric_names import GM
 from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, metrics_of, stated_n
 from fednh.report.figures.style import grid, legend_below, looks, side_by_side
 from fednh.report.groups import by_variant, seeds
@@ -80,7 +81,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=choice.x == "round"))
         ax.set(title=name, xlabel=AXES[choice.x][0])
     for ax in axes[:, 0]:
-        ax.set_ylabel("test accuracy, %" if "gm" in metrics else "held-out accuracy, %")
+        ax.set_ylabel("test accuracy, %" if GM in metrics else "held-out accuracy, %")
     legend_below(figure, variants)
     several = max(map(len, variants.values())) > 1
     band = "the band is ± one standard deviation over seeds" if several else "one seed, so no band"
@@ -90,7 +91,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         f"{band}. Personal models before the end are those of eval.clients = {', '.join(clients)}."
     )
     rows = [[label, metrics[metric], p.x, p.mean, p.spread, p.n] for (label, metric), ps in curves.items() for p in ps]
-    reading = f"{_READING} {_TESTED if 'gm' in metrics else _HELD}"
+    reading = f"{_READING} {_TESTED if GM in metrics else _HELD}"
     return Drawing(figure, caption, ["method", "metric", choice.x, "mean", "sd_over_seeds", "n"], rows, reading)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fednh.metric_names import HELD_SHARE, PM_L, TEST_SET, std_of
 from fednh.report.figures.base import (
     Choice,
     Drawing,
@@ -26,8 +27,8 @@ RASTER = 800  # more dots than this are drawn as pixels, which keeps vector file
 
 
 def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
-    metric_key = "pm_l" if "pm_l" in metrics_of(runs) else "held_share"
-    name = {"pm_l": "PM(L)", "held_share": "held-out accuracy"}[metric_key]
+    metric_key = PM_L if PM_L in metrics_of(runs) else HELD_SHARE
+    name = {PM_L: TEST_SET[PM_L], HELD_SHARE: "held-out accuracy"}[metric_key]
     able = [run for run in runs if run.counted(metric_key)]
     if not able:
         raise FigureUnavailable("no client took part in any run, or no accuracy of single clients was measured")
@@ -50,7 +51,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         ax.scatter(values[~marked], height[~marked], color=look[label].colour, alpha=0.6, **dots)
         ax.scatter(values[marked], height[marked], color=ALARM, marker="D", **dots)
         ax.plot([mean] * 2, [place - 0.38, place + 0.38], color=ink(), linewidth=1.6)
-        spread = float(np.mean([run.summary[f"{metric_key}_std"] for run in group if run.has(metric_key)]))
+        spread = float(np.mean([run.summary[std_of(metric_key)] for run in group if run.has(metric_key)]))
         note = f"{mean:.1f} ± {spread:.1f}, {_worst(group, metric_key)} {worst:.1f}"
         ax.annotate(note, (1.01, place), xycoords=("axes fraction", "data"), va="center", fontsize=8, color=muted())
         rows += [[label, *person, bool(mark)] for person, mark in zip(people, marked, strict=True)]
@@ -69,7 +70,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         f"the mean of the worst 10% of {whose} (at least one), all three averaged over seeds; red diamonds are the "
         "worst 10% of each seed."
     )
-    if metric_key == "held_share":
+    if metric_key == HELD_SHARE:
         caption += left_out(able)
     return Drawing(figure, caption, ["method", "seed", *identity(able[0]), metric_key, "worst_tenth"], rows)
 
