@@ -28,22 +28,11 @@ from fednh.report.sheet import percent
 # rows say in which settings they differ. A figure shows one setting: the groups that differ in the method alone.
 
 
-# The paper's names in the order of its Table 1; FedAvg+UH is in Figure 2 only.
-PAPER_NAMES = {
-    "local": "Local",
-    "fedavg": "FedAvg",
-    "fedper": "FedPer",
-    "ditto": "Ditto",
-    "fedrep": "FedRep",
-    "fedproto": "FedProto",
-    "creff": "CReFF",
-    "fedbabu": "FedBABU",
-    "fedrod": "FedROD",
-    "feduh": "FedAvg+UH",
-    "fednh": "FedNH",
-}
-# Others whose papers spell them unlike their classes.
-SPELLED = {"scaffold": "SCAFFOLD", "pfedfda": "pFedFDA"}
+# The methods in the order of the paper's Table 1; FedUH is in Figure 2 only.
+PAPER_METHODS = (
+    *("local", "fedavg", "fedper", "ditto", "fedrep", "fedproto"),
+    *("creff", "fedbabu", "fedrod", "feduh", "fednh"),
+)
 # How a run was computed, stored and monitored: these change neither the meaning nor the value of a metric.
 _NO_MATTER = (
     *("seed", "workers", "data.dir", "checkpoint", "store", "eval.every", "eval.prior", "diagnostics"),
@@ -58,8 +47,8 @@ _LAID_OUT = (
 
 
 def method_name(name: str) -> str:
-    """The name of a method in the paper, else in its own; a method given by import path keeps the path."""
-    return {**PAPER_NAMES, **SPELLED}.get(name) or (METHODS[name].__name__ if name in METHODS else name)
+    """The title of a method of this library; of others, whose code may not be here, the name in the config."""
+    return (METHODS[name].title or METHODS[name].__name__) if name in METHODS else name
 
 
 @dataclass(frozen=True)
@@ -255,7 +244,7 @@ def _by(groups: Iterable[Group], key: Any) -> list[list[Group]]:
 
 def method_order(name: str) -> tuple[int, str]:
     """A sort key: the methods of the paper's Table 1, then our other methods, then methods by import path."""
-    order = [*PAPER_NAMES, *(other for other in METHODS if other not in PAPER_NAMES)]
+    order = list(dict.fromkeys([*PAPER_METHODS, *METHODS]))
     return (order.index(name) if name in order else len(order)), name
 
 

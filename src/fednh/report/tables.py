@@ -19,7 +19,7 @@ from fednh.data.partitions.dirichlet import Dirichlet, LongTail
 from fednh.errors import UserError, did_you_mean
 from fednh.metric_names import GM, HELD_OUT, HELD_SHARE, PM_L, POOLED, TEST_SET, best_of, std_of
 from fednh.report import groups
-from fednh.report.groups import PAPER_NAMES, Group, Row, TableLayout, lay_out, show
+from fednh.report.groups import PAPER_METHODS, Group, Row, TableLayout, lay_out, method_name, show
 from fednh.report.load import Run, left_out
 from fednh.report.sheet import DASH, Cell, Sheet, measured, number, percent, probability, rank, rank_spread, size, word
 from fednh.report.stats import WILCOXON_FROM, Paired, holm, paired, spread, worst_tenth
@@ -127,14 +127,14 @@ def published(group: Group, metric: str) -> PaperNumber | None:
     how = group.runs[0].config.partition.kind
     if not isinstance(how, Dirichlet) or isinstance(how, LongTail):
         return None
-    name = PAPER_NAMES.get(group.method, "")
+    name = method_name(group.method) if group.method in PAPER_METHODS else ""
     return _numbers().get((group.runs[0].config.data.name, name, how.beta, group.rate, metric))
 
 
 def departures(group: Group) -> list[str]:
     """The settings that differ from the paper's and can change a metric, such as `rounds=20 (paper: 200)`."""
     config = group.runs[0].config
-    if config.data.name not in PRESETS or group.method not in PAPER_NAMES:
+    if config.data.name not in PRESETS or group.method not in PAPER_METHODS:
         return []
     same = {
         "method.name": group.method,

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
+from fednh.methods import METHODS
 from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, stated_n
 from fednh.report.figures.style import ALARM, CYCLE, fading, muted, panels
 from fednh.report.groups import by_variant, load_groups, method_name
@@ -16,7 +17,6 @@ from fednh.report.load import Run
 from fednh.runs.model_file import read_model
 
 Matrix = NDArray[np.float64]
-HEADLESS = ("fedper", "fedrep", "fedbabu")  # these upload no head
 
 
 def prototypes(run: Run) -> Matrix | None:  # (C, D)
@@ -110,7 +110,8 @@ def _caption(found: dict[str, list[Matrix]], runs: Sequence[Run], scores: dict[s
             for label, v in scores.items()
         ]
         text += f"Semantics captured (mean ± standard deviation over {n} seeds): {'; '.join(said)}. "
-    headless = list(dict.fromkeys(method_name(run.method) for run in runs if run.method in HEADLESS))
+    methods = dict.fromkeys(run.method for run in runs)
+    headless = [method_name(name) for name in methods if name in METHODS and METHODS[name].headless]
     return text + (
         f"No head is uploaded by {', '.join(headless)}: it is the one they started from." if headless else ""
     )
