@@ -234,7 +234,7 @@ def draw_curves(results: Path = RESULTS, folder: Path = IMAGES) -> None:
     full = full_length(list(entries.values()), results)
     for preset in presets(full):
         runs = [run for run in full if run.config.data.name == preset]
-        list(write_figure(FIGURES["curves"], runs, Choice(), image(preset, folder)))
+        write_figure(FIGURES["curves"], runs, Choice(), image(preset, folder))
 
 
 def begun(entry: Entry, entries: list[Entry], results: Path) -> bool:

@@ -113,7 +113,7 @@ def test_the_clients_of_a_round_are_counted_as_they_finish(tmp_path: Path, capsy
     assert told.trained == [(1, 3), (2, 3), (3, 3)] * 2
     lines = RunLines(Console(), rounds=2, name="fedavg")
     lines.training(1, 3)
-    lines.patience = Throttle(seconds=0.0)
+    lines.throttle = Throttle(seconds=0.0)
     lines.training(2, 3)
     assert capsys.readouterr().out == "training: 2 of 3 clients\n"
 

@@ -21,9 +21,9 @@ from fednh.report.figures.frequency import global_groups, personal_groups, shot_
 from fednh.report.figures.partition import chosen_clients, shares
 from fednh.report.figures.representations import principal, shared_classes
 from fednh.report.figures.sensitivity import gains, swept
-from fednh.report.figures.similarity import cosines, semantics
+from fednh.report.figures.similarity import cosines, load_groups, semantics
 from fednh.report.figures.style import looks, own_look
-from fednh.report.groups import by_setting, by_variant, load_groups
+from fednh.report.groups import by_setting, by_variant
 from fednh.report.stats import lowest_tenth
 from synthetic import fake_run, fake_sites, person, record
 

@@ -73,10 +73,10 @@ def share(done: int, total: int) -> str:
 
 def slow_evaluation(seconds: float = 10.0) -> Callable[[int, int], None]:
     """Returns a callback that prints the progress of an evaluation to standard error every few seconds."""
-    patience = Throttle(seconds)
+    throttle = Throttle(seconds)
 
     def tell(done: int, total: int) -> None:
-        if patience.over():
+        if throttle.over():
             print(f"evaluating: {share(done, total)}", file=sys.stderr, flush=True)
 
     return tell
@@ -87,18 +87,18 @@ class RunLines(Silent):
 
     def __init__(self, console: Console, rounds: int, name: str):
         super().__init__(console)
-        self.clock, self.rounds, self.name, self.patience = _Clock(rounds), rounds, name, Throttle()
+        self.clock, self.rounds, self.name, self.throttle = _Clock(rounds), rounds, name, Throttle()
 
     def training(self, done: int, total: int) -> None:
-        if self.patience.over():  # a long round should not look like a hang
+        if self.throttle.over():  # a long round should not look like a hang
             self.console.print(f"training: {done} of {total} clients", markup=False, highlight=False)
 
     def evaluating(self, done: int, total: int) -> None:
-        if self.patience.over():
+        if self.throttle.over():
             self.console.print(f"evaluating: {share(done, total)}", markup=False, highlight=False)
 
     def round_done(self, record: dict[str, Any]) -> None:
-        self.patience = Throttle()
+        self.throttle = Throttle()
         words = [f"{self.name} round {record['round']}/{self.rounds}", *metric_words(record), *self.clock.line(record)]
         self.console.print("  ".join(words), markup=False, highlight=False, soft_wrap=True)
 
@@ -108,7 +108,7 @@ class RunBar(Silent):
 
     def __init__(self, console: Console, rounds: int, name: str):
         super().__init__(console)
-        self.clock, self.latest, self.patience = _Clock(rounds), dict[str, Any](), Throttle()
+        self.clock, self.latest, self.throttle = _Clock(rounds), dict[str, Any](), Throttle()
         self.progress = Progress(
             TextColumn("[bold]{task.description}[/bold]"),
             BarColumn(bar_width=24),
@@ -130,10 +130,10 @@ class RunBar(Silent):
         self.latest |= {key: value for key, value in record.items() if value is not None}
         words = [*metric_words({**record, **self.latest}), *self.clock.line(record)]
         self.progress.update(self.task, completed=record["round"], metrics="  ".join(words))
-        self.patience = Throttle()
+        self.throttle = Throttle()
 
     def training(self, done: int, total: int) -> None:
-        if self.patience.over():  # short rounds show the metrics of the last one instead
+        if self.throttle.over():  # short rounds show the metrics of the last one instead
             self.progress.update(self.task, metrics=f"training: {done} of {total} clients")
 
     def evaluating(self, done: int, total: int) -> None:

@@ -282,8 +282,8 @@ def _tell(outcome: SweepOutcome, plan: Sequence[Planned], out: Path, quiet: bool
             if sheet.name != "fairness":
                 console.print(to_rich(sheet, console.width))
         typer.echo(f"{len(outcome.finished)} runs finished now, {len(outcome.skipped)} before. All: fednh table {out}")
-    if outcome.talked:
-        typer.echo(f"fednh: finished runs had something to say: {' '.join(map(str, outcome.talked))}", err=True)
+    if outcome.logs_with_output:
+        typer.echo(f"fednh: finished runs printed warnings: {' '.join(map(str, outcome.logs_with_output))}", err=True)
     for name, why in outcome.failed.items():
         typer.echo(f"fednh: {name} failed: {why} (its output: {SweepLayout(out).log_file(name)})", err=True)
     if outcome.interrupted:

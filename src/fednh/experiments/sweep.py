@@ -59,7 +59,7 @@ class SweepOutcome:
     finished: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)  # they were finished before
     failed: dict[str, str] = field(default_factory=dict)  # name -> why
-    talked: list[Path] = field(default_factory=list)  # what finished runs had to say, refused uploads for example
+    logs_with_output: list[Path] = field(default_factory=list)  # of finished runs, about refused uploads for example
     interrupted: bool = False
 
 
@@ -247,7 +247,7 @@ def execute(
             if code == 0:
                 outcome.finished.append(child.run.name)
                 if len(_lines(child.log)) > 1:  # one is the run folder's name
-                    outcome.talked.append(child.log)
+                    outcome.logs_with_output.append(child.log)
                 else:
                     child.log.unlink(missing_ok=True)
             elif told and code in (130, -signal.SIGTERM):

@@ -1,7 +1,9 @@
-"""Which samples a model is measured on, and how many of them it was trained on.
+"""Labelled data for a trained model.
 
-The run that a model comes from knows: its settings and its data, which must be those that it began with, give every
-client's training samples and those that were held out.
+`load_for` reads a source in the model's terms: its sizes, its columns, its class names. `select_eval_samples` says which
+samples a model is measured on, and how many of them it was trained on. The run that a model comes from knows: its
+settings and its data, which must be those that it began with, give every client's training samples and those that were
+held out.
 """
 
 from __future__ import annotations
@@ -30,18 +32,15 @@ from fednh.runs.layout import RunLayout
 from fednh.runs.model_file import REMEMBERED, Card, remembered
 from fednh.runs.run_folder import read_config, read_partition
 
-# --- own ------------------------------------------------------------------------------------------------------------
-# A site's own data in a trained model's terms: its sizes, its columns, its class names.
-
 
 def load_for(
     card: Card, source: str, settings: Mapping[str, Any] | None = None, known: Mapping[str, Any] | None = None
 ) -> Dataset:
     """The data of a source with labels by the model's classes and samples of the model's shape, not yet normalised."""
-    return align_to_model(card, loaded(reading(card, source, settings, known)), source)
+    return align_to_model(card, loaded(source_config(card, source, settings, known)), source)
 
 
-def reading(
+def source_config(
     card: Card, source: str, settings: Mapping[str, Any] | None = None, known: Mapping[str, Any] | None = None
 ) -> Config:
     """A config under which a source is read as the model's own data were, unless `settings` say otherwise.
@@ -119,8 +118,7 @@ def _renamed(labels: Labels, theirs: Sequence[str], ours: Sequence[str], source:
     return number[labels]
 
 
-# --- measured -------------------------------------------------------------------------------------------------------
-
+# --- samples to measure a model on ---------------------------------------------------------------------------------
 
 CHOICE = {"data.sites", "data.without"}
 
@@ -192,7 +190,7 @@ def select_eval_samples(
         if training is None:
             raise UserError(f"{path} is not in a run folder, which would say what the data are; give --data")
         source = training.config.data.name
-    config = _reading(card, training, source, settings)
+    config = _config_for(card, training, source, settings)
     own = training is not None and config.data == training.config.data
     if training is not None and own and split in (None, "held"):
         try:
@@ -238,16 +236,16 @@ def _held(card: Card, training: Training, index: Indices, source: str) -> Measur
     return _with_warning(card, training, x, y, source, "held")
 
 
-def _reading(card: Card, training: Training | None, source: str, settings: Mapping[str, Any] | None) -> Config:
+def _config_for(card: Card, training: Training | None, source: str, settings: Mapping[str, Any] | None) -> Config:
     """How to read a source: the run's own as the run read it, others as the card says; `settings` overrule both.
 
     Sites that the run did not read are others, too: their words and classes are the model's.
     """
     given = settings or {}
     if training is None:
-        return reading(card, source, given)
+        return source_config(card, source, given)
     if CHOICE & set(given) or absolute(source) != training.config.data.name:
-        return reading(card, source, given, of_run(training.config))
+        return source_config(card, source, given, of_run(training.config))
     own = {f"data.{key}": value for key, value in training.config.data.model_dump().items() if value is not None}
     return load(None, {**own, **given})
 
@@ -275,9 +273,9 @@ def _with_warning(card: Card, training: Training | None, x: Inputs, y: Labels, s
         except UserError as error:
             unknown = str(error)
     if number:
-        words = f"the model was trained on {number:,} of these {len(y):,} samples, so the figures are too good"
+        words = f"the model was trained on {number:,} of these {len(y):,} samples, so the metrics are too good"
     elif number is None and split != "test":
-        words = f"the model may have been trained on these samples ({unknown}); then the figures are too good"
+        words = f"the model may have been trained on these samples ({unknown}); then the metrics are too good"
     return Measured(x, y, source, split, number, words)
 
 

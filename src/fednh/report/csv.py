@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from typing import Any
 
-from fednh.data.partitions import Partition
 from fednh.metric_names import HELD_OUT, HELD_SHARE, PM_L, POOLED, TEST_SET, best_of, std_of
-from fednh.report.groups import SIZES, Group, accuracy_by_size, lay_out, long_tailed, show
+from fednh.report.groups import SIZES, Group, Row, accuracy_by_size, lay_out, long_tailed, show
 from fednh.report.load import Run
 from fednh.report.stats import spread
 from fednh.report.tables import compare, published
+from fednh.text import csv_text
 
 REPORTED = (
     *(*TEST_SET, std_of(PM_L), *HELD_OUT, std_of(HELD_SHARE), *POOLED, *map(best_of, POOLED)),
@@ -40,14 +38,8 @@ def records(runs: Sequence[Run], reference: str | None = None, paper: bool = Fal
             "participation": group.rate,
             "rounds": group.settings["rounds"],
             "method": group.method,
-            "settings": "; ".join([*_shown(how.kind), *(_setting(k, v) for k, v in group.hyper.items())]),
+            "settings": "; ".join(_settings(row, group)),
         }
-        if group.settings.get("eval.samples"):
-            setting["settings"] = "; ".join(
-                [f"eval.samples={group.settings['eval.samples']}", *_words(setting["settings"])]
-            )
-        if row.apart:
-            setting["settings"] = "; ".join(dict.fromkeys([*row.apart.split(", "), *_words(setting["settings"])]))
         seen = {metric: group.values(metric) for metric in REPORTED} | _by_size(group)
         for metric, by_seed in seen.items():
             value = spread(by_seed)
@@ -71,12 +63,8 @@ def records(runs: Sequence[Run], reference: str | None = None, paper: bool = Fal
 
 def to_csv(found: Sequence[dict[str, Any]], paper: bool = False) -> str:
     """Records as CSV, with the same columns whatever the runs are."""
-    out = io.StringIO()
     columns = [*COLUMNS, *PAIRED, *(PAPER if paper else [])]
-    writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(found)
-    return out.getvalue()
+    return csv_text([columns, *([record.get(column) for column in columns] for record in found)])
 
 
 def _by_size(group: Group) -> dict[str, list[float]]:
@@ -87,14 +75,14 @@ def _by_size(group: Group) -> dict[str, list[float]]:
     return {f"gm_{size}": [row[size] for row in rows if size in row] for size in SIZES}
 
 
-def _shown(kind: Partition) -> list[str]:
-    """The partition's settings that have no column of their own."""
-    return [_setting(key, getattr(kind, key)) for key in kind.shown if key != "beta"]
+def _settings(row: Row, group: Group) -> list[str]:
+    """Settings that have no column of their own: those that distinguish the row, the partition's and the method's."""
+    kind, samples = group.runs[0].config.partition.kind, group.settings.get("eval.samples")
+    found = row.apart.split(", ") if row.apart else []
+    found += [f"eval.samples={samples}"] if samples else []
+    found += [_setting(key, getattr(kind, key)) for key in kind.shown if key != "beta"]
+    return list(dict.fromkeys([*found, *(_setting(key, value) for key, value in group.hyper.items())]))
 
 
 def _setting(key: str, value: Any) -> str:
     return f"{key.removeprefix('method.')}={show(value)}"
-
-
-def _words(text: str) -> list[str]:
-    return text.split("; ") if text else []

@@ -68,8 +68,8 @@ def _use(
     (rival, gap), *others = worse
     over = f"{_points(gap.points)} points over {_one(rival)} (n = {gap.n:,}, {_range(gap)})"
     if first.kind == "global" and rival.kind == "personal":
-        figures = f"({rival.accuracy:.1f} against {first.accuracy:.1f})"
-        words = f"{_upper(_the(first))} is better here {figures}: {over}"
+        both = f"({rival.accuracy:.1f} against {first.accuracy:.1f})"
+        words = f"{_upper(_the(first))} is better here {both}: {over}"
     else:
         words = f"Use {_the(first)}: {over}"
     if others:
@@ -85,7 +85,7 @@ def _use(
 def _alike(row: SiteRow, gaps: list[tuple[SiteModel, Difference]]) -> str:
     widest = max((gap for _, gap in gaps), key=lambda gap: gap.high - gap.low)
     return (
-        f"No model is better here: {_figures(row)} (n = {widest.n:,}, differences of {_range(widest)} points at most); "
+        f"No model is better here: {_accuracies(row)} (n = {widest.n:,}, differences of {_range(widest)} points at most); "
         "any of them will do."
     )
 
@@ -97,7 +97,7 @@ def _unclear(row: SiteRow, first: SiteModel) -> str:
         why = f"{_the(first)} and {_one(rival)} differ on {told}"
     else:
         why = f"{_the(first)} over {_one(rival)}: {_points(gap.points)} points, {_range(gap)}"
-    return f"Too few samples to tell (n = {gap.n:,}): {_figures(row)}; {why}."
+    return f"Too few samples to tell (n = {gap.n:,}): {_accuracies(row)}; {why}."
 
 
 def _unsure(row: SiteRow) -> str:
@@ -105,10 +105,10 @@ def _unsure(row: SiteRow) -> str:
         (model,) = row.models
         how_sure = "" if row.n is None else f" (n = {row.n:,}, {model.low:.1f} to {model.high:.1f})"
         return f"Only {_the(model)} was measured here: {model.accuracy:.1f}{how_sure}."
-    return f"{_upper(_figures(row))}: how sure that is cannot be said here, since single samples are not recorded."
+    return f"{_upper(_accuracies(row))}: how sure that is cannot be said here, since single samples are not recorded."
 
 
-def _figures(row: SiteRow) -> str:
+def _accuracies(row: SiteRow) -> str:
     return ", ".join(f"{model.label} {model.accuracy:.1f}" for model in row.models)
 
 

@@ -1,7 +1,7 @@
 """What each site gets out of a run: its personal model, the global one and training alone, on its held-out samples.
 
 Runs of the same federation, which hold out the same samples, stand in one table: a row a site, a column a model. Every
-figure is of samples that no model was trained on. From the predictions that a run keeps for them (runs/model_file.py)
+metric is of samples that no model was trained on. From the predictions that a run keeps for them (runs/model_file.py)
 follow the intervals, the comparison of models on the same samples, and recall, precision and confusion by class. Where
 a run kept none, the accuracies of its summary are shown, without intervals.
 """
@@ -33,7 +33,7 @@ from fednh.text import some
 
 ModelKind = Literal["personal", "global", "local"]
 Column = tuple[str, ModelKind, Run]  # its label, and the run that made its models
-FEW = 10  # held-out samples of a class: with fewer, its figures say little
+FEW = 10  # held-out samples of a class: with fewer, its numbers say little
 _NO_SPLIT = ("data.name", "data.dir", "data.augment")  # of the data's settings: these do not decide who holds out what
 
 
@@ -253,7 +253,7 @@ def _decides(key: str, partition: str) -> bool:
 def _table(runs: Sequence[Run]) -> SiteTable:
     variants = {label: same[0] for label, same in by_variant(runs).items()}
     columns, notes = _columns(variants), list[str]()
-    clients = sorted({client for run in variants.values() for client, _ in run.people(HELD_SHARE)})
+    clients = sorted({client for run in variants.values() for client in run.by_client(HELD_SHARE)})
     rows = [_row(client, columns, notes) for client in clients]
     there = {model.label for row in rows for model in row.models}
     notes += _lacking(list(variants.values()))

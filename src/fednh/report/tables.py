@@ -1,6 +1,11 @@
 """The tables, as Sheets: accuracy in the layout of the paper's Table 1, fairness, cost, and paired comparisons.
 
-Each groups the runs that differ only in the seed, and states n and what the spread is.
+Each groups the runs that differ only in the seed, and states n and what the spread is. A comparison with a reference
+method is seed by seed, under the same settings.
+
+The paper's numbers are in published.csv: Table 1 (participation 0.1), the appendix's table with participation 0.3, and
+the fairness table as `fairness` (mean and standard deviation of PM(L) over clients; its means are Table 1's for
+Dir(0.3)).
 """
 
 from __future__ import annotations
@@ -11,9 +16,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib import resources
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fednh.config import PRESETS, flat, load
 from fednh.data.partitions.dirichlet import Dirichlet, LongTail
 from fednh.errors import UserError, did_you_mean
@@ -21,11 +23,21 @@ from fednh.metric_names import GM, HELD_OUT, HELD_SHARE, PM_L, POOLED, TEST_SET,
 from fednh.report import groups
 from fednh.report.groups import PAPER_METHODS, Group, Row, TableLayout, lay_out, method_name, show
 from fednh.report.load import Run, left_out
-from fednh.report.sheet import DASH, Cell, Sheet, measured, number, percent, probability, rank, rank_spread, size, word
+from fednh.report.sheet import (
+    DASH,
+    Cell,
+    Sheet,
+    measured,
+    number,
+    percent,
+    probability,
+    rank,
+    rank_spread,
+    size,
+    span,
+    word,
+)
 from fednh.report.stats import WILCOXON_FROM, Paired, holm, paired, spread, worst_tenth
-
-# --- pairs ----------------------------------------------------------------------------------------------------------
-# Compares each method with a reference, seed by seed, under the same settings.
 
 
 @dataclass(frozen=True)
@@ -41,7 +53,7 @@ class Comparison:
     corrected: float | None  # p after Holm
 
     @property
-    def reading(self) -> str:
+    def conclusion(self) -> str:
         """The conclusion that the numbers support."""
         n, p = self.result.n, self.corrected
         side = "above" if self.result.mean > 0 else "below"
@@ -104,12 +116,7 @@ def _by_default(group: Group) -> bool:
     return method == type(method)()
 
 
-# --- published ------------------------------------------------------------------------------------------------------
-# The paper's published numbers, for comparison with ours.
-#
-# published.csv has Table 1 (participation 0.1), the appendix's table with participation 0.3, and the fairness table
-# as `fairness` (mean and standard deviation of PM(L) over clients; its means are Table 1's for Dir(0.3)).
-
+# --- the paper's numbers --------------------------------------------------------------------------------------------
 
 # Settings that distinguish groups but do not change the final metrics: where and how the run was computed, and which
 # personal models were evaluated before the end.
@@ -160,8 +167,7 @@ def _numbers() -> dict[tuple[str, str, float, float, str], PaperNumber]:
     }
 
 
-# --- tables ---------------------------------------------------------------------------------------------------------
-
+# --- tables --------------------------------------------------------------------------------------------------------
 
 _ACCURACY_WORDS = (
     "GM: global model; PM(V), PM(L): personal models, owned classes alike or by their share, mean over clients"
@@ -388,16 +394,11 @@ def _sizes(layout: TableLayout) -> str:
     found = {}
     for group in layout.groups:
         sizes, thirds = groups.by_size(totals := groups.class_totals(group.runs))
-        here = [f"{size} {len(classes)} ({_span(totals[classes])} samples)" for size, classes in sizes.items()]
+        here = [f"{size} {len(classes)} ({span(totals[classes])} samples)" for size, classes in sizes.items()]
         rule = "thirds by size, since one of many, medium and few would be empty" if thirds else ""
         found[f"{group.data}, {group.column}"] = f"{', '.join(here)}{f'; {rule}' if rule else ''}"
     said = f"Many: more than {groups.MANY}, few: fewer than {groups.FEW}, medium: between."
     return " ".join([said, *(f"{where}: {words}." for where, words in found.items())])
-
-
-def _span(values: NDArray[np.float64]) -> str:
-    low, high = round(values.min()), round(values.max())
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _printed(group: Group, metric: Metric) -> Cell:
@@ -455,7 +456,7 @@ def _paired_cells(c: Comparison) -> list[Cell]:
         word(r.test),
         probability(r.p),
         probability(c.corrected),
-        word(c.reading),
+        word(c.conclusion),
     ]
 
 
@@ -476,7 +477,7 @@ def _paired_note(found: Sequence[Comparison]) -> str:
     )
 
 
-# --- titles, first columns and notes-------------------------------------------------------------------------------
+# --- titles, first columns and notes ------------------------------------------------------------------------------
 
 
 def _lead(layout: TableLayout, partition: bool = False) -> list[str]:

@@ -34,6 +34,7 @@ FORMATS = ("svg", "pdf", "png")
 # them. The number beside it decides dashes and marker, so that colours that are near have other dashes.
 OTHERS = ("#7d5a3c", "#5b7f5f", "#6f5d8c", "#9a4a3d", "#3f7f9f")  # of methods that are not ours, by name
 CYCLE = ("#0077bb", "#e08a00", "#009e73", "#cc6699", "#33a6dd", "#d55e00", "#8a63c9", "#b59f00", "#8a8f98", "#a8506e")
+Floats = NDArray[np.float64]
 Dashes = str | tuple[int, tuple[float, ...]]
 DASHES: tuple[Dashes, ...] = ("-", (0, (5, 2)), (0, (1.2, 1.4)), (0, (5, 1.5, 1.2, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h", "*")
@@ -190,6 +191,12 @@ def log_axis(axes: Axes, which: str) -> None:
     axes.set_xscale("log") if which == "x" else axes.set_yscale("log")
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+
+
+def plot_band(axes: Axes, label: str, look: Look, x: Floats, mean: Floats, low: Floats, high: Floats) -> None:
+    """A line with a band around it."""
+    axes.plot(x, mean, color=look.colour, linestyle=look.dashes, label=label)
+    axes.fill_between(x, low, high, color=look.colour, alpha=0.16, linewidth=0)
 
 
 def legend_below(figure: Figure, order: Iterable[str], columns: int = 6) -> None:
