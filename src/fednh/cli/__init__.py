@@ -1,6 +1,7 @@
 """The command line. Every command imports what it needs inside itself, so that `fednh --help` answers at once.
 
-A command lives in the module named after what it is about; each module adds its commands to `app`.
+A command lives in the module named after what it is about; each module adds its commands to `app`, which has their
+order in `fednh --help`.
 """
 
 from __future__ import annotations
@@ -13,20 +14,9 @@ from typing import Any
 
 import typer
 
+from fednh.cli import about, federation, figures, inspect, models, run, sweep, tables, watch
 from fednh.cli.app import app
 from fednh.errors import Ignored, Notice, RunError, UserError
-
-# isort: off
-from fednh.cli import run  # the order of imports is the order in `fednh --help`
-from fednh.cli import inspect
-from fednh.cli import sweep
-from fednh.cli import watch
-from fednh.cli import tables
-from fednh.cli import figures
-from fednh.cli import models
-from fednh.cli import federation
-from fednh.cli import about
-# isort: on
 
 __all__ = ["about", "app", "federation", "figures", "inspect", "main", "models", "run", "sweep", "tables", "watch"]
 

@@ -1,4 +1,4 @@
-"""Commands about what there is: methods, partitions, data sets, prototypes."""
+"""Commands about what there is: methods, partitions, data sets, prototypes; and files to start from."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
 from fednh.cli.options import DataDir
 from fednh.errors import UserError
-
-# --- new ------------------------------------------------------------------------------------------------------------
-# The command that starts a method of one's own: a file that runs, and its tests.
 
 
 @app.command("new-method")
@@ -69,10 +66,6 @@ def _check_free(module: str) -> None:
         raise UserError(f"{module!r} is the name of a Python module that is installed; choose another name")
 
 
-# --- notebooks ------------------------------------------------------------------------------------------------------
-# The command that hands out the notebooks: copies to open, run and change.
-
-
 NAMES = ("ten-minutes.ipynb", "your-own-data.ipynb", "write-a-method.ipynb")
 
 
@@ -94,9 +87,6 @@ def notebooks(
             raise UserError(f"{folder} cannot be written: {error.strerror}; choose another folder") from error
         typer.echo(str(folder / name))
     typer.echo("open them with Jupyter (pip install jupyterlab) or an editor that knows notebooks", err=True)
-
-
-# --- about ----------------------------------------------------------------------------------------------------------
 
 
 data_app = typer.Typer(help="Get data sets.", no_args_is_help=True)

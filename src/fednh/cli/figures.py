@@ -1,4 +1,4 @@
-"""The command that makes the paper's motivating example."""
+"""Commands that draw: single figures of finished runs, the whole report, and the paper's motivating example."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from fednh import extras
 from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
 from fednh.errors import UserError, did_you_mean
-
-# --- figures --------------------------------------------------------------------------------------------------------
-# Commands that draw finished runs: single figures, and the whole report.
-
 
 Folders = Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders of them.")]
 
@@ -56,16 +52,8 @@ def figure(
 
     if name not in ("list", "all", *FIGURES):
         raise UserError(f"there is no figure {name!r}{did_you_mean(name, ('list', 'all', *FIGURES))}")
-    few, many = _two_numbers(shots, "--shots")
-    choice = Choice(
-        clients=None if clients is None else tuple(word.strip() for word in clients.split(",")),
-        classes=None if classes is None else tuple(word.strip() for word in classes.split(",")),
-        x=x,
-        groups=groups,
-        setting=setting,
-        base=base,
-        shots=(few, many),
-    )
+    bounds = _two_numbers(shots, "--shots")
+    choice = Choice(_words(clients), _words(classes), x, groups, setting, base, bounds)
     runs = load_runs(folders)
     if name in ("list", "all"):
         console = console_for_people()
@@ -102,15 +90,16 @@ def report(
     typer.echo(f"{out} ({size(written)})")
 
 
+def _words(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(word.strip() for word in text.split(","))
+
+
 def _two_numbers(text: str, option: str) -> tuple[int, int]:
     try:
         first, second = (int(word) for word in text.split(","))
     except ValueError:
         raise UserError(f"{option} {text!r} should be two whole numbers, such as 20,100") from None
     return first, second
-
-
-# --- spiral ---------------------------------------------------------------------------------------------------------
 
 
 @app.command()
@@ -125,19 +114,18 @@ def spiral(
 
     extras.need("report", "the spiral")
     from fednh.experiments import spiral as example
-    from fednh.experiments.spiral import figure1, figure2
     from fednh.io.files import write_bytes
     from fednh.report.figures import style
 
     example.train(out, seed, epochs, rounds, lambda name: typer.echo(f"training {name}", err=True))
-    seen = example.look(out)
+    seen = example.load_example(out)
     found = example.numbers(seen)
     judged = example.claims(found)
     text = example.verdict(judged)
     result = {"seed": seed, "epochs": epochs, "rounds": rounds, **found, "claims": judged, "text": text}
     write_bytes(out / "spiral.json", (json.dumps(result, indent=2) + "\n").encode())
     with style.theme():
-        for name, figure in (("figure1", figure1(seen)), ("figure2", figure2(seen))):
+        for name, figure in (("figure1", example.figure1(seen)), ("figure2", example.figure2(seen))):
             for kind in ("svg", "png"):
                 style.save(figure, out / f"{name}.{kind}")
     typer.echo(text)

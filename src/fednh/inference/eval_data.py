@@ -1,7 +1,7 @@
 """Labelled data for a trained model.
 
-`load_for` reads a source in the model's terms: its sizes, its columns, its class names. `select_eval_samples` says which
-samples a model is measured on, and how many of them it was trained on. The run that a model comes from knows: its
+`load_for` reads a source in the model's terms: its sizes, its columns, its class names. `select_eval_samples` says on
+which samples a model is measured, and on how many of them it was trained. The run that a model comes from knows: its
 settings and its data, which must be those that it began with, give every client's training samples and those that were
 held out.
 """

@@ -28,6 +28,7 @@ from fednh.data.sources.registry import SOURCES, build, of_file
 from fednh.data.sources.table import encode, told
 from fednh.errors import UserError
 from fednh.runs.model_file import Card, remembered
+from fednh.text import some
 
 CHANNELS = (1, 3, 4)  # that an image may have
 
@@ -46,9 +47,7 @@ def wanted(card: Card) -> str:
         channels, height, width = card.shape
         return f"images: files, folders of them, PIL images, or uint8 arrays (N, {height}, {width}, {channels})"
     if is_table(card):
-        names = _columns(card)
-        some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        return f"rows with the columns {some}: a .csv or .parquet file, a data frame, or dicts"
+        return f"rows with the columns {some(_columns(card), 8)}: a .csv or .parquet file, a data frame, or dicts"
     return f"rows of {card.shape[0]} numbers: an .npz, .csv or .parquet file, or an array"
 
 

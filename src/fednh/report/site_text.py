@@ -85,8 +85,8 @@ def _use(
 def _alike(row: SiteRow, gaps: list[tuple[SiteModel, Difference]]) -> str:
     widest = max((gap for _, gap in gaps), key=lambda gap: gap.high - gap.low)
     return (
-        f"No model is better here: {_accuracies(row)} (n = {widest.n:,}, differences of {_range(widest)} points at most); "
-        "any of them will do."
+        f"No model is better here: {_accuracies(row)} (n = {widest.n:,}, differences of {_range(widest)} points at "
+        "most); any of them will do."
     )
 
 

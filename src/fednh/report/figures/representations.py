@@ -122,9 +122,8 @@ def _scatter(ax: Axes, classes: Sequence[tuple[str, Features]]) -> None:
     ax.set(xticks=[], yticks=[])
     ax.spines[:].set_visible(True)
     for i, (name, points) in enumerate(classes):
-        ax.scatter(
-            points[:, 0], points[:, 1], s=9, color=CYCLE[i], marker=MARKERS[i], alpha=0.7, linewidths=0, label=name
-        )
+        x, y = points.T
+        ax.scatter(x, y, s=9, color=CYCLE[i], marker=MARKERS[i], alpha=0.7, linewidths=0, label=name)
 
 
 def _chosen_pair(run: Run, choice: Choice) -> tuple[int, int]:
