@@ -22,7 +22,7 @@ from fednh.report.figures.partition import chosen_clients, shares
 from fednh.report.figures.representations import principal, shared_classes
 from fednh.report.figures.sensitivity import gains, swept
 from fednh.report.figures.similarity import cosines, load_groups, semantics
-from fednh.report.figures.style import looks, own_look
+from fednh.report.figures.style import Look, looks
 from fednh.report.groups import by_setting, by_variant
 from fednh.report.stats import lowest_tenth
 from synthetic import fake_run, fake_sites, person, record
@@ -206,6 +206,11 @@ def test_runs_are_grouped_by_task_and_by_method(tmp_path: Path) -> None:
         "FedNH rho=0.5": 2,
         "FedNH rho=0.9": 1,
     }
+
+
+def own_look(method: str) -> Look:
+    """A method's look where nothing else is shown."""
+    return looks([method], [method])[method]
 
 
 def test_a_method_keeps_its_look_and_no_two_lines_share_a_colour() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import keyword
 import re
 from importlib import resources
@@ -179,8 +180,6 @@ def prototypes(
     out: Annotated[Path | None, typer.Option(help="Write the prototypes to this safetensors file.")] = None,
 ) -> None:
     """Spread C unit prototypes as far apart as possible in d dimensions: Eq. (1) of the paper."""
-    import json
-
     from fednh.io.files import write_tree
     from fednh.models.prototypes import separated
 

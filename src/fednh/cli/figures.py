@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,9 +11,8 @@ import typer
 from fednh import extras
 from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
+from fednh.cli.options import RunFolders
 from fednh.errors import UserError, did_you_mean
-
-Folders = Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders of them.")]
 
 
 @app.command()
@@ -25,7 +25,7 @@ def figure(
             autocompletion=completion.figure,
         ),
     ],
-    folders: Folders,
+    folders: RunFolders,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="A .svg, .pdf or .png file; a folder for 'all'.")
     ] = None,
@@ -74,7 +74,7 @@ def figure(
 
 @app.command()
 def report(
-    folders: Folders,
+    folders: RunFolders,
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="What stands at its top.")] = "Personalised federated learning",
     paper: Annotated[bool, typer.Option("--paper", help="Set the paper's numbers beside those that match.")] = False,
@@ -110,8 +110,6 @@ def spiral(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of the runs with 100 clients.")] = 100,
 ) -> None:
     """Train the paper's motivating example and draw its Figures 1 and 2; says whether its claims are seen."""
-    import json
-
     extras.need("report", "the spiral")
     from fednh.experiments import spiral as example
     from fednh.io.files import write_bytes

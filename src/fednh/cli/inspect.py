@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,8 +43,6 @@ def inspect(
     ] = InspectFormat.TEXT,
 ) -> None:
     """Show what data hold and how they would be divided, and warn of problems. Nothing is written."""
-    import json
-
     from fednh.config import load
     from fednh.data.inspection import Division
     from fednh.data.inspection import inspect as look

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -136,8 +137,6 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a model on labelled data: precision, recall, F1, confusion, calibration."""
-    import json
-
     from fednh.callbacks.screen import slow_evaluation
     from fednh.inference.eval_data import select_eval_samples
     from fednh.inference.metrics import assess
@@ -180,8 +179,6 @@ def personalize(
     form: Annotated[AssessmentFormat, typer.Option("--format", help="json is for machines.")] = AssessmentFormat.TABLE,
 ) -> None:
     """Make a personal model for a site that never took part, and compare it with the global and a local one."""
-    import json
-
     from fednh.inference.personalize import personalize as train
     from fednh.io.files import write_json
     from fednh.runs.layout import MODEL

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fednh.cli.app import app, console_for_people
+from fednh.cli.options import RunFolders
 from fednh.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class TableFormat(StrEnum):
 
 @app.command()
 def table(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders of them.")],
+    folders: RunFolders,
     form: Annotated[TableFormat, typer.Option("--format", help="latex wants booktabs; csv has a line a metric.")] = (
         TableFormat.RICH
     ),

@@ -67,21 +67,18 @@ def loaded(config: Config) -> Dataset:
 
 def align_to_model(card: Card, data: Dataset, source: str) -> Dataset:
     """The data with labels by the model's classes and samples of the model's shape, not yet normalised."""
+    x_train = inputs.samples(data.x_train, card)
     return replace(
         data,
-        x_train=inputs.samples(data.x_train, card),
+        x_train=x_train,
         y_train=_renamed(data.y_train, data.classes, card.classes, source),
-        x_test=inputs.samples(data.x_test, card) if len(data.x_test) else _none(data, card),
+        x_test=inputs.samples(data.x_test, card) if len(data.x_test) else x_train[:0],
         y_test=_renamed(data.y_test, data.classes, card.classes, source),
         classes=card.classes,
         mean=tuple(card.preprocessing.mean),
         std=tuple(card.preprocessing.std),
         scale=card.preprocessing.scale,
     )
-
-
-def _none(data: Dataset, card: Card) -> Any:
-    return inputs.samples(data.x_train[:1], card)[:0]
 
 
 def _as_in(card: Card, source: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

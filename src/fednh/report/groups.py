@@ -133,10 +133,6 @@ class TableLayout:
     columns: list[str]
     places: dict[tuple[Row, str], Group]
 
-    def block(self, row: Row) -> list[Row]:
-        """The rows that a row is compared with."""
-        return [other for other in self.rows if (other.data, other.rate) == (row.data, row.rate)]
-
     def by_row(self) -> Iterable[tuple[Row, str, Group]]:
         for row in self.rows:
             for column in self.columns:

@@ -141,9 +141,6 @@ class SiteTable:
         """The table with the row of this site alone."""
         return replace(self, rows=(self.row(site),))
 
-    def kind_of(self, column: str) -> ModelKind:
-        return next(model.kind for row in self.rows for model in row.models if model.label == column)
-
     @property
     def measured(self) -> list[SiteRow]:
         """The sites that count in means: those with more than one class, unless none has."""
@@ -177,11 +174,6 @@ class ClassRow:
     @property
     def precision(self) -> float | None:
         return 100 * self.correct / self.guesses if self.guesses else None
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """Wilson's 95% interval of the recall."""
-        return wilson(self.correct, self.n) if self.n else None
 
 
 def site_tables(runs: Sequence[Run]) -> list[SiteTable]:

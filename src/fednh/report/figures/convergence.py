@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, stated_n, variant_looks
-from fednh.report.figures.style import grid, legend_below, log_axis, muted, panels, plot_band
+from fednh.report.figures.style import grid, legend_below, log_y, muted, panels, plot_band
 from fednh.report.groups import by_variant
 from fednh.report.load import Run
 
@@ -61,7 +61,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         x, mean, low, high = (np.array([getattr(p, k) for p in points]) for k in ("round", "mean", "low", "high"))
         plot_band(ax, label, look[label], x, mean, low, high)
         rows += [[label, p.round, p.mean, p.low, p.high, p.n] for p in points]
-    log_axis(ax, "y")
+    log_y(ax)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     grid(ax)
     ax.set(xlabel="round", ylabel="‖∇ body‖², mean over picked clients", title="Measured, at the received model")

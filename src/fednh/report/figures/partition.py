@@ -23,20 +23,20 @@ MOST_NAMES = 24  # more names than this cannot be read below an axis
 MOST_TOGETHER = 8  # so many clients' distributions can be told apart
 
 
-def chosen_clients(run: Run, choice: Choice, most: int = MOST_TOGETHER) -> tuple[int, ...]:
-    """The chosen clients; without a choice all of them, or the first two of more than `most`. They must exist."""
+def chosen_clients(run: Run, choice: Choice) -> tuple[int, ...]:
+    """The chosen clients; without a choice all of them, or the first two of more than MOST_TOGETHER."""
     count = len(run.partition["counts"])
     if count == 0:
         raise FigureUnavailable("only the sites of a federation know what they hold")
     if count < 2:
         raise FigureUnavailable(f"there is only one {client_noun(run, several=False)}")
-    asked = choice.clients or (range(count) if count <= most else (0, 1))
+    asked = choice.clients or (range(count) if count <= MOST_TOGETHER else (0, 1))
     chosen = tuple(find_client(run.names, client, run.path) for client in asked)
     for client in chosen:
         if not 0 <= client < count:
             raise FigureUnavailable(f"there is no client {client}; they are numbered 0 to {count - 1}")
-    if len(chosen) > most:
-        raise FigureUnavailable(f"{len(chosen)} clients are too many to tell apart; choose up to {most}")
+    if len(chosen) > MOST_TOGETHER:
+        raise FigureUnavailable(f"{len(chosen)} clients are too many to tell apart; choose up to {MOST_TOGETHER}")
     return chosen
 
 

@@ -139,11 +139,6 @@ def looks(labels: Sequence[str], methods: Sequence[str]) -> dict[str, Look]:
     return found
 
 
-def own_look(method: str) -> Look:
-    """A method's look, whatever it is shown with."""
-    return _look(*_own(method))
-
-
 def numbered(place: int) -> Look:
     """The look of what is no method, or of one method's variants, by their places."""
     return _look(CYCLE[place % len(CYCLE)], place)
@@ -185,12 +180,11 @@ def grid(axes: Axes) -> None:
     axes.tick_params(length=0)
 
 
-def log_axis(axes: Axes, which: str) -> None:
-    """A logarithmic axis with plain labels (mathtext is off)."""
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    axes.set_xscale("log") if which == "x" else axes.set_yscale("log")
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+def log_y(axes: Axes) -> None:
+    """A logarithmic vertical axis with plain labels (mathtext is off)."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
 
 
 def plot_band(axes: Axes, label: str, look: Look, x: Floats, mean: Floats, low: Floats, high: Floats) -> None:
