@@ -14,7 +14,7 @@ import pytest
 import fednh
 from fednh.data.batches import ClientData
 from fednh.errors import UserError
-from fednh.inference.eval_data import Measured, select_eval_samples
+from fednh.inference.eval_data import EvalSamples, select_eval_samples
 from fednh.inference.personalize import personalize
 from fednh.methods.fedavg import FedAvg
 from fednh.tree import Tree
@@ -68,7 +68,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def chosen(
     run: Path, split: str | None = None, client: int | None = None, source: str | None = None, **more: Any
-) -> Measured:
+) -> EvalSamples:
     settings = {key.replace("__", "."): value for key, value in more.items()}
     return select_eval_samples(fednh.load_model(run, client).card, run, source, split, settings)
 

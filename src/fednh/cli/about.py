@@ -168,8 +168,8 @@ def data_get(
         TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console_for_people(stderr=True)
     ) as bar:
         task = bar.add_task(name, total=None, visible=False)
-        told = get(name, folder, lambda done, total: bar.update(task, completed=done, total=total, visible=True))
-    typer.echo(told)
+        message = get(name, folder, lambda done, total: bar.update(task, completed=done, total=total, visible=True))
+    typer.echo(message)
 
 
 @app.command()

@@ -59,8 +59,8 @@ def figure(
         console = console_for_people()
         into = None if name == "list" else (out or Path("figures"))
         for kind, where, reason in write_possible(runs, choice, into):
-            told = f"no: {reason}" if reason else ("yes" if where is None else str(where))
-            console.print(f"{kind:16} {told}", highlight=False, markup=False, soft_wrap=True)
+            answer = f"no: {reason}" if reason else ("yes" if where is None else str(where))
+            console.print(f"{kind:16} {answer}", highlight=False, markup=False, soft_wrap=True)
         return
     target = out or Path(f"{name}.svg")
     if target.suffix.lower().removeprefix(".") not in style.FORMATS:

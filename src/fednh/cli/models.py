@@ -298,8 +298,8 @@ def _print_assessment(result: Assessment) -> None:
         key=lambda found: -found[0],
     )[:3]
     if worst:
-        told = "; ".join(f"{there} taken for {guess} {n} times" for n, there, guess in worst)
-        console.print(f"most often confused: {told}", highlight=False, markup=False)
+        confused = "; ".join(f"{truth} taken for {guess} {n} times" for n, truth, guess in worst)
+        console.print(f"most often confused: {confused}", highlight=False, markup=False)
 
 
 def _print_comparison(comparison: dict[str, Any], folder: Path) -> None:

@@ -121,8 +121,8 @@ CHOICE = {"data.sites", "data.without"}
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Samples to measure a model on."""
+class EvalSamples:
+    """Samples to measure a model on, and what is known about them."""
 
     x: Inputs
     y: Labels
@@ -175,7 +175,7 @@ class Training:
 
 def select_eval_samples(
     card: Card, path: Path, source: str | None, split: str | None, settings: Mapping[str, Any] | None = None
-) -> Measured:
+) -> EvalSamples:
     """The samples of a source to measure the model at `path` on.
 
     Without a source they are those of the model's run. Without a split they are what the run held out, where it did and
@@ -223,11 +223,11 @@ def trained_on(x: Inputs, y: Labels, samples: set[bytes]) -> int:
     return sum(digest in samples for digest in _digests(x, y))
 
 
-def _held(card: Card, training: Training, index: Indices, source: str) -> Measured:
+def _held(card: Card, training: Training, index: Indices, source: str) -> EvalSamples:
     if not len(index):
         client = f"client {card.client}" if card.site is None else f"site {card.site} (client {card.client})"
-        whose = "the run" if card.client is None else client
-        raise UserError(f"{whose} held out no samples (data.holdout); choose --split test, or other --data")
+        owner = "the run" if card.client is None else client
+        raise UserError(f"{owner} held out no samples (data.holdout); choose --split test, or other --data")
     data = align_to_model(card, training.data, source)
     x, y = data.x_train[index], data.y_train[index]
     return _with_warning(card, training, x, y, source, "held")
@@ -260,7 +260,7 @@ def _split(data: Dataset, split: str, source: str) -> tuple[Inputs, Labels]:
     return data.x_test, data.y_test
 
 
-def _with_warning(card: Card, training: Training | None, x: Inputs, y: Labels, source: str, split: str) -> Measured:
+def _with_warning(card: Card, training: Training | None, x: Inputs, y: Labels, source: str, split: str) -> EvalSamples:
     """Count the samples that the model was trained on, and say so."""
     unknown = "a model file alone does not say"
     number, words = None, None
@@ -273,7 +273,7 @@ def _with_warning(card: Card, training: Training | None, x: Inputs, y: Labels, s
         words = f"the model was trained on {number:,} of these {len(y):,} samples, so the metrics are too good"
     elif number is None and split != "test":
         words = f"the model may have been trained on these samples ({unknown}); then the metrics are too good"
-    return Measured(x, y, source, split, number, words)
+    return EvalSamples(x, y, source, split, number, words)
 
 
 def _digests(x: Inputs, y: Labels) -> list[bytes]:

@@ -134,10 +134,10 @@ def digest(table: SiteTable) -> str:
     kinds: Counter[str] = Counter(kind for _, kind in verdicts)
     use: Counter[str] = Counter(row.leader.kind for row, kind in verdicts if kind == "use" and row.leader is not None)
     first = " is the one to use"
-    told = []
+    parts = []
     for kind in _ALONE:
         if use[kind]:
-            told.append(f"{_ALONE[kind]}{first} at {_sites(use[kind])}")
+            parts.append(f"{_ALONE[kind]}{first} at {_sites(use[kind])}")
             first = ""
     others = {
         "alike": "all models are equally good at",
@@ -145,8 +145,8 @@ def digest(table: SiteTable) -> str:
         "one class": "there is only one class at",
         "unknown": "it is not known how sure the numbers are at",
     }
-    told += [f"{words} {_sites(kinds[kind])}" for kind, words in others.items() if kinds[kind]]
-    sentence = "; ".join(told)
+    parts += [f"{words} {_sites(kinds[kind])}" for kind, words in others.items() if kinds[kind]]
+    sentence = "; ".join(parts)
     return f"{sentence[:1].upper()}{sentence[1:]}."
 
 
@@ -185,14 +185,14 @@ def explored(runs: Sequence[Run]) -> dict[str, Any] | None:
 def _client(row: SiteRow, table: SiteTable) -> dict[str, Any]:
     models = _by_class(row, table)
     classes = next(iter(models.values()), [])
-    told = []
+    shown = []
     for label, found in models.items():
         model = row.model(label)
         assert model is not None
         counts = confusion(row, model, len(table.classes))
         rates = {rate: [_rounded(getattr(one, rate)) for one in found] for rate in _RATES}
         cells = [int(value) for t, p in np.argwhere(counts) for value in (t, p, counts[t, p])]
-        told.append({"label": label, **rates, "confusion": cells})
+        shown.append({"label": label, **rates, "confusion": cells})
     return {
         "n": row.n,
         "leader": row.leader.label if row.leader is not None else None,
@@ -200,7 +200,7 @@ def _client(row: SiteRow, table: SiteTable) -> dict[str, Any]:
         "classes": [table.classes.index(one.name) for one in classes],
         "held": [one.n for one in classes],
         "few": [one.few for one in classes],
-        "models": told,
+        "models": shown,
     }
 
 

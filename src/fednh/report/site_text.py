@@ -76,9 +76,9 @@ def _use(
         words += f" and {_points(others[0][1].points)} over {_one(others[0][0])} ({_range(others[0][1])})"
     if level:
         other, gap = level[0]
-        told = f"{_points(gap.points)}, {_range(gap)}" if gap.disagreements else "both are right on the same samples"
+        size = f"{_points(gap.points)}, {_range(gap)}" if gap.disagreements else "both are right on the same samples"
         apart = "it is as good as" if gap.alike else "too few samples to tell it from"
-        words += f"; {apart} {_one(other)} ({told})"
+        words += f"; {apart} {_one(other)} ({size})"
     return f"{words}."
 
 
@@ -93,8 +93,8 @@ def _alike(row: SiteRow, gaps: list[tuple[SiteModel, Difference]]) -> str:
 def _unclear(row: SiteRow, first: SiteModel) -> str:
     rival, gap = next((model, gap) for model, gap in _in_order(row) if gap is not None and not gap.alike)
     if gap.disagreements < FEWEST_DISAGREEMENTS:  # an interval from so few says nothing
-        told = f"{gap.disagreements} of them" if gap.disagreements else "none of them"
-        why = f"{_the(first)} and {_one(rival)} differ on {told}"
+        how_many = f"{gap.disagreements} of them" if gap.disagreements else "none of them"
+        why = f"{_the(first)} and {_one(rival)} differ on {how_many}"
     else:
         why = f"{_the(first)} over {_one(rival)}: {_points(gap.points)} points, {_range(gap)}"
     return f"Too few samples to tell (n = {gap.n:,}): {_accuracies(row)}; {why}."
