@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fednh.io.cache import data_folder
+from fednh.metric_names import GM, PERSONAL, PM_L, TEST_SET
 from fednh.report import sheet as render
 from fednh.report import tables
 from fednh.report.figures import FIGURES, Choice
@@ -40,7 +41,6 @@ KEPT = (
     RunLayout.environment_file,
     RunLayout.partition_file,
 )
-METRICS = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)"}
 INTRO = """# Results
 
 Runs on real data at full length. `make results` writes this page from the folder `results/` in the repository. That folder has
@@ -234,7 +234,7 @@ def draw_curves(results: Path = RESULTS, folder: Path = IMAGES) -> None:
     full = full_length(list(entries.values()), results)
     for preset in presets(full):
         runs = [run for run in full if run.config.data.name == preset]
-        list(write_figure(FIGURES["curves"], runs, Choice(), image(preset, folder)))
+        write_figure(FIGURES["curves"], runs, Choice(), image(preset, folder))
 
 
 def begun(entry: Entry, entries: list[Entry], results: Path) -> bool:
@@ -254,7 +254,7 @@ def with_and_without_prior(entries: list[Entry], results: Path) -> str:
             continue
         found = json.loads(file.read_text(encoding="utf-8"))
         prior = found["prior"]
-        cells = [f"{entry.preset}, {entry.label}", _percent(found["gm"]), pair(found)]
+        cells = [f"{entry.preset}, {entry.label}", _percent(found[GM]), pair(found)]
         cells += [pair(prior[t]) if t in prior else "" for t in TAUS]
         cells += [pair(prior[t], "shared_") if t in prior else "" for t in ("0.5", "1")]
         lines.append("| " + " | ".join(cells) + " |")
@@ -262,7 +262,7 @@ def with_and_without_prior(entries: list[Entry], results: Path) -> str:
 
 
 def pair(record: dict[str, Any], prefix: str = "") -> str:
-    return " / ".join(_percent(record.get(f"{prefix}{key}")) for key in ("pm_v", "pm_l"))
+    return " / ".join(_percent(record.get(f"{prefix}{key}")) for key in PERSONAL)
 
 
 def _percent(value: float | None) -> str:
@@ -283,7 +283,7 @@ def by_round(entries: list[Entry], results: Path) -> str:
     )
     lines.append("|---|" + "---|" * (len(shown) + 2))
     for entry, found in rows:
-        metrics = ["gm"] if entry.sampled else list(METRICS)
+        metrics = [GM] if entry.sampled else list(TEST_SET)
         cells = [together([found[t]], metrics) if t in found else "" for t in shown]
         last = together([found[t] for t in sorted(found)[-3:]], metrics)
         count = min(rounds_of(results / entry.name), entry.rounds)
@@ -295,7 +295,7 @@ def by_round(entries: list[Entry], results: Path) -> str:
 def evaluated(folder: Path, rounds: int) -> dict[int, dict[str, Any]]:
     """The evaluated rounds of a run, up to this one."""
     records = map(json.loads, RunLayout(folder).metrics_file.read_text(encoding="utf-8").splitlines())
-    return {each["round"]: each for each in records if each.get("pm_l") is not None and each["round"] <= rounds}
+    return {each["round"]: each for each in records if each.get(PM_L) is not None and each["round"] <= rounds}
 
 
 def together(records: list[dict[str, Any]], metrics: list[str]) -> str:

@@ -1,8 +1,10 @@
-"""Text for people: times and sizes, and received text made safe for a log or a terminal."""
+"""Text for people: times and sizes, received text made safe for a log or a terminal; and CSV for programs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import io
+from collections.abc import Iterable, Sequence
 
 LONGEST = 200  # characters of a name
 
@@ -34,6 +36,13 @@ def one_line(text: str, longest: int = 2000) -> str:
 def some(names: Sequence[str], most: int = 5) -> str:
     """The first names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def csv_text(rows: Iterable[Iterable[object]]) -> str:
+    """Rows as lines of CSV; None is an empty cell."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 def duration(seconds: float) -> str:

@@ -17,8 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors import safe_open
+from typer.testing import CliRunner
 
 from conftest import DISTINCT, cifar10_file
+from fednh.cli import app
+from fednh.cli.app import PANELS
 from fednh.data.partitions import PARTITIONS
 from fednh.io.files import read_tree
 from fednh.methods import METHODS
@@ -228,6 +231,22 @@ def test_help_and_version_import_nothing_heavy(args: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.rstrip().endswith("[]"), done.stdout
     assert "fednh" in done.stdout
+
+
+def test_help_groups_the_commands_in_panels() -> None:
+    """Every command is in one panel; panels and the commands in them are in the order in which a person needs them."""
+    help = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "100", "TERM": "dumb"}).output
+    shown: dict[str, list[str]] = {}
+    for line in help.splitlines():
+        if panel := re.match(r"╭─ ([\w ]+?) ─", line):
+            names = shown.setdefault(panel[1], [])
+        elif command := re.match(r"│ ([a-z][a-z-]+) ", line):
+            names.append(command[1])
+    assert shown.pop("Options") == []
+    assert shown == {panel: list(names) for panel, names in PANELS.items()}
+    own = [info.name or getattr(info.callback, "__name__", "") for info in app.registered_commands]
+    own += [str(group.name) for group in app.registered_groups]
+    assert sorted(own) == sorted(name for names in shown.values() for name in names)
 
 
 def test_a_run_on_digits_starts_without_what_it_does_not_need(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_method_has_it_or_says_why_not(method: str, tmp_path: Path) -> None:
         assert summary["pm_l"] > 0
         return
     why = "has no global model" if method in sends_none else "does not send all of its global model to clients"
-    with pytest.raises(UserError, match=f"personal.model = 'global' cannot be had with method {method}, which {why}"):
+    with pytest.raises(UserError, match=f"personal.model = 'global' is not supported by method {method}, which {why}"):
         run_config(tmp_path / "run", found)
     assert not (tmp_path / "run/metrics.jsonl").exists()
 

@@ -14,7 +14,7 @@ import pytest
 import fednh
 from fednh.data.batches import ClientData
 from fednh.errors import UserError
-from fednh.inference.eval_data import Measured, select_eval_samples
+from fednh.inference.eval_data import EvalSamples, select_eval_samples
 from fednh.inference.personalize import personalize
 from fednh.methods.fedavg import FedAvg
 from fednh.tree import Tree
@@ -68,7 +68,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def chosen(
     run: Path, split: str | None = None, client: int | None = None, source: str | None = None, **more: Any
-) -> Measured:
+) -> EvalSamples:
     settings = {key.replace("__", "."): value for key, value in more.items()}
     return select_eval_samples(fednh.load_model(run, client).card, run, source, split, settings)
 
@@ -114,7 +114,7 @@ def test_samples_that_were_trained_on_are_told(
     trained = len(rows(found.x) & SEEN)
     assert len(found.y) == of
     assert trained == found.trained_on == (number or trained) > 0
-    assert found.warning == f"the model was trained on {trained} of these {of} samples, so the figures are too good"
+    assert found.warning == f"the model was trained on {trained} of these {of} samples, so the metrics are too good"
     copied = here / "copy.csv"
     copied.write_bytes((here / "rows.csv").read_bytes())
     assert chosen(here / "mixed", split, source=f"csv:{copied}", **more).trained_on == trained, (
@@ -127,7 +127,7 @@ def test_the_command_warns(here: Path, tmp_path: Path) -> None:
     ended = command([*args, "train"], tmp_path / "io")
     assert ended.code == 0
     told = [line for line in ended.stderr.splitlines() if "warning" in line]
-    assert told == ["fednh: warning: the model was trained on 96 of these 120 samples, so the figures are too good"]
+    assert told == ["fednh: warning: the model was trained on 96 of these 120 samples, so the metrics are too good"]
     ended = command([*args, "test"], tmp_path / "io")
     assert (ended.code, "--split train" in ended.stderr) == (2, False)
 

@@ -16,7 +16,7 @@ import fednh
 from fednh.data.sources.registry import load
 from fednh.errors import UserError
 from fednh.inference import inputs
-from fednh.inference.eval_data import reading
+from fednh.inference.eval_data import source_config
 from fednh.inference.export import real_samples
 from forked import fednh as command
 
@@ -113,7 +113,7 @@ def test_how_images_get_their_size_is_in_the_card(
     assert not np.array_equal(
         inputs.samples(files, model.card), inputs.samples(files, fednh.load_model(stretched).card)
     )
-    assert reading(model.card, f"folder:{root}").data.fit == fit  # what evaluate and personalize read others by
+    assert source_config(model.card, f"folder:{root}").data.fit == fit  # what evaluate and personalize read others by
     checked, origin = real_samples(model)
     assert (origin, np.array_equal(checked, trained.x_train)) == (f"samples of folder:{root}", True)
     told = command(["predict", str(run), str(root), "--format", "json"], tmp_path / "io")

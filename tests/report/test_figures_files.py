@@ -45,7 +45,7 @@ def test_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
     for kind in style.FORMATS:
         files = [tmp_path / f"{name}.{kind}" for name in ("one", "two")]
         for file in files:
-            list(write_figure(FIGURES["curves"], [run], Choice(), file))
+            write_figure(FIGURES["curves"], [run], Choice(), file)
         assert files[0].read_bytes() == files[1].read_bytes()
 
 
@@ -53,7 +53,7 @@ def test_figure_numbers_reach_the_file(tmp_path: Path) -> None:
     for seed, last in ((0, 40.0), (1, 60.0)):
         fake_run(tmp_path / str(seed), {"seed": seed}, [record(1, gm=10.0), record(2, gm=last)])
     runs = load_runs([tmp_path])
-    list(write_figure(FIGURES["curves"], runs, Choice(), tmp_path / "out" / "curves.svg"))
+    write_figure(FIGURES["curves"], runs, Choice(), tmp_path / "out" / "curves.svg")
     with (tmp_path / "out" / "curves.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(r["method"], r["metric"], r["round"], r["mean"], r["n"]) for r in rows] == [
@@ -65,7 +65,7 @@ def test_figure_numbers_reach_the_file(tmp_path: Path) -> None:
 def test_each_setting_gets_its_own_file(tmp_path: Path) -> None:
     for beta in (0.3, 1.0):
         fake_run(tmp_path / str(beta), {"partition.beta": beta}, [record(1, gm=1.0), record(2, gm=2.0)])
-    written = list(write_figure(FIGURES["partition"], load_runs([tmp_path]), Choice(), tmp_path / "o" / "p.svg"))
+    written = write_figure(FIGURES["partition"], load_runs([tmp_path]), Choice(), tmp_path / "o" / "p.svg")
     assert sorted(path.name for path, _ in written) == [
         "p-digits-dirichlet-0.3-2-clients-50-a-round.svg",
         "p-digits-dirichlet-1-2-clients-50-a-round.svg",

@@ -21,9 +21,9 @@ from fednh.report.figures.frequency import global_groups, personal_groups, shot_
 from fednh.report.figures.partition import chosen_clients, shares
 from fednh.report.figures.representations import principal, shared_classes
 from fednh.report.figures.sensitivity import gains, swept
-from fednh.report.figures.similarity import cosines, semantics
-from fednh.report.figures.style import COLOURS, looks, own_look
-from fednh.report.groups import by_setting, by_variant, load_groups
+from fednh.report.figures.similarity import cosines, load_groups, semantics
+from fednh.report.figures.style import Look, looks
+from fednh.report.groups import by_setting, by_variant
 from fednh.report.stats import lowest_tenth
 from synthetic import fake_run, fake_sites, person, record
 
@@ -208,6 +208,11 @@ def test_runs_are_grouped_by_task_and_by_method(tmp_path: Path) -> None:
     }
 
 
+def own_look(method: str) -> Look:
+    """A method's look where nothing else is shown."""
+    return looks([method], [method])[method]
+
+
 def test_a_method_keeps_its_look_and_no_two_lines_share_a_colour() -> None:
     assert looks(["FedNH", "FedAvg"], ["fednh", "fedavg"]) == {"FedNH": own_look("fednh"), "FedAvg": own_look("fedavg")}
     mixed = looks(["FedNH a", "FedNH b", "FedAvg"], ["fednh", "fednh", "fedavg"])
@@ -225,7 +230,7 @@ def test_a_line_looks_the_same_in_any_company(name: str, tmp_path: Path) -> None
     for company in (runs, runs[1:]):
         ax = FIGURES[name].draw(company, Choice()).figure.axes[0]
         (drawn,) = (one for one in ax.lines if one.get_label() == "FedPrior")
-        assert (drawn.get_color(), drawn.get_linestyle()) == (COLOURS["fedprior"], "--")
+        assert (drawn.get_color(), drawn.get_linestyle()) == (own_look("fedprior").colour, "--")
 
 
 def lab(colour: str) -> NDArray[np.float64]:
@@ -239,7 +244,7 @@ def lab(colour: str) -> NDArray[np.float64]:
 
 def test_every_method_has_a_look_of_its_own() -> None:
     """Colours differ, by much where dashes are the same; no two methods have the same dashes and marker."""
-    assert COLOURS.keys() == METHODS.keys()
+    assert all(method.look for method in METHODS.values())
     look = {name: own_look(name) for name in METHODS}
     assert len({(one.dashes, one.marker) for one in look.values()}) == len(METHODS)
     for a, b in combinations(METHODS, 2):

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fednh.callbacks.base import Callback, Phase
+from fednh.metric_names import HELD_MACRO, HELD_OUT, HELD_SHARE, TEST_SET
 from fednh.text import duration
 
 
@@ -130,7 +131,7 @@ class RunBar(Silent):
 def metric_words(record: dict[str, Any]) -> list[str]:
     """The metrics of a round in words, those that it has."""
     words = [] if record["train_loss"] is None else [f"loss {record['train_loss']:.3f}"]
-    shown = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)", "held_macro": "held-out macro", "held_share": "share"}
+    shown = {**TEST_SET, HELD_MACRO: HELD_OUT[HELD_MACRO], HELD_SHARE: "share"}
     for key, name in shown.items():
         if record.get(key) is not None:
             words.append(f"{name} {record[key]:.1f}")

@@ -1,6 +1,7 @@
 """The command line. Every command imports what it needs inside itself, so that `fednh --help` answers at once.
 
-A command lives in the module named after what it is about; each module adds its commands to `app`.
+A command lives in the module named after what it is about; each module adds its commands to `app`, which has their
+order in `fednh --help`.
 """
 
 from __future__ import annotations
@@ -13,28 +14,17 @@ from typing import Any
 
 import typer
 
+from fednh.cli import about, federation, figures, inspect, models, run, sweep, tables, watch
 from fednh.cli.app import app
 from fednh.errors import Ignored, Notice, RunError, UserError
-
-# isort: off
-from fednh.cli import run  # the order of imports is the order in `fednh --help`
-from fednh.cli import inspect
-from fednh.cli import sweep
-from fednh.cli import watch
-from fednh.cli import tables
-from fednh.cli import figures
-from fednh.cli import models
-from fednh.cli import federation
-from fednh.cli import about
-# isort: on
 
 __all__ = ["about", "app", "federation", "figures", "inspect", "main", "models", "run", "sweep", "tables", "watch"]
 
 
 def main() -> None:
     """Entry point: a UserError is one sentence on stderr and exit code 2; what is not foreseen names itself."""
-    _tell_warnings()
-    _tell_interrupt()
+    _print_warnings()
+    _print_interrupt()
     try:
         sys.exit(app(standalone_mode=False))
     except UserError as error:
@@ -53,7 +43,7 @@ def main() -> None:
         _fail(f"{type(error).__name__}: {error} (set FEDNH_DEBUG=1 to see where)", 1)
 
 
-def _tell_interrupt() -> None:
+def _print_interrupt() -> None:
     """Ctrl-C is one sentence and exit code 130; commands that save before they stop have a handler of their own."""
 
     def tell(_: int, __: object) -> None:
@@ -64,8 +54,8 @@ def _tell_interrupt() -> None:
         signal.signal(signal.SIGINT, tell)
 
 
-def _tell_warnings() -> None:
-    """What a run ignores or decides by itself is told in a line like every other message; other warnings stay."""
+def _print_warnings() -> None:
+    """Print a run's own warnings (Ignored, Notice) like every other message; leave other warnings as they are."""
     usual = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:

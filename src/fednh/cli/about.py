@@ -1,7 +1,8 @@
-"""Commands about what there is: methods, partitions, data sets, prototypes."""
+"""Commands about what there is: methods, partitions, data sets, prototypes; and files to start from."""
 
 from __future__ import annotations
 
+import json
 import keyword
 import re
 from importlib import resources
@@ -15,9 +16,6 @@ from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
 from fednh.cli.options import DataDir
 from fednh.errors import UserError
-
-# --- new ------------------------------------------------------------------------------------------------------------
-# The command that starts a method of one's own: a file that runs, and its tests.
 
 
 @app.command("new-method")
@@ -69,10 +67,6 @@ def _check_free(module: str) -> None:
         raise UserError(f"{module!r} is the name of a Python module that is installed; choose another name")
 
 
-# --- notebooks ------------------------------------------------------------------------------------------------------
-# The command that hands out the notebooks: copies to open, run and change.
-
-
 NAMES = ("ten-minutes.ipynb", "your-own-data.ipynb", "write-a-method.ipynb")
 
 
@@ -94,9 +88,6 @@ def notebooks(
             raise UserError(f"{folder} cannot be written: {error.strerror}; choose another folder") from error
         typer.echo(str(folder / name))
     typer.echo("open them with Jupyter (pip install jupyterlab) or an editor that knows notebooks", err=True)
-
-
-# --- about ----------------------------------------------------------------------------------------------------------
 
 
 data_app = typer.Typer(help="Get data sets.", no_args_is_help=True)
@@ -177,8 +168,8 @@ def data_get(
         TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console_for_people(stderr=True)
     ) as bar:
         task = bar.add_task(name, total=None, visible=False)
-        told = get(name, folder, lambda done, total: bar.update(task, completed=done, total=total, visible=True))
-    typer.echo(told)
+        message = get(name, folder, lambda done, total: bar.update(task, completed=done, total=total, visible=True))
+    typer.echo(message)
 
 
 @app.command()
@@ -189,8 +180,6 @@ def prototypes(
     out: Annotated[Path | None, typer.Option(help="Write the prototypes to this safetensors file.")] = None,
 ) -> None:
     """Spread C unit prototypes as far apart as possible in d dimensions: Eq. (1) of the paper."""
-    import json
-
     from fednh.io.files import write_tree
     from fednh.models.prototypes import separated
 

@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import fednh
 
 if TYPE_CHECKING:
+    from click import Context
     from rich.console import Console
+
+PANELS = {  # of `fednh --help`
+    "Run": ("run", "resume", "sweep", "watch", "inspect", "spiral"),
+    "Compare": ("table", "compare", "figure", "report"),
+    "Use a model": ("predict", "evaluate", "personalize", "export"),
+    "Federate": ("federation",),
+    "About": ("methods", "partitions", "datasets", "data", "prototypes", "new-method", "notebooks"),
+}
+
+
+class PanelGroup(TyperGroup):
+    """Shows the commands in PANELS."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        for panel, names in PANELS.items():
+            for name in names:
+                self.commands[name].rich_help_panel = panel  # type: ignore[attr-defined]
+
+    def list_commands(self, ctx: Context) -> list[str]:
+        return [name for names in PANELS.values() for name in names]
+
 
 app = typer.Typer(
     name="fednh",
+    cls=PanelGroup,
     help="Personalised federated learning on class-imbalanced clients: FedNH and the methods it is measured against.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

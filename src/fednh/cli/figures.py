@@ -1,7 +1,8 @@
-"""The command that makes the paper's motivating example."""
+"""Commands that draw: single figures of finished runs, the whole report, and the paper's motivating example."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,13 +11,8 @@ import typer
 from fednh import extras
 from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
+from fednh.cli.options import RunFolders
 from fednh.errors import UserError, did_you_mean
-
-# --- figures --------------------------------------------------------------------------------------------------------
-# Commands that draw finished runs: single figures, and the whole report.
-
-
-Folders = Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders of them.")]
 
 
 @app.command()
@@ -29,7 +25,7 @@ def figure(
             autocompletion=completion.figure,
         ),
     ],
-    folders: Folders,
+    folders: RunFolders,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="A .svg, .pdf or .png file; a folder for 'all'.")
     ] = None,
@@ -56,23 +52,15 @@ def figure(
 
     if name not in ("list", "all", *FIGURES):
         raise UserError(f"there is no figure {name!r}{did_you_mean(name, ('list', 'all', *FIGURES))}")
-    few, many = _two_numbers(shots, "--shots")
-    choice = Choice(
-        clients=None if clients is None else tuple(word.strip() for word in clients.split(",")),
-        classes=None if classes is None else tuple(word.strip() for word in classes.split(",")),
-        x=x,
-        groups=groups,
-        setting=setting,
-        base=base,
-        shots=(few, many),
-    )
+    bounds = _two_numbers(shots, "--shots")
+    choice = Choice(_words(clients), _words(classes), x, groups, setting, base, bounds)
     runs = load_runs(folders)
     if name in ("list", "all"):
         console = console_for_people()
         into = None if name == "list" else (out or Path("figures"))
         for kind, where, reason in write_possible(runs, choice, into):
-            told = f"no: {reason}" if reason else ("yes" if where is None else str(where))
-            console.print(f"{kind:16} {told}", highlight=False, markup=False, soft_wrap=True)
+            answer = f"no: {reason}" if reason else ("yes" if where is None else str(where))
+            console.print(f"{kind:16} {answer}", highlight=False, markup=False, soft_wrap=True)
         return
     target = out or Path(f"{name}.svg")
     if target.suffix.lower().removeprefix(".") not in style.FORMATS:
@@ -86,7 +74,7 @@ def figure(
 
 @app.command()
 def report(
-    folders: Folders,
+    folders: RunFolders,
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="What stands at its top.")] = "Personalised federated learning",
     paper: Annotated[bool, typer.Option("--paper", help="Set the paper's numbers beside those that match.")] = False,
@@ -102,15 +90,16 @@ def report(
     typer.echo(f"{out} ({size(written)})")
 
 
+def _words(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(word.strip() for word in text.split(","))
+
+
 def _two_numbers(text: str, option: str) -> tuple[int, int]:
     try:
         first, second = (int(word) for word in text.split(","))
     except ValueError:
         raise UserError(f"{option} {text!r} should be two whole numbers, such as 20,100") from None
     return first, second
-
-
-# --- spiral ---------------------------------------------------------------------------------------------------------
 
 
 @app.command()
@@ -121,23 +110,20 @@ def spiral(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of the runs with 100 clients.")] = 100,
 ) -> None:
     """Train the paper's motivating example and draw its Figures 1 and 2; says whether its claims are seen."""
-    import json
-
     extras.need("report", "the spiral")
     from fednh.experiments import spiral as example
-    from fednh.experiments.spiral import figure1, figure2
     from fednh.io.files import write_bytes
     from fednh.report.figures import style
 
     example.train(out, seed, epochs, rounds, lambda name: typer.echo(f"training {name}", err=True))
-    seen = example.look(out)
+    seen = example.load_example(out)
     found = example.numbers(seen)
     judged = example.claims(found)
     text = example.verdict(judged)
     result = {"seed": seed, "epochs": epochs, "rounds": rounds, **found, "claims": judged, "text": text}
     write_bytes(out / "spiral.json", (json.dumps(result, indent=2) + "\n").encode())
     with style.theme():
-        for name, figure in (("figure1", figure1(seen)), ("figure2", figure2(seen))):
+        for name, figure in (("figure1", example.figure1(seen)), ("figure2", example.figure2(seen))):
             for kind in ("svg", "png"):
                 style.save(figure, out / f"{name}.{kind}")
     typer.echo(text)

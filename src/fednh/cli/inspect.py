@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,9 +42,7 @@ def inspect(
         InspectFormat, typer.Option("--format", help="For people, or everything as JSON.")
     ] = InspectFormat.TEXT,
 ) -> None:
-    """Show what data hold and how they would be divided, and warn of what will hurt. Nothing is written."""
-    import json
-
+    """Show what data hold and how they would be divided, and warn of problems. Nothing is written."""
     from fednh.config import load
     from fednh.data.inspection import Division
     from fednh.data.inspection import inspect as look
@@ -79,7 +78,7 @@ def _show(facts: dict[str, Any]) -> None:
     for warning in facts["warnings"]:
         console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     if not facts["warnings"]:
-        typer.echo("nothing found that will hurt")
+        typer.echo("no problems found")
 
 
 def _classes(facts: dict[str, Any]) -> Sheet:

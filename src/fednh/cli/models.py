@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,7 +90,7 @@ def predict(
     from fednh.inference.metrics import records, to_csv, to_json, to_lines
     from fednh.inference.model import load_model
 
-    text = _form_of_text(set_values(settings))
+    text = _text_settings(set_values(settings))
     used = load_model(model, _chosen(model, client, site))
     threshold = None if reject is None else used.threshold(reject)
     top = min(top, len(used.classes))
@@ -107,7 +108,7 @@ def predict(
         lines = to_csv(found, top, used.method.cosine, threshold is not None)
     else:
         lines = to_lines(found)
-    with _written(out) as file:
+    with _output_file(out) as file:
         for line in lines:
             file.write(line)
     if failed:
@@ -136,13 +137,10 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a model on labelled data: precision, recall, F1, confusion, calibration."""
-    import json
-
     from fednh.callbacks.screen import slow_evaluation
     from fednh.inference.eval_data import select_eval_samples
     from fednh.inference.metrics import assess
     from fednh.inference.model import load_model
-    from fednh.io.files import write_json
 
     if out is not None:
         extras.need("report", "a drawn evaluation")
@@ -151,18 +149,11 @@ def evaluate(
     if chosen.warning:
         typer.echo(f"fednh: warning: {chosen.warning}", err=True)
     result = assess(used, chosen.x, chosen.y, slow_evaluation())
-    about = {"data": chosen.data, "split": chosen.split, "trained_on": chosen.trained_on}
-    whose = {"client": used.card.client, **({} if used.card.site is None else {"site": used.card.site})}
-    record = {"model": str(model), **whose, **about, **result.record()}
+    owner = {"client": used.card.client, **({} if used.card.site is None else {"site": used.card.site})}
+    samples = {"data": chosen.data, "split": chosen.split, "trained_on": chosen.trained_on}
+    record = {"model": str(model), **owner, **samples, **result.record()}
     if out is not None:
-        from fednh.report.figures import style
-        from fednh.report.figures.assessment import draw
-
-        write_json(out / "evaluation.json", record)
-        with style.theme():
-            figure = draw(result)
-            for ending in ("svg", "png"):
-                style.save(figure, out / f"evaluation.{ending}")
+        _write_evaluation(out, record, result)
     if form is AssessmentFormat.JSON:
         typer.echo(json.dumps(record, indent=2))
         return
@@ -188,8 +179,6 @@ def personalize(
     form: Annotated[AssessmentFormat, typer.Option("--format", help="json is for machines.")] = AssessmentFormat.TABLE,
 ) -> None:
     """Make a personal model for a site that never took part, and compare it with the global and a local one."""
-    import json
-
     from fednh.inference.personalize import personalize as train
     from fednh.io.files import write_json
     from fednh.runs.layout import MODEL
@@ -227,7 +216,7 @@ def export(
 
 
 def _chosen(run: Path, client: str | None, site: str | None) -> int | str | None:
-    """Whose model is meant: behind --client a number is a number, behind --site a name comes first."""
+    """The client of --client or --site: the first takes a number as a number, the second as a name if there is one."""
     if client is None or site is not None:
         if client is not None:
             raise UserError("--client and --site mean the same: give one of them")
@@ -243,8 +232,8 @@ def _chosen(run: Path, client: str | None, site: str | None) -> int | str | None
     return int(client)
 
 
-def _form_of_text(settings: dict[str, Any]) -> dict[str, Any]:
-    """All that can be said about inputs; everything else is in the model's card."""
+def _text_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """The --set options of `predict`: how text files are written; everything else is in the model's card."""
     from fednh.config import load
 
     known = ("data.encoding", "data.separator", "data.decimal")
@@ -256,7 +245,7 @@ def _form_of_text(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _written(path: Path | None) -> Iterator[IO[str]]:
+def _output_file(path: Path | None) -> Iterator[IO[str]]:
     """Standard output, or a file that gets its name once it is whole."""
     if path is None:
         yield sys.stdout
@@ -265,6 +254,18 @@ def _written(path: Path | None) -> Iterator[IO[str]]:
 
     with atomic_write(path) as place, place.open("w", encoding="utf-8", newline="") as file:
         yield file
+
+
+def _write_evaluation(folder: Path, record: dict[str, Any], result: Assessment) -> None:
+    from fednh.io.files import write_json
+    from fednh.report.figures import style
+    from fednh.report.figures.assessment import draw
+
+    write_json(folder / "evaluation.json", record)
+    with style.theme():
+        figure = draw(result)
+        for ending in ("svg", "png"):
+            style.save(figure, folder / f"evaluation.{ending}")
 
 
 def _print_assessment(result: Assessment) -> None:
@@ -276,8 +277,8 @@ def _print_assessment(result: Assessment) -> None:
     for name in ("precision", "recall", "F1", "support"):
         rows.add_column(name, justify="right")
     for c in result.classes:
-        figures = (f"{100 * value:.1f}" for value in (c.precision, c.recall, c.f1))
-        rows.add_row(escape(c.name), *figures, f"{c.support:,}")
+        rates = (f"{100 * value:.1f}" for value in (c.precision, c.recall, c.f1))
+        rows.add_row(escape(c.name), *rates, f"{c.support:,}")
     console.print(rows, highlight=False)
     words = [
         f"accuracy {100 * result.accuracy:.1f}%",
@@ -297,8 +298,8 @@ def _print_assessment(result: Assessment) -> None:
         key=lambda found: -found[0],
     )[:3]
     if worst:
-        told = "; ".join(f"{there} taken for {guess} {n} times" for n, there, guess in worst)
-        console.print(f"most often confused: {told}", highlight=False, markup=False)
+        confused = "; ".join(f"{truth} taken for {guess} {n} times" for n, truth, guess in worst)
+        console.print(f"most often confused: {confused}", highlight=False, markup=False)
 
 
 def _print_comparison(comparison: dict[str, Any], folder: Path) -> None:

@@ -43,6 +43,7 @@ def set_option(help: str, metavar: str = "KEY=VALUE", offered: completion.Comple
     return typer.Option("--set", metavar=metavar, help=help, autocompletion=offered)
 
 
+RunFolders = Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders of them.")]
 DataDir = Annotated[Path | None, typer.Option(help=SHORT_OPTIONS["data_dir"].help)]
 Setting = Annotated[list[str] | None, set_option("Any setting, e.g. method.rho=0.7.", offered=completion.setting)]
 Track = Annotated[

@@ -1,9 +1,9 @@
-"""The command that runs many: a product of settings, one run folder each."""
+"""The command that runs many: a product of settings, one run folder each; and what a person sees meanwhile."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,10 +36,6 @@ if TYPE_CHECKING:
     from fednh.report.sheet import Sheet
 
 
-# --- sweep screen ---------------------------------------------------------------------------------------------------
-# What a person sees while a sweep goes on: how many runs are done, which are at work, and the time left.
-
-
 class SilentSweep:
     """Counts runs and prints nothing."""
 
@@ -68,7 +64,7 @@ class SilentSweep:
     def interrupted(self, run: Planned) -> None:
         """The run was asked to stop and has saved what it had."""
 
-    def look(self, active: Sequence[Planned]) -> None:
+    def update(self, active: Sequence[Planned]) -> None:
         pass
 
     def rounds(self, active: Sequence[Planned]) -> tuple[int, int]:
@@ -140,7 +136,7 @@ class SweepBar(SilentSweep):
         self.progress.remove_task(self.tasks.pop(run.name))
         self.progress.console.print(f"{run.name}: interrupted", markup=False)
 
-    def look(self, active: Sequence[Planned]) -> None:
+    def update(self, active: Sequence[Planned]) -> None:
         for run in active:
             self.progress.update(self.tasks[run.name], completed=run.folder.rounds_written())
         words = f"{self.done} of {self.runs} runs done, {self.left(active)}"
@@ -154,7 +150,7 @@ def sweep_screen(console: Console, plan: Sequence[Planned], quiet: bool) -> Sile
     return SweepBar(console, plan) if console.is_terminal else SweepLines(console, plan)
 
 
-# --- sweep ----------------------------------------------------------------------------------------------------------
+# --- the command ---------------------------------------------------------------------------------------------------
 
 
 @app.command()
@@ -199,33 +195,19 @@ def sweep(
     The same command again skips what is finished, goes on with what was interrupted and tries again what failed.
     """
     from fednh.callbacks.trackers import check as check_trackers
-    from fednh.experiments.sweep import alone, at, check, combine, execute, values
-    from fednh.methods.registry import listed
+    from fednh.experiments.sweep import check, combine, execute, locked, place_of
     from fednh.report.sheet import to_rich
 
-    given = varied | others
-    if given.get("method.name") == "all":
-        given["method.name"] = ",".join(n for n, cls in listed() if isinstance(cls, type))
-    axes: dict[str, Sequence[Any]] = {
-        key: [value] if key in ("data.name", "data.dir") else values(str(value))  # a path may have commas
-        for key, value in given.items()
-    }
     named = set_texts(settings)
-    for key, text in named.items():
-        if key in axes:
-            flag = next(option.flag for option in SHORT_OPTIONS.values() if option.key == key)
-            raise UserError(f"{key} is given twice: with {flag} and with --set")
-        if key == "workers":
-            raise UserError("workers is not a setting of a sweep; use --workers")
-        axes[key] = values(text)
+    axes = _axes(varied | others, named)
     check_trackers(track or [])
     chosen_backend(backend, address)
     plan = combine(source, axes, named, out)
     console = console_for_people()
-    with nullcontext() if dry_run else alone(out):
+    with nullcontext() if dry_run else locked(out):
         check(plan)
         pending = sum(not run.folder.finished for run in plan)
-        with stop_on_signal() as stop, at(backend, address, plan) as place:
+        with stop_on_signal() as stop, place_of(backend, address, plan) as place:
             at_once, each = share(jobs, workers, pending, place.slots)
             if dry_run:
                 console.print(to_rich(_plan_sheet(plan, at_once, each), console.width))
@@ -233,6 +215,24 @@ def sweep(
             with sweep_screen(console, plan, quiet) as screen:
                 outcome = execute(plan, at_once, each, track or [], screen, stop, place)
     _tell(outcome, plan, out, quiet)
+
+
+def _axes(given: Given, named: Mapping[str, str]) -> dict[str, Sequence[Any]]:
+    """Setting -> its values, from short options and --set."""
+    from fednh.experiments.sweep import values
+    from fednh.methods.registry import listed
+
+    if given.get("method.name") == "all":
+        given["method.name"] = ",".join(name for name, cls in listed() if isinstance(cls, type))
+    for key in named:
+        if key in given:
+            flag = next(option.flag for option in SHORT_OPTIONS.values() if option.key == key)
+            raise UserError(f"{key} is given twice: with {flag} and with --set")
+        if key == "workers":
+            raise UserError("workers is not a setting of a sweep; use --workers")
+    paths = ("data.name", "data.dir")  # they may have commas
+    short_options = {key: [value] if key in paths else values(str(value)) for key, value in given.items()}
+    return {**short_options, **{key: values(text) for key, text in named.items()}}
 
 
 def share(jobs: int | None, workers: int | None, pending: int, slots: int | None) -> tuple[int, int]:
@@ -282,8 +282,8 @@ def _tell(outcome: SweepOutcome, plan: Sequence[Planned], out: Path, quiet: bool
             if sheet.name != "fairness":
                 console.print(to_rich(sheet, console.width))
         typer.echo(f"{len(outcome.finished)} runs finished now, {len(outcome.skipped)} before. All: fednh table {out}")
-    if outcome.talked:
-        typer.echo(f"fednh: finished runs had something to say: {' '.join(map(str, outcome.talked))}", err=True)
+    if outcome.logs_with_output:
+        typer.echo(f"fednh: finished runs printed warnings: {' '.join(map(str, outcome.logs_with_output))}", err=True)
     for name, why in outcome.failed.items():
         typer.echo(f"fednh: {name} failed: {why} (its output: {SweepLayout(out).log_file(name)})", err=True)
     if outcome.interrupted:

@@ -1,4 +1,4 @@
-"""The command that answers a site's question: which model serves it best, and how sure that is."""
+"""Commands that compare finished runs: methods with each other, and the models of each site."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fednh.cli.app import app, console_for_people
+from fednh.cli.options import RunFolders
 from fednh.errors import UserError
 
 if TYPE_CHECKING:
     from fednh.report.sheet import Sheet
     from fednh.report.sites import SiteTable
-
-
-# --- report ---------------------------------------------------------------------------------------------------------
-# Commands that look at finished runs.
 
 
 class TableFormat(StrEnum):
@@ -30,8 +27,8 @@ class TableFormat(StrEnum):
 
 @app.command()
 def table(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders of them.")],
-    form: Annotated[TableFormat, typer.Option("--format", help="latex wants booktabs; csv has a line a figure.")] = (
+    folders: RunFolders,
+    form: Annotated[TableFormat, typer.Option("--format", help="latex wants booktabs; csv has a line a metric.")] = (
         TableFormat.RICH
     ),
     paper: Annotated[bool, typer.Option("--paper", help="Set the paper's numbers beside those that match.")] = False,
@@ -73,9 +70,6 @@ def show(sheets: Sequence[Sheet], form: TableFormat) -> None:
     typer.echo("\n".join(write(sheet) for sheet in sheets), nl=False)
 
 
-# --- compare --------------------------------------------------------------------------------------------------------
-
-
 @app.command()
 def compare(
     folders: Annotated[
@@ -91,7 +85,7 @@ def compare(
 ) -> None:
     """Say for every site which model to use: its personal one, the global one, or one trained there alone.
 
-    All figures are of samples that the site held out. A run of the method local beside the others adds what a site
+    All metrics are of samples that the site held out. A run of the method local beside the others adds what a site
     could do alone.
     """
     from fednh.report import site_tables as site_sheets

@@ -12,12 +12,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from fednh.metric_names import HELD_OUT, TEST_SET
 from fednh.report.sheet import DASH
-from fednh.report.tables import HELD_OUT, METRICS
 from fednh.runs.run_state import STATES, RunState, RunStates
 from fednh.text import duration
 
-SHOWN = {"train_loss": "loss", **METRICS, **HELD_OUT}
+SHOWN = {"train_loss": "loss", **TEST_SET, **HELD_OUT}
 _STYLES = {"running": "bold cyan", "stopped": "yellow", "failed": "bold red", "finished": "green"}
 
 

@@ -289,7 +289,7 @@ def _class_warnings(data: Dataset, train: NDArray[Any], test: NDArray[Any]) -> l
     few = [f"{name} ({n})" for name, n in zip(data.classes, train, strict=True) if 0 < n < FEW]
     none = [name for name, n in zip(data.classes, train, strict=True) if n == 0]
     if few:
-        found.append(f"classes with fewer than {FEW} training samples, hardly to be learned: {_some(few)}")
+        found.append(f"classes with fewer than {FEW} training samples, too few to learn: {_some(few)}")
     if none:
         found.append(f"classes without any training sample: {_some(none)}")
     if not len(data.y_test):
@@ -397,7 +397,7 @@ def _client_warnings(data: Dataset, how: Division, table: NDArray[Any], held: ND
             found.append(f"classes that one client alone has: {_some(rare)}")
     if held.any():
         if small := [name for name, n in zip(how.names, held, strict=True) if n < FEW_HELD]:
-            found.append(f"clients with fewer than {FEW_HELD} held-out samples, whose figures are luck: {_some(small)}")
+            found.append(f"clients with fewer than {FEW_HELD} held-out samples, too few to measure: {_some(small)}")
         digests = _digests(data.x_train)
         trained = {digests[i] for part in how.parts for i in part}
         aside, used = np.concatenate(how.held_out), np.concatenate(how.parts)

@@ -1,4 +1,14 @@
-"""Figures 1 and 2 of the paper: the spiral, and what a free and a uniform head make of it in the plane."""
+"""The paper's motivating example, Figures 1 and 2: what imbalance does to prototypes and representations in the plane.
+
+Six runs, each an ordinary run folder: one client with the free head (FedAvg) and the uniform head (FedUH) on
+balanced and imbalanced arms, then 100 clients, Dirichlet(0.3), with both. Settings of the appendix: SGD, learning
+rate 0.1 decayed by 0.99 each epoch (one client) or round (many), momentum 0.9, weight decay 1e-5, 5 local epochs,
+10% a round. One client has the settings of the authors' notebook (examples/motivation_examples.ipynb of their
+repository): 201 epochs, batches of 5000, a new optimiser in every epoch, no clipping, and cosines without a scale
+in front of the uniform head. Deviation: there the uniform head on balanced arms is trained without unit
+representations. The notebook has no run with 100 clients. Ours: 100 rounds, and batches of 64, clipping at 10 and
+FedUH's own scale, as in the other experiments. docs/figures-and-report.md has the numbers.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +36,6 @@ from fednh.report.figures.style import CYCLE, ink, muted, panels
 from fednh.report.load import load_run
 from fednh.runs.model_file import architecture, read_model
 from fednh.runs.run_folder import RunFolder
-
-# --- spiral ---------------------------------------------------------------------------------------------------------
-# The paper's motivating example, Figures 1 and 2: what imbalance does to prototypes and representations in the plane.
-#
-# Six runs, each an ordinary run folder: one client with the free head (FedAvg) and the uniform head (FedUH) on
-# balanced and imbalanced arms, then 100 clients, Dirichlet(0.3), with both. Settings of the appendix: SGD, learning
-# rate 0.1 decayed by 0.99 each epoch (one client) or round (many), momentum 0.9, weight decay 1e-5, 5 local epochs,
-# 10% a round. One client has the settings of the authors' notebook (examples/motivation_examples.ipynb of their
-# repository): 201 epochs, batches of 5000, a new optimiser in every epoch, no clipping, and cosines without a scale
-# in front of the uniform head. Deviation: there the uniform head on balanced arms is trained without unit
-# representations. The notebook has no run with 100 clients. Ours: 100 rounds, and batches of 64, clipping at 10 and
-# FedUH's own scale, as in the other experiments. docs/figures-and-report.md has the numbers.
-
 
 Points = NDArray[np.float64]
 THINNED = 12  # a client's model is evaluated on every twelfth test sample: 250 of each arm
@@ -118,7 +115,7 @@ def train(
                 ).run()
 
 
-def look(folder: Path) -> Example:
+def load_example(folder: Path) -> Example:
     """Read the six run folders: figures and numbers come from saved models only."""
     data = spiral()
     test = samples_of(data, "test")
@@ -266,8 +263,7 @@ def verdict(judged: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-# --- spiral figures -------------------------------------------------------------------------------------------------
-
+# --- figures -------------------------------------------------------------------------------------------------------
 
 SHOWN = 250  # points drawn of each class
 TITLES = {

@@ -32,14 +32,9 @@ from fednh.runs.layout import SweepLayout
 from fednh.runs.names import run_name, unlike
 from fednh.runs.run_folder import RunFolder
 
-_IN_NAME = (
-    "method.name",
-    "data.name",
-    "partition.name",
-    "partition.beta",
-    "partition.imbalance",
-    "seed",
-)  # a run's name says these anyway
+_IN_NAME = (  # a run's name has these anyway
+    *("method.name", "data.name", "partition.name", "partition.beta", "partition.imbalance", "seed"),
+)
 Axes = Mapping[str, Sequence[Any]]
 
 
@@ -59,7 +54,7 @@ class SweepOutcome:
     finished: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)  # they were finished before
     failed: dict[str, str] = field(default_factory=dict)  # name -> why
-    talked: list[Path] = field(default_factory=list)  # what finished runs had to say, refused uploads for example
+    logs_with_output: list[Path] = field(default_factory=list)  # of finished runs, about refused uploads for example
     interrupted: bool = False
 
 
@@ -69,7 +64,7 @@ class SweepWatcher(Protocol):
     def started(self, run: Planned) -> None: ...
     def ended(self, run: Planned, seconds: float, problem: str | None) -> None: ...
     def interrupted(self, run: Planned) -> None: ...
-    def look(self, active: Sequence[Planned]) -> None: ...
+    def update(self, active: Sequence[Planned]) -> None: ...
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
@@ -161,7 +156,7 @@ def _uses(key: str, method: str, partition: str) -> bool:
 
 
 @contextmanager
-def alone(out: Path) -> Iterator[None]:
+def locked(out: Path) -> Iterator[None]:
     """Hold a sweep's folder: two sweeps in it would start the same runs twice. The lock of a dead process is none."""
     sweep, made = SweepLayout(out), not out.exists()
     if out.is_file():
@@ -194,7 +189,7 @@ class Place:
 
 
 @contextmanager
-def at(backend: str, address: str | None, plan: Sequence[Planned]) -> Iterator[Place]:
+def place_of(backend: str, address: str | None, plan: Sequence[Planned]) -> Iterator[Place]:
     """The place of a sweep; a cluster that is started here ends with the sweep."""
     if backend != "ray":
         yield Place()
@@ -228,18 +223,18 @@ def execute(
     outcome = SweepOutcome(skipped=[run.name for run in plan if run.folder.finished])
     waiting = [run for run in plan if not run.folder.finished]
     active: list[_Child] = []
-    told = False
+    stopping = False
     while active or (waiting and not stop.is_set()):
         while waiting and len(active) < jobs and not stop.is_set():
             run = waiting.pop(0)
             screen.started(run)
             active.append(_start(run, workers, track, place))
-        if stop.is_set() and not told:
-            told = True
+        if stop.is_set() and not stopping:
+            stopping = True
             for child in active:
                 child.process.terminate()
-        stop.wait(0.1) if not told else time.sleep(0.1)
-        screen.look([child.run for child in active])
+        stop.wait(0.1) if not stopping else time.sleep(0.1)
+        screen.update([child.run for child in active])
         for child in [child for child in active if child.process.poll() is not None]:
             active.remove(child)
             code = child.process.returncode
@@ -247,10 +242,10 @@ def execute(
             if code == 0:
                 outcome.finished.append(child.run.name)
                 if len(_lines(child.log)) > 1:  # one is the run folder's name
-                    outcome.talked.append(child.log)
+                    outcome.logs_with_output.append(child.log)
                 else:
                     child.log.unlink(missing_ok=True)
-            elif told and code in (130, -signal.SIGTERM):
+            elif stopping and code in (130, -signal.SIGTERM):
                 screen.interrupted(child.run)
                 continue
             else:

@@ -165,7 +165,7 @@ def check_personal(model: str, method: Method, name: str, initial: Tree) -> None
         sent = None
     if whole is None or sent is None or sent.keys() != whole.keys() or method.recorded:
         why = "has no global model" if whole is None else "does not send all of its global model to clients"
-        raise UserError(f"personal.model = 'global' cannot be had with method {name}, which {why}; leave it at 'own'")
+        raise UserError(f"personal.model = 'global' is not supported by method {name}, which {why}; leave it at 'own'")
 
 
 class _NoOpFit:

@@ -33,10 +33,8 @@ from torch import Tensor
 
 from fednh.data.batches import EVAL_BATCH, Samples
 from fednh.methods.losses import log_share
+from fednh.metric_names import HELD, POOLED
 from fednh.runs.model_file import Outcomes
-
-HELD = ("held_macro", "held_share", "held_gm_macro", "held_gm_share")
-POOLED = ("held_pooled", "held_gm_pooled")
 
 
 @dataclass(frozen=True)

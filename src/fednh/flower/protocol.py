@@ -14,11 +14,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fednh.federated import checks
 from fednh.federated.checks import TensorSpecs
-from fednh.federated.evaluate import HELD
 from fednh.federated.setup import Federation
 from fednh.flower import transport
 from fednh.flower.signing import Identity
 from fednh.flower.transport import FetchError, Reply, Request, quoted
+from fednh.metric_names import HELD
 from fednh.text import name_problem, one_line
 from fednh.tree import Tree, canonical
 

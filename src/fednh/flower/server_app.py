@@ -25,7 +25,7 @@ from fednh.config import Config, dump
 from fednh.errors import RunError, UserError
 from fednh.federated import checks, similarity
 from fednh.federated.client import ClientResult
-from fednh.federated.evaluate import HELD, Personal
+from fednh.federated.evaluate import Personal
 from fednh.federated.protocol import RoundPolicy, RoundTask
 from fednh.federated.rounds import RoundLoop
 from fednh.federated.setup import Federation, ServerSide, build_federation, network
@@ -40,6 +40,7 @@ from fednh.flower.site_config import for_sites
 from fednh.flower.transport import FetchError, Limit, Mailbox, Reply, Request
 from fednh.io.files import keep_private
 from fednh.machine import check_machine
+from fednh.metric_names import HELD
 from fednh.runs.client_states import Store
 from fednh.runs.model_file import card_of
 from fednh.runs.run_folder import RunFolder

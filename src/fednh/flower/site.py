@@ -31,7 +31,6 @@ from fednh.data.sources.registry import with_prefix
 from fednh.errors import Refused, UserError
 from fednh.federated import checks, similarity
 from fednh.federated import client as clients
-from fednh.federated.evaluate import HELD
 from fednh.federated.setup import Federation, build_federation, initial_state, load_data, test_sample
 from fednh.flower import protocol
 from fednh.flower.audit import SiteEvents
@@ -39,6 +38,7 @@ from fednh.flower.layout import SiteFolder, StateFolder
 from fednh.flower.protocol import Answer, Hello, Number, Order, Task
 from fednh.flower.site_config import KEYS, METRICS, Agreement, Policy, read_policy
 from fednh.io.files import expanded, read_tree, write_bytes, write_tree
+from fednh.metric_names import HELD
 from fednh.models import parameters
 from fednh.runs import fingerprint
 from fednh.runs.layout import RunLayout

@@ -1,7 +1,9 @@
-"""Which samples a model is measured on, and how many of them it was trained on.
+"""Labelled data for a trained model.
 
-The run that a model comes from knows: its settings and its data, which must be those that it began with, give every
-client's training samples and those that were held out.
+`load_for` reads a source in the model's terms: its sizes, its columns, its class names. `select_eval_samples` says on
+which samples a model is measured, and on how many of them it was trained. The run that a model comes from knows: its
+settings and its data, which must be those that it began with, give every client's training samples and those that were
+held out.
 """
 
 from __future__ import annotations
@@ -30,18 +32,15 @@ from fednh.runs.layout import RunLayout
 from fednh.runs.model_file import REMEMBERED, Card, remembered
 from fednh.runs.run_folder import read_config, read_partition
 
-# --- own ------------------------------------------------------------------------------------------------------------
-# A site's own data in a trained model's terms: its sizes, its columns, its class names.
-
 
 def load_for(
     card: Card, source: str, settings: Mapping[str, Any] | None = None, known: Mapping[str, Any] | None = None
 ) -> Dataset:
     """The data of a source with labels by the model's classes and samples of the model's shape, not yet normalised."""
-    return align_to_model(card, loaded(reading(card, source, settings, known)), source)
+    return align_to_model(card, loaded(source_config(card, source, settings, known)), source)
 
 
-def reading(
+def source_config(
     card: Card, source: str, settings: Mapping[str, Any] | None = None, known: Mapping[str, Any] | None = None
 ) -> Config:
     """A config under which a source is read as the model's own data were, unless `settings` say otherwise.
@@ -68,21 +67,18 @@ def loaded(config: Config) -> Dataset:
 
 def align_to_model(card: Card, data: Dataset, source: str) -> Dataset:
     """The data with labels by the model's classes and samples of the model's shape, not yet normalised."""
+    x_train = inputs.samples(data.x_train, card)
     return replace(
         data,
-        x_train=inputs.samples(data.x_train, card),
+        x_train=x_train,
         y_train=_renamed(data.y_train, data.classes, card.classes, source),
-        x_test=inputs.samples(data.x_test, card) if len(data.x_test) else _none(data, card),
+        x_test=inputs.samples(data.x_test, card) if len(data.x_test) else x_train[:0],
         y_test=_renamed(data.y_test, data.classes, card.classes, source),
         classes=card.classes,
         mean=tuple(card.preprocessing.mean),
         std=tuple(card.preprocessing.std),
         scale=card.preprocessing.scale,
     )
-
-
-def _none(data: Dataset, card: Card) -> Any:
-    return inputs.samples(data.x_train[:1], card)[:0]
 
 
 def _as_in(card: Card, source: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,15 +115,14 @@ def _renamed(labels: Labels, theirs: Sequence[str], ours: Sequence[str], source:
     return number[labels]
 
 
-# --- measured -------------------------------------------------------------------------------------------------------
-
+# --- samples to measure a model on ---------------------------------------------------------------------------------
 
 CHOICE = {"data.sites", "data.without"}
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Samples to measure a model on."""
+class EvalSamples:
+    """Samples to measure a model on, and what is known about them."""
 
     x: Inputs
     y: Labels
@@ -180,7 +175,7 @@ class Training:
 
 def select_eval_samples(
     card: Card, path: Path, source: str | None, split: str | None, settings: Mapping[str, Any] | None = None
-) -> Measured:
+) -> EvalSamples:
     """The samples of a source to measure the model at `path` on.
 
     Without a source they are those of the model's run. Without a split they are what the run held out, where it did and
@@ -192,7 +187,7 @@ def select_eval_samples(
         if training is None:
             raise UserError(f"{path} is not in a run folder, which would say what the data are; give --data")
         source = training.config.data.name
-    config = _reading(card, training, source, settings)
+    config = _config_for(card, training, source, settings)
     own = training is not None and config.data == training.config.data
     if training is not None and own and split in (None, "held"):
         try:
@@ -228,26 +223,26 @@ def trained_on(x: Inputs, y: Labels, samples: set[bytes]) -> int:
     return sum(digest in samples for digest in _digests(x, y))
 
 
-def _held(card: Card, training: Training, index: Indices, source: str) -> Measured:
+def _held(card: Card, training: Training, index: Indices, source: str) -> EvalSamples:
     if not len(index):
         client = f"client {card.client}" if card.site is None else f"site {card.site} (client {card.client})"
-        whose = "the run" if card.client is None else client
-        raise UserError(f"{whose} held out no samples (data.holdout); choose --split test, or other --data")
+        owner = "the run" if card.client is None else client
+        raise UserError(f"{owner} held out no samples (data.holdout); choose --split test, or other --data")
     data = align_to_model(card, training.data, source)
     x, y = data.x_train[index], data.y_train[index]
     return _with_warning(card, training, x, y, source, "held")
 
 
-def _reading(card: Card, training: Training | None, source: str, settings: Mapping[str, Any] | None) -> Config:
+def _config_for(card: Card, training: Training | None, source: str, settings: Mapping[str, Any] | None) -> Config:
     """How to read a source: the run's own as the run read it, others as the card says; `settings` overrule both.
 
     Sites that the run did not read are others, too: their words and classes are the model's.
     """
     given = settings or {}
     if training is None:
-        return reading(card, source, given)
+        return source_config(card, source, given)
     if CHOICE & set(given) or absolute(source) != training.config.data.name:
-        return reading(card, source, given, of_run(training.config))
+        return source_config(card, source, given, of_run(training.config))
     own = {f"data.{key}": value for key, value in training.config.data.model_dump().items() if value is not None}
     return load(None, {**own, **given})
 
@@ -265,7 +260,7 @@ def _split(data: Dataset, split: str, source: str) -> tuple[Inputs, Labels]:
     return data.x_test, data.y_test
 
 
-def _with_warning(card: Card, training: Training | None, x: Inputs, y: Labels, source: str, split: str) -> Measured:
+def _with_warning(card: Card, training: Training | None, x: Inputs, y: Labels, source: str, split: str) -> EvalSamples:
     """Count the samples that the model was trained on, and say so."""
     unknown = "a model file alone does not say"
     number, words = None, None
@@ -275,10 +270,10 @@ def _with_warning(card: Card, training: Training | None, x: Inputs, y: Labels, s
         except UserError as error:
             unknown = str(error)
     if number:
-        words = f"the model was trained on {number:,} of these {len(y):,} samples, so the figures are too good"
+        words = f"the model was trained on {number:,} of these {len(y):,} samples, so the metrics are too good"
     elif number is None and split != "test":
-        words = f"the model may have been trained on these samples ({unknown}); then the figures are too good"
-    return Measured(x, y, source, split, number, words)
+        words = f"the model may have been trained on these samples ({unknown}); then the metrics are too good"
+    return EvalSamples(x, y, source, split, number, words)
 
 
 def _digests(x: Inputs, y: Labels) -> list[bytes]:

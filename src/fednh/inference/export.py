@@ -42,7 +42,7 @@ from fednh.tree import Tree
 TOLERANCE = 1e-4  # relative to values of 1 and more, absolute below
 
 
-class Whole(nn.Module):
+class ExportedModel(nn.Module):
     """Preprocessing, network, method and softmax as one module; the parameters are its buffers."""
 
     def __init__(self, model: Model):
@@ -65,14 +65,14 @@ def export(model: Model, path: Path) -> dict[str, Any]:
     """Write the model to `path` as ONNX; returns what it was checked on and the largest difference found."""
     extras.need("onnx", "an export to ONNX")
     samples, origin = real_samples(model)
-    whole = Whole(model).eval()
-    with torch.no_grad(), _quiet(), _in_words(model):
+    whole = ExportedModel(model).eval()
+    with torch.no_grad(), _quiet(), _explained(model):
         batch = torch.export.Dim("batch")
         program = torch.export.export(whole, (torch.from_numpy(samples[:2]),), dynamic_shapes=({0: batch},))
     make_folder(path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".export-") as folder:
         draft = Path(folder) / "model.onnx"
-        with _in_words(model):
+        with _explained(model):
             run = _onnx(model, program, draft)
             difference = _difference(model, run, samples)
         if not difference <= TOLERANCE:
@@ -158,8 +158,8 @@ def _difference(model: Model, run: Runner, samples: Inputs) -> float:
 
 
 @contextmanager
-def _in_words(model: Model) -> Iterator[None]:
-    """What an exporter cannot do is told in a sentence: its own text has pages, about its insides."""
+def _explained(model: Model) -> Iterator[None]:
+    """Raise a UserError of one sentence where an exporter fails: its own message has pages about its internals."""
     try:
         yield
     except (UserError, OSError, MemoryError):

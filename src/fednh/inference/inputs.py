@@ -1,4 +1,9 @@
-"""The samples in files and folders, as a model was trained on them, a batch at a time."""
+"""Inputs of a model, from programs and from files, as samples like those it was trained on.
+
+Samples are uint8 images (N, H, W, C) or float32 vectors. Images are brought to the stored size and number of channels.
+Files hold grey levels from 0 to 255; where the training data had another range (the digits: 0 to 16), full brightness
+stays full brightness. Files and folders are read a batch at a time.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +28,7 @@ from fednh.data.sources.registry import SOURCES, build, of_file
 from fednh.data.sources.table import encode, told
 from fednh.errors import UserError
 from fednh.runs.model_file import Card, remembered
-
-# --- inputs ---------------------------------------------------------------------------------------------------------
-# What a program gives to a model as the samples that it was trained on: uint8 images (N, H, W, C) or float32 vectors.
-#
-# Images are brought to the stored size and number of channels. Files hold grey levels from 0 to 255; where the
-# training data had another range (the digits: 0 to 16), full brightness stays full brightness. Files are read in
-# files.py.
-
+from fednh.text import some
 
 CHANNELS = (1, 3, 4)  # that an image may have
 
@@ -49,9 +47,7 @@ def wanted(card: Card) -> str:
         channels, height, width = card.shape
         return f"images: files, folders of them, PIL images, or uint8 arrays (N, {height}, {width}, {channels})"
     if is_table(card):
-        names = _columns(card)
-        some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        return f"rows with the columns {some}: a .csv or .parquet file, a data frame, or dicts"
+        return f"rows with the columns {some(_columns(card), 8)}: a .csv or .parquet file, a data frame, or dicts"
     return f"rows of {card.shape[0]} numbers: an .npz, .csv or .parquet file, or an array"
 
 
@@ -155,8 +151,7 @@ def _form(x: NDArray[Any]) -> str:
     return f"{x.dtype} of shape {x.shape}"
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
-
+# --- files ---------------------------------------------------------------------------------------------------------
 
 BATCH = 256
 TEXT = "csv"  # the kind of a file whose suffix says nothing, for models that take no images

@@ -1,9 +1,10 @@
-"""Predictions as text: lines for people, CSV and JSON for machines, written as they come."""
+"""How good a model is on labelled data: per class, as a whole, and whether its probabilities can be believed.
+
+And predictions as text: lines for people, CSV and JSON for machines, written as they come.
+"""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -16,10 +17,7 @@ from fednh.data.dataset import Inputs, Labels
 from fednh.errors import UserError
 from fednh.inference.inputs import Batch
 from fednh.inference.model import Model, Scores
-
-# --- assess ---------------------------------------------------------------------------------------------------------
-# How good a model is on labelled data: per class, as a whole, and whether its probabilities can be believed.
-
+from fednh.text import csv_text
 
 BINS = 15  # of confidence, as Guo et al. (2017) have them
 
@@ -109,8 +107,7 @@ def reliability(confidence: NDArray[np.float32], right: NDArray[np.bool_], bins:
     ]
 
 
-# --- output ---------------------------------------------------------------------------------------------------------
-
+# --- predictions as text -------------------------------------------------------------------------------------------
 
 Prediction = dict[str, Any]
 
@@ -147,14 +144,14 @@ def to_csv(found: Iterable[list[Prediction]], top: int, cosine: bool, reject: bo
     numbers = ["" if i == 1 else str(i) for i in range(1, top + 1)]
     columns = ["input", *(f"{word}{i}" for i in numbers for word in ("class", "probability"))]
     columns += ["similarity"] * cosine + ["known"] * reject
-    yield _line(columns)
+    yield csv_text([columns])
     for batch in found:
         for record in batch:
             row: list[Any] = [record["input"]]
             for choice in record["top"]:
                 row += [choice["class"], choice["probability"]]
             row += [record.get("similarity")] * cosine + [str(record.get("known")).lower()] * reject
-            yield _line(row)
+            yield csv_text([row])
 
 
 def to_lines(found: Iterable[list[Prediction]]) -> Iterator[str]:
@@ -169,9 +166,3 @@ def to_lines(found: Iterable[list[Prediction]]) -> Iterator[str]:
             if record.get("known") is False:
                 words.append("unknown: like no class")
             yield f"{record['input']:<{width}}  {'   '.join(words)}\n"
-
-
-def _line(row: list[Any]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(row)
-    return text.getvalue()

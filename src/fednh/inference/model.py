@@ -19,7 +19,6 @@ from fednh.data.sources.folder_layout import refuse
 from fednh.errors import UserError
 from fednh.federated import similarity as novelty
 from fednh.inference import inputs
-from fednh.inference import inputs as files
 from fednh.io.files import path_of
 from fednh.methods import Method
 from fednh.models import Net
@@ -121,8 +120,8 @@ class Model:
     def scores(self, samples: Inputs, tell: Callable[[int, int], None] | None = None) -> Scores:
         """Everything about samples as `inputs` makes them; `tell` hears after each batch how many of all are done."""
         found = [torch.zeros(0, len(self.classes))]
-        for at in range(0, len(samples), files.BATCH):
-            part = torch.from_numpy(samples[at : at + files.BATCH])
+        for at in range(0, len(samples), inputs.BATCH):
+            part = torch.from_numpy(samples[at : at + inputs.BATCH])
             found.append(self.logits(part, self.params, self.normalisation))
             if tell is not None:
                 tell(at + len(part), len(samples))
@@ -143,9 +142,9 @@ class Model:
 
     def batches(
         self, paths: list[Path], failed: Any, form: Mapping[str, Any] | None = None
-    ) -> Iterator[tuple[files.Batch, Scores]]:
+    ) -> Iterator[tuple[inputs.Batch, Scores]]:
         """Predictions for files and folders, a batch at a time; `failed` is told what could not be read."""
-        for batch in files.stream(paths, self.card, failed, form):
+        for batch in inputs.stream(paths, self.card, failed, form):
             yield batch, self.scores(batch.x)
 
 

@@ -27,6 +27,7 @@ from fednh.inference.eval_data import Training, load_for, of_run, trained_on
 from fednh.machine import one_thread
 from fednh.methods import METHODS, Method
 from fednh.methods.fit import Sgd
+from fednh.metric_names import HELD_MACRO, HELD_SHARE
 from fednh.models import Net
 from fednh.runs import fingerprint
 from fednh.runs.layout import RunLayout
@@ -60,22 +61,19 @@ def personalize(
     config, (received, card) = read_config(run), _received(run)
     fingerprint.check_settings(run, config)
     net, method = architecture(card, fingerprint.weights_of(run, config))
-    data, parts = _divided(
-        config, _of_site(load_for(card, source, settings, of_run(config, "group")), site, source), holdout
-    )
-    known = _trained_on(run, card, data, parts[1])
-    train, held = samples_of(data, "train", config.data.augment), _held_out(data, parts[1])
+    data = _of_site(load_for(card, source, settings, of_run(config, "group")), site, source)
+    index, held_index = _divided(config, data, holdout)
+    train, held = samples_of(data, "train", config.data.augment), _held_out(data, held_index)
     sgd = _sgd(config, epochs)
     with checks.with_context(method, "personalising failed"):
         initial = initial_state(method, net, config.seed)
-        params = _trained(
-            method, net, method.enroll(initial), received, train, parts[0], sgd, config.seed, config.personal
-        )
+        kept = method.enroll(initial)
+        params = _trained(method, net, kept, received, train, index, sgd, config.seed, config.personal)
     alone = METHODS["local"]()
     fresh = canonical(net.init(torch_rng(config.seed, "init")))
-    local = _trained(alone, net, fresh, {}, train, parts[0], sgd, config.seed)
+    local = _trained(alone, net, fresh, {}, train, index, sgd, config.seed)
     shared = _global(run)
-    counts = np.bincount(data.y_train[parts[0]], minlength=len(card.classes))
+    counts = np.bincount(data.y_train[index], minlength=len(card.classes))
     comparison = {
         "run": str(run),
         "method": card.method.get("name"),
@@ -83,9 +81,10 @@ def personalize(
         "site": site,
         "epochs": sgd.epochs,
         "lr": sgd.lr,
-        "trained_on": len(parts[0]),
+        "trained_on": len(index),
         "held_out": len(held),
-        "held_out_trained_on": known,  # by the run: then its global model is better here than it would be elsewhere
+        # By the run: then its global model is better here than it would be elsewhere.
+        "held_out_trained_on": _trained_on(run, card, data, held_index),
         "classes": {name: int(n) for name, n in zip(card.classes, counts, strict=True) if n},
         "lacks": [name for name, n in zip(card.classes, counts, strict=True) if not n],
         "global": None if shared is None else _metrics(method, net, shared, held),
@@ -94,7 +93,7 @@ def personalize(
     }
     about = card.model_dump(mode="json", exclude_none=True)
     about["trained_on"] = {**about["trained_on"], "personalised_on": source, "epochs": sgd.epochs}
-    about["novelty"] = similarity.similarity_quantiles(method, net, params, train, parts[0], config.seed)
+    about["novelty"] = similarity.similarity_quantiles(method, net, params, train, index, config.seed)
     return Personalised(params, about, comparison)
 
 
@@ -134,11 +133,11 @@ def _global(run: Path) -> Tree | None:
     return read_model(file)[0] if file.exists() else None
 
 
-def _divided(config: Config, data: Dataset, holdout: float | None) -> tuple[Dataset, tuple[Indices, Indices | None]]:
-    """The data with the samples to train on, and those held out; None: the test set is."""
+def _divided(config: Config, data: Dataset, holdout: float | None) -> tuple[Indices, Indices | None]:
+    """The samples to train on, and those held out; None: the test set is."""
     everything = np.arange(len(data.y_train))
     if holdout is None and len(data.y_test):
-        return data, (everything, None)
+        return everything, None
     rng = numpy_rng(config.seed, "holdout personalize")
     share = DEFAULT_SHARE if holdout is None else holdout
     train, held = hold_out(data.y_train, everything, share, rng, data.group_train)
@@ -147,7 +146,7 @@ def _divided(config: Config, data: Dataset, holdout: float | None) -> tuple[Data
         raise UserError(
             f"{data.name}: --holdout {share:g} of {len(everything)} samples leaves none to compare on{whole}"
         )
-    return data, (train, held)
+    return train, held
 
 
 def _held_out(data: Dataset, held: Indices | None) -> Samples:
@@ -185,4 +184,4 @@ def _trained(
 def _metrics(method: Method, net: Net, params: Tree, held: Samples) -> dict[str, float | None]:
     correct = evaluate.correct_per_class(lambda x: method.scores(net, params, x), held)
     macro, share = evaluate.held_accuracy(correct, evaluate.total_per_class(held))
-    return {"held_macro": macro, "held_share": share}
+    return {HELD_MACRO: macro, HELD_SHARE: share}

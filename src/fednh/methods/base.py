@@ -86,6 +86,9 @@ class Method(ABC):
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # an unknown hyper-parameter is an error
     cite: ClassVar[str]  # the paper, in one line
+    title: ClassVar[str] = ""  # its name in tables and figures; empty: the class's name
+    look: ClassVar[tuple[str, int] | None] = None  # in figures: colour, number of dashes and marker; None: by its name
+    headless: ClassVar[bool] = False  # no head is uploaded: the global model's is the one that the run started from
     patents: ClassVar[tuple[str, ...]] = ()  # that may cover it and methods derived from it; see NOTICE
     model: ClassVar[tuple[str, ...]] = MODEL  # the names that `logits` needs to predict
     cosine: ClassVar[bool] = False  # logits are params["scale"] times cosines to unit prototypes, the rows of the head

@@ -29,6 +29,7 @@ class CReFF(Method):
     cite = (
         "Shang et al., Federated Learning on Heterogeneous and Long-Tailed Data via Classifier Re-Training, IJCAI 2022"
     )
+    look = ("#a8506e", 8)
     by_class = ("gradient",)
     marks = ("owned",)
 

@@ -33,6 +33,7 @@ class Ditto(Method):
     """FedAvg beside a personal model of every client, which a proximal term ties to the global one."""
 
     cite = "Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021"
+    look = ("#d55e00", 5)
 
     lam: Annotated[float, Field(ge=0)] = 0.75  # lambda, the strength of the tie, Eq. (2)
     pull: Literal["received", "trained"] = "received"  # w: the model received, or the FedNH authors': locally trained

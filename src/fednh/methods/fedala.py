@@ -48,6 +48,7 @@ class FedALA(Method):
     """FedAvg in which a client learns, for every weight of the top layers, how much of the global model it takes."""
 
     cite = "Zhang et al., FedALA: Adaptive Local Aggregation for Personalized Federated Learning, AAAI 2023"
+    look = ("#7030e0", 19)
 
     layers: Annotated[int, Field(ge=1)] = 1  # p, the highest layers, which are mixed; the head is one
     share: Annotated[float, Field(gt=0, le=1)] = 0.8  # s, of the client's samples to learn W on

@@ -18,6 +18,7 @@ class FedAvg(Method):
     """One model for all, averaged; its latest local copy serves as the personal model."""
 
     cite = "McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017"
+    look = ("#e08a00", 3)
 
     def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
         model = fit(received, cross_entropy(net.logits), only=MODEL)

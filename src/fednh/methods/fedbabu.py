@@ -20,6 +20,8 @@ class FedBABU(Method):
     """Only the body is trained, against a frozen random head; fine-tuning of both makes the personal model."""
 
     cite = "Oh et al., FedBABU: Toward Enhanced Representation for Federated Image Classification, ICLR 2022"
+    look = ("#cc6699", 1)
+    headless = True
 
     finetune_epochs: Annotated[int, Field(ge=0)] = 5  # tau, epochs of fine-tuning
     finetuned: Literal["global", "local"] = "global"  # what is fine-tuned; the FedNH authors: the latest local model

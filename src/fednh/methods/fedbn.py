@@ -21,6 +21,7 @@ class FedBN(Method):
     """FedAvg with normalisation layers of every client's own: they are neither sent nor averaged."""
 
     cite = "Li et al., FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021"
+    look = ("#c9a24b", 12)
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:
         model = net.init(rng)

@@ -37,6 +37,7 @@ class FedDBE(Method):
     """FedAvg in which a client's own shift of representations stays in a vector of its own, out of the shared body."""
 
     cite = "Zhang et al., Eliminating Domain Bias for Federated Learning in Representation Space, NeurIPS 2023"
+    look = ("#3fae2a", 22)
     model = ("body", "head", "prbm")
 
     kappa: Annotated[float, Field(ge=0)] = 1.0  # how strongly a client's mean is pulled to the consensus

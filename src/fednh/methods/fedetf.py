@@ -45,6 +45,7 @@ class FedETF(Method):
     """A fixed simplex as everyone's classifier, behind a learned projection, trained with a balanced loss."""
 
     cite = "Li et al., No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning, ICCV 2023"
+    look = ("#00808a", 16)
     model = ("body", "projection", "head", "beta")
     kept_is_trained = False
 

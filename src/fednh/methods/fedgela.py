@@ -46,6 +46,7 @@ class FedGELA(Method):
     """A fixed simplex as everyone's classifier; each client scales its vectors by its own class shares."""
 
     cite = "Fan et al., Federated Learning with Bilateral Curation for Partially Class-Disjoint Data, NeurIPS 2023"
+    look = ("#d040e8", 23)
     model = ("body", "projection", "head")
 
     scale: Annotated[float, Field(gt=0)] = 20.0  # of the logits: the lengths of W's and h's vectors, multiplied

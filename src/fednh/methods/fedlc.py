@@ -23,6 +23,7 @@ class FedLC(Method):
     """FedAvg trained on logits that are calibrated by the client's class counts."""
 
     cite = "Zhang et al., Federated Learning with Label Distribution Skew via Logits Calibration, ICML 2022"
+    look = ("#e0705a", 20)
 
     tau: Annotated[float, Field(gt=0)] = 1.0  # the strength of the calibration
 

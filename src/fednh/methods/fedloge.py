@@ -55,6 +55,7 @@ class FedLoGe(Method):
     """A body trained against a fixed sparse simplex; a global and a local head whose row lengths are realigned."""
 
     cite = "Xiao et al., FedLoGe: Joint Local and Generic Federated Learning under Long-tailed Data, ICLR 2024"
+    look = ("#5f4b8b", 11)
 
     sparsity: Annotated[float, Field(ge=0, lt=1)] = 0.6  # the share of zeros in each row of the frame
     norm: Annotated[float, Field(gt=0)] = 0.1  # the length of its rows

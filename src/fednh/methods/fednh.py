@@ -40,6 +40,7 @@ class FedNH(Method):
     """Uniform class prototypes as a fixed head; class semantics flow in by a moving average at the server."""
 
     cite = "Dai et al., Tackling Data Heterogeneity in Federated Learning with Class Prototypes, AAAI 2023"
+    look = ("#0077bb", 0)
     patents = ("US 12,670,409 B2",)
     model = ("body", "head", "scale")
     cosine = True

@@ -38,6 +38,7 @@ class FedPAC(Method):
     """Features are pulled to global class centroids; the server mixes each client a head of its own from all heads."""
 
     cite = "Xu et al., Personalized Federated Learning with Feature Alignment and Classifier Collaboration, ICLR 2023"
+    look = ("#2b5be0", 21)
     by_class = ("sums",)
     recorded = ("head", "statistics")
 

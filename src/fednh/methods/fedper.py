@@ -15,6 +15,8 @@ class FedPer(Method):
     """The body is shared; every client keeps a head of its own, trained together with the body."""
 
     cite = "Arivazhagan et al., Federated Learning with Personalization Layers, arXiv:1912.00818, 2019"
+    look = ("#009e73", 10)
+    headless = True
 
     def enroll(self, initial: Tree) -> Tree:
         return select(initial, "head")

@@ -55,6 +55,7 @@ class FedPrior(Method):
     """FedNH without the client's class shares in the body; its personal model adds them back as a prior."""
 
     cite = "this library; stands on FedNH (AAAI 2023), Ren et al. (NeurIPS 2020) and Menon et al. (ICLR 2021)"
+    look = ("#c2189b", 17)
     patents = FedNH.patents
     model = FedNH.model
     cosine = True

@@ -23,6 +23,7 @@ class FedProto(Method):
     """Clients share nothing but class means of their representations, and are pulled towards the global ones."""
 
     cite = "Tan et al., FedProto: Federated Prototype Learning across Heterogeneous Clients, AAAI 2022"
+    look = ("#b59f00", 14)
     model = ("body", "head", "prototypes", "known")
     by_class = ("prototypes",)
     marks = ("known",)

@@ -21,6 +21,7 @@ class FedProx(Method):
     """FedAvg whose local training is tied to the model received by a proximal term."""
 
     cite = "Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020"
+    look = ("#b8651b", 18)
 
     mu: Annotated[float, Field(ge=0)] = 0.01  # the strength of the tie, Eq. (2); the paper tries 0.001 to 1
 

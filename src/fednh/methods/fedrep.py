@@ -20,6 +20,8 @@ class FedRep(Method):
     """As FedPer, but in turns: first the client's head with the body fixed, then the body with the head fixed."""
 
     cite = "Collins et al., Exploiting Shared Representations for Personalized Federated Learning, ICML 2021"
+    look = ("#6a9f3a", 7)
+    headless = True
 
     head_epochs: Annotated[int, Field(ge=0)] = 10  # tau, epochs on the head
 

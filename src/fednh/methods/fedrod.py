@@ -28,6 +28,7 @@ class FedROD(Method):
     """A generic head trained with balanced softmax, and a personal head on top of it for the client's own classes."""
 
     cite = "Chen & Chao, On Bridging Generic and Personalized Federated Learning for Image Classification, ICLR 2022"
+    look = ("#8a63c9", 4)
 
     hypernetwork: Literal["auto", "on", "off"] = "auto"  # auto: on while D <= 256, the paper's choice for its models
     personal_sgd: Literal["train", "plain"] = "train"  # of the personal part: as [train] says, or the FedNH authors'

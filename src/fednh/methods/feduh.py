@@ -21,6 +21,8 @@ class FedUH(Method):
     """FedAvg with unit representations and a fixed head of uniformly spread prototypes ("FedAvg+UH")."""
 
     cite = "Dai et al., Tackling Data Heterogeneity in Federated Learning with Class Prototypes, AAAI 2023"
+    title = "FedAvg+UH"
+    look = ("#33a6dd", 2)
     patents = ("US 12,670,409 B2",)
     model = ("body", "head", "scale")
     cosine = True

@@ -33,6 +33,7 @@ class FedVLS(Method):
     """FedAvg that distils classes a client lacks from the global model, and holds down logits of other classes."""
 
     cite = "Guo et al., Exploring Vacant Classes in Label-Skewed Federated Learning, AAAI 2025"
+    look = ("#9c7a2e", 15)
 
     lam: Annotated[float, Field(ge=0)] = 0.1  # lambda, the weight of vacant-class distillation, line 18
     suppression: Annotated[float, Field(ge=0)] = 0.005  # the weight of logit suppression

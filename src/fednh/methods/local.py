@@ -16,6 +16,7 @@ class Local(Method):
     """Nothing is shared: each client trains its own model on its own data."""
 
     cite = "Dai et al., Tackling Data Heterogeneity in Federated Learning with Class Prototypes, AAAI 2023 (baseline)"
+    look = ("#8a8f98", 6)
 
     def enroll(self, initial: Tree) -> Tree:
         return initial

@@ -44,6 +44,8 @@ class PFedFDA(Method):
     """Gaussian models of every class's features, interpolated between a client and all; they are the classifier."""
 
     cite = "Mclaughlin & Su, Personalized Federated Learning via Feature Distribution Adaptation, NeurIPS 2024"
+    title = "pFedFDA"
+    look = ("#2f8f4e", 13)
     kept_is_trained = False
 
     grid: Annotated[int, Field(ge=1)] = 10  # beta is one of 0, 1/grid, 2/grid, ..., 1

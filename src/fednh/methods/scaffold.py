@@ -44,6 +44,8 @@ class Scaffold(Method):
     """FedAvg whose local steps are corrected for the direction in which a client's own data pull."""
 
     cite = "Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020"
+    title = "SCAFFOLD"
+    look = ("#4d6a8f", 9)
 
     marks = ("newcomers",)
 

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from typing import Any
 
-from fednh.data.partitions import Partition
-from fednh.federated.evaluate import POOLED
-from fednh.report.groups import SIZES, Group, accuracy_by_size, lay_out, long_tailed, show
+from fednh.metric_names import HELD_OUT, HELD_SHARE, PM_L, POOLED, TEST_SET, best_of, std_of
+from fednh.report.groups import SIZES, Group, Row, accuracy_by_size, lay_out, long_tailed, show
 from fednh.report.load import Run
 from fednh.report.stats import spread
-from fednh.report.tables import HELD_OUT, METRICS, compare, published
+from fednh.report.tables import compare, published
+from fednh.text import csv_text
 
 REPORTED = (
-    *(*METRICS, "pm_l_std", *HELD_OUT, "held_share_std", *POOLED, *(f"{key}_best" for key in POOLED)),
+    *(*TEST_SET, std_of(PM_L), *HELD_OUT, std_of(HELD_SHARE), *POOLED, *map(best_of, POOLED)),
     *("seconds", "client_seconds", "bytes_up", "bytes_down"),
 )
 COLUMNS = ["data", "partition", "beta", "clients", "participation", "rounds", "method", "settings", "metric"]
 COLUMNS += ["n", "mean", "std", "seeds"]
 PAIRED = ["reference", "pairs", "difference", "low", "high", "effect", "test", "p", "p_holm"]
 PAPER = ["paper_mean", "paper_std", "paper_difference"]
-_PRINTED = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)", "pm_l_std": "fairness"}
+_PRINTED = {**TEST_SET, std_of(PM_L): "fairness"}
 
 
 def records(runs: Sequence[Run], reference: str | None = None, paper: bool = False) -> list[dict[str, Any]]:
@@ -40,14 +38,8 @@ def records(runs: Sequence[Run], reference: str | None = None, paper: bool = Fal
             "participation": group.rate,
             "rounds": group.settings["rounds"],
             "method": group.method,
-            "settings": "; ".join([*_shown(how.kind), *(_setting(k, v) for k, v in group.hyper.items())]),
+            "settings": "; ".join(_settings(row, group)),
         }
-        if group.settings.get("eval.samples"):
-            setting["settings"] = "; ".join(
-                [f"eval.samples={group.settings['eval.samples']}", *_words(setting["settings"])]
-            )
-        if row.apart:
-            setting["settings"] = "; ".join(dict.fromkeys([*row.apart.split(", "), *_words(setting["settings"])]))
         seen = {metric: group.values(metric) for metric in REPORTED} | _by_size(group)
         for metric, by_seed in seen.items():
             value = spread(by_seed)
@@ -61,7 +53,7 @@ def records(runs: Sequence[Run], reference: str | None = None, paper: bool = Fal
                 values = (pair.reference.label, r.n, r.mean, r.low, r.high, r.effect, r.test, r.p, pair.corrected)
                 record |= dict(zip(PAIRED, values, strict=True))
             theirs = published(group, _PRINTED[metric]) if paper and metric in _PRINTED else None
-            if theirs is not None and metric == "pm_l_std":  # the paper's spread over clients is its metric here
+            if theirs is not None and metric == std_of(PM_L):  # the paper's spread over clients is its metric here
                 record |= {"paper_mean": theirs.std, "paper_difference": value.mean - theirs.std}
             elif theirs is not None:
                 record |= dict(zip(PAPER, (theirs.mean, theirs.std, value.mean - theirs.mean), strict=True))
@@ -71,12 +63,8 @@ def records(runs: Sequence[Run], reference: str | None = None, paper: bool = Fal
 
 def to_csv(found: Sequence[dict[str, Any]], paper: bool = False) -> str:
     """Records as CSV, with the same columns whatever the runs are."""
-    out = io.StringIO()
     columns = [*COLUMNS, *PAIRED, *(PAPER if paper else [])]
-    writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(found)
-    return out.getvalue()
+    return csv_text([columns, *([record.get(column) for column in columns] for record in found)])
 
 
 def _by_size(group: Group) -> dict[str, list[float]]:
@@ -87,14 +75,14 @@ def _by_size(group: Group) -> dict[str, list[float]]:
     return {f"gm_{size}": [row[size] for row in rows if size in row] for size in SIZES}
 
 
-def _shown(kind: Partition) -> list[str]:
-    """The partition's settings that have no column of their own."""
-    return [_setting(key, getattr(kind, key)) for key in kind.shown if key != "beta"]
+def _settings(row: Row, group: Group) -> list[str]:
+    """Settings that have no column of their own: those that distinguish the row, the partition's and the method's."""
+    kind, samples = group.runs[0].config.partition.kind, group.settings.get("eval.samples")
+    found = row.apart.split(", ") if row.apart else []
+    found += [f"eval.samples={samples}"] if samples else []
+    found += [_setting(key, getattr(kind, key)) for key in kind.shown if key != "beta"]
+    return list(dict.fromkeys([*found, *(_setting(key, value) for key, value in group.hyper.items())]))
 
 
 def _setting(key: str, value: Any) -> str:
     return f"{key.removeprefix('method.')}={show(value)}"
-
-
-def _words(text: str) -> list[str]:
-    return text.split("; ") if text else []

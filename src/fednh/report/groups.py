@@ -1,12 +1,20 @@
-"""Super-classes: groups of related classes. CIFAR-100's twenty are in the package, others come from a file."""
+"""Groups of runs, for tables and figures: runs that differ only in the seed are one group.
+
+A seed counts once in a group, however often it was run. A table has a row for each method of a block (a data set
+and a participation rate) and a column for each partition. Where that would put two groups into one place, their
+rows say in which settings they differ. A figure shows one setting: the groups that differ in the method alone.
+
+Long-tailed runs also have groups of classes by size. Their thresholds are those of the long-tail literature (Liu et
+al., "Large-Scale Long-Tailed Recognition in an Open World", CVPR 2019): many have more than 100 training samples, few
+have fewer than 20. Where that leaves one of the three empty, as in CIFAR-10 with an imbalance factor of 100, the
+classes are cut into thirds by their size instead.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,35 +23,15 @@ from numpy.typing import NDArray
 from fednh.config import flat
 from fednh.data.partitions import PARTITIONS, uses
 from fednh.data.partitions.dirichlet import LongTail
-from fednh.errors import UserError
 from fednh.methods import METHODS
 from fednh.report.load import Run
 from fednh.report.sheet import percent
 
-# --- groups ---------------------------------------------------------------------------------------------------------
-# Groups of runs, for tables and figures: runs that differ only in the seed are one group.
-#
-# A seed counts once in a group, however often it was run. A table has a row for each method of a block (a data set
-# and a participation rate) and a column for each partition. Where that would put two groups into one place, their
-# rows say in which settings they differ. A figure shows one setting: the groups that differ in the method alone.
-
-
-# The paper's names in the order of its Table 1; FedAvg+UH is in Figure 2 only.
-PAPER_NAMES = {
-    "local": "Local",
-    "fedavg": "FedAvg",
-    "fedper": "FedPer",
-    "ditto": "Ditto",
-    "fedrep": "FedRep",
-    "fedproto": "FedProto",
-    "creff": "CReFF",
-    "fedbabu": "FedBABU",
-    "fedrod": "FedROD",
-    "feduh": "FedAvg+UH",
-    "fednh": "FedNH",
-}
-# Others whose papers spell them unlike their classes.
-SPELLED = {"scaffold": "SCAFFOLD", "pfedfda": "pFedFDA"}
+# The methods in the order of the paper's Table 1; FedUH is in Figure 2 only.
+PAPER_METHODS = (
+    *("local", "fedavg", "fedper", "ditto", "fedrep", "fedproto"),
+    *("creff", "fedbabu", "fedrod", "feduh", "fednh"),
+)
 # How a run was computed, stored and monitored: these change neither the meaning nor the value of a metric.
 _NO_MATTER = (
     *("seed", "workers", "data.dir", "checkpoint", "store", "eval.every", "eval.prior", "diagnostics"),
@@ -58,8 +46,8 @@ _LAID_OUT = (
 
 
 def method_name(name: str) -> str:
-    """The name of a method in the paper, else in its own; a method given by import path keeps the path."""
-    return {**PAPER_NAMES, **SPELLED}.get(name) or (METHODS[name].__name__ if name in METHODS else name)
+    """The title of a method of this library; of others, whose code may not be here, the name in the config."""
+    return (METHODS[name].title or METHODS[name].__name__) if name in METHODS else name
 
 
 @dataclass(frozen=True)
@@ -120,7 +108,7 @@ class Group:
 
     def by_client(self, metric: str) -> list[list[float]]:
         """A metric of each client that has it and counts in means, one list for each seed that has any."""
-        return [values for run in self.runs if (values := run.counted(metric))]
+        return [values for run in self.runs if (values := list(run.counted(metric).values()))]
 
 
 @dataclass(frozen=True)
@@ -144,10 +132,6 @@ class TableLayout:
     rows: list[Row]
     columns: list[str]
     places: dict[tuple[Row, str], Group]
-
-    def block(self, row: Row) -> list[Row]:
-        """The rows that a row is compared with."""
-        return [other for other in self.rows if (other.data, other.rate) == (row.data, row.rate)]
 
     def by_row(self) -> Iterable[tuple[Row, str, Group]]:
         for row in self.rows:
@@ -255,7 +239,7 @@ def _by(groups: Iterable[Group], key: Any) -> list[list[Group]]:
 
 def method_order(name: str) -> tuple[int, str]:
     """A sort key: the methods of the paper's Table 1, then our other methods, then methods by import path."""
-    order = [*PAPER_NAMES, *(other for other in METHODS if other not in PAPER_NAMES)]
+    order = list(dict.fromkeys([*PAPER_METHODS, *METHODS]))
     return (order.index(name) if name in order else len(order)), name
 
 
@@ -295,13 +279,7 @@ def show(value: Any) -> str:
     return "default" if value is None else str(value).replace(", ", " ")
 
 
-# --- class sizes ----------------------------------------------------------------------------------------------------
-# Many, medium, few: the classes of a long-tailed run by their number of training samples.
-#
-# The thresholds are those of the long-tail literature (Liu et al., "Large-Scale Long-Tailed Recognition in an Open
-# World", CVPR 2019): many have more than 100 training samples, few have fewer than 20. Where that leaves one of the
-# three empty, as in CIFAR-10 with an imbalance factor of 100, the classes are cut into thirds by their size instead.
-
+# --- classes by size -----------------------------------------------------------------------------------------------
 
 SIZES = ("many", "medium", "few")
 MANY, FEW = 100, 20  # above the one, below the other
@@ -340,42 +318,3 @@ def accuracy_by_size(runs: Sequence[Run]) -> list[dict[str, float]]:
         values = {size: [per_class[c] for c in classes if per_class[c] is not None] for size, classes in sizes.items()}
         found.append({size: float(np.mean(row)) for size, row in values.items() if row})
     return found
-
-
-# --- superclasses ---------------------------------------------------------------------------------------------------
-
-
-SHIPPED = ("cifar100",)
-
-
-def load_groups(data: str, classes: Sequence[str], file: Path | None = None) -> dict[str, list[int]] | None:
-    """group -> indices of its classes, every class once; None if no groups are known for the data set."""
-    if file is not None:
-        named, where = _read(file), str(file)
-    elif data in SHIPPED:
-        text = resources.files("fednh").joinpath("report", "groups", f"{data}.json").read_text(encoding="utf-8")
-        named, where = json.loads(text), f"the groups of {data}"
-    else:
-        return None
-    place = {name: i for i, name in enumerate(classes)}
-    grouped = [name for members in named.values() for name in members]
-    for name in grouped:
-        if name not in place:
-            raise UserError(f"{where}: {name!r} is not a class of {data}")
-        if grouped.count(name) > 1:
-            raise UserError(f"{where}: {name!r} stands in more than one group")
-    missing = [name for name in classes if name not in grouped]
-    if missing:
-        raise UserError(f"{where}: class {missing[0]!r} stands in no group")
-    return {group: [place[name] for name in members] for group, members in named.items()}
-
-
-def _read(file: Path) -> dict[str, list[str]]:
-    try:
-        named = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read as JSON: {error}") from error
-    lists = isinstance(named, dict) and all(isinstance(members, list) for members in named.values())
-    if not lists or not all(isinstance(name, str) for members in named.values() for name in members):
-        raise UserError(f'{file} must look like {{"group": ["class", "class"], ...}}')
-    return dict(named)

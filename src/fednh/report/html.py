@@ -6,8 +6,6 @@ already) are inserted unescaped. The data for the script is JSON in which no tag
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,23 +21,24 @@ import fednh
 from fednh.config import dump
 from fednh.errors import UserError
 from fednh.io.files import write_bytes
+from fednh.metric_names import HELD_GM_SHARE, HELD_MACRO, HELD_OUT, HELD_SHARE, PM_L, PM_V, TEST_SET
 from fednh.report import tables
 from fednh.report.figures import FIGURES, Choice, FigureUnavailable, Kind, style
+from fednh.report.figures.base import variant_looks
 from fednh.report.figures.curves import AXES
 from fednh.report.figures.write import scopes, to_csv
 from fednh.report.groups import by_setting, by_variant, method_name, seeds, settings_of, show
 from fednh.report.load import Run
-from fednh.report.sheet import Cell, Sheet
+from fednh.report.sheet import Sheet, number, word
 from fednh.report.site_tables import explored, site_sections
-from fednh.report.tables import HELD_OUT, METRICS
-from fednh.text import duration, size
+from fednh.text import csv_text, duration, size
 
 EXPLORED = {
-    "pm_l": "PM(L): its own mix of classes",
-    "pm_v": "PM(V): its classes, all alike",
-    "held_share": "Personal models on its held-out samples",
-    "held_macro": "The same, classes alike",
-    "held_gm_share": "Global models on its held-out samples",
+    PM_L: "PM(L): its own mix of classes",
+    PM_V: "PM(V): its classes, all alike",
+    HELD_SHARE: "Personal models on its held-out samples",
+    HELD_MACRO: "The same, classes alike",
+    HELD_GM_SHARE: "Global models on its held-out samples",
 }
 TABS = {"round": "by round", "bytes": "by bytes", "seconds": "by seconds"}
 
@@ -93,7 +92,7 @@ def render(runs: Sequence[Run], title: str, paper: bool = False, groups: Path | 
 
 def sheet_csv(sheet: Sheet) -> str:
     """A sheet as it is shown: the text of the cells, without the values that they are sorted by."""
-    return _csv([sheet.columns, *([cell.text for cell in row] for row in sheet.rows)])
+    return csv_text([sheet.columns, *([cell.text for cell in row] for row in sheet.rows)])
 
 
 def rounds_csv(runs: Sequence[Run]) -> str:
@@ -102,7 +101,7 @@ def rounds_csv(runs: Sequence[Run]) -> str:
     rows = [
         [run.path.name, run.method, run.config.seed, *(r.get(k) for k in keys)] for run in runs for r in run.records
     ]
-    return _csv([["run", "method", "seed", *keys], *rows])
+    return csv_text([["run", "method", "seed", *keys], *rows])
 
 
 # --- figures -------------------------------------------------------------------------------------------------------
@@ -114,14 +113,14 @@ def _figures(runs: Sequence[Run], choice: Choice) -> tuple[list[dict[str, Any]],
     lacking: dict[tuple[str, str], None] = {}
     files: dict[str, str] = {}
     for kind in FIGURES.values():
-        for number, (label, group) in enumerate(scopes(kind, runs).items()):
-            name = f"{kind.name}-{number}" if number else kind.name
+        for at, (label, group) in enumerate(scopes(kind, runs).items()):
+            name = f"{kind.name}-{at}" if at else kind.name
             try:
                 panes = _panes(kind, name, group, choice, files)
             except FigureUnavailable as error:
                 lacking[kind.title, str(error)] = None
                 continue
-            entry = {"id": name, "title": kind.title, "reading": panes[0]["reading"], "panes": panes}
+            entry = {"id": name, "title": kind.title, "explanation": panes[0]["explanation"], "panes": panes}
             drawn.setdefault(label, []).append(entry)
     return [{"label": label, "drawn": entries} for label, entries in drawn.items()], list(lacking), files
 
@@ -135,7 +134,7 @@ def _panes(kind: Kind, name: str, runs: Sequence[Run], choice: Choice, files: di
             drawing = kind.draw(runs, replace(choice, x=x))
             svg = style.inline_svg(drawing.figure, pane)
         files[pane] = to_csv(drawing)
-        words = {"caption": drawing.caption, "reading": drawing.reading or kind.reading}
+        words = {"caption": drawing.caption, "explanation": drawing.explanation or kind.explanation}
         panes.append({"id": pane, "tab": TABS[x], "svg": Markup(svg), **words})
     return panes
 
@@ -202,19 +201,18 @@ def _settings(runs: Sequence[Run]) -> tuple[list[tuple[str, str]], list[tuple[st
 
 
 def _runs_sheet(runs: Sequence[Run]) -> Sheet:
-    figures = {key: name for key, name in (METRICS | HELD_OUT).items() if any(run.has(key) for run in runs)}
-    columns = ["run", "method", "data", "seed", "rounds", *figures.values(), "seconds", "commit"]
+    metrics = {key: name for key, name in (TEST_SET | HELD_OUT).items() if any(run.has(key) for run in runs)}
+    columns = ["run", "method", "data", "seed", "rounds", *metrics.values(), "seconds", "commit"]
     rows = []
     for run in runs:
-        words = [run.path.name, method_name(run.method), str(run.summary["data"])]
         commit = str(run.environment.get("commit") or "unknown")[:10]
         rows.append(
             [
-                *(Cell(word, word) for word in words),
-                *(Cell(str(n), n) for n in (run.config.seed, run.summary["rounds"])),
-                *(_number(run.summary.get(key), ".2f") for key in figures),
-                _number(run.summary["seconds"], ".1f"),
-                Cell(commit, commit),
+                *map(word, (run.path.name, method_name(run.method), str(run.summary["data"]))),
+                *map(word, (run.config.seed, run.summary["rounds"])),
+                *(number(run.summary.get(key)) for key in metrics),
+                number(run.summary["seconds"], "{:.1f}"),
+                word(commit),
             ]
         )
     return Sheet(
@@ -229,11 +227,11 @@ def _explorer(runs: Sequence[Run]) -> tuple[list[dict[str, Any]], dict[Path, int
         for seed in seeds(group):
             same = [run for run in group if run.config.seed == seed]
             variants = by_variant(same)
-            look = style.looks(list(variants), [g[0].method for g in variants.values()])
+            look = variant_looks(variants)
             methods = []
             shown = [key for key in EXPLORED if any(p.get(key) is not None for r in same for p in r.summary["clients"])]
             for variant, (run, *_) in variants.items():
-                values = {key: _by_client(run, key) for key in shown}
+                values = {key: {c: round(v, 2) for c, v in run.by_client(key).items()} for key in shown}
                 methods.append({"label": variant, "colour": look[variant].colour, "values": values})
             measured = (person["client"] for run in same for person in run.summary["clients"])
             found.append(
@@ -250,10 +248,6 @@ def _explorer(runs: Sequence[Run]) -> tuple[list[dict[str, Any]], dict[Path, int
             )
             where |= {run.path: len(found) - 1 for run in same}
     return found, where
-
-
-def _by_client(run: Run, metric: str) -> dict[int, float]:
-    return {client: round(value, 2) for client, value in run.people(metric)}
 
 
 # --- helpers -------------------------------------------------------------------------------------------------------
@@ -281,16 +275,6 @@ def _json(value: Any) -> Markup:
     """JSON that is safe inside <script>: no tag can open or close in it."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
-
-
-def _csv(rows: Sequence[Sequence[Any]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
-
-
-def _number(value: float | None, form: str) -> Cell:
-    return Cell("–") if value is None else Cell(format(value, form), float(value))
 
 
 def _and(words: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fednh.config import Config
 from fednh.errors import UserError
-from fednh.federated.evaluate import HELD
+from fednh.metric_names import HELD
 from fednh.runs.layout import RunLayout
 from fednh.runs.model_file import Outcomes, read_outcomes
 from fednh.runs.run_folder import names_of, read_config, read_metrics, read_summary
@@ -64,23 +64,19 @@ class Run:
     def has(self, *metrics: str) -> bool:
         return any(self.summary.get(metric) is not None for metric in metrics)
 
-    def people(self, metric: str) -> list[tuple[int, float]]:
+    def by_client(self, metric: str) -> dict[int, float]:
         """The clients that have a metric of the summary, each with its value."""
-        return [(p["client"], p[metric]) for p in self.summary["clients"] if p.get(metric) is not None]
+        return {row["client"]: row[metric] for row in self.summary["clients"] if row.get(metric) is not None}
 
     @property
     def one_class(self) -> list[int]:
         """The sites with a single class, which the summary's held-out means leave out."""
         return list(self.summary.get("one_class", ()))
 
-    def counted(self, metric: str) -> list[float]:
-        """A metric of the clients that count in its mean."""
-        return [value for _, value in self.counted_people(metric)]
-
-    def counted_people(self, metric: str) -> list[tuple[int, float]]:
+    def counted(self, metric: str) -> dict[int, float]:
         """The clients that count in a metric's mean, each with its value."""
         left_out = self.one_class if metric in HELD else ()
-        return [(client, value) for client, value in self.people(metric) if client not in left_out]
+        return {client: value for client, value in self.by_client(metric).items() if client not in left_out}
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:

@@ -1,10 +1,15 @@
-"""Renders Sheets for the terminal, as Markdown and as LaTeX. (CSV has other columns: see records.py.)"""
+"""Sheets: tables independent of their output format; their cells, and how a terminal, Markdown and LaTeX show them.
+
+HTML shows the same Sheets. CSV has other columns: see csv.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from numpy.typing import NDArray
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 from rich.table import Table
@@ -13,8 +18,7 @@ from rich.text import Text
 from fednh.report.stats import Spread
 from fednh.text import size as bytes_text
 
-# --- sheet ----------------------------------------------------------------------------------------------------------
-# A table independent of its output format: the terminal, Markdown, LaTeX, CSV and HTML show the same Sheet.
+DASH = "–"
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,7 @@ class Sheet:
     note: str = ""
 
 
-# --- cells ----------------------------------------------------------------------------------------------------------
-# Cells of a Sheet: how numbers are written, and which cells of a column are best and second.
-
-
-DASH = "–"
+# --- cells ---------------------------------------------------------------------------------------------------------
 
 
 def word(value: object) -> Cell:
@@ -57,6 +57,12 @@ def percent(share: float) -> str:
     """A fraction as a percentage; rounding never turns a small share into 0% or an incomplete one into 100%."""
     text = f"{100 * share:.3g}%"
     return ">99.9%" if text == "100%" and share < 1 else text
+
+
+def span(values: NDArray[Any]) -> str:
+    """The lowest and the highest value as whole numbers: "3 to 1,200"."""
+    low, high = round(values.min()), round(values.max())
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def measured(value: Spread | None, form: str = "{:.2f}", say_n: bool = False) -> Cell:
@@ -106,8 +112,7 @@ def _mark(values: Sequence[tuple[list[Cell], float]], at: int, order: Sequence[f
             row[at] = replace(row[at], place=order.index(value) + 1)
 
 
-# --- render ---------------------------------------------------------------------------------------------------------
-
+# --- output formats ------------------------------------------------------------------------------------------------
 
 _LATEX = {
     "\\": r"\textbackslash{}",

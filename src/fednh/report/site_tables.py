@@ -1,12 +1,11 @@
-"""The report on sites: which model each should use and how sure that is, class by class; and what the explorer shows.
+"""The tables about sites: which model each should use and how sure that is, class by class.
 
-The numbers are those of sites.py; this decides what of them stands on the page.
+As Sheets and CSV for the command line, as sections of the report, and as data for its explorer. sites.py has the
+numbers; this decides which of them are shown.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -17,16 +16,13 @@ from fednh.report.load import Run
 from fednh.report.sheet import DASH, Cell, Sheet, number, word
 from fednh.report.site_text import verdict
 from fednh.report.sites import FEW, ClassRow, SiteModel, SiteRow, SiteTable, class_table, confusion, site_tables
-
-# --- site sheets ----------------------------------------------------------------------------------------------------
-# The tables about sites as Sheets, and as CSV: which model is best where, and how it does on each class.
-
+from fednh.text import csv_text
 
 _CSV = ["federation", "site", "client", "n", "model", "accuracy", "low", "high", "best", "sentence"]
 
 
 def sheets(table: SiteTable, classes: bool = False) -> list[Sheet]:
-    """Which model to use at every site, the figures behind it and, if they are asked for, those of each class."""
+    """Which model to use at every site, the metrics behind it and, if they are asked for, those of each class."""
     more = [sheet for row in table.rows if (sheet := class_sheet(table, row)) is not None] if classes else []
     return [advice_sheet(table), site_sheet(table), *more]
 
@@ -43,7 +39,7 @@ def advice_sheet(table: SiteTable) -> Sheet:
 
 def site_sheet(table: SiteTable) -> Sheet:
     """A row a site, a column a model: its accuracy on the site's held-out samples, with a 95% interval."""
-    cells = [[word(row.name), _count(row), *(_accuracy(row, c) for c in table.columns)] for row in table.rows]
+    cells = [[word(row.name), number(row.n, "{:,}"), *(_accuracy(row, c) for c in table.columns)] for row in table.rows]
     if len(table.measured) > 1:
         means = [number(table.mean(column), "{:.1f}") for column in table.columns]
         cells.append([word(f"mean of {len(table.measured)} sites"), Cell(DASH), *means])
@@ -66,11 +62,11 @@ def class_sheet(table: SiteTable, row: SiteRow) -> Sheet | None:
         first = same[0]
         trained = Cell(DASH) if first.trained is None else word(first.trained)
         held = Cell(f"{first.n:,}{'*' if first.few else ''}", first.n)
-        figures = [number(value, "{:.1f}") for c in same for value in (c.recall, c.precision)]
-        cells.append([word(first.name), trained, held, *figures])
+        rates = [number(value, "{:.1f}") for c in same for value in (c.recall, c.precision)]
+        cells.append([word(first.name), trained, held, *rates])
     note = (
         "Recall: the share of a class's held-out samples that the model recognises; precision: the share of samples "
-        f"taken for the class that are of it. *: fewer than {FEW} held-out samples, so its figures say little."
+        f"taken for the class that are of it. *: fewer than {FEW} held-out samples, so its numbers say little."
     )
     columns = ["class", "training", "held-out", *heads]
     return Sheet("classes", f"Classes of {row.name}; {table.title}", columns, cells, note)
@@ -78,21 +74,15 @@ def class_sheet(table: SiteTable, row: SiteRow) -> Sheet | None:
 
 def to_csv(tables: Sequence[SiteTable]) -> str:
     """A line for each site and model; numbers are not rounded, unknown values are empty."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(_CSV)
+    lines: list[Sequence[object]] = [_CSV]
     for table in tables:
         for row in table.rows:
             sentence = verdict(row, table.classes).sentence
             for model in row.models:
-                best = "" if row.n is None else int(row.best is model)
-                figures = (model.label, model.accuracy, model.low, model.high, best, sentence)
-                writer.writerow([table.title, row.name, row.client, row.n, *figures])
-    return out.getvalue()
-
-
-def _count(row: SiteRow) -> Cell:
-    return Cell(DASH) if row.n is None else Cell(f"{row.n:,}", row.n)
+                best = None if row.n is None else int(row.best is model)
+                metrics = (model.label, model.accuracy, model.low, model.high, best, sentence)
+                lines.append([table.title, row.name, row.client, row.n, *metrics])
+    return csv_text(lines)
 
 
 def _accuracy(row: SiteRow, column: str) -> Cell:
@@ -106,8 +96,7 @@ def _interval(model: SiteModel) -> str:
     return "" if model.low is None or model.high is None else f" ({model.low:.1f} to {model.high:.1f})"
 
 
-# --- site page ------------------------------------------------------------------------------------------------------
-
+# --- the HTML report -----------------------------------------------------------------------------------------------
 
 MOST_ROWS = 1500  # a longer table by class is left to the explorer and the CSV file
 _RATES = ("recall", "precision")
@@ -145,10 +134,10 @@ def digest(table: SiteTable) -> str:
     kinds: Counter[str] = Counter(kind for _, kind in verdicts)
     use: Counter[str] = Counter(row.leader.kind for row, kind in verdicts if kind == "use" and row.leader is not None)
     first = " is the one to use"
-    told = []
+    parts = []
     for kind in _ALONE:
         if use[kind]:
-            told.append(f"{_ALONE[kind]}{first} at {_sites(use[kind])}")
+            parts.append(f"{_ALONE[kind]}{first} at {_sites(use[kind])}")
             first = ""
     others = {
         "alike": "all models are equally good at",
@@ -156,8 +145,8 @@ def digest(table: SiteTable) -> str:
         "one class": "there is only one class at",
         "unknown": "it is not known how sure the numbers are at",
     }
-    told += [f"{words} {_sites(kinds[kind])}" for kind, words in others.items() if kinds[kind]]
-    sentence = "; ".join(told)
+    parts += [f"{words} {_sites(kinds[kind])}" for kind, words in others.items() if kinds[kind]]
+    sentence = "; ".join(parts)
     return f"{sentence[:1].upper()}{sentence[1:]}."
 
 
@@ -169,7 +158,7 @@ def class_page_sheet(table: SiteTable, name: str, apart: bool = False) -> Sheet:
     for row in table.rows:
         models = _by_class(row, table)
         for at, some in enumerate(next(iter(models.values()), [])):
-            cells = [word(row.name), word(some.name), _number(some.trained), *_held(some, apart)]
+            cells = [word(row.name), word(some.name), number(some.trained, "{:,}"), *_held(some, apart)]
             for column in table.columns:
                 one = models[column][at] if column in models else None
                 both = [number(getattr(one, rate, None), "{:.1f}") for rate in _RATES]
@@ -196,14 +185,14 @@ def explored(runs: Sequence[Run]) -> dict[str, Any] | None:
 def _client(row: SiteRow, table: SiteTable) -> dict[str, Any]:
     models = _by_class(row, table)
     classes = next(iter(models.values()), [])
-    told = []
+    shown = []
     for label, found in models.items():
         model = row.model(label)
         assert model is not None
         counts = confusion(row, model, len(table.classes))
         rates = {rate: [_rounded(getattr(one, rate)) for one in found] for rate in _RATES}
         cells = [int(value) for t, p in np.argwhere(counts) for value in (t, p, counts[t, p])]
-        told.append({"label": label, **rates, "confusion": cells})
+        shown.append({"label": label, **rates, "confusion": cells})
     return {
         "n": row.n,
         "leader": row.leader.label if row.leader is not None else None,
@@ -211,7 +200,7 @@ def _client(row: SiteRow, table: SiteTable) -> dict[str, Any]:
         "classes": [table.classes.index(one.name) for one in classes],
         "held": [one.n for one in classes],
         "few": [one.few for one in classes],
-        "models": told,
+        "models": shown,
     }
 
 
@@ -232,10 +221,6 @@ def _row(row: SiteRow, table: SiteTable) -> dict[str, Any]:
         "says": said.sentence,
         "kind": said.kind,
     }
-
-
-def _number(value: int | None) -> Cell:
-    return Cell(DASH) if value is None else Cell(f"{value:,}", float(value))
 
 
 def _held(one: ClassRow, apart: bool) -> list[Cell]:

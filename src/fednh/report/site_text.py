@@ -68,36 +68,36 @@ def _use(
     (rival, gap), *others = worse
     over = f"{_points(gap.points)} points over {_one(rival)} (n = {gap.n:,}, {_range(gap)})"
     if first.kind == "global" and rival.kind == "personal":
-        figures = f"({rival.accuracy:.1f} against {first.accuracy:.1f})"
-        words = f"{_upper(_the(first))} is better here {figures}: {over}"
+        both = f"({rival.accuracy:.1f} against {first.accuracy:.1f})"
+        words = f"{_upper(_the(first))} is better here {both}: {over}"
     else:
         words = f"Use {_the(first)}: {over}"
     if others:
         words += f" and {_points(others[0][1].points)} over {_one(others[0][0])} ({_range(others[0][1])})"
     if level:
         other, gap = level[0]
-        told = f"{_points(gap.points)}, {_range(gap)}" if gap.disagreements else "both are right on the same samples"
+        size = f"{_points(gap.points)}, {_range(gap)}" if gap.disagreements else "both are right on the same samples"
         apart = "it is as good as" if gap.alike else "too few samples to tell it from"
-        words += f"; {apart} {_one(other)} ({told})"
+        words += f"; {apart} {_one(other)} ({size})"
     return f"{words}."
 
 
 def _alike(row: SiteRow, gaps: list[tuple[SiteModel, Difference]]) -> str:
     widest = max((gap for _, gap in gaps), key=lambda gap: gap.high - gap.low)
     return (
-        f"No model is better here: {_figures(row)} (n = {widest.n:,}, differences of {_range(widest)} points at most); "
-        "any of them will do."
+        f"No model is better here: {_accuracies(row)} (n = {widest.n:,}, differences of {_range(widest)} points at "
+        "most); any of them will do."
     )
 
 
 def _unclear(row: SiteRow, first: SiteModel) -> str:
     rival, gap = next((model, gap) for model, gap in _in_order(row) if gap is not None and not gap.alike)
     if gap.disagreements < FEWEST_DISAGREEMENTS:  # an interval from so few says nothing
-        told = f"{gap.disagreements} of them" if gap.disagreements else "none of them"
-        why = f"{_the(first)} and {_one(rival)} differ on {told}"
+        how_many = f"{gap.disagreements} of them" if gap.disagreements else "none of them"
+        why = f"{_the(first)} and {_one(rival)} differ on {how_many}"
     else:
         why = f"{_the(first)} over {_one(rival)}: {_points(gap.points)} points, {_range(gap)}"
-    return f"Too few samples to tell (n = {gap.n:,}): {_figures(row)}; {why}."
+    return f"Too few samples to tell (n = {gap.n:,}): {_accuracies(row)}; {why}."
 
 
 def _unsure(row: SiteRow) -> str:
@@ -105,10 +105,10 @@ def _unsure(row: SiteRow) -> str:
         (model,) = row.models
         how_sure = "" if row.n is None else f" (n = {row.n:,}, {model.low:.1f} to {model.high:.1f})"
         return f"Only {_the(model)} was measured here: {model.accuracy:.1f}{how_sure}."
-    return f"{_upper(_figures(row))}: how sure that is cannot be said here, since single samples are not recorded."
+    return f"{_upper(_accuracies(row))}: how sure that is cannot be said here, since single samples are not recorded."
 
 
-def _figures(row: SiteRow) -> str:
+def _accuracies(row: SiteRow) -> str:
     return ", ".join(f"{model.label} {model.accuracy:.1f}" for model in row.models)
 
 

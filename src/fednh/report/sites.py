@@ -1,7 +1,7 @@
 """What each site gets out of a run: its personal model, the global one and training alone, on its held-out samples.
 
 Runs of the same federation, which hold out the same samples, stand in one table: a row a site, a column a model. Every
-figure is of samples that no model was trained on. From the predictions that a run keeps for them (runs/model_file.py)
+metric is of samples that no model was trained on. From the predictions that a run keeps for them (runs/model_file.py)
 follow the intervals, the comparison of models on the same samples, and recall, precision and confusion by class. Where
 a run kept none, the accuracies of its summary are shown, without intervals.
 """
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from fednh.config import flat
 from fednh.data.partitions import uses
 from fednh.errors import UserError, nearest
+from fednh.metric_names import HELD_GM_SHARE, HELD_SHARE
 from fednh.report.groups import by_variant, settings_of, varying
 from fednh.report.load import Run
 from fednh.report.stats import Difference, difference, wilson
@@ -32,7 +33,7 @@ from fednh.text import some
 
 ModelKind = Literal["personal", "global", "local"]
 Column = tuple[str, ModelKind, Run]  # its label, and the run that made its models
-FEW = 10  # held-out samples of a class: with fewer, its figures say little
+FEW = 10  # held-out samples of a class: with fewer, its numbers say little
 _NO_SPLIT = ("data.name", "data.dir", "data.augment")  # of the data's settings: these do not decide who holds out what
 
 
@@ -140,9 +141,6 @@ class SiteTable:
         """The table with the row of this site alone."""
         return replace(self, rows=(self.row(site),))
 
-    def kind_of(self, column: str) -> ModelKind:
-        return next(model.kind for row in self.rows for model in row.models if model.label == column)
-
     @property
     def measured(self) -> list[SiteRow]:
         """The sites that count in means: those with more than one class, unless none has."""
@@ -177,17 +175,12 @@ class ClassRow:
     def precision(self) -> float | None:
         return 100 * self.correct / self.guesses if self.guesses else None
 
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """Wilson's 95% interval of the recall."""
-        return wilson(self.correct, self.n) if self.n else None
-
 
 def site_tables(runs: Sequence[Run]) -> list[SiteTable]:
     """A table for every federation whose runs measured held-out samples; other seeds hold out other samples."""
     found: dict[str, list[Run]] = {}
     for run in runs:
-        if run.has("held_share"):
+        if run.has(HELD_SHARE):
             found.setdefault(_split(run), []).append(run)
     tables = [_table(same) for same in found.values()]
     return [table for table in tables if table.rows]
@@ -252,7 +245,7 @@ def _decides(key: str, partition: str) -> bool:
 def _table(runs: Sequence[Run]) -> SiteTable:
     variants = {label: same[0] for label, same in by_variant(runs).items()}
     columns, notes = _columns(variants), list[str]()
-    clients = sorted({client for run in variants.values() for client, _ in run.people("held_share")})
+    clients = sorted({client for run in variants.values() for client in run.by_client(HELD_SHARE)})
     rows = [_row(client, columns, notes) for client in clients]
     there = {model.label for row in rows for model in row.models}
     notes += _lacking(list(variants.values()))
@@ -308,7 +301,7 @@ def _measured(column: str, kind: ModelKind, guessed: Classes, label: Classes) ->
 
 def _accuracy(run: Run, client: int, kind: ModelKind) -> float | None:
     """The accuracy that the summary has."""
-    key = "held_gm_share" if kind == "global" else "held_share"
+    key = HELD_GM_SHARE if kind == "global" else HELD_SHARE
     found: list[float | None] = [row.get(key) for row in run.summary["clients"] if row["client"] == client]
     return found[0] if found else None
 

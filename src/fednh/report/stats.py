@@ -1,4 +1,8 @@
-"""How sure a figure of one site is: the interval of an accuracy, and of a difference on the same samples."""
+"""The statistics behind the tables.
+
+Over seeds: spread, paired tests and Holm's correction. Of one site: the interval of an accuracy, and of the difference
+of two models on the same samples.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.seeding import numpy_rng
-
-# --- stats ----------------------------------------------------------------------------------------------------------
-# The statistics behind the tables: spread over seeds, paired tests, and Holm's correction.
-
 
 # With n pairs the smallest two-sided p of a Wilcoxon test is 2 / 2^n: from six pairs on it can fall below 0.05.
 WILCOXON_FROM = 6
@@ -46,6 +46,11 @@ def spread(values: Sequence[float]) -> Spread | None:
     if not values:
         return None
     return Spread(float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None, len(values))
+
+
+def sd(values: Sequence[float] | NDArray[np.float64]) -> float:
+    """The sample standard deviation (n - 1); 0 for a single value."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
 def lowest_tenth(values: Sequence[float]) -> NDArray[np.bool_]:
@@ -88,8 +93,7 @@ def holm(ps: Sequence[float | None]) -> list[float | None]:
     return corrected
 
 
-# --- site stats -----------------------------------------------------------------------------------------------------
-
+# --- one site ------------------------------------------------------------------------------------------------------
 
 Z = 1.959963984540054  # 95% of a normal distribution lie within this many standard deviations
 RESAMPLES = 10_000

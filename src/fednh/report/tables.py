@@ -1,6 +1,11 @@
 """The tables, as Sheets: accuracy in the layout of the paper's Table 1, fairness, cost, and paired comparisons.
 
-Each groups the runs that differ only in the seed, and states n and what the spread is.
+Each groups the runs that differ only in the seed, and states n and what the spread is. A comparison with a reference
+method is seed by seed, under the same settings.
+
+The paper's numbers are in published.csv: Table 1 (participation 0.1), the appendix's table with participation 0.3, and
+the fairness table as `fairness` (mean and standard deviation of PM(L) over clients; its means are Table 1's for
+Dir(0.3)).
 """
 
 from __future__ import annotations
@@ -11,31 +16,28 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib import resources
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fednh.config import PRESETS, flat, load
 from fednh.data.partitions.dirichlet import Dirichlet, LongTail
 from fednh.errors import UserError, did_you_mean
-from fednh.federated import evaluate
+from fednh.metric_names import GM, HELD_OUT, HELD_SHARE, PM_L, POOLED, TEST_SET, best_of, std_of
 from fednh.report import groups
-from fednh.report.groups import PAPER_NAMES, Group, Row, TableLayout, lay_out, show
+from fednh.report.groups import PAPER_METHODS, Group, Row, TableLayout, lay_out, method_name, show
 from fednh.report.load import Run, left_out
-from fednh.report.sheet import DASH, Cell, Sheet, measured, number, percent, probability, rank, rank_spread, size, word
+from fednh.report.sheet import (
+    DASH,
+    Cell,
+    Sheet,
+    measured,
+    number,
+    percent,
+    probability,
+    rank,
+    rank_spread,
+    size,
+    span,
+    word,
+)
 from fednh.report.stats import WILCOXON_FROM, Paired, holm, paired, spread, worst_tenth
-
-# --- pairs ----------------------------------------------------------------------------------------------------------
-# Compares each method with a reference, seed by seed, under the same settings.
-
-
-METRICS = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)"}
-# Metrics on the clients' own held-out samples, which differ by client, so they are never mixed with the paper's.
-HELD_OUT = {
-    "held_macro": "held-out macro",
-    "held_share": "held-out share",
-    "held_gm_macro": "GM held-out macro",
-    "held_gm_share": "GM held-out share",
-}
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Comparison:
     corrected: float | None  # p after Holm
 
     @property
-    def reading(self) -> str:
+    def conclusion(self) -> str:
         """The conclusion that the numbers support."""
         n, p = self.result.n, self.corrected
         side = "above" if self.result.mean > 0 else "below"
@@ -82,7 +84,7 @@ def compare(layout: TableLayout, reference: str | None) -> list[Comparison]:
         rivals = [place for place in here if chosen in (place[0].method, place[0].label)]
         if rivals:
             base = min(rivals, key=lambda place: not _by_default(place[2]))
-            for metric in (*METRICS, *HELD_OUT):
+            for metric in (*TEST_SET, *HELD_OUT):
                 found += _one_metric([place for place in here if place is not base], base, metric)
     return sorted(found, key=lambda c: (layout.rows.index(c.row), layout.columns.index(c.column)))
 
@@ -114,12 +116,7 @@ def _by_default(group: Group) -> bool:
     return method == type(method)()
 
 
-# --- published ------------------------------------------------------------------------------------------------------
-# The paper's published numbers, for comparison with ours.
-#
-# published.csv has Table 1 (participation 0.1), the appendix's table with participation 0.3, and the fairness table
-# as `fairness` (mean and standard deviation of PM(L) over clients; its means are Table 1's for Dir(0.3)).
-
+# --- the paper's numbers --------------------------------------------------------------------------------------------
 
 # Settings that distinguish groups but do not change the final metrics: where and how the run was computed, and which
 # personal models were evaluated before the end.
@@ -137,14 +134,14 @@ def published(group: Group, metric: str) -> PaperNumber | None:
     how = group.runs[0].config.partition.kind
     if not isinstance(how, Dirichlet) or isinstance(how, LongTail):
         return None
-    name = PAPER_NAMES.get(group.method, "")
+    name = method_name(group.method) if group.method in PAPER_METHODS else ""
     return _numbers().get((group.runs[0].config.data.name, name, how.beta, group.rate, metric))
 
 
 def departures(group: Group) -> list[str]:
     """The settings that differ from the paper's and can change a metric, such as `rounds=20 (paper: 200)`."""
     config = group.runs[0].config
-    if config.data.name not in PRESETS or group.method not in PAPER_NAMES:
+    if config.data.name not in PRESETS or group.method not in PAPER_METHODS:
         return []
     same = {
         "method.name": group.method,
@@ -170,8 +167,7 @@ def _numbers() -> dict[tuple[str, str, float, float, str], PaperNumber]:
     }
 
 
-# --- tables ---------------------------------------------------------------------------------------------------------
-
+# --- tables --------------------------------------------------------------------------------------------------------
 
 _ACCURACY_WORDS = (
     "GM: global model; PM(V), PM(L): personal models, owned classes alike or by their share, mean over clients"
@@ -193,29 +189,29 @@ def _by_size(group: Group, size: str) -> list[float]:
     return [row[size] for row in groups.accuracy_by_size(group.runs) if size in row]
 
 
-ACCURACY = (
-    Metric("GM", lambda g: g.values("gm"), paper="GM"),
-    Metric("PM(V)", lambda g: g.values("pm_v"), paper="PM(V)"),
-    Metric("PM(L)", lambda g: g.values("pm_l"), paper="PM(L)"),
-)
+def _worst_tenths(group: Group, metric: str) -> list[float]:
+    return [worst_tenth(values) for values in group.by_client(metric)]
+
+
+ACCURACY = tuple(Metric(label, partial(Group.values, metric=key), paper=label) for key, label in TEST_SET.items())
 FAIRNESS = (
-    Metric("PM(L)", lambda g: g.values("pm_l"), paper="fairness"),
-    Metric("spread", lambda g: g.values("pm_l_std"), spread_of="PM(L)", paper="fairness", paper_prints="std"),
-    Metric("worst 10%", lambda g: [worst_tenth(values) for values in g.by_client("pm_l")]),
+    Metric(TEST_SET[PM_L], partial(Group.values, metric=PM_L), paper="fairness"),
+    Metric("spread", partial(Group.values, metric=std_of(PM_L)), TEST_SET[PM_L], "fairness", paper_prints="std"),
+    Metric("worst 10%", partial(_worst_tenths, metric=PM_L)),
 )
-HELD = (
-    *(Metric(name, partial(Group.values, metric=key)) for key, name in HELD_OUT.items()),
-    Metric("spread", lambda g: g.values("held_share_std"), spread_of="held-out share"),
-    Metric("worst 10%", lambda g: [worst_tenth(values) for values in g.by_client("held_share")]),
+HELD_OUT_METRICS = (
+    *(Metric(label, partial(Group.values, metric=key)) for key, label in HELD_OUT.items()),
+    Metric("spread", partial(Group.values, metric=std_of(HELD_SHARE)), spread_of=HELD_OUT[HELD_SHARE]),
+    Metric("worst 10%", partial(_worst_tenths, metric=HELD_SHARE)),
 )
 CLASS_SIZE = (
-    Metric("GM", lambda g: g.values("gm")),
+    Metric(TEST_SET[GM], partial(Group.values, metric=GM)),
     *(Metric(f"GM {size}", partial(_by_size, size=size)) for size in groups.SIZES),
 )
-POOLED = tuple(
-    Metric(f"{name}, {when}", partial(Group.values, metric=key + last))
-    for key, name in zip(evaluate.POOLED, ("PM", "GM"), strict=True)
-    for last, when in (("", "last round"), ("_best", "best round"))
+POOLED_METRICS = tuple(
+    Metric(f"{model}, {when}", partial(Group.values, metric=key))
+    for metric, model in zip(POOLED, ("PM", "GM"), strict=True)
+    for key, when in ((metric, "last round"), (best_of(metric), "best round"))
 )
 _MEAN_FIRST = "A lower spread is more even, but the higher mean comes first: only with the highest mean is it marked."
 _HELD_WORDS = (
@@ -242,7 +238,9 @@ def held_out_sheet(runs: Sequence[Run]) -> Sheet:
     """Accuracy on the clients' own held-out samples: not comparable with metrics on a balanced test set."""
     words = f"{_HELD_WORDS}; spread and worst 10%: of the personal models' share over clients. {_MEAN_FIRST}"
     words += left_out(runs)
-    return _metrics("held-out", "Accuracy on held-out samples in percent", words, HELD, lay_out(runs), False)
+    return _metrics(
+        "held-out", "Accuracy on held-out samples in percent", words, HELD_OUT_METRICS, lay_out(runs), False
+    )
 
 
 def class_size_sheet(runs: Sequence[Run]) -> Sheet:
@@ -261,20 +259,20 @@ def pooled_sheet(runs: Sequence[Run]) -> Sheet:
         "PFLlib publishes this number."
     )
     return _metrics(
-        "pooled", "Accuracy on all held-out samples together in percent", words, POOLED, lay_out(runs), False
+        "pooled", "Accuracy on all held-out samples together in percent", words, POOLED_METRICS, lay_out(runs), False
     )
 
 
 def result_sheets(runs: Sequence[Run], paper: bool = False) -> list[Sheet]:
     """Accuracy and fairness on the test set, and accuracy on held-out samples; each for the runs that have it."""
-    tested, held = [run for run in runs if run.has(*METRICS)], [run for run in runs if run.has(*HELD_OUT)]
+    tested, held = [run for run in runs if run.has(*TEST_SET)], [run for run in runs if run.has(*HELD_OUT)]
     if not tested and not held:
         tested = list(runs)
     tailed = [run for run in tested if groups.long_tailed(run)]
     sheets = [accuracy_sheet(tested, paper)] if tested else []
     sheets += [class_size_sheet(tailed)] if tailed else []
     sheets += [fairness_sheet(tested, paper)] if tested else []
-    together = [run for run in held if run.has(*evaluate.POOLED) and not run.natural]
+    together = [run for run in held if run.has(*POOLED) and not run.natural]
     return sheets + ([held_out_sheet(held)] if held else []) + ([pooled_sheet(together)] if together else [])
 
 
@@ -323,8 +321,8 @@ def paired_sheet(runs: Sequence[Run], reference: str | None = None) -> Sheet:
 
 def comparison_sheet(runs: Sequence[Run]) -> Sheet:
     """A short table: one row per run, nothing averaged."""
-    tested, held = any(run.has(*METRICS) for run in runs), any(run.has(*HELD_OUT) for run in runs)
-    keys = {**METRICS, "pm_l_std": "fairness"} if tested or not held else {}
+    tested, held = any(run.has(*TEST_SET) for run in runs), any(run.has(*HELD_OUT) for run in runs)
+    keys = {**TEST_SET, std_of(PM_L): "fairness"} if tested or not held else {}
     keys |= HELD_OUT if held else {}
     rows = [
         [
@@ -336,13 +334,13 @@ def comparison_sheet(runs: Sequence[Run]) -> Sheet:
     ]
     place = {key: at for at, key in enumerate(keys, start=4)}
     for key, at in place.items():
-        rank_spread(rows, at, place["pm_l"], places=1) if key == "pm_l_std" else rank(rows, at, places=1)
+        rank_spread(rows, at, place[PM_L], places=1) if key == std_of(PM_L) else rank(rows, at, places=1)
     said = f"{_ACCURACY_WORDS}; fairness: standard deviation of PM(L) over clients. {_MEAN_FIRST}"
     layout = lay_out(runs)
     said = f"{said} {_sampled(layout)}".rstrip()
-    note = " ".join([said] * ("gm" in keys) + [f"{_HELD_WORDS}.{left_out(runs)}"] * held)
+    note = " ".join([said] * (GM in keys) + [f"{_HELD_WORDS}.{left_out(runs)}"] * held)
     columns = ["method", "data", "seed", "rounds", *keys.values(), "samples/s"]
-    title = "Test accuracy in percent" if "gm" in keys else "Accuracy on held-out samples in percent"
+    title = "Test accuracy in percent" if GM in keys else "Accuracy on held-out samples in percent"
     return Sheet("comparison", title + _common(layout, data=False), columns, rows, note)
 
 
@@ -384,7 +382,7 @@ def _metrics(name: str, title: str, words: str, metrics: Sequence[Metric], layou
         for column, metric, printed in shown
     ]
     scope = " of each data set and participation" if _lead(layout) else ""
-    sampled = "" if metrics in (HELD, POOLED) else _sampled(layout)
+    sampled = "" if metrics in (HELD_OUT_METRICS, POOLED_METRICS) else _sampled(layout)
     note = f"{words} {sampled}{_counts(layout)} Bold: best{scope}; underlined: second."
     if any(printed for *_, printed in shown):
         note += f" {_paper_note(layout)}"
@@ -396,16 +394,11 @@ def _sizes(layout: TableLayout) -> str:
     found = {}
     for group in layout.groups:
         sizes, thirds = groups.by_size(totals := groups.class_totals(group.runs))
-        here = [f"{size} {len(classes)} ({_span(totals[classes])} samples)" for size, classes in sizes.items()]
+        here = [f"{size} {len(classes)} ({span(totals[classes])} samples)" for size, classes in sizes.items()]
         rule = "thirds by size, since one of many, medium and few would be empty" if thirds else ""
         found[f"{group.data}, {group.column}"] = f"{', '.join(here)}{f'; {rule}' if rule else ''}"
     said = f"Many: more than {groups.MANY}, few: fewer than {groups.FEW}, medium: between."
     return " ".join([said, *(f"{where}: {words}." for where, words in found.items())])
-
-
-def _span(values: NDArray[np.float64]) -> str:
-    low, high = round(values.min()), round(values.max())
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _printed(group: Group, metric: Metric) -> Cell:
@@ -455,7 +448,7 @@ def _ratio(value: float, base: float) -> float | None:
 def _paired_cells(c: Comparison) -> list[Cell]:
     r = c.result
     return [
-        word((METRICS | HELD_OUT)[c.metric]),
+        word((TEST_SET | HELD_OUT)[c.metric]),
         word(r.n),
         number(r.mean, "{:+.2f}"),
         Cell(f"{r.low:+.2f} to {r.high:+.2f}", r.low),
@@ -463,7 +456,7 @@ def _paired_cells(c: Comparison) -> list[Cell]:
         word(r.test),
         probability(r.p),
         probability(c.corrected),
-        word(c.reading),
+        word(c.conclusion),
     ]
 
 
@@ -484,7 +477,7 @@ def _paired_note(found: Sequence[Comparison]) -> str:
     )
 
 
-# --- titles, first columns and notes-------------------------------------------------------------------------------
+# --- titles, first columns and notes ------------------------------------------------------------------------------
 
 
 def _lead(layout: TableLayout, partition: bool = False) -> list[str]:

@@ -26,6 +26,7 @@ from fednh.errors import Interrupted, RunError, UserError, nearest
 from fednh.io.files import sync_below, sync_path, write_bytes, write_json
 from fednh.io.lock import exclusive
 from fednh.machine import cores
+from fednh.metric_names import PM_L, TEST_SET, std_of
 from fednh.models import native
 from fednh.runs import fingerprint
 from fednh.runs.layout import RunLayout
@@ -247,7 +248,7 @@ def read_summary(path: Path) -> dict[str, Any]:
     file = RunLayout(path).summary_file
     try:
         summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        if missing := {"gm", "pm_v", "pm_l", "pm_l_std", "rounds", "data", "clients"} - set(summary):
+        if missing := {*TEST_SET, std_of(PM_L), "rounds", "data", "clients"} - set(summary):
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
     except FileNotFoundError:
         raise UserError(f"{path} holds no finished run (no {file.name})") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from fednh.errors import UserError
+from fednh.metric_names import HELD_OUT, TEST_SET
+from fednh.report.figures.style import Look, looks
 from fednh.report.load import Run
-from fednh.report.tables import HELD_OUT, METRICS
 
 
 class FigureUnavailable(UserError):
@@ -19,16 +20,21 @@ class FigureUnavailable(UserError):
 
 
 def metrics_of(runs: Iterable[Run]) -> dict[str, str]:
-    """The figures on the test set; for runs without one, those on held-out samples."""
+    """The metrics on the test set; for runs without one, those on held-out samples."""
     known = list(runs)
-    tested = any(run.has(*METRICS) for run in known)
-    return METRICS if tested or not any(run.has(*HELD_OUT) for run in known) else HELD_OUT
+    tested = any(run.has(*TEST_SET) for run in known)
+    return TEST_SET if tested or not any(run.has(*HELD_OUT) for run in known) else HELD_OUT
 
 
 def stated_n(counts: Iterable[int]) -> str:
     """ "n = 3", or "n = 2 to 3" where the groups differ."""
     low, high = min(known := list(counts)), max(known)
     return f"n = {low}" if low == high else f"n = {low} to {high}"
+
+
+def variant_looks(variants: Mapping[str, Sequence[Run]]) -> dict[str, Look]:
+    """The look of every label of `by_variant`."""
+    return looks(list(variants), [runs[0].method for runs in variants.values()])
 
 
 def client_noun(run: Run, several: bool = True) -> str:
@@ -66,14 +72,14 @@ class Drawing:
     caption: str  # n, the spread, and what else was measured
     columns: list[str]
     rows: list[list[Any]] = field(default_factory=list)
-    reading: str = ""  # how to read this drawing; empty: the kind's sentence
+    explanation: str = ""  # how to read this drawing; empty: the kind's sentence
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One figure of the catalogue. `draw` takes runs of one setting and raises NotAllowed when they lack something."""
+    """One figure of the catalogue; `draw` takes runs of one setting, and raises FigureUnavailable if they lack data."""
 
     name: str
     title: str
-    reading: str
+    explanation: str
     draw: Callable[[Sequence[Run], Choice], Drawing]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, stated_n
-from fednh.report.figures.style import grid, legend_below, log_axis, looks, muted, panels
+from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, stated_n, variant_looks
+from fednh.report.figures.style import grid, legend_below, log_y, muted, panels, plot_band
 from fednh.report.groups import by_variant
 from fednh.report.load import Run
 
@@ -53,16 +53,15 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     if not logged:
         raise FigureUnavailable("no run logged gradient norms (run with --set diagnostics.gradient_norm=true)")
     variants = by_variant(logged)
-    look = looks(list(variants), [group[0].method for group in variants.values()])
+    look = variant_looks(variants)
     figure, axes = panels(1, 2, 4.3, 3.2)
     ax, rows = axes[0, 0], []
     for label, group in variants.items():
         points = norms(group)
         x, mean, low, high = (np.array([getattr(p, k) for p in points]) for k in ("round", "mean", "low", "high"))
-        ax.plot(x, mean, color=look[label].colour, linestyle=look[label].dashes, label=label)
-        ax.fill_between(x, low, high, color=look[label].colour, alpha=0.16, linewidth=0)
+        plot_band(ax, label, look[label], x, mean, low, high)
         rows += [[label, p.round, p.mean, p.low, p.high, p.n] for p in points]
-    log_axis(ax, "y")
+    log_y(ax)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     grid(ax)
     ax.set(xlabel="round", ylabel="‖∇ body‖², mean over picked clients", title="Measured, at the received model")

@@ -10,10 +10,12 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from fednh.errors import UserError, did_you_mean
-from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, metrics_of, stated_n
-from fednh.report.figures.style import grid, legend_below, looks, side_by_side
+from fednh.metric_names import GM
+from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, metrics_of, stated_n, variant_looks
+from fednh.report.figures.style import grid, legend_below, plot_band, side_by_side
 from fednh.report.groups import by_variant, seeds
 from fednh.report.load import Run
+from fednh.report.stats import sd
 
 AXES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
     "round": ("round", lambda record: 1.0),
@@ -39,8 +41,7 @@ def curve(runs: Sequence[Run], metric: str, x: str = "round") -> list[Point]:
     points = []
     for round_ in shared:
         places, values = np.array([table[round_] for table in tables]).T
-        spread = float(values.std(ddof=1)) if len(values) > 1 else 0.0
-        points.append(Point(float(places.mean()), float(values.mean()), spread, len(values)))
+        points.append(Point(float(places.mean()), float(values.mean()), sd(values), len(values)))
     return points
 
 
@@ -66,7 +67,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         raise FigureUnavailable(
             "no run evaluated more than one round that its other seeds evaluated too (see eval.every)"
         )
-    look = looks(list(variants), [group[0].method for group in variants.values()])
+    look = variant_looks(variants)
     figure, axes = side_by_side(len(metrics), 3.1)
     for ax, (metric, name) in zip(axes.flat, metrics.items(), strict=True):
         for label in variants:
@@ -74,13 +75,12 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
             if not points:
                 continue
             x, mean, spread = (np.array([getattr(p, key) for p in points]) for key in ("x", "mean", "spread"))
-            ax.plot(x, mean, color=look[label].colour, linestyle=look[label].dashes, label=label)
-            ax.fill_between(x, mean - spread, mean + spread, color=look[label].colour, alpha=0.16, linewidth=0)
+            plot_band(ax, label, look[label], x, mean, mean - spread, mean + spread)
         grid(ax)
         ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=choice.x == "round"))
         ax.set(title=name, xlabel=AXES[choice.x][0])
     for ax in axes[:, 0]:
-        ax.set_ylabel("test accuracy, %" if "gm" in metrics else "held-out accuracy, %")
+        ax.set_ylabel("test accuracy, %" if GM in metrics else "held-out accuracy, %")
     legend_below(figure, variants)
     several = max(map(len, variants.values())) > 1
     band = "the band is ± one standard deviation over seeds" if several else "one seed, so no band"
@@ -90,11 +90,11 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         f"{band}. Personal models before the end are those of eval.clients = {', '.join(clients)}."
     )
     rows = [[label, metrics[metric], p.x, p.mean, p.spread, p.n] for (label, metric), ps in curves.items() for p in ps]
-    reading = f"{_READING} {_TESTED if 'gm' in metrics else _HELD}"
-    return Drawing(figure, caption, ["method", "metric", choice.x, "mean", "sd_over_seeds", "n"], rows, reading)
+    explanation = f"{_EXPLANATION} {_TESTED if GM in metrics else _HELD}"
+    return Drawing(figure, caption, ["method", "metric", choice.x, "mean", "sd_over_seeds", "n"], rows, explanation)
 
 
-_READING = "Higher is better, and further left is cheaper."
+_EXPLANATION = "Higher is better, and further left is cheaper."
 _TESTED = (
     "GM is the global model on all classes; PM(V) and PM(L) are the personal models on their owners' classes, all "
     "alike or by their share."
@@ -103,4 +103,4 @@ _HELD = (
     "All four are means over what each client holds out of its own data: macro counts its classes alike, share is "
     "plain accuracy. The upper two are the personal models, the lower two (GM) the global model on the same samples."
 )
-CURVES = Kind("curves", "Accuracy as training goes on", _READING, draw)
+CURVES = Kind("curves", "Accuracy as training goes on", _EXPLANATION, draw)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fednh.metric_names import HELD_SHARE, PM_L, TEST_SET, std_of
 from fednh.report.figures.base import (
     Choice,
     Drawing,
@@ -16,8 +17,9 @@ from fednh.report.figures.base import (
     identity,
     metrics_of,
     stated_n,
+    variant_looks,
 )
-from fednh.report.figures.style import ALARM, ink, looks, muted, panels, shortened
+from fednh.report.figures.style import ALARM, ink, muted, panels, shortened
 from fednh.report.groups import by_variant
 from fednh.report.load import Run, left_out
 from fednh.report.stats import lowest_tenth, worst_tenth
@@ -26,23 +28,23 @@ RASTER = 800  # more dots than this are drawn as pixels, which keeps vector file
 
 
 def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
-    metric_key = "pm_l" if "pm_l" in metrics_of(runs) else "held_share"
-    name = {"pm_l": "PM(L)", "held_share": "held-out accuracy"}[metric_key]
+    metric_key = PM_L if PM_L in metrics_of(runs) else HELD_SHARE
+    name = {PM_L: TEST_SET[PM_L], HELD_SHARE: "held-out accuracy"}[metric_key]
     able = [run for run in runs if run.counted(metric_key)]
     if not able:
         raise FigureUnavailable("no client took part in any run, or no accuracy of single clients was measured")
     variants = dict(sorted(by_variant(able).items(), key=lambda item: -_mean(item[1], metric_key)))
-    look = looks(list(variants), [group[0].method for group in variants.values()])
+    look = variant_looks(variants)
     figure, axes = panels(1, 1, 7.6, 0.9 + 0.46 * len(variants))
     ax, rows = axes[0, 0], []
     total = sum(len(run.counted(metric_key)) for group in variants.values() for run in group)
     for place, (label, group) in enumerate(variants.items()):
-        people = [
+        clients = [
             (run.config.seed, *identified(run, client), value)
             for run in group
-            for client, value in run.counted_people(metric_key)
+            for client, value in run.counted(metric_key).items()
         ]
-        by_seed = [run.counted(metric_key) for run in group]
+        by_seed = [list(run.counted(metric_key).values()) for run in group]
         values, marked = np.concatenate(by_seed), np.concatenate([lowest_tenth(column) for column in by_seed])
         mean, worst = _mean(group, metric_key), float(np.mean([worst_tenth(column) for column in by_seed]))
         height = place + np.random.default_rng(0).uniform(-0.27, 0.27, len(values))
@@ -50,10 +52,10 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         ax.scatter(values[~marked], height[~marked], color=look[label].colour, alpha=0.6, **dots)
         ax.scatter(values[marked], height[marked], color=ALARM, marker="D", **dots)
         ax.plot([mean] * 2, [place - 0.38, place + 0.38], color=ink(), linewidth=1.6)
-        spread = float(np.mean([run.summary[f"{metric_key}_std"] for run in group if run.has(metric_key)]))
+        spread = float(np.mean([run.summary[std_of(metric_key)] for run in group if run.has(metric_key)]))
         note = f"{mean:.1f} ± {spread:.1f}, {_worst(group, metric_key)} {worst:.1f}"
         ax.annotate(note, (1.01, place), xycoords=("axes fraction", "data"), va="center", fontsize=8, color=muted())
-        rows += [[label, *person, bool(mark)] for person, mark in zip(people, marked, strict=True)]
+        rows += [[label, *client, bool(mark)] for client, mark in zip(clients, marked, strict=True)]
     ax.set_yticks(range(len(variants)), variants, color=ink())
     ax.set_ylim(len(variants) - 0.5, -0.5)
     ax.set_xlabel(f"{name} of one {client_noun(able[0], several=False)}, %")
@@ -69,21 +71,21 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         f"the mean of the worst 10% of {whose} (at least one), all three averaged over seeds; red diamonds are the "
         "worst 10% of each seed."
     )
-    if metric_key == "held_share":
+    if metric_key == HELD_SHARE:
         caption += left_out(able)
     return Drawing(figure, caption, ["method", "seed", *identity(able[0]), metric_key, "worst_tenth"], rows)
 
 
 def _mean(runs: Sequence[Run], metric: str) -> float:
-    return float(np.mean([np.mean(run.counted(metric)) for run in runs]))
+    return float(np.mean([np.mean(list(run.counted(metric).values())) for run in runs]))
 
 
 def _worst(runs: Sequence[Run], metric: str) -> str:
     """ "worst 10%", or the name of the site where that is one."""
-    people = runs[0].counted_people(metric)
-    if len(runs) > 1 or len(people) > 10 or not runs[0].names:
+    clients = runs[0].counted(metric)
+    if len(runs) > 1 or len(clients) > 10 or not runs[0].names:
         return "worst 10%"
-    return f"worst: {shortened(runs[0].client_name(min(people, key=lambda person: person[1])[0]), 16)}"
+    return f"worst: {shortened(runs[0].client_name(min(clients, key=clients.__getitem__)), 16)}"
 
 
 FAIRNESS = Kind(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
-from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, stated_n
-from fednh.report.figures.style import Look, grid, legend_below, looks, panels
+from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, stated_n, variant_looks
+from fednh.report.figures.style import Look, grid, legend_below, panels
 from fednh.report.groups import by_variant
 from fednh.report.load import Run
+from fednh.report.stats import sd
 
 SHOTS = ("absent", "few", "medium", "many")
 
@@ -29,20 +30,21 @@ def shot_group(samples: int, bounds: tuple[int, int]) -> str:
 def personal_groups(run: Run, bounds: tuple[int, int]) -> dict[str, tuple[float, int]]:
     """For the personal models: mean accuracy over all (client, class) pairs of a shot group, and how many pairs."""
     counts = run.partition["counts"]
-    values: dict[str, list[float]] = {}
-    for person in run.summary["clients"]:
-        for samples, right in zip(counts[person["client"]], person["per_class"], strict=True):
-            if right is not None:  # None: the test set lacks the class
-                values.setdefault(shot_group(samples, bounds), []).append(right)
-    return {group: (float(np.mean(values[group])), len(values[group])) for group in SHOTS if group in values}
+    rows = ((counts[row["client"]], row["per_class"]) for row in run.summary["clients"])
+    return _shot_means((pair for samples, right in rows for pair in zip(samples, right, strict=True)), bounds)
 
 
 def global_groups(run: Run, bounds: tuple[int, int]) -> dict[str, tuple[float, int]]:
     """For the global model: mean accuracy over the classes of a shot group by their samples on all clients together."""
+    return _shot_means(zip(_totals(run).tolist(), run.summary["per_class"] or [], strict=False), bounds)
+
+
+def _shot_means(pairs: Iterable[tuple[int, float | None]], bounds: tuple[int, int]) -> dict[str, tuple[float, int]]:
+    """shot group -> mean accuracy and number of these (samples, accuracy); None: the test set lacks the class."""
     values: dict[str, list[float]] = {}
-    for samples, right in zip(_totals(run), run.summary["per_class"] or [], strict=False):
-        if right is not None:
-            values.setdefault(shot_group(int(samples), bounds), []).append(right)
+    for samples, accuracy in pairs:
+        if accuracy is not None:
+            values.setdefault(shot_group(samples, bounds), []).append(accuracy)
     return {group: (float(np.mean(values[group])), len(values[group])) for group in SHOTS if group in values}
 
 
@@ -51,7 +53,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     if not able:
         raise FigureUnavailable("no personal model was measured by class on a test set that all clients share")
     variants = by_variant(able)
-    look = looks(list(variants), [group[0].method for group in variants.values()])
+    look = variant_looks(variants)
     figure, axes = panels(1, 2, 4.4, 3.3)
     rows = _global(axes[0, 0], variants, look, choice.shots) + _personal(axes[0, 1], variants, look, choice.shots)
     legend_below(figure, variants)
@@ -84,7 +86,7 @@ def _global(
             found = [g[shot] for run in own if shot in (g := global_groups(run, bounds))]
             if found:
                 accuracy = [a for a, _ in found]
-                rows.append(["global", label, f"{shot}-shot", found[0][1], np.mean(accuracy), _sd(accuracy)])
+                rows.append(["global", label, f"{shot}-shot", found[0][1], np.mean(accuracy), sd(accuracy)])
     grid(ax)
     ax.set(title="Global model, class by class", xlabel="training samples on all clients", ylabel="accuracy, %")
     return rows
@@ -102,9 +104,9 @@ def _personal(
             if values:
                 at = place + (i - (len(groups) - 1) / 2) * width
                 ax.bar(at, np.mean(values), width * 0.9, color=look[label].colour, label=label)
-                ax.errorbar(at, np.mean(values), yerr=_sd(values), color=look[label].colour, alpha=0.6, linewidth=1)
+                ax.errorbar(at, np.mean(values), yerr=sd(values), color=look[label].colour, alpha=0.6, linewidth=1)
                 pairs = sum(g[shot][1] for g in found if shot in g)
-                rows.append(["personal", label, f"{shot}-shot", pairs, np.mean(values), _sd(values)])
+                rows.append(["personal", label, f"{shot}-shot", pairs, np.mean(values), sd(values)])
     words = {"absent": "absent\n0", "few": f"few\n1–{bounds[0] - 1}", "many": f"many\n> {bounds[1]}"}
     words["medium"] = f"medium\n{bounds[0]}–{bounds[1]}"
     ax.set_xticks(range(len(present)), [words[shot] for shot in present])
@@ -119,10 +121,6 @@ def _personal(
 
 def _totals(run: Run) -> NDArray[np.int64]:
     return np.asarray(np.sum(run.partition["counts"], axis=0), np.int64)
-
-
-def _sd(values: Sequence[float]) -> float:
-    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
 FREQUENCY = Kind(

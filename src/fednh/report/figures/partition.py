@@ -13,6 +13,7 @@ from fednh.data.partitions.dirichlet import LongTail
 from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, client_noun, identified, identity
 from fednh.report.figures.style import CYCLE, fading, grid, panels, shortened
 from fednh.report.load import Run
+from fednh.report.sheet import span
 from fednh.runs.run_folder import find_client
 
 Counts = NDArray[np.int64]  # (K, C)
@@ -22,20 +23,20 @@ MOST_NAMES = 24  # more names than this cannot be read below an axis
 MOST_TOGETHER = 8  # so many clients' distributions can be told apart
 
 
-def chosen_clients(run: Run, choice: Choice, most: int = MOST_TOGETHER) -> tuple[int, ...]:
-    """The chosen clients; without a choice all of them, or the first two of more than `most`. They must exist."""
+def chosen_clients(run: Run, choice: Choice) -> tuple[int, ...]:
+    """The chosen clients; without a choice all of them, or the first two of more than MOST_TOGETHER."""
     count = len(run.partition["counts"])
     if count == 0:
         raise FigureUnavailable("only the sites of a federation know what they hold")
     if count < 2:
         raise FigureUnavailable(f"there is only one {client_noun(run, several=False)}")
-    asked = choice.clients or (range(count) if count <= most else (0, 1))
+    asked = choice.clients or (range(count) if count <= MOST_TOGETHER else (0, 1))
     chosen = tuple(find_client(run.names, client, run.path) for client in asked)
     for client in chosen:
         if not 0 <= client < count:
             raise FigureUnavailable(f"there is no client {client}; they are numbered 0 to {count - 1}")
-    if len(chosen) > most:
-        raise FigureUnavailable(f"{len(chosen)} clients are too many to tell apart; choose up to {most}")
+    if len(chosen) > MOST_TOGETHER:
+        raise FigureUnavailable(f"{len(chosen)} clients are too many to tell apart; choose up to {MOST_TOGETHER}")
     return chosen
 
 
@@ -56,7 +57,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     owned = (counts > 0).sum(1)
     caption = (
         f"Seed {run.config.seed}; all methods of that seed share it. {len(counts)} {client_noun(run)} hold "
-        f"{sizes.sum():,} training samples: {_from_to(sizes)} each, of {_from_to(owned)} "
+        f"{sizes.sum():,} training samples: {span(sizes)} each, of {span(owned)} "
         f"classes (median {np.median(owned):g})."
     )
     if isinstance(run.config.partition.kind, LongTail):
@@ -68,16 +69,11 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     ]
     mark = "larger" if bubbles else "darker"
     right = f"all {len(chosen)}" if len(chosen) == len(counts) else f"{len(chosen)} of them"
-    reading = (
+    explanation = (
         f"Each column is a {client_noun(run, several=False)}, each row a class; the {mark} the mark, the more samples. "
         f"An even federation would be an even pattern. On the right, the same for {right}, as shares."
     )
-    return Drawing(figure, caption, [*identity(run), "class", "samples"], table, reading)
-
-
-def _from_to(values: Counts) -> str:
-    low, high = values.min(), values.max()
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    return Drawing(figure, caption, [*identity(run), "class", "samples"], table, explanation)
 
 
 def _overview(ax: Axes, run: Run, counts: Counts, classes: list[str]) -> bool:
@@ -118,13 +114,9 @@ def _together(ax: Axes, run: Run, counts: Counts, classes: list[str], chosen: Se
     grid(ax)
     if len(classes) <= 20:
         _names(ax, classes)
-    of = (
-        f"every {client_noun(run, several=False)}"
-        if len(chosen) == len(counts)
-        else f"{len(chosen)} {client_noun(run)}"
-    )
-    title = f"Class distribution of {of}"
-    ax.set(xlabel="class", ylabel="share of its samples, %", title=title)
+    every = f"every {client_noun(run, several=False)}"
+    owners = every if len(chosen) == len(counts) else f"{len(chosen)} {client_noun(run)}"
+    ax.set(xlabel="class", ylabel="share of its samples, %", title=f"Class distribution of {owners}")
     ax.legend()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 from fednh.data.batches import Samples, samples_of
@@ -61,10 +62,43 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     names: list[str] = first.partition["classes"]
     chosen = _classes(choice, names, np.array(first.partition["counts"]), pair)
     data = _load(first)
-    samples = samples_of(data, "test")
     rows = np.concatenate([np.flatnonzero(data.y_test == c)[:PER_CLASS] for c in chosen])
     labels = data.y_test[rows]
+    columns = _projections(variants, pair, samples_of(data, "test"), rows)
+    if len(columns) < 2:
+        raise FigureUnavailable(
+            f"no run has saved personal models of {first.client_name(pair[0])} and {first.client_name(pair[1])}"
+        )
+    width = min(ACROSS, len(columns))
+    figure, axes = panels(2 * -(-len(columns) // width), width, 2.15, 2.0)
+    for ax in axes.flat:
+        ax.set_axis_off()
+    table = []
+    for place, (label, (clouds, held)) in enumerate(columns.items()):
+        above, column = 2 * (place // width), place % width
+        panes = axes[above : above + len(clouds), column]
+        panes[0].set_title(label)
+        panes[-1].set_xlabel(f"{percent(held)} of variance")
+        for row, (ax, cloud) in enumerate(zip(panes, clouds, strict=True)):
+            _scatter(ax, [(names[c], cloud[labels == c]) for c in chosen])
+            who = ["all"] * len(identity(first)) if len(clouds) == 1 else identified(first, pair[row])
+            table += [[label, *who, names[c], *point] for c, point in zip(labels, cloud.tolist(), strict=True)]
+            if len(clouds) == 2 and (column == 0 or place == 1):
+                ax.set_ylabel(shortened(first.client_name(pair[row])))
+    handles, texts = axes[0, 0].get_legend_handles_labels()
+    axes[1, 0].legend(handles, texts, loc="upper left", title="class", labelcolor=muted())
+    caption = (
+        f"Test samples, up to {PER_CLASS} of each of {len(chosen)} classes, through the personal models of "
+        f"{first.client_name(pair[0])} and {first.client_name(pair[1])} (n = one run a method, its lowest seed). Both "
+        f"{client_noun(first)} of a method share one pair of axes; axes of different methods cannot be compared."
+    )
+    return Drawing(figure, caption, ["method", *identity(first), "class", "pc1", "pc2"], table)
 
+
+def _projections(
+    variants: dict[str, Run], pair: tuple[int, int], samples: Samples, rows: NDArray[np.int64]
+) -> dict[str, tuple[list[Features], float]]:
+    """What `principal` gives of the untrained model, then of each method whose models of both clients are saved."""
     columns: dict[str, tuple[list[Features], float]] = {}
     for label, run in variants.items():
         files = run.layout.clients_with_models()
@@ -79,41 +113,17 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
             start = initial_state(method, net, run.config.seed)
             columns["before training"] = principal(representations(net, start, samples, rows))
         columns[label] = principal(*clouds)
-    if len(columns) < 2:
-        raise FigureUnavailable(
-            f"no run has saved personal models of {first.client_name(pair[0])} and {first.client_name(pair[1])}"
-        )
-    width = min(ACROSS, len(columns))
-    figure, axes = panels(2 * -(-len(columns) // width), width, 2.15, 2.0)
-    for ax in axes.flat:
-        ax.set_axis_off()
-    table = []
-    for place, (label, (clouds, held)) in enumerate(columns.items()):
-        above, column = 2 * (place // width), place % width
-        for row, ax in enumerate(axes[above : above + len(clouds), column]):
-            ax.set_axis_on()
-            ax.set_xticks([])
-            ax.set_yticks([])
-            ax.spines[:].set_visible(True)
-            for i, c in enumerate(chosen):
-                mine = clouds[row][labels == c]
-                ax.scatter(*mine.T, s=9, color=CYCLE[i], marker=MARKERS[i], alpha=0.7, linewidths=0, label=names[c])
-            who = ["all"] * len(identity(first)) if len(clouds) == 1 else identified(first, pair[row])
-            table += [[label, *who, names[c], *point] for c, point in zip(labels, clouds[row].tolist(), strict=True)]
-            if row == 0:
-                ax.set_title(label)
-            if row == len(clouds) - 1:
-                ax.set_xlabel(f"{percent(held)} of variance")
-            if len(clouds) == 2 and (column == 0 or place == 1):
-                ax.set_ylabel(shortened(first.client_name(pair[row])))
-    handles, texts = axes[0, 0].get_legend_handles_labels()
-    axes[1, 0].legend(handles, texts, loc="upper left", title="class", labelcolor=muted())
-    caption = (
-        f"Test samples, up to {PER_CLASS} of each of {len(chosen)} classes, through the personal models of "
-        f"{first.client_name(pair[0])} and {first.client_name(pair[1])} (n = one run a method, its lowest seed). Both "
-        f"{client_noun(first)} of a method share one pair of axes; axes of different methods cannot be compared."
-    )
-    return Drawing(figure, caption, ["method", *identity(first), "class", "pc1", "pc2"], table)
+    return columns
+
+
+def _scatter(ax: Axes, classes: Sequence[tuple[str, Features]]) -> None:
+    """One client's samples, a colour and a marker for each class."""
+    ax.set_axis_on()
+    ax.set(xticks=[], yticks=[])
+    ax.spines[:].set_visible(True)
+    for i, (name, points) in enumerate(classes):
+        x, y = points.T
+        ax.scatter(x, y, s=9, color=CYCLE[i], marker=MARKERS[i], alpha=0.7, linewidths=0, label=name)
 
 
 def _chosen_pair(run: Run, choice: Choice) -> tuple[int, int]:

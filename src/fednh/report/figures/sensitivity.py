@@ -12,6 +12,7 @@ from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, 
 from fednh.report.figures.style import grid, legend_below, line, numbered, side_by_side
 from fednh.report.groups import Group, group_runs, method_name, show, varying
 from fednh.report.load import Run
+from fednh.report.stats import sd
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,7 @@ def gains(runs: Sequence[Run], key: str, metric: str, base: float) -> list[Gain]
     for value in sorted({v for v, _ in at}):
         pairs = [at[v, s] - at[base, s] for v, s in sorted(at) if v == value and (base, s) in at]
         if pairs:
-            spread = float(np.std(pairs, ddof=1)) if len(pairs) > 1 else 0.0
-            found.append(Gain(value, float(np.mean(pairs)), spread, len(pairs)))
+            found.append(Gain(value, float(np.mean(pairs)), sd(pairs), len(pairs)))
     return found
 
 

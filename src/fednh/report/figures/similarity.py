@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
+from fednh.errors import UserError
+from fednh.methods import METHODS
 from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, stated_n
 from fednh.report.figures.style import ALARM, CYCLE, fading, muted, panels
-from fednh.report.groups import by_variant, load_groups, method_name
+from fednh.report.groups import by_variant, method_name
 from fednh.report.load import Run
 from fednh.runs.model_file import read_model
 
 Matrix = NDArray[np.float64]
-HEADLESS = ("fedper", "fedrep", "fedbabu")  # these upload no head
+SHIPPED = ("cifar100",)  # data sets whose super-classes are in the package
 
 
 def prototypes(run: Run) -> Matrix | None:  # (C, D)
@@ -47,6 +52,39 @@ def semantics(cosine: Matrix, groups: dict[str, list[int]]) -> float:
     if kin.all() or not kin.any():
         raise FigureUnavailable("the groups leave no two classes within one group, or none between two")
     return float(cosine[i, j][kin].mean() - cosine[i, j][~kin].mean())
+
+
+def load_groups(data: str, classes: Sequence[str], file: Path | None = None) -> dict[str, list[int]] | None:
+    """group -> indices of its classes, every class once; None if no groups are known for the data set."""
+    if file is not None:
+        named, where = _read_groups(file), str(file)
+    elif data in SHIPPED:
+        text = resources.files("fednh").joinpath("report", "groups", f"{data}.json").read_text(encoding="utf-8")
+        named, where = json.loads(text), f"the groups of {data}"
+    else:
+        return None
+    place = {name: i for i, name in enumerate(classes)}
+    grouped = [name for members in named.values() for name in members]
+    for name in grouped:
+        if name not in place:
+            raise UserError(f"{where}: {name!r} is not a class of {data}")
+        if grouped.count(name) > 1:
+            raise UserError(f"{where}: {name!r} stands in more than one group")
+    missing = [name for name in classes if name not in grouped]
+    if missing:
+        raise UserError(f"{where}: class {missing[0]!r} stands in no group")
+    return {group: [place[name] for name in members] for group, members in named.items()}
+
+
+def _read_groups(file: Path) -> dict[str, list[str]]:
+    try:
+        named = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read as JSON: {error}") from error
+    lists = isinstance(named, dict) and all(isinstance(members, list) for members in named.values())
+    if not lists or not all(isinstance(name, str) for members in named.values() for name in members):
+        raise UserError(f'{file} must look like {{"group": ["class", "class"], ...}}')
+    return dict(named)
 
 
 def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
@@ -86,8 +124,8 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     bar = figure.colorbar(image, ax=axes, shrink=0.7, aspect=30)
     bar.outline.set_visible(False)
     bar.set_label("cosine", color=muted())
-    reading = f"{_READING} {_BOXES if groups else _NO_BOXES}"
-    return Drawing(figure, _caption(found, runs, scores), ["method", "class", *classes], rows, reading)
+    explanation = f"{_EXPLANATION} {_BOXES if groups else _NO_BOXES}"
+    return Drawing(figure, _caption(found, runs, scores), ["method", "class", *classes], rows, explanation)
 
 
 def _boxes(ax: Axes, groups: dict[str, list[int]]) -> None:
@@ -110,13 +148,14 @@ def _caption(found: dict[str, list[Matrix]], runs: Sequence[Run], scores: dict[s
             for label, v in scores.items()
         ]
         text += f"Semantics captured (mean ± standard deviation over {n} seeds): {'; '.join(said)}. "
-    headless = list(dict.fromkeys(method_name(run.method) for run in runs if run.method in HEADLESS))
+    methods = dict.fromkeys(run.method for run in runs)
+    headless = [method_name(name) for name in methods if name in METHODS and METHODS[name].headless]
     return text + (
         f"No head is uploaded by {', '.join(headless)}: it is the one they started from." if headless else ""
     )
 
 
-_READING = "Red is alike, blue is opposed, blank is unrelated."
+_EXPLANATION = "Red is alike, blue is opposed, blank is unrelated."
 _BOXES = (
     "Boxes hold the classes of one super-class: warm boxes on a blank ground mean that the method has found the "
     "kinship. The number is the mean cosine within boxes minus that outside."
@@ -125,6 +164,6 @@ _NO_BOXES = "With super-classes (--groups FILE) a number would say whether the m
 SIMILARITY = Kind(
     "similarity",
     "Which classes are taken for kin",
-    _READING,
+    _EXPLANATION,
     draw,
 )

@@ -26,39 +26,15 @@ from numpy.typing import NDArray
 
 from fednh.errors import UserError
 from fednh.io.files import write_bytes
+from fednh.methods import METHODS
 
 FORMATS = ("svg", "pdf", "png")
 
-# Okabe and Ito's colours, darkened where they would fade on white, and others between them. A method keeps its look in
-# every figure: its place here decides its dashes and its marker, so that colours that are near have other dashes.
-COLOURS = {
-    "fednh": "#0077bb",
-    "fedbabu": "#cc6699",
-    "feduh": "#33a6dd",
-    "fedavg": "#e08a00",
-    "fedrod": "#8a63c9",
-    "ditto": "#d55e00",
-    "local": "#8a8f98",
-    "fedrep": "#6a9f3a",
-    "creff": "#a8506e",
-    "scaffold": "#4d6a8f",
-    "fedper": "#009e73",
-    "fedloge": "#5f4b8b",
-    "fedbn": "#c9a24b",
-    "pfedfda": "#2f8f4e",
-    "fedproto": "#b59f00",
-    "fedvls": "#9c7a2e",
-    "fedetf": "#00808a",
-    "fedprior": "#c2189b",
-    "fedprox": "#b8651b",
-    "fedala": "#7030e0",
-    "fedlc": "#e0705a",
-    "fedpac": "#2b5be0",
-    "feddbe": "#3fae2a",
-    "fedgela": "#d040e8",
-}
+# A method's colour (`Method.look`) is one of Okabe and Ito's, darkened where it would fade on white, or lies between
+# them. The number beside it decides dashes and marker, so that colours that are near have other dashes.
 OTHERS = ("#7d5a3c", "#5b7f5f", "#6f5d8c", "#9a4a3d", "#3f7f9f")  # of methods that are not ours, by name
 CYCLE = ("#0077bb", "#e08a00", "#009e73", "#cc6699", "#33a6dd", "#d55e00", "#8a63c9", "#b59f00", "#8a8f98", "#a8506e")
+Floats = NDArray[np.float64]
 Dashes = str | tuple[int, tuple[float, ...]]
 DASHES: tuple[Dashes, ...] = ("-", (0, (5, 2)), (0, (1.2, 1.4)), (0, (5, 1.5, 1.2, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h", "*")
@@ -163,20 +139,15 @@ def looks(labels: Sequence[str], methods: Sequence[str]) -> dict[str, Look]:
     return found
 
 
-def own_look(method: str) -> Look:
-    """A method's look, whatever it is shown with."""
-    return _look(*_own(method))
-
-
 def numbered(place: int) -> Look:
     """The look of what is no method, or of one method's variants, by their places."""
     return _look(CYCLE[place % len(CYCLE)], place)
 
 
 def _own(method: str) -> tuple[str, int]:
-    """A method's colour and place."""
-    if method in COLOURS:
-        return COLOURS[method], list(COLOURS).index(method)
+    """A method's colour and the number of its dashes and marker; the code of others' methods may not be here."""
+    if method in METHODS and (look := METHODS[method].look):
+        return look
     number = crc32(method.encode())
     return OTHERS[number % len(OTHERS)], number // len(OTHERS)
 
@@ -209,12 +180,17 @@ def grid(axes: Axes) -> None:
     axes.tick_params(length=0)
 
 
-def log_axis(axes: Axes, which: str) -> None:
-    """A logarithmic axis with plain labels (mathtext is off)."""
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    axes.set_xscale("log") if which == "x" else axes.set_yscale("log")
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+def log_y(axes: Axes) -> None:
+    """A logarithmic vertical axis with plain labels (mathtext is off)."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+
+
+def plot_band(axes: Axes, label: str, look: Look, x: Floats, mean: Floats, low: Floats, high: Floats) -> None:
+    """A line with a band around it."""
+    axes.plot(x, mean, color=look.colour, linestyle=look.dashes, label=label)
+    axes.fill_between(x, low, high, color=look.colour, alpha=0.16, linewidth=0)
 
 
 def legend_below(figure: Figure, order: Iterable[str], columns: int = 6) -> None:

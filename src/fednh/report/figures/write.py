@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +10,7 @@ from fednh.io.files import write_bytes
 from fednh.report.figures import FIGURES, Choice, Drawing, FigureUnavailable, Kind, style
 from fednh.report.groups import by_setting
 from fednh.report.load import Run
+from fednh.text import csv_text
 
 
 def scopes(kind: Kind, runs: Sequence[Run]) -> dict[str, Sequence[Run]]:
@@ -21,30 +20,32 @@ def scopes(kind: Kind, runs: Sequence[Run]) -> dict[str, Sequence[Run]]:
 
 def to_csv(drawing: Drawing) -> str:
     """The numbers behind a drawing, to six digits."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(drawing.columns)
-    writer.writerows([f"{v:.6g}" if isinstance(v, float) else v for v in row] for row in drawing.rows)
-    return text.getvalue()
+    rows = ([f"{v:.6g}" if isinstance(v, float) else v for v in row] for row in drawing.rows)
+    return csv_text([drawing.columns, *rows])
 
 
-def write_figure(kind: Kind, runs: Sequence[Run], choice: Choice, path: Path) -> Iterator[tuple[Path, str]]:
-    """Draw and save; yields each file and its caption. Raises NotAllowed when no setting has what it takes."""
-    groups = scopes(kind, runs)
-    reasons = []
+def _drawings(kind: Kind, runs: Sequence[Run], choice: Choice) -> Iterator[tuple[str, Drawing]]:
+    """A drawing for each setting that allows it, by the setting's label; raises FigureUnavailable if none does."""
+    groups, reasons = scopes(kind, runs), []
     for label, group in groups.items():
-        target = path if len(groups) == 1 else path.with_stem(f"{path.stem}-{_slug(label)}")
         try:
-            with style.theme():
-                drawing = kind.draw(group, choice)
-                style.save(drawing.figure, target)
+            yield label, kind.draw(group, choice)
         except FigureUnavailable as error:
-            reasons.append(str(error))
-            continue
-        write_bytes(target.with_suffix(".csv"), to_csv(drawing).encode())
-        yield target, drawing.caption
+            reasons.append(error)
     if len(reasons) == len(groups):
-        raise FigureUnavailable(reasons[0])
+        raise reasons[0]
+
+
+def write_figure(kind: Kind, runs: Sequence[Run], choice: Choice, path: Path) -> list[tuple[Path, str]]:
+    """Draw and save; returns each file and its caption. Raises FigureUnavailable if no setting has what it takes."""
+    written, single = [], len(scopes(kind, runs)) == 1
+    with style.theme():
+        for label, drawing in _drawings(kind, runs, choice):
+            target = path if single else path.with_stem(f"{path.stem}-{_slug(label)}")
+            style.save(drawing.figure, target)
+            write_bytes(target.with_suffix(".csv"), to_csv(drawing).encode())
+            written.append((target, drawing.caption))
+    return written
 
 
 def write_possible(
@@ -55,28 +56,14 @@ def write_possible(
         try:
             if into is None:
                 with style.theme():
-                    _try(kind, runs, choice)
+                    next(_drawings(kind, runs, choice))
                 yield kind.name, None, None
-                continue
-            files = [path for path, _ in write_figure(kind, runs, choice, into / f"{kind.name}.svg")]
-            for _ in write_figure(kind, runs, choice, into / f"{kind.name}.png"):
-                pass
-            yield kind.name, files[0], None
+            else:
+                files = write_figure(kind, runs, choice, into / f"{kind.name}.svg")
+                write_figure(kind, runs, choice, into / f"{kind.name}.png")
+                yield kind.name, files[0][0], None
         except FigureUnavailable as error:
             yield kind.name, None, str(error)
-
-
-def _try(kind: Kind, runs: Sequence[Run], choice: Choice) -> None:
-    """Raises NotAllowed unless at least one setting allows the figure."""
-    reason: FigureUnavailable | None = None
-    for group in scopes(kind, runs).values():
-        try:
-            kind.draw(group, choice)
-            return
-        except FigureUnavailable as error:
-            reason = error
-    assert reason is not None, "there is at least one run"
-    raise reason
 
 
 def _slug(label: str) -> str:
