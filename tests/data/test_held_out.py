@@ -222,7 +222,7 @@ def test_what_will_hurt_is_said() -> None:
     found = inspect(data, how)
     said = "\n".join(found["warnings"])
     for words in (
-        "fewer than 10 training samples, hardly to be learned: b (3)",
+        "fewer than 10 training samples, too few to learn: b (3)",
         "classes missing in the test set, which are left out of GM, PM(V) and PM(L): b",
         "2 training samples are exact copies of others",
         "1 training samples occur under more than one class",

@@ -24,8 +24,8 @@ from fednh.methods import METHODS
 from fednh.methods.fit import Sgd
 from fednh.models import Net, build_net
 from fednh.tree import Tree
-from storage.test_fingerprint import table
-from storage.test_kill import outcome
+from runs.test_fingerprint import table
+from runs.test_kill import outcome
 
 ME = __name__
 SGD = Sgd(lr=0.1, batch_size=3, epochs=2)

@@ -17,7 +17,7 @@ from fednh import extras
 from fednh.errors import UserError
 from fednh.models import build_net
 from forked import fednh as command
-from storage.test_kill import outcome
+from runs.test_kill import outcome
 
 DOMAINS = ("photo", "art", "cartoon", "sketch")
 CLASSES = ("dog", "house", "horse")

@@ -41,7 +41,7 @@ def inspect(
         InspectFormat, typer.Option("--format", help="For people, or everything as JSON.")
     ] = InspectFormat.TEXT,
 ) -> None:
-    """Show what data hold and how they would be divided, and warn of what will hurt. Nothing is written."""
+    """Show what data hold and how they would be divided, and warn of problems. Nothing is written."""
     import json
 
     from fednh.config import load
@@ -79,7 +79,7 @@ def _show(facts: dict[str, Any]) -> None:
     for warning in facts["warnings"]:
         console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     if not facts["warnings"]:
-        typer.echo("nothing found that will hurt")
+        typer.echo("no problems found")
 
 
 def _classes(facts: dict[str, Any]) -> Sheet:

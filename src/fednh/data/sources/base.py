@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from fednh.data.dataset import Dataset, Inputs
+from fednh.data.dataset import Dataset, Inputs, select_rows
 from fednh.data.scaling import measure
 from fednh.data.sources import folder_layout
 from fednh.data.sources.columns import in_order
@@ -172,23 +172,20 @@ def restricted(data: Dataset, choice: Choice, where: str) -> Dataset:
     if not is_made(choice):
         return data
     kept = chosen(data.sites, choice, where)
-    place = np.array([kept.index(name) if name in kept else -1 for name in data.sites], np.int64)
+    number = np.array([*(kept.index(name) if name in kept else -1 for name in data.sites), -1], np.int64)
     assert data.site_train is not None  # a data set that names sites says so of every training sample
-    train = place[data.site_train] >= 0
-    rows: dict[str, Any] = {"x_train": data.x_train[train], "y_train": data.y_train[train]}
-    rows["group_train"] = None if data.group_train is None else data.group_train[train]
-    rows["site_train"] = place[data.site_train][train]
-    if data.site_test is not None:
-        theirs = np.where(data.site_test < 0, -1, place[data.site_test])
-        test = theirs >= 0
-        rows |= {"x_test": data.x_test[test], "y_test": data.y_test[test], "site_test": theirs[test]}
+    train, test = number[data.site_train], None if data.site_test is None else number[data.site_test]
+    found = select_rows(data, train >= 0, None if test is None else test >= 0)
+    found = replace(found, sites=tuple(kept), site_train=train[train >= 0])
+    if test is not None:
+        found = replace(found, site_test=test[test >= 0])
     elif len(data.y_test):
         note = f"{where}: its test samples do not say which site they come from, so all of them are kept"
-        rows["notes"] = (*data.notes, note)
+        found = replace(found, notes=(*data.notes, note))
     if data.fitted:
-        mean, std = measure(rows["x_train"], data.scale, data.preprocessing)
-        rows |= {"mean": mean, "std": std}
-    return replace(data, sites=tuple(kept), **rows)
+        mean, std = measure(found.x_train, data.scale, data.preprocessing)
+        found = replace(found, mean=mean, std=std)
+    return found
 
 
 # --- base -----------------------------------------------------------------------------------------------------------

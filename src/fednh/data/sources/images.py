@@ -19,7 +19,7 @@ from rich.progress import Progress
 from fednh.data.dataset import Dataset
 from fednh.data.sources.base import Fit, FitRule, OnBad, Size, Source
 from fednh.data.sources.columns import in_order, numbered
-from fednh.data.splits import conflicting_labels, numbered_groups
+from fednh.data.splits import numbered_groups, separated_groups
 from fednh.errors import UserError
 from fednh.machine import cores
 
@@ -280,7 +280,7 @@ class Pictures(Source):
             site_train=place[~is_test] if places else None,
             site_test=place[is_test] if places and is_test.any() else None,
             group_train=numbered_groups(together)[~is_test] if groups else None,
-            warnings=tuple(conflicting_labels(together, is_test, where)),
+            warnings=tuple(separated_groups(together, is_test, where)),
             preprocessing=how if self.fit == "stretch" else {**how, "fit": self.fit},
             notes=(*_lost(labels, kept), *images.notes),
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fednh.data.dataset import Dataset
-from fednh.data.inspection import in_vectors
+from fednh.data.inspection import vector_identifiers
 from fednh.data.published import PUBLISHED
 from fednh.data.settings import declared
 from fednh.data.sources.base import AGREED, Source, restricted
@@ -73,11 +73,11 @@ def _complete(data: Dataset, source: Source, where: str) -> Dataset:
     """What was read, with a test set if one is to be cut off, and with warnings of what no kind of source can want."""
     if source.group and data.group_train is None:
         raise UserError(f"data.group = {source.group!r}, but {where} does not say which samples belong together")
-    found = [] if source.classes else alike(data.classes, "classes")
-    told = [f"{where}: {words}" for words in (*found, *alike(data.sites, "sites"))]
+    same_names = [*([] if source.classes else alike(data.classes, "classes")), *alike(data.sites, "sites")]
+    warnings = [f"{where}: {words}" for words in same_names]
     if data.preprocessing["kind"] == "vector":
-        told += in_vectors(data.x_train, where, data.site_train)
-    return with_test_set(replace(data, warnings=(*data.warnings, *told)), source.test_share)
+        warnings += vector_identifiers(data.x_train, where, data.site_train)
+    return with_test_set(replace(data, warnings=(*data.warnings, *warnings)), source.test_share)
 
 
 def _names_no_sites(name: str, settings: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ from fednh.data.sources.csv import (
     read,
     rows_of_numbers,
 )
-from fednh.data.splits import conflicting_labels, numbered_groups, test_rows
+from fednh.data.splits import numbered_groups, separated_groups, test_rows
 from fednh.errors import Notice, UserError, did_you_mean
 from fednh.io.files import expanded
 
@@ -177,7 +177,7 @@ def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Data
         site_test=place[test] if sites else None,
         group_train=None if together is None else together[~test],
         fitted=True,
-        warnings=(*conflicting_labels(groups, test, where), *suspects),
+        warnings=(*separated_groups(groups, test, where), *suspects),
         preprocessing=preprocessing,
         reading=form_of(table),
         notes=(*told, *gaps),
