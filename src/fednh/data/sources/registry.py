@@ -15,10 +15,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fednh.data import declared_settings
 from fednh.data.dataset import Dataset
 from fednh.data.inspection import vector_identifiers
 from fednh.data.published import PUBLISHED
-from fednh.data.settings import declared
+from fednh.data.published.base import DownloadProgress
+from fednh.data.published.base import download as download_files
 from fednh.data.sources.base import AGREED, Source, restricted
 from fednh.data.sources.builtin import BUILTIN
 from fednh.data.sources.columns import alike
@@ -109,7 +111,7 @@ def _used(kind: type[Source], settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def settings() -> dict[str, tuple[Any, Any]]:
     """The settings of all kinds: name -> type with its range, and default."""
-    return declared(SOURCES.values(), "source")
+    return declared_settings(SOURCES.values(), "source")
 
 
 def agreed() -> tuple[str, ...]:
@@ -161,6 +163,17 @@ def available(folder: Path) -> list[Available]:
     return lines
 
 
+def download(name: str, folder: Path, progress: DownloadProgress | None = None) -> str:
+    """Put the files of a published data set below `folder`; returns a sentence that says what was done."""
+    if name in BUILTIN:
+        return f"{name} is built in: there is nothing to download"
+    if find(name):
+        raise UserError(f"{name} is data of your own: there is nothing to download")
+    if name not in PUBLISHED:
+        raise UserError(f"there is no data set {name!r} to download{did_you_mean(name, PUBLISHED)}")
+    return download_files(name, PUBLISHED[name].files, folder, progress)
+
+
 def listing() -> list[Available]:
     """One line for each kind of data of one's own."""
     lines = []
@@ -182,6 +195,7 @@ __all__ = [
     "agreed",
     "available",
     "build",
+    "download",
     "file_of",
     "find",
     "is_given",
