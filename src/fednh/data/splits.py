@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fednh.data.dataset import Dataset, Labels, select_rows
+from fednh.data.dataset import Dataset, Inputs, Labels, select_rows
 from fednh.data.partitions.base import Indices, class_table
 from fednh.data.scaling import measure
+from fednh.data.sources.columns import numbered_sites
 from fednh.errors import UserError
 from fednh.seeding import numpy_rng
 from fednh.text import some
@@ -49,6 +51,37 @@ def cut_off(labels: Indices, groups: Indices, share: float, rng: np.random.Gener
 
 def _away(held: Indices, wanted: Indices) -> int:
     return int(np.abs(wanted - held).sum())
+
+
+def from_rows(
+    name: str,
+    x: Inputs,
+    y: Labels,
+    test: NDArray[np.bool_],
+    sites: Sequence[str | None],
+    groups: Sequence[str],
+    where: str,
+    **facts: Any,
+) -> Dataset:
+    """A data set of samples of which `test` marks the test samples, with the site and the group of each.
+
+    All sites are None where samples do not name them; `groups` is empty where they belong to none. `facts` are other
+    fields of the data set.
+    """
+    known, site = numbered_sites(sites, test)
+    facts["warnings"] = (*separated_groups(groups, test, where), *facts.get("warnings", ()))
+    return Dataset(
+        name,
+        x[~test],
+        y[~test],
+        x[test],
+        y[test],
+        sites=known,
+        site_train=site[~test] if known else None,
+        site_test=site[test] if known else None,
+        group_train=numbered_groups(groups)[~test] if groups else None,
+        **facts,
+    )
 
 
 def separated_groups(groups: Sequence[str], test: NDArray[np.bool_], where: str) -> list[str]:

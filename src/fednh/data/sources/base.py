@@ -1,4 +1,9 @@
-"""What a source of data is: a prefix, settings, and a way to read samples. One file a kind beside this one."""
+"""Source: a prefix, settings below [data], and a way to read samples. One file a kind beside this one.
+
+The settings that several kinds share are declared here once, with their ranges and spellings. data.sites names the
+sites that are read and data.without leaves some out: a site is held out of a run without copying files, and the run's
+classes, columns and statistics do not know it.
+"""
 
 from __future__ import annotations
 
@@ -14,46 +19,34 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from fednh.data.dataset import Dataset, Inputs, select_rows
 from fednh.data.scaling import measure
-from fednh.data.sources import folder_layout
 from fednh.data.sources.columns import in_order
-from fednh.data.sources.csv import known
+from fednh.data.sources.csv import known_encoding
 from fednh.errors import UserError, did_you_mean
 from fednh.io.files import expanded
-
-# --- settings -------------------------------------------------------------------------------------------------------
-# The settings below [data] that kinds of sources share: their types, ranges and spellings, each declared once.
-
 
 AGREED = "agreed"  # marks settings that a federation's config decides for all sites; the others are each site's own
 
 
-def _words(value: Any) -> Any:
+def _list(value: Any) -> Any:
     """A list; as flat settings have it, also text with commas."""
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
 
 
 def _names(value: Any) -> Any:
     """A list of names, of which a number is one too; as flat settings have it, also text with commas."""
-    found = [value] if type(value) is int else _words(value)
-    return [str(name) if type(name) is int else name for name in found] if isinstance(found, list) else found
+    names = [value] if type(value) is int else _list(value)
+    return [str(name) if type(name) is int else name for name in names] if isinstance(names, list) else names
 
 
 def _column(value: Any) -> Any:
     """The word "number", or the list of the values that a column of text has."""
-    return value if value == "number" else _words(value)
+    return value if value == "number" else _list(value)
 
 
 def _encoding(value: str) -> str:
     """The name of an encoding that Python knows."""
-    if not known(value):
+    if not known_encoding(value):
         raise ValueError("is not an encoding that Python knows, such as utf-8, cp1252 or latin-1")
-    return value
-
-
-def _layout(value: str) -> str:
-    """The words of a folder's layout."""
-    if problem := folder_layout.problem(value):
-        raise ValueError(problem)
     return value
 
 
@@ -79,13 +72,12 @@ def _decimal(value: Any) -> Any:
 
 def _sizes(value: Any) -> Any:
     """[height, width] from that, from one number, or from text such as 32 or 24,32."""
-    found = value
+    sizes = [value] if isinstance(value, int) else value
     if isinstance(value, str):
-        found = [int(word) if word.strip().isdecimal() else word for word in value.replace("x", ",").split(",")]
-    found = [found] if isinstance(found, int) else found
-    if not isinstance(found, list) or not all(type(n) is int and 1 <= n <= 4096 for n in found) or len(found) > 2:
+        sizes = [int(word) if word.strip().isdecimal() else word for word in value.replace("x", ",").split(",")]
+    if not isinstance(sizes, list) or not all(type(n) is int and 1 <= n <= 4096 for n in sizes) or len(sizes) > 2:
         raise ValueError("should be a number of pixels or [height, width], from 1 to 4096")
-    return [*found, *found][:2]
+    return [*sizes, *sizes][:2]
 
 
 # Of images of any size: [height, width].
@@ -95,17 +87,15 @@ FitRule = Literal["stretch", "crop", "pad"]  # how an image of another shape get
 Fit = Annotated[FitRule, AGREED]
 # What is done about images that cannot be read: the owner of the files decides.
 OnBad = Literal["refuse", "skip"]
-# What the folders above an image mean; None: found by their names and depth.
-Layout = Annotated[str, AfterValidator(_layout)] | None
 # The class names, agreed beforehand: a site may lack some.
-Classes = Annotated[Annotated[list[str], BeforeValidator(_words)] | None, AGREED]
+Classes = Annotated[Annotated[list[str], BeforeValidator(_list)] | None, AGREED]
 # Sites by name: those that are read (None: all), and those that are left out.
 Names = Annotated[list[str], BeforeValidator(_names)] | None
 # Of every class, cut off as a test set where the source has none.
 TestShare = Annotated[float, Field(ge=0, lt=1), AGREED]
 # Of text files; None: UTF-8.
 Encoding = Annotated[Annotated[str, AfterValidator(_encoding)] | None, AGREED]
-# Between the values of a line, and before the fraction of a number, in a CSV file; None: found.
+# Between the values of a line, and before the fraction of a number, in a CSV file; None: detected.
 Separator = Annotated[str, BeforeValidator(_separator)] | None
 Decimal = Annotated[str, BeforeValidator(_decimal)] | None
 # The columns of a table that are features, agreed beforehand: name = "number" or the list of its values.
@@ -114,14 +104,6 @@ Columns = dict[str, Annotated[str | list[str], BeforeValidator(_column)]] | None
 Column = Annotated[str | None, BeforeValidator(_set)]
 # Which samples belong together: a column, an array, a pattern of file names or a CSV file of them; empty: none do.
 Group = Annotated[str | None, BeforeValidator(_set)]
-
-
-# --- site choice ----------------------------------------------------------------------------------------------------
-# Which sites of a source are read: data.sites names them, data.without leaves some out; then the others are not
-# there.
-#
-# So one site can be held out of a run without copying files: the run's classes, columns and statistics do not know
-# it.
 
 
 class Choice(Protocol):
@@ -186,9 +168,6 @@ def restricted(data: Dataset, choice: Choice, where: str) -> Dataset:
         mean, std = measure(found.x_train, data.scale, data.preprocessing)
         found = replace(found, mean=mean, std=std)
     return found
-
-
-# --- base -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from fednh import extras
 from fednh.data.dataset import Dataset
 from fednh.data.sources import base, columns
 from fednh.data.sources.csv import joined
-from fednh.data.sources.folder_layout import walk
+from fednh.data.sources.folder import walk
 from fednh.data.sources.images import ImageFile, Pictures
 from fednh.data.sources.table import Tabular, find_column, from_table
 from fednh.errors import UserError
@@ -104,9 +104,9 @@ def _assembled(datasets: Any, name: str, splits: Any, where: str, options: Huggi
         for row in rows.cast_column(pictures[0], datasets.Image(decode=False)):
             image = row[pictures[0]]
             source = image["bytes"] if image["bytes"] is not None else Path(image["path"])
-            word = names[row[label]] if names else columns.word(row[label])
-            together = columns.word(row[group]) if group else ""
-            found.append((source, word, columns.word(row[site]) if site else None, split == "test", together))
+            word = names[row[label]] if names else columns.spelling(row[label])
+            together = columns.spelling(row[group]) if group else ""
+            found.append((source, word, columns.spelling(row[site]) if site else None, split == "test", together))
     if base.is_made(options):
         here = base.rows_of([str(row[2]) for row in found] if site else [], options, where)
         found = [row for row, kept in zip(found, here, strict=True) if kept]
