@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fednh.data.published import PUBLISHED
 from fednh.data.published.base import RemoteFile, download
 from fednh.data.sources import registry
+from fednh.data.sources.builtin import BUILTIN
 from fednh.errors import UserError
 
 CONTENT = np.random.default_rng(0).bytes(700_000)
@@ -197,7 +199,7 @@ def test_a_folder_that_cannot_be_written(server: Server, tmp_path: Path) -> None
 
 
 def test_names_without_a_download(tmp_path: Path) -> None:
-    for name in registry.BUILTIN:
+    for name in BUILTIN:
         assert "built in" in registry.download(name, tmp_path)
     for kind in registry.SOURCES.values():
         with pytest.raises(UserError, match="is data of your own"):
@@ -207,7 +209,7 @@ def test_names_without_a_download(tmp_path: Path) -> None:
 
 
 def test_every_published_set_can_be_downloaded_over_https() -> None:
-    for published in registry.PUBLISHED.values():
+    for published in PUBLISHED.values():
         assert published.files
         for file in published.files:
             assert len(bytes.fromhex(file.sha256)) == 32
@@ -216,7 +218,7 @@ def test_every_published_set_can_be_downloaded_over_https() -> None:
 
 
 def test_downloaded_files_lie_where_they_are_looked_for(tmp_path: Path) -> None:
-    for name, published in registry.PUBLISHED.items():
+    for name, published in PUBLISHED.items():
         for file in published.files:
             (tmp_path / file.name).parent.mkdir(exist_ok=True)
             (tmp_path / file.name).write_bytes(b"")

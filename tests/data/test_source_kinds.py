@@ -23,6 +23,7 @@ from fednh.config import Config
 from fednh.data.published import PUBLISHED, Published
 from fednh.data.published.base import RemoteFile
 from fednh.data.sources import registry as sources
+from fednh.data.sources.base import Source
 from fednh.data.sources.registry import SOURCES
 from fednh.errors import UserError
 from fednh.flower.site_config import SAFE_DATA, Policy
@@ -175,7 +176,7 @@ def test_a_new_published_set_is_one_description(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("kind", SOURCES.values(), ids=SOURCES)
-def test_every_kind_is_complete_and_documented(kind: type[sources.Source]) -> None:
+def test_every_kind_is_complete_and_documented(kind: type[Source]) -> None:
     for fact in (kind.prefix, kind.address, kind.example, kind.help):
         assert fact
     assert f"`{kind.form()}`" in (ROOT / "docs" / "own-data.md").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,70 +106,6 @@ Column = Annotated[str | None, BeforeValidator(_set)]
 Group = Annotated[str | None, BeforeValidator(_set)]
 
 
-class Choice(Protocol):
-    """The two settings; each is None where it is not set."""
-
-    @property
-    def sites(self) -> list[str] | None: ...
-
-    @property
-    def without(self) -> list[str] | None: ...
-
-
-def is_made(choice: Choice) -> bool:
-    return choice.sites is not None or choice.without is not None
-
-
-def chosen_words(choice: Choice) -> str:
-    """The choice as text; empty where none is made."""
-    return f" sites={choice.sites} without={choice.without}" if is_made(choice) else ""
-
-
-def chosen(known: Sequence[str], choice: Choice, where: str) -> list[str]:
-    """Those of the sites that are read, in their order."""
-    for key, names in (("sites", choice.sites), ("without", choice.without)):
-        if names is None:
-            continue
-        if not known:
-            raise UserError(f"data.{key} chooses sites, but {where} does not say which site a sample comes from")
-        if strangers := [name for name in names if name not in known]:
-            raise UserError(f"data.{key}: {where} has no site {strangers[0]!r}{did_you_mean(strangers[0], known)}")
-    kept = [name for name in known if choice.sites is None or name in choice.sites]
-    kept = [name for name in kept if name not in (choice.without or ())]
-    if not kept and is_made(choice):
-        raise UserError(f"data.sites and data.without leave no site of {where}; it has {', '.join(known)}")
-    return kept
-
-
-def rows_of(names: Sequence[str], choice: Choice, where: str) -> NDArray[np.bool_]:
-    """Marks the rows to read, given the site of each."""
-    if not is_made(choice):
-        return np.ones(len(names), bool)
-    kept = set(chosen(in_order(set(names)), choice, where))
-    return np.array([name in kept for name in names], bool)
-
-
-def restricted(data: Dataset, choice: Choice, where: str) -> Dataset:
-    """A data set that was read as a whole, without the other sites; statistics are measured again."""
-    if not is_made(choice):
-        return data
-    kept = chosen(data.sites, choice, where)
-    number = np.array([*(kept.index(name) if name in kept else -1 for name in data.sites), -1], np.int64)
-    assert data.site_train is not None  # a data set that names sites says so of every training sample
-    train, test = number[data.site_train], None if data.site_test is None else number[data.site_test]
-    found = select_rows(data, train >= 0, None if test is None else test >= 0)
-    found = replace(found, sites=tuple(kept), site_train=train[train >= 0])
-    if test is not None:
-        found = replace(found, site_test=test[test >= 0])
-    elif len(data.y_test):
-        note = f"{where}: its test samples do not say which site they come from, so all of them are kept"
-        found = replace(found, notes=(*data.notes, note))
-    if data.fitted:
-        mean, std = measure(found.x_train, data.scale, data.preprocessing)
-        found = replace(found, mean=mean, std=std)
-    return found
-
-
 @dataclass(frozen=True)
 class Source(ABC):
     """A kind of user data, `prefix:address`. Its fields are the settings below [data] that it uses, with ranges."""
@@ -224,3 +160,47 @@ class Source(ABC):
     @classmethod
     def form(cls) -> str:
         return f"{cls.prefix}:{cls.address}"
+
+    def chooses_sites(self) -> bool:
+        """Whether data.sites or data.without is set."""
+        return self.sites is not None or self.without is not None
+
+    def chosen_sites(self, known: Sequence[str], where: str) -> list[str]:
+        """Those of the sites that are read, in their order."""
+        for key, names in (("sites", self.sites), ("without", self.without)):
+            if names is None:
+                continue
+            if not known:
+                raise UserError(f"data.{key} chooses sites, but {where} does not say which site a sample comes from")
+            if unknown := [name for name in names if name not in known]:
+                raise UserError(f"data.{key}: {where} has no site {unknown[0]!r}{did_you_mean(unknown[0], known)}")
+        kept = [name for name in known if self.sites is None or name in self.sites]
+        kept = [name for name in kept if name not in (self.without or ())]
+        if not kept and self.chooses_sites():
+            raise UserError(f"data.sites and data.without leave no site of {where}; it has {', '.join(known)}")
+        return kept
+
+    def chosen_rows(self, sites: Sequence[str], where: str) -> NDArray[np.bool_]:
+        """Marks the rows to read, given the site of each."""
+        kept = set(self.chosen_sites(in_order(set(sites)), where))
+        return np.array([site in kept for site in sites], bool)
+
+    def restricted(self, data: Dataset, where: str) -> Dataset:
+        """A data set that was read as a whole, without the other sites; statistics are measured again."""
+        if not self.chooses_sites():
+            return data
+        kept = self.chosen_sites(data.sites, where)
+        number = np.array([*(kept.index(name) if name in kept else -1 for name in data.sites), -1], np.int64)
+        assert data.site_train is not None  # a data set that names sites says so of every training sample
+        train, test = number[data.site_train], None if data.site_test is None else number[data.site_test]
+        found = select_rows(data, train >= 0, None if test is None else test >= 0)
+        found = replace(found, sites=tuple(kept), site_train=train[train >= 0])
+        if test is not None:
+            found = replace(found, site_test=test[test >= 0])
+        elif len(data.y_test):
+            note = f"{where}: its test samples do not say which site they come from, so all of them are kept"
+            found = replace(found, notes=(*data.notes, note))
+        if data.fitted:
+            mean, std = measure(found.x_train, data.scale, data.preprocessing)
+            found = replace(found, mean=mean, std=std)
+        return found

@@ -80,21 +80,21 @@ class Categories(NamedTuple):
     """The values of a column as text."""
 
     values: list[str]  # the different ones
-    index: NDArray[np.int64]  # (N,), which of them a row has; -1: none
+    codes: NDArray[np.int64]  # (N,), which of them a row has; -1: none
 
     def counts(self) -> NDArray[np.int64]:
-        return np.bincount(self.index[self.index >= 0], minlength=len(self.values))
+        return np.bincount(self.codes[self.codes >= 0], minlength=len(self.values))
 
     def missing(self, known: Sequence[str] = ()) -> int:
         """How many rows have no value, or a text such as NA that is no known value."""
         absent = [value in MISSING and value not in known for value in self.values]
-        return int((self.index < 0).sum() + self.counts()[np.array(absent, bool)].sum())
+        return int((self.codes < 0).sum() + self.counts()[np.array(absent, bool)].sum())
 
 
 class OneHotIndex(NamedTuple):
     """Each row's index among the known values of a category."""
 
-    index: NDArray[np.int64]  # (N,); the number of known values stands for none of them
+    codes: NDArray[np.int64]  # (N,); the number of known values stands for none of them
     unseen: dict[str, int]  # values that are not known, and how many rows have them
 
 
@@ -205,10 +205,10 @@ def spelling(value: Any) -> str:
 def names(column: pa.ChunkedArray, name: str, where: str, from_csv: bool, agreed: Sequence[str] = ()) -> list[str]:
     """Each row's value in a label or site column: in the `agreed` spelling, else numbers in their plainest form."""
     found = categories(column, name, where)
-    absent = found.missing(agreed) if from_csv else int((found.index < 0).sum())
+    absent = found.missing(agreed) if from_csv else int((found.codes < 0).sum())
     if absent:
         raise UserError(
-            f"{where}: {absent} of {len(found.index)} rows have nothing in the column {name!r}; fill or remove them"
+            f"{where}: {absent} of {len(found.codes)} rows have nothing in the column {name!r}; fill or remove them"
         )
     if agreed:
         match = matcher(agreed)
@@ -217,13 +217,13 @@ def names(column: pa.ChunkedArray, name: str, where: str, from_csv: bool, agreed
         spelled = [_simplest(value) for value in found.values]
     else:
         spelled = found.values
-    return [spelled[at] for at in found.index.tolist()]
+    return [spelled[at] for at in found.codes.tolist()]
 
 
 def one_hot_index(found: Categories, known: Sequence[str]) -> OneHotIndex:
     """The index of each row's value among those known from training or data.columns."""
     chosen = list(map(matcher(known), found.values))
-    index = np.array([*(len(known) if at is None else at for at in chosen), len(known)], np.int64)[found.index]
+    index = np.array([*(len(known) if at is None else at for at in chosen), len(known)], np.int64)[found.codes]
     rows = zip(found.values, chosen, found.counts().tolist(), strict=True)
     return OneHotIndex(index, {value: n for value, at, n in rows if at is None and n and value not in MISSING})
 

@@ -24,7 +24,6 @@ import numpy as np
 from pydantic import AfterValidator
 
 from fednh.data.dataset import Dataset
-from fednh.data.sources.base import chosen, chosen_words
 from fednh.data.sources.columns import in_order, numbered
 from fednh.data.sources.csv import AUTO, encoding_of, open_text, separator_of
 from fednh.data.sources.images import SUFFIXES, Decoded, Pictures
@@ -117,7 +116,7 @@ def _listing(root: Path, options: Folder) -> tuple[list[Listed], list[str]]:
 def _of_chosen_sites(root: Path, listed: list[Listed], options: Folder) -> list[Listed]:
     """The images of the sites that data.sites and data.without leave."""
     known = in_order({image.site for image in listed if image.site is not None})
-    kept = chosen(known, options, str(root))
+    kept = options.chosen_sites(known, str(root))
     return [image for image in listed if image.site is None or image.site in kept]
 
 
@@ -143,7 +142,8 @@ def _images(root: Path, listed: Sequence[Listed], options: Folder) -> Decoded:
     facts = [[i.name, s.st_size, s.st_mtime_ns] for i, s in zip(listed, stats, strict=True)]
     how = "" if options.fit == "stretch" else options.fit
     size = "auto" if options.size is None else f"{options.size[0]}x{options.size[1]}"
-    place, whose = cache.folder("images"), f"{_digest(str(root.resolve()) + chosen_words(options))}-{size}{how}"
+    sites = f" sites={options.sites} without={options.without}" if options.chooses_sites() else ""
+    place, whose = cache.folder("images"), f"{_digest(str(root.resolve()) + sites)}-{size}{how}"
     file = place / f"{whose}-{_digest(json.dumps([3, options.on_bad, facts]))}.npz"
     with suppress(OSError, ValueError, KeyError, EOFError), np.load(file, allow_pickle=False) as kept:
         if len(kept["x"]) == len(kept["kept"]):

@@ -114,39 +114,33 @@ def decode_all(
     skip: bool = False,
 ) -> Decoded:
     """All images, grey only if all are; unreadable ones are named, and refused unless they may be skipped."""
-    files, before = _Files(sources, names, where, skip), -1
-    while len(files.left) != before:  # once more where some were left out: nothing of them decides size and colour
-        before = len(files.left)
-        headers = files.each(_header, "looking at")
+    left, bad = list(range(len(sources))), list[str]()
+
+    def each(work: Callable[[ImageFile], A], verb: str) -> list[A]:
+        """The result of `work` for every image that is left; unreadable ones are left out from now on, or refused."""
+        results = _each(work, [sources[k] for k in left], verb)
+        broken = {k: error for k, error in zip(left, results, strict=True) if isinstance(error, _Unreadable)}
+        bad.extend(f"{names[k]} ({error.reason})" for k, error in broken.items())
+        if broken and (not skip or len(broken) == len(left)):
+            way = "" if skip else ", or leave them out with data.on_bad=skip"
+            lost = f"{len(bad)} of {len(names)} images cannot be read: {some(bad, _SOME)}"
+            raise UserError(f"{where}: {lost}; repair or remove them{way}")
+        left[:] = [k for k in left if k not in broken]
+        return [result for result in results if not isinstance(result, _Unreadable)]
+
+    before = -1
+    while len(left) != before:  # once more where some were left out: nothing of them decides size and colour
+        before = len(left)
+        headers = each(_header, "looking at")
         chosen, channels, notes = _decided(headers, size)
-        pixels = files.each(partial(decode, size=chosen, channels=channels, fit=fit), "decoding")
-    if files.bad:
-        lost = f"{len(files.bad)} of {len(sources)} images cannot be read and are left out"
-        notes.insert(0, f"{where}: {lost}: {some(files.bad, _MANY)}")
-    pages = [f"{names[k]} has {image.pages}" for k, image in zip(files.left, headers, strict=True) if image.pages > 1]
+        pixels = each(partial(decode, size=chosen, channels=channels, fit=fit), "decoding")
+    if bad:
+        lost = f"{len(bad)} of {len(sources)} images cannot be read and are left out"
+        notes.insert(0, f"{where}: {lost}: {some(bad, _MANY)}")
+    pages = [f"{names[k]} has {image.pages}" for k, image in zip(left, headers, strict=True) if image.pages > 1]
     if pages:
         notes.append(f"{where}: of files with several pages or frames the first is used: {some(pages, _SOME)}")
-    return Decoded(np.stack(pixels), files.left, tuple(notes))
-
-
-class _Files:
-    """Images to work on: those that are left, and sentences on those that could not be read."""
-
-    def __init__(self, sources: Sequence[ImageFile], names: Sequence[str], where: str, skip: bool):
-        self.sources, self.names, self.where, self.skip = sources, names, where, skip
-        self.left, self.bad = list(range(len(sources))), list[str]()
-
-    def each(self, work: Callable[[ImageFile], A], verb: str) -> list[A]:
-        """The result of `work` for every image that is left; unreadable ones are left out from now on, or refused."""
-        results = _each(work, [self.sources[k] for k in self.left], verb)
-        broken = {k: error for k, error in zip(self.left, results, strict=True) if isinstance(error, _Unreadable)}
-        self.bad += [f"{self.names[k]} ({error.reason})" for k, error in broken.items()]
-        if broken and (not self.skip or len(broken) == len(self.left)):
-            way = "" if self.skip else ", or leave them out with data.on_bad=skip"
-            lost = f"{len(self.bad)} of {len(self.names)} images cannot be read: {some(self.bad, _SOME)}"
-            raise UserError(f"{self.where}: {lost}; repair or remove them{way}")
-        self.left = [k for k in self.left if k not in broken]
-        return [result for result in results if not isinstance(result, _Unreadable)]
+    return Decoded(np.stack(pixels), left, tuple(notes))
 
 
 def _decided(headers: Sequence[_Header], size: tuple[int, int] | None) -> tuple[tuple[int, int], int, list[str]]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from fednh import extras
 from fednh.data.dataset import Dataset
-from fednh.data.sources.base import Source, restricted
+from fednh.data.sources.base import Source
 from fednh.data.sources.columns import numbered, spelling
 from fednh.data.sources.csv import EXTRA
 from fednh.data.sources.npz import KEYS, MEDMNIST_KEYS, from_arrays
@@ -136,7 +136,7 @@ class Memory(Tabular):
         else:
             arrays, agreed = _with_numbers(_arrays(data), self.classes or [])
             found = _named_by_checksum(from_arrays("memory", "data", arrays, agreed, self.group))
-        return restricted(found, self, "data")
+        return self.restricted(found, "data")
 
     @classmethod
     def file(cls, address: str) -> Path | None:

@@ -21,12 +21,12 @@ from fednh.data.inspection import vector_identifiers
 from fednh.data.published import PUBLISHED
 from fednh.data.published.base import DownloadProgress
 from fednh.data.published.base import download as download_files
-from fednh.data.sources.base import AGREED, Source, restricted
+from fednh.data.sources.base import AGREED, Source
 from fednh.data.sources.builtin import BUILTIN
 from fednh.data.sources.columns import alike
 from fednh.data.sources.folder import Folder
 from fednh.data.sources.hf import HuggingFace
-from fednh.data.sources.memory import Memory, Python, is_given
+from fednh.data.sources.memory import Memory, Python
 from fednh.data.sources.npz import Npz
 from fednh.data.sources.table import Csv, Parquet
 from fednh.data.splits import merged, with_test_set
@@ -60,7 +60,7 @@ def load(name: str, folder: Path, settings: Mapping[str, Any] | None = None) -> 
     kind, address = found
     source = build(kind, settings or {})
     data = source.read(name, address)
-    data = _complete(data if kind.chooses else restricted(data, source, name), source, name)
+    data = _complete(data if kind.chooses else source.restricted(data, name), source, name)
     return merged(data, source.test_share) if (settings or {}).get("merge_test") else data
 
 
@@ -183,27 +183,3 @@ def listing() -> list[Available]:
         where = f"your own, for example {kind.prefix}:{kind.example}; settings below data: {takes}"
         lines.append(Available(kind.form(), kind.help + more, True, where))
     return lines
-
-
-__all__ = [
-    "BUILTIN",
-    "PUBLISHED",
-    "SOURCES",
-    "Available",
-    "Source",
-    "absolute",
-    "agreed",
-    "available",
-    "build",
-    "download",
-    "file_of",
-    "find",
-    "is_given",
-    "listing",
-    "load",
-    "of_file",
-    "settings",
-    "taken",
-    "uses",
-    "with_prefix",
-]

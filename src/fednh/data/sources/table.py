@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from fednh.data import inspection
 from fednh.data.dataset import Dataset, Inputs, Labels
 from fednh.data.scaling import measure
-from fednh.data.sources import base, columns
+from fednh.data.sources import columns
 from fednh.data.sources.base import Column, Columns, Decimal, Encoding, Names, Separator, Source
 from fednh.data.sources.columns import MISSING, in_order, numbered
 from fednh.data.sources.csv import (
@@ -138,8 +138,8 @@ def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Data
         raise UserError(f"{where} holds no row")
     from_csv = is_from_csv(table)
     sites = columns.names(table.column(site), site, where, from_csv) if site else []
-    if base.is_made(options):
-        chosen = base.rows_of(sites, options, where)
+    if options.chooses_sites():
+        chosen = options.chosen_rows(sites, where)
         table, test, sites = table.filter(chosen), test[chosen], list(compress(sites, chosen))
     groups = columns.names(table.column(group), group, where, from_csv) if group else []
     y, classes = _labels(table, label, where, options)
@@ -212,7 +212,7 @@ def encode(
             found, known = columns.categories(table.column(name), name, where), column["values"]
             one_hot = columns.one_hot_index(found, known)
             notes += _unknown(where, name, len(table), found.missing(known), one_hot.unseen)
-            features.append(np.eye(len(known) + 1, dtype=np.float32)[one_hot.index])
+            features.append(np.eye(len(known) + 1, dtype=np.float32)[one_hot.codes])
     return np.concatenate(features, axis=1).astype(np.float32), tuple(notes)
 
 
