@@ -16,7 +16,8 @@ from fednh.callbacks.screen import screen_for
 from fednh.config import Config, load, validate
 from fednh.config.options import SHORT_OPTIONS
 from fednh.data.dataset import Dataset
-from fednh.data.sources.registry import is_given, taken
+from fednh.data.sources.memory import is_given
+from fednh.data.sources.registry import taken
 from fednh.errors import Notice, UserError
 from fednh.federated.setup import build_federation, fingerprint_of
 from fednh.inference.model import Model, load_model

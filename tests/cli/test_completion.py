@@ -16,7 +16,8 @@ from fednh.callbacks.trackers import TRACKERS
 from fednh.cli import app
 from fednh.config import PRESETS
 from fednh.data.partitions import PARTITIONS
-from fednh.data.sources.registry import BUILTIN, PUBLISHED
+from fednh.data.published import PUBLISHED
+from fednh.data.sources.builtin import BUILTIN
 from fednh.methods import METHODS
 from fednh.models import MODELS
 from fednh.report.figures import FIGURES

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fednh.data.published import download
-from fednh.data.published.base import RemoteFile
+from fednh.data.published import PUBLISHED
+from fednh.data.published.base import RemoteFile, download
 from fednh.data.sources import registry
+from fednh.data.sources.builtin import BUILTIN
 from fednh.errors import UserError
 
 CONTENT = np.random.default_rng(0).bytes(700_000)
@@ -91,7 +92,7 @@ def closed_port() -> int:
 def test_a_fresh_download(server: Server, tmp_path: Path) -> None:
     seen: list[tuple[int, int | None]] = []
     files = remote(f"{server.address}/file.bin")
-    said = download.get("set", tmp_path / "new", lambda *at: seen.append(at), files=files)
+    said = download("set", files, tmp_path / "new", lambda *at: seen.append(at))
     assert said == f"set: downloaded sub/file.bin to {tmp_path / 'new'}"
     assert (tmp_path / "new/sub/file.bin").read_bytes() == CONTENT
     assert [path.name for path in (tmp_path / "new/sub").iterdir()] == ["file.bin"]
@@ -100,7 +101,7 @@ def test_a_fresh_download(server: Server, tmp_path: Path) -> None:
     assert seen[-1] == (len(CONTENT), len(CONTENT))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
-    assert download.get("set", tmp_path / "new", files=files) == f"set is already complete in {tmp_path / 'new'}"
+    assert download("set", files, tmp_path / "new") == f"set is already complete in {tmp_path / 'new'}"
     assert len(server.ranges) == 1
 
 
@@ -108,7 +109,7 @@ def test_resumes_a_half_file(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file.bin.part").write_bytes(CONTENT[:300_000])
     seen: list[tuple[int, int | None]] = []
     files = remote(f"{server.address}/file.bin", name="file.bin")
-    download.get("set", tmp_path, lambda *at: seen.append(at), files=files)
+    download("set", files, tmp_path, lambda *at: seen.append(at))
     assert server.ranges == ["bytes=300000-"]
     assert seen[0] == (300_000, len(CONTENT))
     assert (tmp_path / "file.bin").read_bytes() == CONTENT
@@ -118,14 +119,14 @@ def test_resumes_a_half_file(server: Server, tmp_path: Path) -> None:
 def test_starts_over_where_the_server_cannot_resume(server: Server, tmp_path: Path) -> None:
     server.knows_ranges = False
     (tmp_path / "file.bin.part").write_bytes(CONTENT[:300_000])
-    download.get("set", tmp_path, files=remote(f"{server.address}/file.bin", name="file.bin"))
+    download("set", remote(f"{server.address}/file.bin", name="file.bin"), tmp_path)
     assert server.ranges == ["bytes=300000-"]
     assert (tmp_path / "file.bin").read_bytes() == CONTENT
 
 
 def test_a_part_that_is_already_complete(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file.bin.part").write_bytes(CONTENT)
-    download.get("set", tmp_path, files=remote(f"{server.address}/file.bin", name="file.bin"))
+    download("set", remote(f"{server.address}/file.bin", name="file.bin"), tmp_path)
     assert (tmp_path / "file.bin").read_bytes() == CONTENT
 
 
@@ -134,7 +135,7 @@ def test_a_wrong_range_is_not_pasted_in(server: Server, tmp_path: Path) -> None:
     part = tmp_path / "file.bin.part"
     part.write_bytes(CONTENT[:300_000])
     with pytest.raises(UserError, match="another range"):
-        download.get("set", tmp_path, files=remote(f"{server.address}/file.bin", name="file.bin"))
+        download("set", remote(f"{server.address}/file.bin", name="file.bin"), tmp_path)
     assert part.read_bytes() == CONTENT[:300_000]
 
 
@@ -142,10 +143,10 @@ def test_a_broken_connection_is_resumed_by_the_next_call(server: Server, tmp_pat
     server.cut_after = 400_000
     files = remote(f"{server.address}/file.bin", name="file.bin")
     with pytest.raises(UserError, match=r"after 400000 of 700000 bytes.*run the command again"):
-        download.get("set", tmp_path, files=files)
+        download("set", files, tmp_path)
     assert not (tmp_path / "file.bin").exists()
     server.cut_after = None
-    download.get("set", tmp_path, files=files)
+    download("set", files, tmp_path)
     assert server.ranges == [None, "bytes=400000-"]
     assert (tmp_path / "file.bin").read_bytes() == CONTENT
 
@@ -155,14 +156,14 @@ def test_a_wrong_checksum_deletes_the_part(server: Server, tmp_path: Path, start
     (tmp_path / "file.bin.part").write_bytes(start)
     sha256 = SUM if start else "0" * 64
     with pytest.raises(UserError, match="checksum differs") as caught:
-        download.get("set", tmp_path, files=remote(f"{server.address}/file.bin", name="file.bin", sha256=sha256))
+        download("set", remote(f"{server.address}/file.bin", name="file.bin", sha256=sha256), tmp_path)
     assert server.address in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_second_address_is_tried(server: Server, tmp_path: Path) -> None:
     addresses = (f"http://127.0.0.1:{closed_port()}/file.bin", f"{server.address}/gone", f"{server.address}/file.bin")
-    download.get("set", tmp_path, files=remote(*addresses))
+    download("set", remote(*addresses), tmp_path)
     assert (tmp_path / "sub/file.bin").read_bytes() == CONTENT
 
 
@@ -171,7 +172,7 @@ def test_without_a_network_the_way_by_hand_is_shown(tmp_path: Path, monkeypatch:
     address = f"http://127.0.0.1:{closed_port()}"
     files = [RemoteFile(f"sub/{name}", SUM, (f"{address}/{name}",)) for name in ("a", "b")]
     with pytest.raises(UserError, match="refused") as caught:
-        download.get("set", tmp_path, files=files)
+        download("set", files, tmp_path)
     text = str(caught.value)
     for name in ("a", "b"):
         assert f"{address}/{name} as {tmp_path}/sub/{name}" in text
@@ -180,13 +181,13 @@ def test_without_a_network_the_way_by_hand_is_shown(tmp_path: Path, monkeypatch:
 
 def test_http_errors_are_said(server: Server, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="HTTP 404"):
-        download.get("set", tmp_path, files=remote(f"{server.address}/gone"))
+        download("set", remote(f"{server.address}/gone"), tmp_path)
 
 
 def test_a_file_of_somebody_else_is_not_overwritten(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file.bin").write_bytes(b"mine")
     with pytest.raises(UserError, match="not the published file"):
-        download.get("set", tmp_path, files=remote(f"{server.address}/file.bin", name="file.bin"))
+        download("set", remote(f"{server.address}/file.bin", name="file.bin"), tmp_path)
     assert (tmp_path / "file.bin").read_bytes() == b"mine"
     assert server.ranges == []
 
@@ -194,21 +195,21 @@ def test_a_file_of_somebody_else_is_not_overwritten(server: Server, tmp_path: Pa
 def test_a_folder_that_cannot_be_written(server: Server, tmp_path: Path) -> None:
     (tmp_path / "data").write_text("a file in the way")
     with pytest.raises(UserError, match="cannot use"):
-        download.get("set", tmp_path / "data", files=remote(f"{server.address}/file.bin"))
+        download("set", remote(f"{server.address}/file.bin"), tmp_path / "data")
 
 
 def test_names_without_a_download(tmp_path: Path) -> None:
-    for name in registry.BUILTIN:
-        assert "built in" in download.get(name, tmp_path)
+    for name in BUILTIN:
+        assert "built in" in registry.download(name, tmp_path)
     for kind in registry.SOURCES.values():
         with pytest.raises(UserError, match="is data of your own"):
-            download.get(f"{kind.prefix}:{kind.example}", tmp_path)
+            registry.download(f"{kind.prefix}:{kind.example}", tmp_path)
     with pytest.raises(UserError, match="did you mean 'cifar100'"):
-        download.get("cifar-100", tmp_path)
+        registry.download("cifar-100", tmp_path)
 
 
 def test_every_published_set_can_be_downloaded_over_https() -> None:
-    for published in registry.PUBLISHED.values():
+    for published in PUBLISHED.values():
         assert published.files
         for file in published.files:
             assert len(bytes.fromhex(file.sha256)) == 32
@@ -217,7 +218,7 @@ def test_every_published_set_can_be_downloaded_over_https() -> None:
 
 
 def test_downloaded_files_lie_where_they_are_looked_for(tmp_path: Path) -> None:
-    for name, published in registry.PUBLISHED.items():
+    for name, published in PUBLISHED.items():
         for file in published.files:
             (tmp_path / file.name).parent.mkdir(exist_ok=True)
             (tmp_path / file.name).write_bytes(b"")

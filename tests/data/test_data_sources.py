@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fednh.data.published import cifar, idx
+from fednh.data.published import PUBLISHED, cifar, idx
 from fednh.data.sources import registry
+from fednh.data.sources.builtin import BUILTIN
 from fednh.errors import UserError
 
 IMAGES = {"cifar10": (32, 32, 3), "cifar100": (32, 32, 3), "fashion_mnist": (28, 28), "mnist": (28, 28)}
@@ -51,7 +52,7 @@ def write_idx(path: Path, shade: int) -> None:
 def test_a_named_npz(folder: Path, name: str) -> None:
     write_npz(folder / f"{name}.npz", IMAGES[name], CLASSES[name], y_train_coarse=np.zeros(3))
     found = registry.load(name, folder)
-    known = registry.PUBLISHED[name]
+    known = PUBLISHED[name]
     assert found.name == name
     assert found.num_classes == CLASSES[name]
     assert len(set(found.classes)) == CLASSES[name]
@@ -156,7 +157,7 @@ def test_own_npz_by_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         registry.load("npz:", folder)
 
 
-@pytest.mark.parametrize("name", registry.BUILTIN)
+@pytest.mark.parametrize("name", BUILTIN)
 def test_built_in_sets_need_no_folder(name: str, tmp_path: Path) -> None:
     assert registry.load(name, tmp_path / "nowhere").name == name
 
@@ -168,7 +169,7 @@ def test_unknown_names(folder: Path) -> None:
         registry.load("zzzz", folder)
 
 
-@pytest.mark.parametrize("name", registry.PUBLISHED)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_missing_data_says_where_what_and_how(folder: Path, name: str) -> None:
     with pytest.raises(UserError) as caught:
         registry.load(name, folder)
@@ -182,7 +183,7 @@ def test_missing_data_says_where_what_and_how(folder: Path, name: str) -> None:
 
 
 def test_the_message_names_every_place_that_is_looked_at(folder: Path) -> None:
-    for published in registry.PUBLISHED.values():
+    for published in PUBLISHED.values():
         inside = [place.path for place in published.all_places(folder) if folder in place.path.parents]
         assert len(inside) >= 3
         for path in inside:
@@ -214,8 +215,8 @@ def test_an_unreadable_folder(folder: Path) -> None:
 def test_available_tells_present_from_absent(folder: Path) -> None:
     write_npz(folder / "cifar10.npz", (32, 32, 3), 10)
     lines = {line.name: line for line in registry.available(folder)}
-    assert set(lines) == {*registry.BUILTIN, *registry.PUBLISHED}
-    assert {name for name, line in lines.items() if line.present} == {*registry.BUILTIN, "cifar10"}
+    assert set(lines) == {*BUILTIN, *PUBLISHED}
+    assert {name for name, line in lines.items() if line.present} == {*BUILTIN, "cifar10"}
     assert lines["cifar10"].where == str(folder / "cifar10.npz")
     assert "cifar-100-python.tar.gz" in lines["cifar100"].where
 

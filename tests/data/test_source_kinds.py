@@ -20,9 +20,10 @@ import pytest
 import fednh
 from fednh.cli import completion
 from fednh.config import Config
-from fednh.data.published import PUBLISHED, Published, download
+from fednh.data.published import PUBLISHED, Published
 from fednh.data.published.base import RemoteFile
 from fednh.data.sources import registry as sources
+from fednh.data.sources.base import Source
 from fednh.data.sources.registry import SOURCES
 from fednh.errors import UserError
 from fednh.flower.site_config import SAFE_DATA, Policy
@@ -74,8 +75,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 import fednh
 from fednh.cli import app
-from fednh.data.published import download
-from fednh.data.sources import load, with_prefix
+from fednh.data.sources.registry import download, load, with_prefix
 from fednh.errors import UserError
 from fednh.flower.site_config import SAFE_DATA
 
@@ -104,7 +104,7 @@ print(json.dumps({
     "empty": refused(load, "lines:", Path("nowhere")),
     "range": say("inspect", "--data", "lines:p.lines", "--set", "data.skip=10"),
     "setting": say("inspect", "--data", "lines:p.lines", "--set", "data.skipp=1"),
-    "download": refused(download.get, "lines:p.lines", Path("nowhere")),
+    "download": refused(download, "lines:p.lines", Path("nowhere")),
     "bare": with_prefix("p.lines"),
     "safe": "skip" in SAFE_DATA,
 }))
@@ -165,7 +165,7 @@ def test_a_new_published_set_is_one_description(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UserError, match=r"stars is not in the data folder .*: run `fednh data get stars`"):
         sources.load("stars", data)
     assert ("stars", "stars, 4x4 grey", False, f"{data}: stars.npz") in sources.available(data)
-    assert download.get("stars", data) == f"stars: downloaded stars.npz to {data}"
+    assert sources.download("stars", data) == f"stars: downloaded stars.npz to {data}"
     found = sources.load("stars", data)
     assert (found.classes, found.mean, len(found.y_train), len(found.y_test)) == (("near", "far"), (0.5,), 10, 4)
     assert sources.file_of("stars", data) == data / "stars.npz"
@@ -176,7 +176,7 @@ def test_a_new_published_set_is_one_description(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("kind", SOURCES.values(), ids=SOURCES)
-def test_every_kind_is_complete_and_documented(kind: type[sources.Source]) -> None:
+def test_every_kind_is_complete_and_documented(kind: type[Source]) -> None:
     for fact in (kind.prefix, kind.address, kind.example, kind.help):
         assert fact
     assert f"`{kind.form()}`" in (ROOT / "docs" / "own-data.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from torch import nn
 
 from conftest import identical
 from fednh.errors import UserError
-from fednh.models import build_net, choose
+from fednh.models import build_net, default_model
 from fednh.tree import Tree, prefix, select
 
 
@@ -21,7 +21,7 @@ from fednh.tree import Tree, prefix, select
     [((2,), "mlp", 64), ((1, 8, 8), "mlp", 64), ((1, 28, 28), "conv2", 192), ((3, 64, 64), "resnet18", 512)],
 )
 def test_chosen_by_shape(shape: tuple[int, ...], name: str, dim: int) -> None:
-    assert choose(shape) == name
+    assert default_model(shape) == name
     net = build_net("auto", shape, 5)
     assert (net.name, net.dim) == (name, dim)
 

@@ -100,7 +100,7 @@ def test_body_and_head_compute_what_the_whole_does(timm: object) -> None:
     whole = timm.create_model("mobilenetv3_small_050", in_chans=1, num_classes=5).eval()  # type: ignore[attr-defined]
     state = {f"head.{n[11:]}" if n.startswith("classifier.") else f"body.{n}": v for n, v in whole.state_dict().items()}
     x = torch.randn(2, 1, 32, 32)
-    net.lend({name: state[name] for name in net.norm})
+    net.bind_norm({name: state[name] for name in net.norm})
     with torch.no_grad():
         torch.testing.assert_close(net.logits({n: v for n, v in state.items() if n not in net.norm}, x), whole(x))
     assert build_net("timm:convnext_atto", (3, 32, 32), 5).head == "head.fc"

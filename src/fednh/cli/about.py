@@ -160,7 +160,7 @@ def data_get(
     """Download a data set's canonical archive, checked against its known checksum; resumes what was broken off."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    from fednh.data.published.download import get
+    from fednh.data.sources.registry import download
     from fednh.io.cache import data_folder
 
     folder = data_folder(data_dir)
@@ -168,8 +168,10 @@ def data_get(
         TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console_for_people(stderr=True)
     ) as bar:
         task = bar.add_task(name, total=None, visible=False)
-        message = get(name, folder, lambda done, total: bar.update(task, completed=done, total=total, visible=True))
-    typer.echo(message)
+        outcome = download(
+            name, folder, lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+        )
+    typer.echo(outcome)
 
 
 @app.command()

@@ -37,13 +37,15 @@ def _partitions() -> Iterable[str]:
 
 
 def _data() -> list[str]:
-    from fednh.data.sources.registry import BUILTIN, PUBLISHED, SOURCES
+    from fednh.data.published import PUBLISHED
+    from fednh.data.sources.builtin import BUILTIN
+    from fednh.data.sources.registry import SOURCES
 
     return [*BUILTIN, *PUBLISHED, *(f"{kind}:" for kind in SOURCES)]
 
 
 def _published() -> Iterable[str]:
-    from fednh.data.sources.registry import PUBLISHED
+    from fednh.data.published import PUBLISHED
 
     return PUBLISHED
 

@@ -13,7 +13,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from fednh.config.schema import DEFAULT_METHOD, WRITTEN, Config, build_method, explain
-from fednh.data.sources.folder_layout import is_file
+from fednh.data.sources.folder import is_group_file
 from fednh.data.sources.registry import absolute
 from fednh.errors import Ignored, UserError, did_you_mean
 from fednh.io.files import expanded
@@ -71,7 +71,7 @@ def _make_paths_absolute(tree: dict[str, Any]) -> None:
         data["dir"] = str(expanded(data["dir"]).absolute())
     if isinstance(data.get("name"), str):
         data["name"] = absolute(data["name"])
-        if data["name"].startswith("folder:") and isinstance(data.get("group"), str) and is_file(data["group"]):
+        if data["name"].startswith("folder:") and isinstance(data.get("group"), str) and is_group_file(data["group"]):
             data["group"] = str(expanded(data["group"]).absolute())
 
 

@@ -17,15 +17,12 @@ from fednh.data.dataset import Dataset
 from fednh.errors import Refused, UserError
 from fednh.seeding import torch_rng
 
-# --- augment --------------------------------------------------------------------------------------------------------
-# Augmentation of whole batches at once: seeded tensor code, no Python per sample.
-
-
-PADDING = 4
+PADDING = 4  # black pixels around an image before a random crop
+EVAL_BATCH = 128  # larger ones leave the processor's cache: a third slower for Conv2
 
 
 def crop_flip(images: Tensor, rng: torch.Generator) -> Tensor:  # uint8 (B, H, W, C) -> the same
-    """A random crop after padding with 4 black pixels, and a horizontal flip with probability 1/2.
+    """Augment a whole batch: a random crop after padding, and a horizontal flip with probability 1/2.
 
     Every sample's rows and columns are chosen by index, so a flip is only a column index that runs backwards.
     """
@@ -39,12 +36,6 @@ def crop_flip(images: Tensor, rng: torch.Generator) -> Tensor:  # uint8 (B, H, W
     row_start = (torch.arange(batch)[:, None] * padded.shape[1] + rows) * padded.shape[2]  # (B, H)
     pixel = (row_start[:, :, None] + columns[:, None, :]).flatten().to(images.device)
     return padded.reshape(-1, channels).index_select(0, pixel).view(batch, height, width, channels)
-
-
-# --- batches --------------------------------------------------------------------------------------------------------
-
-
-EVAL_BATCH = 128  # larger ones leave the processor's cache: a third slower for Conv2
 
 
 @dataclass(frozen=True)

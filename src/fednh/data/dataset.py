@@ -1,13 +1,14 @@
-"""The contents of a data set in a form that can be compared: what was read, not the file it was read from.
+"""Dataset: arrays, class names, and how inputs become floats, for the rest of the program.
 
-So a table that was saved again is the same table, and rows in another order are not.
+Its fingerprint is of the contents, not of the file that they were read from: a table that was saved again is the same
+table, and rows in another order are not.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,17 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.errors import UserError, nearest
+from fednh.text import some
 
-# --- dataset --------------------------------------------------------------------------------------------------------
-# Dataset: arrays, class names, and how inputs become floats, for the rest of the program.
-
+CHUNK = 16 << 20  # bytes that one thread hashes at a time
 
 Inputs = NDArray[np.uint8] | NDArray[np.float32]
 Labels = NDArray[np.int64]
 
 
 class Arrays(NamedTuple):
-    """What a reader finds in a file; the registry adds names and normalisation and makes it a `Dataset`."""
+    """The arrays of a file; the registry adds names and normalisation and makes it a `Dataset`."""
 
     x_train: Inputs
     y_train: Labels
@@ -62,9 +62,9 @@ class Dataset:
     group_train: Labels | None = None  # the number of every training sample's group, which is never separated
     fitted: bool = False  # mean and std were measured on the training samples; a run measures its own (scaling.py)
     preprocessing: dict[str, Any] = field(default_factory=dict)  # how a raw input becomes a sample, for model cards
-    reading: dict[str, str] = field(default_factory=dict)  # the form of the file, where it had to be found
-    warnings: tuple[str, ...] = ()  # what in the raw data will hurt, in such sentences
-    notes: tuple[str, ...] = ()  # what was done to the raw data, in sentences for the person who owns it
+    reading: dict[str, str] = field(default_factory=dict)  # the detected dialect of a CSV file
+    warnings: tuple[str, ...] = ()  # problems of the raw data, in sentences
+    notes: tuple[str, ...] = ()  # what was done to the raw data, in sentences for its owner
 
     @property
     def is_image(self) -> bool:
@@ -86,7 +86,7 @@ class Dataset:
     def fingerprint(self) -> dict[str, Any]:
         """A fingerprint of all samples (contents, labels, names, order), to be compared when a run is resumed."""
         sites = [] if self.site_test is None else [self.site_test]
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "classes": list(self.classes),
             "train": len(self.y_train),
             "test": len(self.y_test),
@@ -95,13 +95,13 @@ class Dataset:
             **({} if self.group_train is None else {"groups": digest(self.group_train)}),
         }
         if self.site_train is None:
-            return {**found, "inputs": digest(self.x_train), "labels": digest(self.y_train)}
-        rows = {name: self.site_train == number for number, name in enumerate(self.sites)}
+            return {**facts, "inputs": digest(self.x_train), "labels": digest(self.y_train)}
+        masks = {name: self.site_train == number for number, name in enumerate(self.sites)}
         by_site = {
-            name: {"samples": int(mine.sum()), "sha256": digest(self.x_train[mine], self.y_train[mine])}
-            for name, mine in rows.items()
+            name: {"samples": int(mask.sum()), "sha256": digest(self.x_train[mask], self.y_train[mask])}
+            for name, mask in masks.items()
         }
-        return {**found, "sites": by_site, "order": digest(self.site_train)}
+        return {**facts, "sites": by_site, "order": digest(self.site_train)}
 
     def __post_init__(self) -> None:
         if not self.preprocessing:
@@ -153,32 +153,37 @@ class Dataset:
             raise UserError(f"{self.name}: a sample's site number lies outside the {len(self.sites)} sites")
 
 
+def select_rows(data: Dataset, train: NDArray[np.bool_], test: NDArray[np.bool_] | None = None) -> Dataset:
+    """The marked training samples and, if `test` is given, the marked test samples, with their sites and groups."""
+    kept = slice(None) if test is None else test
+    return replace(
+        data,
+        x_train=data.x_train[train],
+        y_train=data.y_train[train],
+        x_test=data.x_test[kept],
+        y_test=data.y_test[kept],
+        site_train=None if data.site_train is None else data.site_train[train],
+        site_test=None if data.site_test is None else data.site_test[kept],
+        group_train=None if data.group_train is None else data.group_train[train],
+    )
+
+
 def one_site(data: Dataset, name: str) -> Dataset:
-    """What one site holds: its rows, training and test, where the data say which are its own, else all of them."""
-    train, test = np.ones(len(data.y_train), np.bool_), np.ones(len(data.y_test), np.bool_)
+    """The training and test samples of one site; all of them where the data do not name sites."""
     if data.site_train is not None:
         if name not in data.sites:
             raise UserError(f"{data.name} has no site {name!r}{nearest(name, data.sites)}")
-        train = data.site_train == data.sites.index(name)
-        if data.site_test is not None:
-            test = data.site_test == data.sites.index(name)
-    rows: dict[str, Any] = {"x_train": data.x_train[train], "y_train": data.y_train[train]}
-    rows["group_train"] = None if data.group_train is None else data.group_train[train]
-    rows |= {"x_test": data.x_test[test], "y_test": data.y_test[test]}
-    here, there = np.zeros(int(train.sum()), np.int64), np.zeros(int(test.sum()), np.int64)
-    return replace(data, sites=(name,), site_train=here, site_test=there, **rows)
-
-
-# --- contents -------------------------------------------------------------------------------------------------------
-
-
-CHUNK = 16 << 20  # bytes that one thread hashes at a time
+        number = data.sites.index(name)
+        data = select_rows(
+            data, data.site_train == number, None if data.site_test is None else data.site_test == number
+        )
+    return replace(data, sites=(name,), site_train=np.zeros_like(data.y_train), site_test=np.zeros_like(data.y_test))
 
 
 def digest(*arrays: NDArray[Any]) -> str:
     """SHA-256 of the arrays' types, shapes and contents."""
     whole = hashlib.sha256()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashlib leaves Python's lock while it works
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashlib releases the GIL
         for array in arrays:
             view = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             whole.update(f"{array.dtype.str}{array.shape}".encode())
@@ -189,15 +194,15 @@ def digest(*arrays: NDArray[Any]) -> str:
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first difference between the data then and now, as the rest of a sentence, or None."""
-    told = next(_changes(before, now), None)
+    """The first difference between two fingerprints, as the rest of a sentence, or None."""
+    difference = next(_differences(before, now), None)
     sizes = [data.get("bytes") for data in (before, now)]
-    if told and None not in sizes and sizes[0] != sizes[1]:
-        told += f" ({before['path']} had {sizes[0]:,} bytes and has {sizes[1]:,})"
-    return told
+    if difference and None not in sizes and sizes[0] != sizes[1]:
+        difference += f" ({before['path']} had {sizes[0]:,} bytes and has {sizes[1]:,})"
+    return difference
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     if ("sites" in before) != ("sites" in now):
         yield "their samples come from sites now" if "sites" in now else "they do not name sites any more"
     then, here = before.get("sites", {}), now.get("sites", {})
@@ -205,9 +210,9 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
     if gone or new:
         yield " and ".join(filter(None, [_sites(gone, "missing"), _sites(new, "new")]))
     if list(then) != list(here):
-        yield f"the sites are in another order: {_some(then)} then, {_some(here)} now"
+        yield f"the sites are in another order: {some(list(then), 8)} then, {some(list(here), 8)} now"
     if before["classes"] != now["classes"]:
-        yield f"the classes were {_some(before['classes'])} and are {_some(now['classes'])}"
+        yield f"the classes were {some(before['classes'], 8)} and are {some(now['classes'], 8)}"
     for name in then:
         if then[name]["samples"] != here[name]["samples"]:
             yield (
@@ -235,9 +240,4 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
 def _sites(names: list[str], what: str) -> str:
     if not names:
         return ""
-    return f"the site {names[0]!r} is {what}" if len(names) == 1 else f"the sites {_some(names)} are {what}"
-
-
-def _some(names: Iterable[str], most: int = 8) -> str:
-    every = list(names)
-    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
+    return f"the site {names[0]!r} is {what}" if len(names) == 1 else f"the sites {some(names, 8)} are {what}"

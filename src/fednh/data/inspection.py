@@ -1,4 +1,13 @@
-"""What is in a data set and how it would be divided: counts, measures of imbalance, and warnings of what will hurt."""
+"""What is in a data set and how it would be divided: counts, measures of imbalance, and warnings of problems.
+
+Identifiers: features that number rows or people, and times, which a model can learn by heart. An increasing number in a
+file that is sorted by class gives away the class of every held-out row, and of no new one.
+
+Near copies: samples that are nearly the same on both sides of a split, such as an image saved again or a row measured
+twice. Images are compared as grey pictures of at most 16x16 pixels, whatever their brightness and contrast; rows by
+their standardised numbers, where their categories are the same. Of large sets a sample is compared, so the time is
+bounded.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +27,12 @@ from fednh.data.partitions.base import Indices, Partition, left_out
 from fednh.data.scaling import category_slots, measure
 from fednh.data.splits import not_divided
 from fednh.seeding import numpy_rng
+from fednh.text import some
 
-# --- identifiers ----------------------------------------------------------------------------------------------------
-# Features that look like identifiers: numbers of rows or of people, and times, which a model can learn by heart.
-#
-# An increasing number in a file that is sorted by class gives away the class of every held-out row, and of no new
-# one.
+FEW = 10  # samples of a class: with fewer, its accuracy is mostly chance
+FEW_HELD = 10  # held-out samples of a client: with fewer, its metrics are mostly chance
 
-
+# Identifiers
 LEAST = 20  # rows; with fewer, everything looks like one
 NUMBER_START = 1000  # rows that rule most features out
 PER_STEP = 3  # rows that one value of an ordered column may have, on average
@@ -36,6 +43,18 @@ _TELLING = re.compile(
     re.IGNORECASE,
 )
 _CAMEL = re.compile(r"[a-z](Id|ID|Nr|No)$")
+
+# Near copies
+MOST, MOST_OTHERS = 2_000, 20_000  # samples that are compared, and samples that each is compared with
+MOST_VALUES = 20_000_000  # numbers in all, of rows
+SIDE = 16  # pixels
+ALIKE = 0.998  # the least correlation of images that are nearly the same
+CLOSE = 0.02  # the largest distance of rows that are, in standard deviations, on average over the numbers
+FINE = 20  # a number with so many different values tells rows apart
+CHANCE = 1e-4  # how often a row may have a near one by chance: in few dimensions rows are close anyway
+BLOCK = 500
+
+Near = Callable[[slice], NDArray[np.bool_]]  # which of these rows is near to which of the others
 
 
 def number_identifiers(
@@ -56,7 +75,7 @@ def number_identifiers(
         return "is a number of its own in every row"
     if site is not None and _counts_sites(values, site[there]):
         return "numbers the rows of every site"
-    return _telling(name, len(np.unique(values)), len(values))
+    return _telling_name(name, len(np.unique(values)), len(values))
 
 
 def possible_identifier(start: NDArray[np.floating[Any]]) -> bool:
@@ -69,26 +88,25 @@ def word_identifiers(different: int, rows: int, name: str) -> str | None:
     """Why a text column looks like an identifier, or None."""
     if rows >= LEAST and 2 * different > rows:
         return "has a word of its own in most rows"
-    return _telling(name, different, rows)
+    return _telling_name(name, different, rows)
 
 
-def identifier_warning(where: str, what: str, found: Iterable[tuple[str, str]], remedy: str) -> list[str]:
-    """One warning on all features that were found, each with the reason."""
-    named = [f"{name!r} ({why})" for name, why in found]
-    more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+def identifier_warning(where: str, what: str, reasons: Iterable[tuple[str, str | None]], remedy: str) -> list[str]:
+    """One warning on all features that have a reason."""
+    named = [f"{name!r} ({why})" for name, why in reasons if why]
     words = f"{where}: {what} that look like identifiers, which a model learns by heart"
-    return [f"{words}: {', '.join(named[:5])}{more}; {remedy}"] if named else []
+    return [f"{words}: {some(named)}; {remedy}"] if named else []
 
 
-def in_vectors(x: Inputs, where: str, site: NDArray[np.int64] | None) -> list[str]:
-    """The same for features without names."""
-    some = [k for k in range(x.shape[1]) if possible_identifier(x[:NUMBER_START, k].astype(np.float64))]
-    reasons = ((str(k), number_identifiers(x[:, k].astype(np.float64), "x", site)) for k in some)
-    return identifier_warning(where, "features", [(k, why) for k, why in reasons if why], "leave them out")
+def vector_identifiers(x: Inputs, where: str, site: NDArray[np.int64] | None) -> list[str]:
+    """A warning of features without names that look like identifiers."""
+    possible = [k for k in range(x.shape[1]) if possible_identifier(x[:NUMBER_START, k].astype(np.float64))]
+    reasons = ((str(k), number_identifiers(x[:, k].astype(np.float64), "x", site)) for k in possible)
+    return identifier_warning(where, "features", reasons, "leave them out")
 
 
-def _telling(name: str, different: int, rows: int) -> str | None:
-    """A name that says so, of a column with many values."""
+def _telling_name(name: str, different: int, rows: int) -> str | None:
+    """The reason, if a column with many values is named as identifiers are."""
     called = _TELLING.search(name.strip()) or _CAMEL.search(name.strip())
     return "is called so" if called and different >= LEAST and different * PER_NAME >= rows else None
 
@@ -116,26 +134,7 @@ def _counts_sites(values: NDArray[np.float64], site: NDArray[np.int64]) -> bool:
     return bool(large) and all(_counts(values[site == k]) or _steady(values[site == k]) for k in large)
 
 
-# --- near copies ----------------------------------------------------------------------------------------------------
-# Samples that are nearly the same on both sides of a split: an image saved again, a row measured twice.
-#
-# Images are compared as grey pictures of at most 16x16 pixels, whatever their brightness and contrast; rows by their
-# standardised numbers, where their words are the same. Of large sets a sample is compared, so the time is bounded.
-
-
-MOST, MOST_OTHERS = 2_000, 20_000  # samples that are compared, and samples that each is compared with
-MOST_VALUES = 20_000_000  # numbers in all, of rows
-SIDE = 16  # pixels
-ALIKE = 0.998  # the least correlation of images that are nearly the same
-CLOSE = 0.02  # the largest distance of rows that are, in standard deviations, on average over the numbers
-FINE = 20  # a number with so many different values tells rows apart
-CHANCE = 1e-4  # how often a row may have a near one by chance: in few dimensions rows are close anyway
-BLOCK = 500
-
-Near = Callable[[slice], NDArray[np.bool_]]  # which of these rows is near to which of the others
-
-
-class Found(NamedTuple):
+class NearCopies(NamedTuple):
     """How many samples have a near copy among the others, and how many were compared."""
 
     copies: int
@@ -143,17 +142,17 @@ class Found(NamedTuple):
     others: int
 
 
-def near_copies(x: Inputs, mine: Indices, others: Inputs, theirs: Indices, preprocessing: dict[str, Any]) -> Found:
+def near_copies(x: Inputs, mine: Indices, others: Inputs, theirs: Indices, preprocessing: dict[str, Any]) -> NearCopies:
     """Samples x[mine] with a near copy in others[theirs]; within one array a sample is no copy of itself."""
     rng, most = numpy_rng(0, "near copies"), MOST_OTHERS
     if x.ndim == 2:
         most = min(most, MOST_VALUES // max(x.shape[1], 1))
-    mine, theirs = _sampled_index(mine, min(MOST, most), rng), _sampled_index(theirs, most, rng)
-    none = Found(0, len(mine), len(theirs))
+    mine, theirs = _sample(mine, min(MOST, most), rng), _sample(theirs, most, rng)
+    none = NearCopies(0, len(mine), len(theirs))
     if not len(mine) or not len(theirs):
         return none
     if x.ndim == 4:
-        near = _near_images(_pictures(x, mine), _pictures(others, theirs))
+        near = _near_images(_thumbnails(x, mine), _thumbnails(others, theirs))
     else:
         near = _near_rows(x[mine], others[theirs], preprocessing)
     count = 0
@@ -166,7 +165,7 @@ def near_copies(x: Inputs, mine: Indices, others: Inputs, theirs: Indices, prepr
     return none if by_chance else none._replace(copies=count)
 
 
-def _sampled_index(index: Indices, most: int, rng: np.random.Generator) -> Indices:
+def _sample(index: Indices, most: int, rng: np.random.Generator) -> Indices:
     return index if len(index) <= most else np.sort(rng.choice(index, most, replace=False))
 
 
@@ -174,10 +173,10 @@ def _near_images(one: NDArray[np.float32], two: NDArray[np.float32]) -> Near:
     return lambda rows: one[rows] @ two.T >= ALIKE
 
 
-def _pictures(x: Inputs, index: Indices) -> NDArray[np.float32]:  # (N, P)
+def _thumbnails(x: Inputs, index: Indices) -> NDArray[np.float32]:  # (N, P)
     """Small grey pictures of mean 0 and length 1; one without any contrast is 0."""
     edges = [np.unique(np.linspace(0, side, min(side, SIDE) + 1).astype(int)[:-1]) for side in x.shape[1:3]]
-    found = []
+    blocks = []
     for start in range(0, len(index), BLOCK):
         grey = x[index[start : start + BLOCK]].astype(np.float32).mean(axis=3)
         for axis, at in enumerate(edges, 1):
@@ -186,12 +185,12 @@ def _pictures(x: Inputs, index: Indices) -> NDArray[np.float32]:  # (N, P)
         flat = grey.reshape(len(grey), -1)
         flat = flat - flat.mean(axis=1, keepdims=True)
         length = np.linalg.norm(flat, axis=1, keepdims=True)
-        found.append(np.where(length > 1, flat / np.maximum(length, 1), 0).astype(np.float32))
-    return np.concatenate(found)
+        blocks.append(np.where(length > 1, flat / np.maximum(length, 1), 0).astype(np.float32))
+    return np.concatenate(blocks)
 
 
 def _near_rows(one: Inputs, two: Inputs, preprocessing: dict[str, Any]) -> Near:
-    """Nothing is near where too few numbers tell rows apart."""
+    """Rows by their standardised numbers; none is near where too few numbers tell rows apart."""
     slots = set(category_slots(preprocessing))
     numbers = [k for k in range(two.shape[1]) if k not in slots]
     fine = [k for k in numbers if len(np.unique(two[:, k])) > FINE]
@@ -219,13 +218,6 @@ def _by_chance(dimensions: int, rows: int) -> float:
     half = dimensions / 2
     ball = math.log(CHANCE / rows) + half * math.log(2 * math.pi) + math.lgamma(half + 1) - half * math.log(math.pi)
     return math.exp(ball / dimensions)
-
-
-# --- inspection -----------------------------------------------------------------------------------------------------
-
-
-FEW = 10  # samples of a class: with fewer, its accuracy is mostly chance
-FEW_HELD = 10  # held-out samples of a client: with fewer, its metrics are mostly chance
 
 
 @dataclass(frozen=True)
@@ -272,11 +264,11 @@ def inspect(data: Dataset, division: Division | None = None) -> dict[str, Any]:
     }
     warnings = [*data.warnings, *_class_warnings(data, train, test), *_exact_duplicates(data)]
     if division is None and not len(data.y_test):
-        warnings += _near_itself(data)
+        warnings += _near_duplicates(data)
     if division is not None:
         facts["clients"], more = _clients(data, division)
-        if words := left_out(division.partition, data, division.parts, division.held_out):
-            facts["notes"] += words
+        if notes := left_out(division.partition, data, division.parts, division.held_out):
+            facts["notes"] += notes
             used = np.bincount(data.y_train[np.concatenate([*division.parts, *division.held_out])], minlength=width)
             for row, n in zip(facts["classes"], used.tolist(), strict=True):
                 row["used"] = n
@@ -285,23 +277,23 @@ def inspect(data: Dataset, division: Division | None = None) -> dict[str, Any]:
 
 
 def _class_warnings(data: Dataset, train: NDArray[Any], test: NDArray[Any]) -> list[str]:
-    found = []
+    warnings = []
     few = [f"{name} ({n})" for name, n in zip(data.classes, train, strict=True) if 0 < n < FEW]
     none = [name for name, n in zip(data.classes, train, strict=True) if n == 0]
     if few:
-        found.append(f"classes with fewer than {FEW} training samples, too few to learn: {_some(few)}")
+        warnings.append(f"classes with fewer than {FEW} training samples, too few to learn: {some(few, 8)}")
     if none:
-        found.append(f"classes without any training sample: {_some(none)}")
+        warnings.append(f"classes without any training sample: {some(none, 8)}")
     if not len(data.y_test):
-        found.append("there is no test set: clients hold out some of their samples, and GM, PM(V), PM(L) are not known")
-        return found
-    found += about_test_set(data)
+        words = "there is no test set: clients hold out some of their samples, and GM, PM(V), PM(L) are not known"
+        return [*warnings, words]
+    warnings += about_test_set(data)
     if test.min() and test.max() > 1.5 * test.min():
-        found.append(
+        warnings.append(
             f"the test set is not balanced ({test.min()} to {test.max()} samples a class): GM and PM weigh "
             "classes, not samples, so one sample of a small class weighs much"
         )
-    return found
+    return warnings
 
 
 def about_test_set(data: Dataset) -> list[str]:
@@ -309,50 +301,53 @@ def about_test_set(data: Dataset) -> list[str]:
     train, test = (np.bincount(y, minlength=data.num_classes) for y in (data.y_train, data.y_test))
     if not test.any():
         return []
-    found, rows = [], list(zip(data.classes, train, test, strict=True))
+    warnings, rows = [], list(zip(data.classes, train, test, strict=True))
     if lacking := [name for name, n, m in rows if n and not m]:
-        found.append(f"classes missing in the test set, which are left out of GM, PM(V) and PM(L): {_some(lacking)}")
+        warnings.append(
+            f"classes missing in the test set, which are left out of GM, PM(V) and PM(L): {some(lacking, 8)}"
+        )
     if unseen := [f"{name} ({m})" for name, n, m in rows if m and not n]:
-        found.append(f"classes of test samples that no training sample has, so no model knows them: {_some(unseen)}")
-    return found
+        warnings.append(
+            f"classes of test samples that no training sample has, so no model knows them: {some(unseen, 8)}"
+        )
+    return warnings
 
 
 def _exact_duplicates(data: Dataset) -> list[str]:
     """Samples that are the same to the byte."""
     train, test = _digests(data.x_train), _digests(data.x_test)
-    found, seen = [], Counter(train)
-    if extra := len(train) - len(seen):
-        found.append(f"{extra:,} training samples are exact copies of others")
-    label: dict[bytes, int] = {}
-    torn = {d for d, y in zip(train, data.y_train.tolist(), strict=True) if label.setdefault(d, y) != y}
-    if torn:
-        found.append(f"{len(torn):,} training samples occur under more than one class")
-    if extra := len(test) - len(set(test)):
-        found.append(f"{extra:,} test samples are exact copies of others")
-    same = np.array([d in seen for d in test], bool)
-    if both := int(same.sum()):
-        found.append(f"{both:,} test samples are exact copies of training samples: results on them are too good")
+    warnings, label = [], dict[bytes, int]()
+    conflicting_labels = {d for d, y in zip(train, data.y_train.tolist(), strict=True) if label.setdefault(d, y) != y}
+    if copies := len(train) - len(label):
+        warnings.append(f"{copies:,} training samples are exact copies of others")
+    if conflicting_labels:
+        warnings.append(f"{len(conflicting_labels):,} training samples occur under more than one class")
+    if copies := len(test) - len(set(test)):
+        warnings.append(f"{copies:,} test samples are exact copies of others")
+    same = np.array([d in label for d in test], bool)
+    if copies := int(same.sum()):
+        warnings.append(f"{copies:,} test samples are exact copies of training samples: results on them are too good")
     near = near_copies(data.x_test, np.flatnonzero(~same), data.x_train, np.arange(len(train)), data.preprocessing)
-    return [*found, *_near(near, "test samples", "training samples")]
+    return [*warnings, *_near_warning(near, "test samples", "training samples")]
 
 
-def _near(found: Found, what: str, others: str) -> list[str]:
+def _near_warning(near: NearCopies, what: str, others: str) -> list[str]:
     """A sentence on near copies, with how many samples were compared."""
-    if not found.copies:
+    if not near.copies:
         return []
-    compared = f"{found.copies:,} of {found.samples:,} {what} that were compared with {found.others:,} {others}"
+    compared = f"{near.copies:,} of {near.samples:,} {what} that were compared with {near.others:,} {others}"
     return [
         f"{compared} are nearly copies of some: results are too good if they show the same person or thing; data.group "
         "keeps such samples together"
     ]
 
 
-def _near_itself(data: Dataset) -> list[str]:
-    """Where nothing is divided yet: near copies that a hold-out could separate."""
+def _near_duplicates(data: Dataset) -> list[str]:
+    """Before a division: near copies that holding samples out could separate."""
     counts = Counter(digests := _digests(data.x_train))
     single = np.array([k for k, digest in enumerate(digests) if counts[digest] == 1], np.int64)
     near = near_copies(data.x_train, single, data.x_train, np.arange(len(digests)), data.preprocessing)
-    return _near(near, "training samples", "others")
+    return _near_warning(near, "training samples", "others")
 
 
 def _digests(x: Inputs) -> list[bytes]:
@@ -381,38 +376,35 @@ def _clients(data: Dataset, how: Division) -> tuple[dict[str, Any], list[str]]:
 
 
 def _client_warnings(data: Dataset, how: Division, table: NDArray[Any], held: NDArray[Any]) -> list[str]:
-    found, has = not_divided(data, how.parts, how.held_out, how.names, float(held.any())), (table > 0).astype(np.int64)
+    warnings = not_divided(data, how.parts, how.held_out, how.names, float(held.any()))
+    has = (table > 0).astype(np.int64)
     if single := [name for name, row in zip(how.names, has, strict=True) if row.sum() == 1]:
-        found.append(f"clients with one class only, whose own model has nothing to decide: {_some(single)}")
+        warnings.append(f"clients with one class only, whose own model has nothing to decide: {some(single, 8)}")
     if len(table) > 1:
         shared = has @ has.T
         np.fill_diagonal(shared, 0)
         if alone := [name for name, row in zip(how.names, shared, strict=True) if not row.any()]:
-            found.append(f"clients that share no class with any other: {_some(alone)}")
+            warnings.append(f"clients that share no class with any other: {some(alone, 8)}")
         pairs = len(table) * (len(table) - 1) // 2
-        apart = pairs - int((shared > 0).sum()) // 2
-        if apart:
-            found.append(f"{apart:,} of {pairs:,} pairs of clients have no class in common")
+        if apart := pairs - int((shared > 0).sum()) // 2:
+            warnings.append(f"{apart:,} of {pairs:,} pairs of clients have no class in common")
         if rare := [c for c, n in zip(data.classes, has.sum(0), strict=True) if n == 1]:
-            found.append(f"classes that one client alone has: {_some(rare)}")
+            warnings.append(f"classes that one client alone has: {some(rare, 8)}")
     if held.any():
         if small := [name for name, n in zip(how.names, held, strict=True) if n < FEW_HELD]:
-            found.append(f"clients with fewer than {FEW_HELD} held-out samples, too few to measure: {_some(small)}")
+            warnings.append(
+                f"clients with fewer than {FEW_HELD} held-out samples, too few to measure: {some(small, 8)}"
+            )
         digests = _digests(data.x_train)
         trained = {digests[i] for part in how.parts for i in part}
         aside, used = np.concatenate(how.held_out), np.concatenate(how.parts)
         same = np.array([digests[i] in trained for i in aside], bool)
         if both := int(same.sum()):
-            found.append(f"{both:,} held-out samples are exact copies of training samples: results are too good")
+            warnings.append(f"{both:,} held-out samples are exact copies of training samples: results are too good")
         near = near_copies(data.x_train, aside[~same], data.x_train, used, data.preprocessing)
-        found += _near(near, "held-out samples", "training samples")
-    return found
+        warnings += _near_warning(near, "held-out samples", "training samples")
+    return warnings
 
 
 def _range(values: NDArray[Any]) -> dict[str, float]:
     return {"least": int(values.min()), "median": float(np.median(values)), "most": int(values.max())}
-
-
-def _some(names: Sequence[str], most: int = 8) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -1,24 +1,28 @@
-"""A test set that is cut off training samples, the same for every seed; and one that joins them."""
+"""Which samples are trained on and which are measured on: held-out samples, test sets, balanced samples of one.
+
+Groups of samples that belong together, such as those of one patient (data.group), are never separated: held-out
+samples, a test share and partitions consist of whole groups, so no model is measured on a person that it was trained
+on. Where that prevents a division, a warning says so.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fednh.data.dataset import Dataset, Labels
+from fednh.data.dataset import Dataset, Inputs, Labels, select_rows
 from fednh.data.partitions.base import Indices, class_table
 from fednh.data.scaling import measure
+from fednh.data.sources.columns import numbered_sites
 from fednh.errors import UserError
 from fednh.seeding import numpy_rng
+from fednh.text import some
 
-# --- groups ---------------------------------------------------------------------------------------------------------
-# Groups of samples that belong together, such as those of one patient (data.group): no division separates them.
-#
-# Held-out samples, a test share and partitions consist of whole groups, so nobody is measured on a person that he was
-# trained on. What cannot be divided for that reason is told.
+DEFAULT_SHARE = 0.2  # of each client's classes, where there is no balanced test set
 
 
 def numbered_groups(names: Sequence[str]) -> Labels:
@@ -49,10 +53,41 @@ def _away(held: Indices, wanted: Indices) -> int:
     return int(np.abs(wanted - held).sum())
 
 
-def conflicting_labels(groups: Sequence[str], test: NDArray[np.bool_], where: str) -> list[str]:
-    """A sentence if the data's own split separates groups, which only its owner can change."""
-    parts = {(group, bool(there)) for group, there in zip(groups, test, strict=True)} if groups else set()
-    both = [group for group, there in parts if there and (group, False) in parts]
+def from_rows(
+    name: str,
+    x: Inputs,
+    y: Labels,
+    test: NDArray[np.bool_],
+    sites: Sequence[str | None],
+    groups: Sequence[str],
+    where: str,
+    **facts: Any,
+) -> Dataset:
+    """A data set of samples of which `test` marks the test samples, with the site and the group of each.
+
+    All sites are None where samples do not name them; `groups` is empty where they belong to none. `facts` are other
+    fields of the data set.
+    """
+    known, site = numbered_sites(sites, test)
+    facts["warnings"] = (*separated_groups(groups, test, where), *facts.get("warnings", ()))
+    return Dataset(
+        name,
+        x[~test],
+        y[~test],
+        x[test],
+        y[test],
+        sites=known,
+        site_train=site[~test] if known else None,
+        site_test=site[test] if known else None,
+        group_train=numbered_groups(groups)[~test] if groups else None,
+        **facts,
+    )
+
+
+def separated_groups(groups: Sequence[str], test: NDArray[np.bool_], where: str) -> list[str]:
+    """A warning if the data's own split separates groups, which only its owner can change."""
+    parts = {(group, bool(is_test)) for group, is_test in zip(groups, test, strict=True)} if groups else set()
+    both = [group for group, is_test in parts if is_test and (group, False) in parts]
     if not both:
         return []
     return [f"{where}: {len(both)} groups have training and test samples, so results on the test set are too good"]
@@ -61,36 +96,30 @@ def conflicting_labels(groups: Sequence[str], test: NDArray[np.bool_], where: st
 def not_divided(
     data: Dataset, parts: Sequence[Indices], held_out: Sequence[Indices], names: Sequence[str], share: float
 ) -> list[str]:
-    """What groups keep from being divided as asked, in sentences that name no group."""
+    """Warnings, which name no group, where groups prevent the division that was asked for."""
     if data.group_train is None:
         return []
-    found, owners = [], np.full(int(data.group_train.max()) + 1, -1)
+    warnings, owners = [], np.full(int(data.group_train.max()) + 1, -1)
     shared = np.zeros(len(owners), bool)
     for client, both in enumerate(zip(parts, held_out, strict=True)):
         here = np.unique(data.group_train[np.concatenate(both)])
         shared[here] |= owners[here] >= 0
         owners[here] = client
     if shared.any():
-        found.append(
+        warnings.append(
             f"{data.name}: {int(shared.sum())} groups have samples at several sites: one site may train on what "
             "another holds out"
         )
-    whole = [name for name, held in zip(names, held_out, strict=True) if share and not len(held)]
-    if whole:
-        more = f" and {len(whole) - 8} more" if len(whole) > 8 else ""
-        found.append(
-            f"{data.name}: nothing is held out at {', '.join(whole[:8])}{more}, because no group can be spared there: "
+    if whole := [name for name, held in zip(names, held_out, strict=True) if share and not len(held)]:
+        warnings.append(
+            f"{data.name}: nothing is held out at {some(whole, 8)}, because no group can be spared there: "
             "some class would lose all of its training samples"
         )
-    return found
-
-
-# --- balance --------------------------------------------------------------------------------------------------------
-# A sample of a test set that has the same number of every class, as far as the classes allow.
+    return warnings
 
 
 def balanced_sample(labels: Indices, number: int, rng: np.random.Generator) -> Indices:
-    """Indices of `number` samples in their order; a class that has too few gives all, and others give more."""
+    """Indices, in order, of `number` samples, equally many of each class; classes with fewer give all, others more."""
     classes, counts = np.unique(labels, return_counts=True)
     if number >= len(labels):
         return np.arange(len(labels))
@@ -114,13 +143,6 @@ def _even(counts: Indices, number: int) -> Indices:
     return np.minimum(counts, level)
 
 
-# --- hold out -------------------------------------------------------------------------------------------------------
-# A client's own samples that it does not train on, but measures on.
-
-
-DEFAULT_SHARE = 0.2  # of each client's classes, where there is no balanced test set
-
-
 def hold_out(
     labels: Indices, part: Indices, share: float, rng: np.random.Generator, groups: Indices | None = None
 ) -> tuple[Indices, Indices]:
@@ -142,24 +164,15 @@ def hold_out(
     return np.setdiff1d(part, chosen), chosen
 
 
-# --- test set -------------------------------------------------------------------------------------------------------
-
-
 def test_rows(labels: Labels, share: float, groups: Labels | None) -> NDArray[np.bool_]:
-    """Marks `share` of every class, the same rows for every seed; classes keep some, and groups all or none."""
-    chosen, rng = np.zeros(len(labels), bool), numpy_rng(0, "test share")
-    if groups is not None:
-        chosen = cut_off(labels, groups, share, rng)
-        if not chosen.any():
-            raise UserError(
-                f"data.test_share = {share:g}: the {len(np.unique(groups))} groups of data.group are too few or too "
-                "large to cut a test set off without separating one; leave it out"
-            )
-        return chosen
-    for label in np.unique(labels):
-        members = np.flatnonzero(labels == label)
-        chosen[rng.choice(members, min(int(share * len(members) + 0.5), len(members) - 1), replace=False)] = True
-    return chosen
+    """Marks a test set as `hold_out` chooses it, the same for every seed."""
+    _, chosen = hold_out(labels, np.arange(len(labels)), share, numpy_rng(0, "test share"), groups)
+    if groups is not None and not len(chosen):
+        raise UserError(
+            f"data.test_share = {share:g}: the {len(np.unique(groups))} groups of data.group are too few or too "
+            "large to cut a test set off without separating one; leave it out"
+        )
+    return np.isin(np.arange(len(labels)), chosen)
 
 
 def with_test_set(data: Dataset, share: float) -> Dataset:
@@ -167,17 +180,12 @@ def with_test_set(data: Dataset, share: float) -> Dataset:
     if not share or len(data.y_test):
         return data
     test = test_rows(data.y_train, share, data.group_train)
-    site, group = data.site_train, data.group_train
     mean, std = measure(data.x_train[~test], data.scale, data.preprocessing) if data.fitted else (data.mean, data.std)
     return replace(
-        data,
-        x_train=data.x_train[~test],
-        y_train=data.y_train[~test],
+        select_rows(data, ~test),
         x_test=data.x_train[test],
         y_test=data.y_train[test],
-        site_train=None if site is None else site[~test],
-        site_test=None if site is None else site[test],
-        group_train=None if group is None else group[~test],
+        site_test=None if data.site_train is None else data.site_train[test],
         mean=mean,
         std=std,
     )

@@ -1,7 +1,7 @@
 """Normalisation that stays with the client, for every method (the FedBN way: Li et al., ICLR 2021).
 
 With model.norm = "local" no method sees the parameters and running statistics of normalisation layers: they are in no
-server state, upload or average. A client keeps them beside what its method keeps, under NORM, and lends them to the
+server state, upload or average. A client keeps them beside what its method keeps, under NORM, and binds them to the
 network while it works. Where a method trains the body, `fit` here trains the client's normalisation with it, on batch
 statistics; everything else, and a batch of one sample, is computed with the client's running statistics.
 """
@@ -32,12 +32,12 @@ class LocalNorm:
 
     def __enter__(self) -> LocalNorm:
         if self.state:
-            self.net.lend(self.state)
+            self.net.bind_norm(self.state)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.state:
-            self.net.lend(None)
+            self.net.bind_norm(None)
 
     def kept(self) -> Tree:
         """The Tree that the client keeps: parameters and running statistics."""
@@ -56,7 +56,7 @@ class LocalNorm:
             before = {name: value.clone() for name, value in self.state.items()}
             watch(params, loss, only)
             self.state.update(before)
-            self.net.lend(self.state)
+            self.net.bind_norm(self.state)
 
         return look
 
@@ -81,16 +81,16 @@ class _Fit:
         norm, net = self.norm, self.norm.net
         mine = {name: norm.state[name] for name in net.trained_norms if has_prefix(name, only)}
 
-        def lent(working: Tree, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tree]:
-            net.lend({**norm.state, **{name: working[name] for name in mine}}, training=len(x) > 1)
+        def with_bound_norm(working: Tree, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tree]:
+            net.bind_norm({**norm.state, **{name: working[name] for name in mine}}, training=len(x) > 1)
             try:
                 return loss({name: value for name, value in working.items() if name not in mine}, x, y, weight)
             finally:
-                net.lend(norm.state)
+                net.bind_norm(norm.state)
 
         if not any(has_prefix(name, only) for name in norm.state):
             return self.inner.batchwise(params, loss, only=only, epochs=epochs, plain=plain)
-        out = self.inner.batchwise({**params, **mine}, lent, only=only, epochs=epochs, plain=plain)
+        out = self.inner.batchwise({**params, **mine}, with_bound_norm, only=only, epochs=epochs, plain=plain)
         norm.state.update({name: out[name] for name in mine})
         return {name: value for name, value in out.items() if name not in mine}
 

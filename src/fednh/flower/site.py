@@ -39,7 +39,7 @@ from fednh.flower.protocol import Answer, Hello, Number, Order, Task
 from fednh.flower.site_config import KEYS, METRICS, Agreement, Policy, read_policy
 from fednh.io.files import expanded, read_tree, write_bytes, write_tree
 from fednh.metric_names import HELD
-from fednh.models import parameters
+from fednh.models import count_parameters
 from fednh.runs import fingerprint
 from fednh.runs.layout import RunLayout
 from fednh.runs.model_file import Outcomes, write_model, write_outcomes
@@ -430,7 +430,7 @@ def _check_size(config: Config, place: Place, data: Dataset) -> None:
     """Refuse a model that is larger than the site allows, before any of it is built."""
     if place.policy is not None:
         model = config.model
-        place.policy.check_parameters(parameters(model.name, data.shape, data.num_classes, model.args))
+        place.policy.check_parameters(count_parameters(model.name, data.shape, data.num_classes, model.args))
 
 
 @contextmanager

@@ -22,8 +22,9 @@ from filelock import FileLock
 from fednh.config import Config, validate
 from fednh.config.schema import DEFAULT_METHOD
 from fednh.data.published import PUBLISHED
+from fednh.data.sources.builtin import BUILTIN
 from fednh.data.sources.images import KEPT
-from fednh.data.sources.registry import BUILTIN, agreed
+from fednh.data.sources.registry import agreed
 from fednh.errors import Refused, UserError
 from fednh.flower.protocol import RANGES
 from fednh.io.files import expanded, write_json

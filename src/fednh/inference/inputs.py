@@ -22,10 +22,10 @@ from fednh.data.dataset import Inputs
 from fednh.data.sources import memory
 from fednh.data.sources.base import Source
 from fednh.data.sources.csv import numbers_of
-from fednh.data.sources.folder_layout import walk
+from fednh.data.sources.folder import walk
 from fednh.data.sources.images import BROKEN, SUFFIXES, decode, fitted, rule
 from fednh.data.sources.registry import SOURCES, build, of_file
-from fednh.data.sources.table import encode, told
+from fednh.data.sources.table import encode, warn_notes
 from fednh.errors import UserError
 from fednh.runs.model_file import Card, remembered
 from fednh.text import some
@@ -89,7 +89,7 @@ def _rows(table: Any, card: Card) -> NDArray[np.float32]:
     """Rows as the card says; what is missing or was never seen is told. Of a model of arrays, rows of numbers."""
     if not is_table(card):
         return _vectors(numbers_of(table, card.shape[0], "the table"), card)
-    return _vectors(told(*encode(table, card.preprocessing.model_extra or {}, "the table")), card)
+    return _vectors(warn_notes(*encode(table, card.preprocessing.model_extra or {}, "the table")), card)
 
 
 def image(source: str | Path | Image.Image, card: Card) -> NDArray[np.uint8]:  # (H, W, C)

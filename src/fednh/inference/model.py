@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fednh.data import scaling
 from fednh.data.dataset import Inputs
-from fednh.data.sources.folder_layout import refuse
+from fednh.data.sources.folder import refuse
 from fednh.errors import UserError
 from fednh.federated import similarity as novelty
 from fednh.inference import inputs

@@ -11,18 +11,25 @@ from torch import nn
 
 from fednh.errors import UserError, did_you_mean
 from fednh.extras import imported_class
-from fednh.models import architectures
-from fednh.models.architectures import CNN, MLP, Conv2, ResNet18
+from fednh.models.architectures import (
+    CNN,
+    MLP,
+    TIMM_PREFIX,
+    Conv2,
+    ResNet18,
+    timm_classifier,
+    timm_factory,
+)
 from fednh.models.net import Net
 from fednh.models.random_layers import seeded
 from fednh.models.split import Split, check_head, find_head, is_split
 
 MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": MLP, "conv2": Conv2, "cnn": CNN, "resnet18": ResNet18}
 
-__all__ = ["MODELS", "Net", "build_net", "choose", "parameters"]
+__all__ = ["MODELS", "Net", "build_net", "count_parameters", "default_model"]
 
 
-def choose(shape: tuple[int, ...]) -> str:
+def default_model(shape: tuple[int, ...]) -> str:
     """The model for a sample's shape: vectors and images below 16 pixels a side take the mlp, below 64 conv2."""
     if len(shape) == 1 or min(shape[1:]) < 16:
         return "mlp"
@@ -51,8 +58,8 @@ def build_net(
         raise UserError(f"model.head = {head!r} is for models of your own; {name} has a head")
     if name not in MODELS:
         whole = seeded(make, 0)
-        if head is None and name.startswith(architectures.TIMM_PREFIX):
-            head = architectures.timm_classifier(name, whole)
+        if head is None and name.startswith(TIMM_PREFIX):
+            head = timm_classifier(name, whole)
         elif head is None and not is_split(whole):
             head = find_head(name, whole, num_classes)
         if head is not None:
@@ -61,7 +68,7 @@ def build_net(
     return Net(build, shape, num_classes, name, head=head, norm=norm, weights=weights, convolution=convolution)
 
 
-def parameters(name: str, shape: tuple[int, ...], num_classes: int, args: Mapping[str, Any] | None = None) -> int:
+def count_parameters(name: str, shape: tuple[int, ...], num_classes: int, args: Mapping[str, Any] | None = None) -> int:
     """How many parameters a model has, counted on PyTorch's meta device, which needs no memory for them.
 
     A class of one's own that cannot be made there is made as it is.
@@ -71,7 +78,7 @@ def parameters(name: str, shape: tuple[int, ...], num_classes: int, args: Mappin
         with torch.device("meta"):
             module = make()
     except UserError:
-        if name in MODELS or name.startswith(architectures.TIMM_PREFIX):
+        if name in MODELS or name.startswith(TIMM_PREFIX):
             raise
         module = make()
     return sum(each.numel() for each in (*module.parameters(), *module.buffers()))
@@ -81,8 +88,8 @@ def _maker(
     name: str, shape: tuple[int, ...], num_classes: int, args: Mapping[str, Any] | None
 ) -> tuple[str, Callable[[], nn.Module]]:
     """The name of the model, which "auto" leaves open, and what makes its module."""
-    name = choose(shape) if name == "auto" else name
-    if (name in ("conv2", "cnn", "resnet18") or name.startswith(architectures.TIMM_PREFIX)) and len(shape) != 3:
+    name = default_model(shape) if name == "auto" else name
+    if (name in ("conv2", "cnn", "resnet18") or name.startswith(TIMM_PREFIX)) and len(shape) != 3:
         raise UserError(f"model.name = {name!r} needs images, but the data are vectors of {shape[0]} values; use 'mlp'")
     factory = MODELS.get(name) or _factory(name)
     offered = {"shape": shape, "input_shape": shape, "num_classes": num_classes, "n_classes": num_classes}
@@ -101,8 +108,8 @@ def _maker(
 
 
 def _factory(path: str) -> Callable[..., nn.Module]:
-    if path.startswith(architectures.TIMM_PREFIX):
-        return architectures.timm_factory(path)
+    if path.startswith(TIMM_PREFIX):
+        return timm_factory(path)
     if ":" not in path:
         raise UserError(
             f"model.name = {path!r} is not known{did_you_mean(path, ['auto', *MODELS])} "

@@ -1,4 +1,7 @@
-"""Architectures of timm (PyTorch Image Models) by name: `timm:mobilenetv3_small_050`. Weights are a local file."""
+"""The networks: MLP, Conv2 and ResNet18 of the paper, CNN of PFLlib, and those of timm (PyTorch Image Models) by name.
+
+`timm:mobilenetv3_small_050` names one of timm; weights are a local file.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,13 @@ from torch import Tensor, nn
 from fednh import extras
 from fednh.errors import UserError
 
-# --- mlp ------------------------------------------------------------------------------------------------------------
-# A multi-layer perceptron for vectors and very small images.
+GROUPS = 2  # of ResNet18's GroupNorm: the paper, appendix "Model Architecture"
+TIMM_PREFIX = "timm:"
+_LOADS = ("pretrained", "checkpoint_path", "cache_dir")  # arguments by which timm would download or unpickle
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between them; the last hidden layer is the representation.
+    """For vectors and very small images: linear layers with ReLU between them; the last hidden one gives the features.
 
     `linear_output=True` leaves that layer without ReLU, so representations fill the whole space: the paper's spiral
     example uses hidden=(16, 8, 4, 2) this way to draw them in the plane.
@@ -41,10 +45,6 @@ class MLP(nn.Module):
                 layers[f"relu{i}"] = nn.ReLU()
         self.body = nn.Sequential(layers)
         self.head = nn.Linear(hidden[-1], num_classes, bias=False)
-
-
-# --- conv -----------------------------------------------------------------------------------------------------------
-# Conv2: the paper's network for CIFAR-10 and CIFAR-100 (Listing 1), for images of any size.
 
 
 def convolutions(name: str, shape: Sequence[int], first: int, second: int) -> tuple[OrderedDict[str, nn.Module], int]:
@@ -71,7 +71,10 @@ def convolutions(name: str, shape: Sequence[int], first: int, second: int) -> tu
 
 
 class Conv2(nn.Module):
-    """Two 5x5 convolutions of 64 channels with 2x2 pooling, then linear 384, linear 192 and a head without bias."""
+    """The paper's network for CIFAR-10 and CIFAR-100 (Listing 1), for images of any size.
+
+    Two 5x5 convolutions of 64 channels with 2x2 pooling, then linear 384, linear 192 and a head without bias.
+    """
 
     def __init__(self, shape: Sequence[int], num_classes: int):
         super().__init__()
@@ -88,13 +91,10 @@ class Conv2(nn.Module):
         self.head = nn.Linear(192, num_classes, bias=False)
 
 
-# --- cnn ------------------------------------------------------------------------------------------------------------
-# CNN: the four-layer network of PFLlib (Zhang et al., JMLR 2025), there FedAvgCNN, after McMahan et al. (2017).
-
-
 class CNN(nn.Module):
-    """Two 5x5 convolutions of 32 and 64 channels with 2x2 pooling, then linear 512 and a head with a bias.
+    """The four-layer network of PFLlib (Zhang et al., JMLR 2025), there FedAvgCNN, after McMahan et al. (2017).
 
+    Two 5x5 convolutions of 32 and 64 channels with 2x2 pooling, then linear 512 and a head with a bias.
     Pooling and the padding of small images are as in Conv2.
     """
 
@@ -103,13 +103,6 @@ class CNN(nn.Module):
         layers, flat = convolutions("cnn", shape, 32, 64)
         self.body = nn.Sequential(OrderedDict(**layers, linear1=nn.Linear(flat, 512), relu3=nn.ReLU()))
         self.head = nn.Linear(512, num_classes)
-
-
-# --- resnet ---------------------------------------------------------------------------------------------------------
-# ResNet-18 with GroupNorm, the paper's network for TinyImageNet.
-
-
-GROUPS = 2  # the paper, appendix "Model Architecture"
 
 
 class BasicBlock(nn.Module):
@@ -133,7 +126,10 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """A 3x3 stride-1 stem without max-pool, four stages of two blocks, global average pooling; D = 512."""
+    """ResNet-18 with GroupNorm, the paper's network for TinyImageNet.
+
+    A 3x3 stride-1 stem without max-pool, four stages of two blocks, global average pooling; D = 512.
+    """
 
     def __init__(self, shape: Sequence[int], num_classes: int):
         super().__init__()
@@ -155,15 +151,8 @@ class ResNet18(nn.Module):
         self.head = nn.Linear(512, num_classes, bias=False)
 
 
-# --- from timm ------------------------------------------------------------------------------------------------------
-
-
-TIMM_PREFIX = "timm:"
-_LOADS = ("pretrained", "checkpoint_path", "cache_dir")  # arguments by which timm would download or unpickle
-
-
 def timm_factory(name: str) -> Callable[..., nn.Module]:
-    """What builds the architecture called `name`, with its prefix; the number of classes and channels is the data's."""
+    """A function that builds the architecture `name`, with its prefix, for the classes and channels of the data."""
     extras.need("timm", f"model.name = {name!r}")
     try:
         import timm

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fednh.models import native
+import fednh.models.native as native
 
 LARGEST = {3: 4, 5: 12}  # outputs a side of a tile, by the side of the weights
 SMALLEST = 4  # outputs a side: below this nothing is gained

@@ -17,6 +17,7 @@ from fednh.models.fast_conv import use_fast_conv
 from fednh.models.pooled_conv import fuse
 from fednh.models.random_layers import SeededRandomOps, not_repeatable, seeded
 from fednh.models.split import read_weights
+from fednh.text import some
 from fednh.tree import Tree, canonical, has_prefix, strip_prefix
 
 BATCH_NORM = nn.modules.batchnorm._NormBase  # what may keep running statistics: batch and instance normalisation
@@ -31,7 +32,7 @@ class Net:
     each thread that calls a Net gets its own copy of the skeleton.
 
     With `norm="local"` the normalisation layers' parameters and statistics are in no Tree that a method sees: they
-    start as `norm`, and a client at work lends its own to its thread (`federated/local_norm.py`). `head` is the head's
+    start as `norm`, and a client at work binds its own to its thread (`federated/local_norm.py`). `head` is the head's
     name in a module that was split; `weights` is a safetensors file to start from. With `convolution="fast"`
     convolutions compute by `fast_conv.py` where they can.
 
@@ -84,16 +85,16 @@ class Net:
             )
             for part in PARTS
         }
-        self._mine = threading.local()
+        self._thread = threading.local()
         self.random = False
         self.dim = self._probe()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A Net can be sent to another process; what threads have of their own stays here."""
-        return {name: value for name, value in self.__dict__.items() if name != "_mine"}
+        """A Net can be sent to another process; the state of threads stays here."""
+        return {name: value for name, value in self.__dict__.items() if name != "_thread"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _mine=threading.local())
+        self.__dict__.update(state, _thread=threading.local())
 
     @property
     def card(self) -> dict[str, str | None]:
@@ -111,7 +112,7 @@ class Net:
 
     @property
     def stateful(self) -> bool:
-        """Whether clients have their own normalisation: results then depend on which client's is lent."""
+        """Whether clients have their own normalisation: results then depend on which client's is bound."""
         return bool(self.norm)
 
     def init(self, rng: torch.Generator) -> Tree:
@@ -135,14 +136,14 @@ class Net:
     def logits(self, params: Tree, x: Tensor) -> Tensor:  # (B, ...) -> (B, C)
         return self.classify(params, self.features(params, x))
 
-    def lend(self, norm: Tree | None, training: bool = False) -> None:
+    def bind_norm(self, norm: Tree | None, training: bool = False) -> None:
         """Set this thread's normalisation: a client's own, or (None) the initial one.
 
         While `training`, layers with running statistics use those of the batch, in passes that train, and update the
-        ones lent in place.
+        bound ones in place.
         """
-        self._mine.norm = self.norm if norm is None else norm
-        self._mine.batch_statistics = training
+        self._thread.norm = self.norm if norm is None else norm
+        self._thread.batch_statistics = training
 
     @contextmanager
     def training(self, rng: torch.Generator) -> Iterator[None]:
@@ -150,20 +151,20 @@ class Net:
         if not self.random:
             yield
             return
-        self._mine.drawing = True
+        self._thread.drawing = True
         try:
             with SeededRandomOps(rng):
                 yield
         finally:
-            self._mine.drawing = False
+            self._thread.drawing = False
 
     def _set_modes(self, part: nn.Module, trains: bool) -> None:
         """Turn batch statistics and random layers of a part on where this thread asked for them and the pass trains."""
         for layer in part.modules():
             if isinstance(layer, BATCH_NORM):
-                layer.training = trains and getattr(self._mine, "batch_statistics", False)
+                layer.training = trains and getattr(self._thread, "batch_statistics", False)
             elif self.random:
-                layer.training = trains and getattr(self._mine, "drawing", False)
+                layer.training = trains and getattr(self._thread, "drawing", False)
 
     def _apply(self, name: str, params: Tree, x: Tensor) -> Tensor:
         part = self._part(name)
@@ -178,19 +179,19 @@ class Net:
         `functional_call` would take a parameter that is missing from the skeleton, and leave out what it does not know.
         """
         state, needed = strip_prefix(params, part), self._needed[part]
-        norm = strip_prefix(getattr(self._mine, "norm", self.norm), part) if self.norm else {}
+        norm = strip_prefix(getattr(self._thread, "norm", self.norm), part) if self.norm else {}
         if state.keys() != needed and (problem := _difference(part, state, needed, norm)):
             raise ValueError(f"model {self.name} is given a tree that {problem}")
         return {**norm, **state} if norm else state
 
     def _part(self, name: str) -> nn.Module:
         """This thread's own `.body` or `.head`."""
-        if not hasattr(self._mine, "module"):
-            self._mine.module = copy.deepcopy(self._skeleton)
+        if not hasattr(self._thread, "module"):
+            self._thread.module = copy.deepcopy(self._skeleton)
             if self.convolution == "fast":
-                use_fast_conv(self._mine.module)
-                fuse(self._mine.module)
-        part: nn.Module = getattr(self._mine.module, name)
+                use_fast_conv(self._thread.module)
+                fuse(self._thread.module)
+        part: nn.Module = getattr(self._thread.module, name)
         return part
 
     def _checked(self, module: nn.Module, norm: str) -> nn.Module:
@@ -278,8 +279,7 @@ def _difference(part: str, state: Tree, needed: frozenset[str], norm: Tree) -> s
         ("holds what it does not have:", state.keys() - needed - norm.keys()),
     ):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            return f"{words} {', '.join(f'{part}.{name}' for name in sorted(names)[:3])}{more}"
+            return f"{words} {some([f'{part}.{name}' for name in sorted(names)], 3)}"
     return None
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fednh.models import native
+import fednh.models.native as native
 from fednh.models.fast_conv import FastConv2d, is_plain
 
 FEW = 4  # input channels: with more, the convolutions of torch and of fast_conv are faster

@@ -1,4 +1,7 @@
-"""Splits any module into body, which computes the representation, and head, its last linear layer."""
+"""Splits any module into body, which computes the representation, and head, its last linear layer.
+
+`read_weights` reads pretrained weights for it, by the names of our Trees or of the module's own state_dict.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from torch import Tensor, nn
 from fednh.errors import Notice, UserError
 from fednh.io.files import read_tree
 from fednh.models.random_layers import not_repeatable, seeded
+from fednh.text import some
 from fednh.tree import Tree, finite, select
 
-# --- weights --------------------------------------------------------------------------------------------------------
-# Pretrained weights from a safetensors file, by the names of our Trees or of the module's own state_dict.
+ADVICE = "give the model a .body and a .head, or name another layer with model.head"
 
 
 def read_weights(file: str, module: nn.Module, head: str | None) -> Tree:
@@ -34,15 +37,12 @@ def read_weights(file: str, module: nn.Module, head: str | None) -> Tree:
     if ours:  # leaves out what a method stores beside the network, such as a scale
         tree = select(tree, "body", "head")
     tree = _without_other_head(file, tree, wanted)
-    strange = sorted(tree.keys() - wanted.keys())
+    unknown = sorted(tree.keys() - wanted.keys())
     missing = sorted(n for n in wanted.keys() - tree.keys() if not n.startswith("head.") and not _counter(n))
     other = sorted(n for n in tree.keys() & wanted.keys() if tree[n].shape != wanted[n].shape)
-    for problem, names in (("holds what the model lacks", strange), ("lacks", missing), ("has other shapes", other)):
+    for problem, names in (("holds what the model lacks", unknown), ("lacks", missing), ("has other shapes", other)):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UserError(
-                f"model.weights = {file!r} does not fit the model: it {problem}: {', '.join(names[:3])}{more}"
-            )
+            raise UserError(f"model.weights = {file!r} does not fit the model: it {problem}: {some(names, 3)}")
     if not finite(tree):
         raise UserError(f"model.weights = {file!r} holds values that are not finite")
     return {name: value.to(wanted[name].dtype) for name, value in tree.items()}
@@ -57,12 +57,12 @@ def _translated(tree: Tree, head: str | None) -> Tree:
 
 
 def _without_other_head(file: str, tree: Tree, wanted: dict[str, Tensor]) -> Tree:
-    def form(part: dict[str, Tensor]) -> dict[str, torch.Size]:
+    def head_shapes(part: dict[str, Tensor]) -> dict[str, torch.Size]:
         return {name: value.shape for name, value in select(part, "head").items()}
 
-    if form(tree) == form(wanted):
+    if head_shapes(tree) == head_shapes(wanted):
         return tree
-    what = "has no head" if not form(tree) else "has a head of another size, which is left out"
+    what = "has no head" if not head_shapes(tree) else "has a head of another size, which is left out"
     warnings.warn(f"model.weights = {file!r} {what}; the head starts afresh", Notice, stacklevel=4)
     return select(tree, *{name.partition(".")[0] for name in tree} - {"head"})
 
@@ -70,12 +70,6 @@ def _without_other_head(file: str, tree: Tree, wanted: dict[str, Tensor]) -> Tre
 def _counter(name: str) -> bool:
     """Batch normalisation counts batches, which older files do not hold; nothing depends on it."""
     return name.endswith("num_batches_tracked")
-
-
-# --- split ----------------------------------------------------------------------------------------------------------
-
-
-ADVICE = "give the model a .body and a .head, or name another layer with model.head"
 
 
 class Split(nn.Module):
@@ -99,10 +93,10 @@ def find_head(name: str, module: nn.Module, num_classes: int) -> str:
     linear = {str(path): int(layer.out_features) for path, layer in layers}
     fitting = [path for path, width in linear.items() if width == num_classes and path]
     if not fitting:
-        found = ", ".join(f"{path or 'itself'} ({width})" for path, width in linear.items()) or "none"
+        listed = ", ".join(f"{path or 'itself'} ({width})" for path, width in linear.items()) or "none"
         raise UserError(
             f"model {name} has no .body and .head, and no linear layer inside it has {num_classes} outputs, one for "
-            f"each class (linear layers: {found}); set its number of outputs with model.args"
+            f"each class (linear layers: {listed}); set its number of outputs with model.args"
         )
     warnings.warn(f"model {name}: its layer {fitting[-1]!r} is taken as the head", Notice, stacklevel=3)
     return fitting[-1]

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from fednh.data import declared_settings
 from fednh.data.partitions.base import Drawn, Indices, Partition, class_table, left_out
 from fednh.data.partitions.dirichlet import Dirichlet, LongTail
 from fednh.data.partitions.simple import BySite, ClassesPerClient, Iid, Quantity, Shards
-from fednh.data.settings import declared
 
 PARTITIONS: dict[str, type[Partition]] = {
     kind.name: kind for kind in (Dirichlet, LongTail, Iid, ClassesPerClient, Shards, Quantity, BySite)
@@ -20,7 +20,7 @@ PARTITIONS: dict[str, type[Partition]] = {
 
 def settings() -> dict[str, tuple[Any, Any]]:
     """The settings of all kinds: name -> type with its range, and default."""
-    return declared(PARTITIONS.values(), "partition")
+    return declared_settings(PARTITIONS.values(), "partition")
 
 
 def uses(name: str, setting: str) -> bool:

@@ -1,6 +1,6 @@
-"""What a partition is: settings, and a rule that deals training samples to clients. One file a kind beside this one.
+"""Partition: settings, and a rule that deals training samples to clients. A new kind derives from `Drawn` or from it.
 
-A new kind is such a file and a line in the registry, PARTITIONS in __init__.py.
+PARTITIONS in __init__.py lists all kinds.
 """
 
 from __future__ import annotations
@@ -118,11 +118,9 @@ class Drawn(Partition):
 
 def left_out(kind: Partition, data: Dataset, parts: Sequence[Indices], held_out: Sequence[Indices]) -> list[str]:
     """A sentence, where a partition leaves training samples out."""
-    there, used = len(data.y_train), sum(map(len, [*parts, *held_out]))
-    if used == there:
-        return []
-    words = f"{there - used:,} of {there:,} training samples are left out by the partition, {kind.words()}"
-    return [f"{words}: no client has them"]
+    total, used = len(data.y_train), sum(map(len, [*parts, *held_out]))
+    words = f"{total - used:,} of {total:,} training samples are left out by the partition, {kind.words()}"
+    return [f"{words}: no client has them"] if used < total else []
 
 
 def by_owner(owner: Indices, clients: int) -> list[Indices]:

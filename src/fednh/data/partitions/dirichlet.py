@@ -1,7 +1,8 @@
-"""Long-tailed class sizes, then a Dirichlet draw: the setting of CReFF, FedETF and FedLoGe.
+"""Every class dealt to the clients by a Dirichlet draw, as the paper does: the scheme of FedDF (Lin et al. 2020).
 
-The sizes are those of long-tailed CIFAR (Cao et al., NeurIPS 2019): class c of C keeps n_c = n_max * IF^(-c / (C - 1))
-samples, rounded down, so that the imbalance factor IF is the largest class size over the smallest.
+With long-tailed class sizes before the draw it is the setting of CReFF, FedETF and FedLoGe. The sizes
+are those of long-tailed CIFAR (Cao et al., NeurIPS 2019): class c of C keeps n_c = n_max * IF^(-c / (C - 1)) samples,
+rounded down, so that the imbalance factor IF is the largest class size over the smallest.
 """
 
 from __future__ import annotations
@@ -15,10 +16,6 @@ from pydantic import Field
 
 from fednh.data.partitions.base import Beta, Count, Drawn, Indices, by_owner, class_table
 from fednh.errors import UserError
-
-# --- dirichlet ------------------------------------------------------------------------------------------------------
-# Every class is dealt to the clients by a Dirichlet draw, as the paper does: the scheme of FedDF (Lin et al. 2020).
-
 
 HOPELESS = 20, 30  # give up when each of 20 draws left 30 or more clients short: success is then as rare as e^-30
 
@@ -90,9 +87,6 @@ class Dirichlet(Drawn):
         return owner
 
 
-# --- longtail -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class LongTail(Dirichlet):
     """A seeded subset whose class sizes fall exponentially in the order of the classes; the other samples are left out.
@@ -126,19 +120,19 @@ class LongTail(Dirichlet):
 
     def subset(self, labels: Indices, rng: np.random.Generator) -> Indices:
         """The samples that are kept, in their order."""
-        present, there = np.unique(labels, return_counts=True)
+        present, counts = np.unique(labels, return_counts=True)
         if len(present) < 2:
             raise UserError(f"partition: a long tail needs at least 2 classes, but the data has {len(present)}")
         kept = [
             rng.choice(np.flatnonzero(labels == label), size, replace=False)
-            for label, size in zip(present, self.sizes(there), strict=True)
+            for label, size in zip(present, self.sizes(counts), strict=True)
         ]
         return np.sort(np.concatenate(kept))
 
-    def sizes(self, there: NDArray[np.int64]) -> NDArray[np.int64]:  # (C,) -> (C,)
-        """How many samples of each class are kept, of those that are there."""
-        share = self.imbalance ** (-np.arange(len(there)) / (len(there) - 1))
-        largest = float((there / share).min())
+    def sizes(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:  # (C,) -> (C,)
+        """How many samples of each class are kept, given how many it has."""
+        share = self.imbalance ** (-np.arange(len(counts)) / (len(counts) - 1))
+        largest = float((counts / share).min())
         sizes = np.floor(largest * share + 1e-9).astype(np.int64)
         if sizes[-1] < 1:
             raise UserError(

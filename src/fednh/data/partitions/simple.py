@@ -1,4 +1,4 @@
-"""The natural sites: client k holds what the k-th site of the data holds."""
+"""Partitions of a few lines: equal parts, classes or shards per client, uneven sizes, and the natural sites."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from fednh.data.partitions.base import Beta, Count, Drawn, Indices, Partition, b
 from fednh.errors import UserError
 from fednh.text import name_problem
 
-# --- iid ------------------------------------------------------------------------------------------------------------
-# A random split into equal parts.
-
 
 @dataclass(frozen=True)
 class Iid(Drawn):
+    """A random split into equal parts."""
+
     name = "iid"
     help = "equal parts at random"
 
@@ -31,12 +30,10 @@ class Iid(Drawn):
         return by_owner(owner, self.clients)
 
 
-# --- classes --------------------------------------------------------------------------------------------------------
-# Every client holds the same number of classes; a class is divided evenly among those who hold it.
-
-
 @dataclass(frozen=True)
 class ClassesPerClient(Drawn):
+    """Every client holds the same number of classes; a class is divided evenly among those who hold it."""
+
     name = "classes"
     help = "the same number of classes for every client (classes_per_client)"
     shown = ("classes_per_client",)
@@ -69,12 +66,10 @@ class ClassesPerClient(Drawn):
         return self._large_enough(by_owner(owner, clients))
 
 
-# --- shards ---------------------------------------------------------------------------------------------------------
-# Samples sorted by label, cut into shards of equal size, dealt at random (McMahan et al. 2017).
-
-
 @dataclass(frozen=True)
 class Shards(Drawn):
+    """Samples sorted by label, cut into shards of equal size, dealt at random (McMahan et al. 2017)."""
+
     name = "shards"
     help = "samples sorted by label, cut into shards, the same number for every client (shards_per_client)"
     shown = ("shards_per_client",)
@@ -97,12 +92,10 @@ class Shards(Drawn):
         return self._large_enough([np.sort(np.concatenate([pieces[i] for i in row])) for row in order])
 
 
-# --- quantity -------------------------------------------------------------------------------------------------------
-# Sizes by one Dirichlet draw, labels at random: clients differ in amount, not in kind.
-
-
 @dataclass(frozen=True)
 class Quantity(Drawn):
+    """Sizes by one Dirichlet draw, labels at random: clients differ in amount, not in kind."""
+
     name = "quantity"
     help = "sizes by a Dirichlet(beta) draw, labels at random"
     shown = ("beta",)
@@ -129,11 +122,10 @@ class Quantity(Drawn):
         )
 
 
-# --- site -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class BySite(Partition):
+    """The natural sites: client k holds what the k-th site of the data holds."""
+
     name = "site"
     help = "the sites that the data names: a column, or a folder a site"
     natural = True

@@ -1,21 +1,31 @@
-"""What a published data set is: facts, places where its files may lie, addresses to download from. One file a set."""
+"""Published: facts about a data set, paths at which its files may lie, and its download. One file a family of sets.
+
+A download is resumed if interrupted, and accepted only with the published checksum.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 
 from fednh.data.dataset import Arrays, Dataset
 from fednh.data.sources import npz
 from fednh.errors import UserError
-from fednh.io.files import sha256
+from fednh.io.files import commit_file, sha256
+
+CHUNK = 1 << 18  # bytes that are received at a time
+DownloadProgress = Callable[[int, int | None], None]  # bytes done, bytes in all (None: the server does not say)
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """One published file; `name` is its place below the data folder."""
+    """One published file; `name` is its path below the data folder."""
 
     name: str
     sha256: str
@@ -42,10 +52,8 @@ class Published:
     std: tuple[float, ...]
     classes: tuple[str, ...] | None  # None: the files name them
     accepts: str  # the accepted files, for people
-    places: Callable[
-        [Path], list[DataPath]
-    ]  # in a data folder, in the order in which they are looked at after NAME.npz
-    files: tuple[RemoteFile, ...]  # what a download brings
+    places: Callable[[Path], list[DataPath]]  # in a data folder, in the order in which they are tried after NAME.npz
+    files: tuple[RemoteFile, ...]  # to download
     augment: str = "none"  # what the literature does to training images
 
     def find(self, folder: Path) -> DataPath | None:
@@ -55,8 +63,9 @@ class Published:
                 raise UserError(f"{folder} is a file, but the data folder must be a folder; set FEDNH_DATA to one")
             return next((place for place in self.all_places(folder) if place.present()), None)
         except OSError as error:
-            words = f"the data folder {folder} cannot be read ({error.strerror}); check its permissions"
-            raise UserError(words) from error
+            raise UserError(
+                f"the data folder {folder} cannot be read ({error.strerror}); check its permissions"
+            ) from error
 
     def all_places(self, folder: Path) -> list[DataPath]:
         single = folder / f"{self.name}.npz"
@@ -68,25 +77,24 @@ class Published:
         if place is None:
             raise UserError(self._not_found(folder))
         try:
-            found = place.read()
+            arrays = place.read()
         except UserError:
             raise
         except PermissionError as error:
             raise UserError(f"{error.filename} cannot be read ({error.strerror}); check its permissions") from error
         except Exception as error:  # damage shows in almost any exception
             raise UserError(self._damaged(place.path, error)) from error
-        if found.x_train.shape[1:] != self.shape:
+        if arrays.x_train.shape[1:] != self.shape:
             raise UserError(
-                f"{place.path} holds samples of shape {found.x_train.shape[1:]}, but {self.name} has {self.shape}; "
+                f"{place.path} holds samples of shape {arrays.x_train.shape[1:]}, but {self.name} has {self.shape}; "
                 f"use npz:PATH for data of your own"
             )
-        classes = self.classes or found.classes
+        classes = self.classes or arrays.classes
         if classes is None:
             raise UserError(
                 f"{place.path} lacks the array 'classes' with the class names; remove it to have it made anew"
             )
-        x_train, y_train, x_test, y_test, _ = found
-        return Dataset(self.name, x_train, y_train, x_test, y_test, classes, self.mean, self.std, augment=self.augment)
+        return Dataset(self.name, *arrays[:4], classes, self.mean, self.std, augment=self.augment)
 
     def _damaged(self, path: Path, error: Exception) -> str:
         """What is wrong with the files at `path` that could not be read, and what to do."""
@@ -105,3 +113,109 @@ class Published:
             f"{self.name} is not in the data folder {folder}{state}: run `fednh data get {self.name}`, or put there "
             f"{self.accepts}"
         )
+
+
+class _DownloadError(Exception):
+    """An address gave no complete file; the text says why."""
+
+
+def download(
+    name: str,
+    files: Sequence[RemoteFile],
+    folder: Path,
+    progress: DownloadProgress | None = None,
+    timeout: float = 30.0,
+) -> str:
+    """Put the files of data set `name` below `folder`; returns a sentence that says what was done."""
+    parents = {(folder / file.name).parent for file in files} | {folder}
+    made = sorted((parent for parent in parents if not parent.exists()), reverse=True)
+    try:
+        missing = [file for file in files if not _already_there(folder / file.name, file.sha256)]
+        for position, file in enumerate(missing):
+            _fetch(file, folder, progress, timeout, missing[position:])
+    except OSError as error:
+        raise UserError(f"cannot use {error.filename or folder} ({error.strerror}); choose another folder") from error
+    finally:
+        for new in made:  # folders for files that never came are removed
+            with suppress(OSError):  # not empty
+                new.rmdir()
+    if not missing:
+        return f"{name} is already complete in {folder}"
+    return f"{name}: downloaded {', '.join(file.name for file in missing)} to {folder}"
+
+
+def _already_there(path: Path, expected: str) -> bool:
+    if not path.exists():
+        return False
+    if not path.is_file():
+        raise UserError(f"{path} is in the way: it is not a file; move it and try again")
+    if sha256(path) != expected:
+        # It may be somebody's own, differently packed copy: not ours to overwrite.
+        raise UserError(f"{path} is there, but is not the published file (its checksum differs); move it and try again")
+    return True
+
+
+def _fetch(
+    file: RemoteFile, folder: Path, progress: DownloadProgress | None, timeout: float, missing: Sequence[RemoteFile]
+) -> None:
+    """Download one file; the error lists all that are still `missing`."""
+    target = folder / file.name
+    part = target.with_name(f"{target.name}.part")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    failures = []
+    for address in file.addresses:
+        try:
+            _transfer(address, part, progress, timeout)
+        except _DownloadError as failure:
+            failures.append(f"{address}: {failure}")
+            continue
+        if sha256(part) != file.sha256:
+            part.unlink()
+            raise UserError(
+                f"what came from {address} is not the published {target.name} (its checksum differs) and was deleted; "
+                "try again, perhaps from another network"
+            )
+        commit_file(part, target)
+        return
+    again = "run the command again to go on from there" if part.exists() else "try again later"
+    by_hand = ", ".join(f"{file.addresses[0]} as {folder / file.name}" for file in missing)
+    raise UserError(f"the download failed ({'; '.join(failures)}): {again}, or put the files there by hand: {by_hand}")
+
+
+def _transfer(address: str, part: Path, progress: DownloadProgress | None, timeout: float) -> None:
+    """Bring `part` to its full length, from where it stands; _DownloadError if the network fails."""
+    have = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(address, headers={"User-Agent": "fednh"})
+    if have:
+        request.add_header("Range", f"bytes={have}-")
+    try:
+        response: HTTPResponse = urllib.request.urlopen(request, timeout=timeout)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == 416 and have:  # nothing lies beyond what we have: complete, or else the checksum tells
+            return
+        raise _DownloadError(f"HTTP {error.code} {error.reason}") from error
+    except (OSError, HTTPException, ValueError) as error:
+        reason = str(getattr(error, "reason", error))
+        raise _DownloadError(reason or type(error).__name__) from error
+    with response:
+        resumed = response.status == 206 and (response.headers["Content-Range"] or "").startswith(f"bytes {have}-")
+        if response.status == 206 and not resumed:
+            raise _DownloadError("the server sent another range than the one asked for")
+        done = have if resumed else 0
+        length = response.headers["Content-Length"]
+        total = done + int(length) if length and length.isdecimal() else None
+        with part.open("ab" if resumed else "wb") as out:
+            while True:
+                if progress:
+                    progress(done, total)
+                try:
+                    chunk = response.read(CHUNK)
+                except (OSError, HTTPException) as error:
+                    reason = str(error) or type(error).__name__
+                    raise _DownloadError(f"the connection broke after {done} bytes ({reason})") from error
+                if not chunk:
+                    break
+                done += out.write(chunk)
+    if total is not None and done < total:
+        raise _DownloadError(f"the connection ended after {done} of {total} bytes")

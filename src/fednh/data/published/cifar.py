@@ -1,11 +1,15 @@
-"""CIFAR-100 (Krizhevsky 2009): photos, 32x32 colour."""
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009) as published: binary or python version, as an archive or unpacked.
+
+A pickle can run any code, so a file is read only if its SHA-256 is the published one. An archive is read member by
+member in memory; no name from it is used as a path.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import pickle
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -17,19 +21,12 @@ from fednh.data.dataset import Arrays
 from fednh.data.published.base import DataPath, Published, RemoteFile
 from fednh.errors import UserError
 
-# --- cifar ----------------------------------------------------------------------------------------------------------
-# Reads CIFAR-10 and CIFAR-100 as published: binary or python version, as an archive or unpacked.
-#
-# A pickle can run any code, so a file is read only if its SHA-256 is the published one. An archive is read member by
-# member in memory; no name from it is used as a path.
-
-
 PIXELS = 3 * 32 * 32  # an image is a row: all red, then all green, then all blue values
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One of the four forms in which a CIFAR set is published."""
+    """One of the two versions in which a CIFAR set is published."""
 
     archive: str
     folder: str
@@ -93,19 +90,11 @@ HOSTS = ("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/
 Part = tuple[NDArray[np.uint8], NDArray[np.int64]]  # images (N, 32, 32, 3) and labels (N,)
 
 
-def places(classes: int) -> Callable[[Path], list[DataPath]]:
+def places(classes: int, folder: Path) -> list[DataPath]:
     """The places of the set with this many classes."""
-
-    def in_folder(folder: Path) -> list[DataPath]:
-        found = []
-        for layout in LAYOUTS:
-            if layout.classes == classes:
-                archive, unpacked = folder / layout.archive, folder / layout.folder
-                found.append(DataPath(archive, partial(read, archive, layout), archive.is_file))
-                found.append(DataPath(unpacked, partial(read, unpacked, layout), unpacked.is_dir))
-        return found
-
-    return in_folder
+    layouts = [layout for layout in LAYOUTS if layout.classes == classes]
+    paths = [(folder / name, layout) for layout in layouts for name in (layout.archive, layout.folder)]
+    return [DataPath(path, partial(read, path, layout), path.exists) for path, layout in paths]
 
 
 def remote(archive: str, sha256: str) -> tuple[RemoteFile, ...]:
@@ -155,10 +144,6 @@ def _parsed(content: bytes, layout: Layout) -> Part:
     return images, np.asarray(labels, np.int64)
 
 
-# --- cifar10 --------------------------------------------------------------------------------------------------------
-# CIFAR-10 (Krizhevsky 2009): photos, 32x32 colour.
-
-
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 CIFAR10 = Published(
@@ -170,13 +155,10 @@ CIFAR10 = Published(
     classes=CIFAR10_CLASSES,
     accepts="cifar10.npz, cifar-10-binary.tar.gz, cifar-10-python.tar.gz, cifar-10-batches-bin/ or "
     "cifar-10-batches-py/",
-    places=places(10),
+    places=partial(places, 10),
     files=remote("cifar-10-python.tar.gz", "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"),
     augment="crop_flip",
 )
-
-
-# --- cifar100 -------------------------------------------------------------------------------------------------------
 
 
 CIFAR100_CLASSES = tuple(
@@ -199,7 +181,7 @@ CIFAR100 = Published(
     std=(0.267, 0.256, 0.276),
     classes=CIFAR100_CLASSES,
     accepts="cifar100.npz, cifar-100-binary.tar.gz, cifar-100-python.tar.gz, cifar-100-binary/ or cifar-100-python/",
-    places=places(100),
+    places=partial(places, 100),
     files=remote("cifar-100-python.tar.gz", "85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7"),
     augment="crop_flip",
 )

@@ -1,4 +1,8 @@
-"""Fashion-MNIST (Xiao et al. 2017): clothes, 28x28 grey."""
+"""MNIST (LeCun et al. 1998) and Fashion-MNIST (Xiao et al. 2017): IDX files, plain or gzipped.
+
+Layout: two zero bytes, a type code (8 is unsigned byte, the only one these sets use), the number of axes, each axis'
+length as a big-endian 32-bit integer, then the bytes.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,7 @@ from fednh.data.dataset import Arrays
 from fednh.data.published.base import DataPath, Published, RemoteFile
 from fednh.errors import UserError
 
-# --- idx ------------------------------------------------------------------------------------------------------------
-# Reads MNIST's IDX files, plain or gzipped.
-#
-# Layout: two zero bytes, a type code (8 is unsigned byte, the only one these sets use), the number of axes, each
-# axis' length as a big-endian 32-bit integer, then the bytes.
-
-
+DEBIAN_ROOT = Path("/usr/share/datasets")  # where Debian's dataset-* packages put their files
 FILES = (
     "train-images-idx3-ubyte",
     "train-labels-idx1-ubyte",
@@ -70,10 +68,6 @@ def _find(folder: Path, name: str) -> Path | None:
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
-# --- mnist ----------------------------------------------------------------------------------------------------------
-# MNIST (LeCun et al. 1998): handwritten digits, 28x28 grey.
-
-
 def _mnist_places(folder: Path) -> list[DataPath]:
     return places([folder / "mnist", folder / "MNIST" / "raw", folder])
 
@@ -98,12 +92,6 @@ MNIST = Published(
         ),
     ),
 )
-
-
-# --- fashion mnist --------------------------------------------------------------------------------------------------
-
-
-DEBIAN_ROOT = Path("/usr/share/datasets")  # where Debian's dataset-* packages put their files
 
 
 def _fashion_places(folder: Path) -> list[DataPath]:

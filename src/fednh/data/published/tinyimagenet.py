@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,15 +26,7 @@ FOLDER = "tiny-imagenet-200"
 SIDE = 64
 AT_A_TIME = 500  # images a task: few enough tasks to queue all, many enough to share the work
 
-
-class _Files(NamedTuple):
-    """The folder tiny-imagenet-200, on disk or in a zip; names are relative to it and use slashes."""
-
-    images: list[str]
-    read: Callable[[str], bytes]  # from any thread: the zipfile module locks the file that they share
-
-    def lines(self, name: str) -> list[str]:
-        return self.read(name).decode("utf-8").splitlines()
+Root = Path | zipfile.Path  # the folder tiny-imagenet-200, on disk or in a zip, which several threads may read at once
 
 
 def read(path: Path) -> Arrays:
@@ -45,23 +34,23 @@ def read(path: Path) -> Arrays:
 
     What is damaged raises any exception (see `Published.load`).
     """
-    with _opened(path) as files:
-        wnids = files.lines("wnids.txt")
-        label_of = {wnid: label for label, wnid in enumerate(wnids)}
-        train: dict[str, list[str]] = {wnid: [] for wnid in wnids}
-        for image in sorted(files.images):
-            if image.startswith("train/"):
-                train[image.split("/")[1]].append(image)
-        if empty := [wnid for wnid in wnids if not train[wnid]]:
-            raise UserError(f"{path} has no images of {empty[0]}; it is incomplete, download or unpack it again")
-        test = [line.split("\t") for line in files.lines("val/val_annotations.txt")]
-        return Arrays(
-            _decode(files, [image for images in train.values() for image in images]),
-            np.array([label_of[wnid] for wnid, images in train.items() for _ in images], np.int64),
-            _decode(files, [f"val/images/{image}" for image, *_ in test]),
-            np.array([label_of[wnid] for _, wnid, *_ in test], np.int64),
-            _class_names(files, wnids),
-        )
+    root = path if path.is_dir() else zipfile.Path(path, f"{FOLDER}/")
+    wnids = _lines(root / "wnids.txt")
+    label_of = {wnid: label for label, wnid in enumerate(wnids)}
+    train: dict[str, list[str]] = {wnid: [] for wnid in wnids}
+    for image in sorted(_images(root)):
+        if image.startswith("train/"):
+            train[image.split("/")[1]].append(image)
+    if empty := [wnid for wnid in wnids if not train[wnid]]:
+        raise UserError(f"{path} has no images of {empty[0]}; it is incomplete, download or unpack it again")
+    test = [line.split("\t") for line in _lines(root / "val/val_annotations.txt")]
+    return Arrays(
+        _decode(root, [image for images in train.values() for image in images]),
+        np.array([label_of[wnid] for wnid, images in train.items() for _ in images], np.int64),
+        _decode(root, [f"val/images/{image}" for image, *_ in test]),
+        np.array([label_of[wnid] for _, wnid, *_ in test], np.int64),
+        _class_names(root, wnids),
+    )
 
 
 def save(arrays: Arrays, path: Path) -> bool:
@@ -71,32 +60,32 @@ def save(arrays: Arrays, path: Path) -> bool:
     return cache.keep_arrays(path, **samples, **labels, classes=np.array(arrays.classes))
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[_Files]:
-    if path.is_dir():
-        images = [image.relative_to(path).as_posix() for image in path.rglob("*.JPEG")]
-        yield _Files(images, lambda name: (path / name).read_bytes())
-        return
-    with zipfile.ZipFile(path) as archive:
-        names = [name.removeprefix(f"{FOLDER}/") for name in archive.namelist() if name.endswith(".JPEG")]
-        yield _Files(names, lambda name: archive.read(f"{FOLDER}/{name}"))
+def _images(root: Root) -> list[str]:
+    """All images by their paths below `root`. (zipfile.Path would search all names of the archive for each folder.)"""
+    if isinstance(root, Path):
+        return [image.relative_to(root).as_posix() for image in root.rglob("*.JPEG")]
+    return [name.removeprefix(root.at) for name in root.root.namelist() if name.endswith(".JPEG")]
 
 
-def _class_names(files: _Files, wnids: list[str]) -> tuple[str, ...]:
+def _lines(file: Root) -> list[str]:
+    return file.read_text(encoding="utf-8").splitlines()
+
+
+def _class_names(root: Root, wnids: list[str]) -> tuple[str, ...]:
     """The first word that words.txt gives for a class; where two classes share it, with the id behind it."""
-    words = dict(line.partition("\t")[::2] for line in files.lines("words.txt"))
+    words = dict(line.partition("\t")[::2] for line in _lines(root / "words.txt"))
     first = [words[wnid].split(",")[0].strip() for wnid in wnids]
     count = Counter(first)
     return tuple(f"{name} ({wnid})" if count[name] > 1 else name for name, wnid in zip(first, wnids, strict=True))
 
 
-def _decode(files: _Files, names: list[str]) -> NDArray[np.uint8]:
+def _decode(root: Root, names: list[str]) -> NDArray[np.uint8]:
     images = np.empty((len(names), SIDE, SIDE, 3), dtype=np.uint8)
 
     def work(start: int) -> None:
         for i in range(start, min(start + AT_A_TIME, len(names))):
             try:
-                images[i] = decode(files.read(names[i]), (SIDE, SIDE), 3)
+                images[i] = decode((root / names[i]).read_bytes(), (SIDE, SIDE), 3)
             except BROKEN as error:
                 raise ValueError(f"{names[i]}: {error}") from error
 

@@ -1,4 +1,9 @@
-"""What a source of data is: a prefix, settings, and a way to read samples. One file a kind beside this one."""
+"""Source: a prefix, settings below [data], and a way to read samples. One file a kind beside this one.
+
+The settings that several kinds share are declared here once, with their ranges and spellings. data.sites names the
+sites that are read and data.without leaves some out: a site is held out of a run without copying files, and the run's
+classes, columns and statistics do not know it.
+"""
 
 from __future__ import annotations
 
@@ -6,54 +11,42 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from fednh.data.dataset import Dataset, Inputs
+from fednh.data.dataset import Dataset, Inputs, select_rows
 from fednh.data.scaling import measure
-from fednh.data.sources import folder_layout
 from fednh.data.sources.columns import in_order
-from fednh.data.sources.csv import known
+from fednh.data.sources.csv import known_encoding
 from fednh.errors import UserError, did_you_mean
 from fednh.io.files import expanded
-
-# --- settings -------------------------------------------------------------------------------------------------------
-# The settings below [data] that kinds of sources share: their types, ranges and spellings, each declared once.
-
 
 AGREED = "agreed"  # marks settings that a federation's config decides for all sites; the others are each site's own
 
 
-def _words(value: Any) -> Any:
+def _list(value: Any) -> Any:
     """A list; as flat settings have it, also text with commas."""
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
 
 
 def _names(value: Any) -> Any:
     """A list of names, of which a number is one too; as flat settings have it, also text with commas."""
-    found = [value] if type(value) is int else _words(value)
-    return [str(name) if type(name) is int else name for name in found] if isinstance(found, list) else found
+    names = [value] if type(value) is int else _list(value)
+    return [str(name) if type(name) is int else name for name in names] if isinstance(names, list) else names
 
 
 def _column(value: Any) -> Any:
     """The word "number", or the list of the values that a column of text has."""
-    return value if value == "number" else _words(value)
+    return value if value == "number" else _list(value)
 
 
 def _encoding(value: str) -> str:
     """The name of an encoding that Python knows."""
-    if not known(value):
+    if not known_encoding(value):
         raise ValueError("is not an encoding that Python knows, such as utf-8, cp1252 or latin-1")
-    return value
-
-
-def _layout(value: str) -> str:
-    """The words of a folder's layout."""
-    if problem := folder_layout.problem(value):
-        raise ValueError(problem)
     return value
 
 
@@ -79,13 +72,12 @@ def _decimal(value: Any) -> Any:
 
 def _sizes(value: Any) -> Any:
     """[height, width] from that, from one number, or from text such as 32 or 24,32."""
-    found = value
+    sizes = [value] if isinstance(value, int) else value
     if isinstance(value, str):
-        found = [int(word) if word.strip().isdecimal() else word for word in value.replace("x", ",").split(",")]
-    found = [found] if isinstance(found, int) else found
-    if not isinstance(found, list) or not all(type(n) is int and 1 <= n <= 4096 for n in found) or len(found) > 2:
+        sizes = [int(word) if word.strip().isdecimal() else word for word in value.replace("x", ",").split(",")]
+    if not isinstance(sizes, list) or not all(type(n) is int and 1 <= n <= 4096 for n in sizes) or len(sizes) > 2:
         raise ValueError("should be a number of pixels or [height, width], from 1 to 4096")
-    return [*found, *found][:2]
+    return [*sizes, *sizes][:2]
 
 
 # Of images of any size: [height, width].
@@ -95,17 +87,15 @@ FitRule = Literal["stretch", "crop", "pad"]  # how an image of another shape get
 Fit = Annotated[FitRule, AGREED]
 # What is done about images that cannot be read: the owner of the files decides.
 OnBad = Literal["refuse", "skip"]
-# What the folders above an image mean; None: found by their names and depth.
-Layout = Annotated[str, AfterValidator(_layout)] | None
 # The class names, agreed beforehand: a site may lack some.
-Classes = Annotated[Annotated[list[str], BeforeValidator(_words)] | None, AGREED]
+Classes = Annotated[Annotated[list[str], BeforeValidator(_list)] | None, AGREED]
 # Sites by name: those that are read (None: all), and those that are left out.
 Names = Annotated[list[str], BeforeValidator(_names)] | None
 # Of every class, cut off as a test set where the source has none.
 TestShare = Annotated[float, Field(ge=0, lt=1), AGREED]
 # Of text files; None: UTF-8.
 Encoding = Annotated[Annotated[str, AfterValidator(_encoding)] | None, AGREED]
-# Between the values of a line, and before the fraction of a number, in a CSV file; None: found.
+# Between the values of a line, and before the fraction of a number, in a CSV file; None: detected.
 Separator = Annotated[str, BeforeValidator(_separator)] | None
 Decimal = Annotated[str, BeforeValidator(_decimal)] | None
 # The columns of a table that are features, agreed beforehand: name = "number" or the list of its values.
@@ -114,84 +104,6 @@ Columns = dict[str, Annotated[str | list[str], BeforeValidator(_column)]] | None
 Column = Annotated[str | None, BeforeValidator(_set)]
 # Which samples belong together: a column, an array, a pattern of file names or a CSV file of them; empty: none do.
 Group = Annotated[str | None, BeforeValidator(_set)]
-
-
-# --- site choice ----------------------------------------------------------------------------------------------------
-# Which sites of a source are read: data.sites names them, data.without leaves some out; then the others are not
-# there.
-#
-# So one site can be held out of a run without copying files: the run's classes, columns and statistics do not know
-# it.
-
-
-class Choice(Protocol):
-    """The two settings; each is None where it is not set."""
-
-    @property
-    def sites(self) -> list[str] | None: ...
-
-    @property
-    def without(self) -> list[str] | None: ...
-
-
-def is_made(choice: Choice) -> bool:
-    return choice.sites is not None or choice.without is not None
-
-
-def chosen_words(choice: Choice) -> str:
-    """The choice as text; empty where none is made."""
-    return f" sites={choice.sites} without={choice.without}" if is_made(choice) else ""
-
-
-def chosen(known: Sequence[str], choice: Choice, where: str) -> list[str]:
-    """Those of the sites that are read, in their order."""
-    for key, names in (("sites", choice.sites), ("without", choice.without)):
-        if names is None:
-            continue
-        if not known:
-            raise UserError(f"data.{key} chooses sites, but {where} does not say which site a sample comes from")
-        if strangers := [name for name in names if name not in known]:
-            raise UserError(f"data.{key}: {where} has no site {strangers[0]!r}{did_you_mean(strangers[0], known)}")
-    kept = [name for name in known if choice.sites is None or name in choice.sites]
-    kept = [name for name in kept if name not in (choice.without or ())]
-    if not kept and is_made(choice):
-        raise UserError(f"data.sites and data.without leave no site of {where}; it has {', '.join(known)}")
-    return kept
-
-
-def rows_of(names: Sequence[str], choice: Choice, where: str) -> NDArray[np.bool_]:
-    """Marks the rows to read, given the site of each."""
-    if not is_made(choice):
-        return np.ones(len(names), bool)
-    kept = set(chosen(in_order(set(names)), choice, where))
-    return np.array([name in kept for name in names], bool)
-
-
-def restricted(data: Dataset, choice: Choice, where: str) -> Dataset:
-    """A data set that was read as a whole, without the other sites; statistics are measured again."""
-    if not is_made(choice):
-        return data
-    kept = chosen(data.sites, choice, where)
-    place = np.array([kept.index(name) if name in kept else -1 for name in data.sites], np.int64)
-    assert data.site_train is not None  # a data set that names sites says so of every training sample
-    train = place[data.site_train] >= 0
-    rows: dict[str, Any] = {"x_train": data.x_train[train], "y_train": data.y_train[train]}
-    rows["group_train"] = None if data.group_train is None else data.group_train[train]
-    rows["site_train"] = place[data.site_train][train]
-    if data.site_test is not None:
-        theirs = np.where(data.site_test < 0, -1, place[data.site_test])
-        test = theirs >= 0
-        rows |= {"x_test": data.x_test[test], "y_test": data.y_test[test], "site_test": theirs[test]}
-    elif len(data.y_test):
-        note = f"{where}: its test samples do not say which site they come from, so all of them are kept"
-        rows["notes"] = (*data.notes, note)
-    if data.fitted:
-        mean, std = measure(rows["x_train"], data.scale, data.preprocessing)
-        rows |= {"mean": mean, "std": std}
-    return replace(data, sites=tuple(kept), **rows)
-
-
-# --- base -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -248,3 +160,47 @@ class Source(ABC):
     @classmethod
     def form(cls) -> str:
         return f"{cls.prefix}:{cls.address}"
+
+    def chooses_sites(self) -> bool:
+        """Whether data.sites or data.without is set."""
+        return self.sites is not None or self.without is not None
+
+    def chosen_sites(self, known: Sequence[str], where: str) -> list[str]:
+        """Those of the sites that are read, in their order."""
+        for key, names in (("sites", self.sites), ("without", self.without)):
+            if names is None:
+                continue
+            if not known:
+                raise UserError(f"data.{key} chooses sites, but {where} does not say which site a sample comes from")
+            if unknown := [name for name in names if name not in known]:
+                raise UserError(f"data.{key}: {where} has no site {unknown[0]!r}{did_you_mean(unknown[0], known)}")
+        kept = [name for name in known if self.sites is None or name in self.sites]
+        kept = [name for name in kept if name not in (self.without or ())]
+        if not kept and self.chooses_sites():
+            raise UserError(f"data.sites and data.without leave no site of {where}; it has {', '.join(known)}")
+        return kept
+
+    def chosen_rows(self, sites: Sequence[str], where: str) -> NDArray[np.bool_]:
+        """Marks the rows to read, given the site of each."""
+        kept = set(self.chosen_sites(in_order(set(sites)), where))
+        return np.array([site in kept for site in sites], bool)
+
+    def restricted(self, data: Dataset, where: str) -> Dataset:
+        """A data set that was read as a whole, without the other sites; statistics are measured again."""
+        if not self.chooses_sites():
+            return data
+        kept = self.chosen_sites(data.sites, where)
+        number = np.array([*(kept.index(name) if name in kept else -1 for name in data.sites), -1], np.int64)
+        assert data.site_train is not None  # a data set that names sites says so of every training sample
+        train, test = number[data.site_train], None if data.site_test is None else number[data.site_test]
+        found = select_rows(data, train >= 0, None if test is None else test >= 0)
+        found = replace(found, sites=tuple(kept), site_train=train[train >= 0])
+        if test is not None:
+            found = replace(found, site_test=test[test >= 0])
+        elif len(data.y_test):
+            note = f"{where}: its test samples do not say which site they come from, so all of them are kept"
+            found = replace(found, notes=(*data.notes, note))
+        if data.fitted:
+            mean, std = measure(found.x_train, data.scale, data.preprocessing)
+            found = replace(found, mean=mean, std=std)
+        return found

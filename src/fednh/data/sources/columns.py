@@ -1,4 +1,4 @@
-"""One column of a table: whether it holds numbers or categories, and how its values are spelled.
+"""Class names as numbers, and one column of a table: whether it holds numbers or categories, and how they are spelled.
 
 A CSV file has no types: its columns are text. What they hold is decided once, from training rows, and recorded in the
 model's card, or agreed in data.columns; later files are read as decided, whatever they look like themselves.
@@ -18,23 +18,29 @@ from numpy.typing import NDArray
 
 from fednh.data.dataset import Labels
 from fednh.errors import UserError
+from fednh.text import some
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-
-# --- labels ---------------------------------------------------------------------------------------------------------
-# Class names as numbers, in the order that they are agreed in or sorted.
+MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "?")
+TRUTHS = ("true", "false")
+LARGEST = float(np.finfo(np.float32).max)
+FEW_NUMBERS, MOST_NUMBERS, ROWS_OF_A_CLASS = 20, 100, 20  # see `regression_values`
+_CODE = "^0[0-9]+$"  # digits that are no number: 01
+_DECIMAL = re.compile(r"([+-]?)(0|[1-9]\d*)(?:\.(\d*))?", re.ASCII)
+_FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+_DATE = r"^([0-9]{1,2}[./-][0-9]{1,2}[./-][0-9]{2,4}|[0-9]{4}[./][0-9]{1,2}[./][0-9]{1,2})([ T][0-9:.]+)?$"
+_MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d)(?::(\d\d)(?:\.(\d+))?)?(.*)", re.ASCII)
 
 
 def alike(names: Iterable[str], what: str) -> list[str]:
     """One sentence on all names that differ only in case or blanks, or none."""
-    found: dict[str, list[str]] = {}
+    by_letters: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault("".join(name.split()).casefold(), []).append(name)
-    pairs = [" and ".join(map(repr, same)) for same in found.values() if len(same) > 1]
-    more = f" and {len(pairs) - 8} more" if len(pairs) > 8 else ""
-    words = f"{what} that differ only in case or blanks: {', '.join(pairs[:8])}{more}"
+        by_letters.setdefault("".join(name.split()).casefold(), []).append(name)
+    pairs = [" and ".join(map(repr, same)) for same in by_letters.values() if len(same) > 1]
+    words = f"{what} that differ only in case or blanks: {some(pairs, 8)}"
     return [f"{words}; if they mean the same, write them alike"] if pairs else []
 
 
@@ -55,66 +61,61 @@ def numbered(names: Sequence[str], agreed: Sequence[str], where: str) -> tuple[L
     return np.array([number[name] for name in names], np.int64), classes
 
 
+def numbered_sites(names: Sequence[str | None], test: NDArray[np.bool_]) -> tuple[tuple[str, ...], Labels]:
+    """The sites of training samples, sorted, and the site number of every sample; -1: of none of them."""
+    sites = tuple(
+        in_order({name for name, is_test in zip(names, test, strict=True) if name is not None and not is_test})
+    )
+    number = {name: k for k, name in enumerate(sites)}
+    return sites, np.array([-1 if name is None else number.get(name, -1) for name in names], np.int64)
+
+
 def in_order(names: set[str]) -> list[str]:
     """Sorted; as numbers where all are."""
     numbers = all(n.isdecimal() and n.isascii() for n in names)
     return sorted(names, key=lambda n: (int(n) if numbers else 0, n))
 
 
-# --- columns --------------------------------------------------------------------------------------------------------
-
-
-MISSING = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "?")
-TRUTHS = ("true", "false")
-LARGEST = float(np.finfo(np.float32).max)
-FEW_NUMBERS, MOST_NUMBERS, ROWS_OF_A_CLASS = 20, 100, 20  # see `amount`
-_CODE = "^0[0-9]+$"  # digits that are no number: 01
-_DECIMAL = re.compile(r"([+-]?)(0|[1-9]\d*)(?:\.(\d*))?", re.ASCII)
-_FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
-_DATE = r"^([0-9]{1,2}[./-][0-9]{1,2}[./-][0-9]{2,4}|[0-9]{4}[./][0-9]{1,2}[./][0-9]{1,2})([ T][0-9:.]+)?$"
-_MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d)(?::(\d\d)(?:\.(\d+))?)?(.*)", re.ASCII)
-
-
 class Categories(NamedTuple):
-    """The values of a column as words."""
+    """The values of a column as text."""
 
     values: list[str]  # the different ones
-    place: NDArray[np.int64]  # (N,), which of them a row has; -1: none
+    codes: NDArray[np.int64]  # (N,), which of them a row has; -1: none
 
     def counts(self) -> NDArray[np.int64]:
-        return np.bincount(self.place[self.place >= 0], minlength=len(self.values))
+        return np.bincount(self.codes[self.codes >= 0], minlength=len(self.values))
 
     def missing(self, known: Sequence[str] = ()) -> int:
-        """Rows without a value, or with a word such as NA, unless that word is a known value."""
+        """How many rows have no value, or a text such as NA that is no known value."""
         absent = [value in MISSING and value not in known for value in self.values]
-        return int((self.place < 0).sum() + self.counts()[np.array(absent, bool)].sum())
+        return int((self.codes < 0).sum() + self.counts()[np.array(absent, bool)].sum())
 
 
 class OneHotIndex(NamedTuple):
-    """Each row's place among the known values of a category."""
+    """Each row's index among the known values of a category."""
 
-    place: NDArray[np.int64]  # (N,); as many as there are known values: none of them
+    codes: NDArray[np.int64]  # (N,); the number of known values stands for none of them
     unseen: dict[str, int]  # values that are not known, and how many rows have them
 
 
-def kind(column: pa.ChunkedArray, name: str, where: str, written: bool) -> str:
-    """Number or category; a column that was `written` in a CSV file is what its values look like."""
+def kind(column: pa.ChunkedArray, name: str, where: str, from_csv: bool) -> str:
+    """Number or category; a column of a CSV file is what its values look like."""
     column = _plain(column)
-    found = _likeness(column) if written and _is_text(column.type) else column.type
-    if _is_number(found):
+    type_ = _detected_type(column) if from_csv and _is_text(column.type) else column.type
+    if _is_number(type_):
         return "number"
-    if _is_text(found):
+    if _is_text(type_):
         return "category"
     raise UserError(
-        f"{where}: the column {name!r} holds {_called(found)}, neither numbers nor text; turn it into a number, such "
-        "as an age or days, or leave it out with data.ignore"
+        f"{where}: the column {name!r} holds {_type_name(type_)}, neither numbers nor text; turn it into a number, "
+        "such as an age or days, or leave it out with data.ignore"
     )
 
 
-def _called(kind: pa.DataType) -> str:
+def _type_name(type_: pa.DataType) -> str:
     import pyarrow.types as t
 
-    return "dates" if t.is_date(kind) or t.is_timestamp(kind) else "times" if t.is_time(kind) else str(kind)
+    return "dates" if t.is_date(type_) or t.is_timestamp(type_) else "times" if t.is_time(type_) else str(type_)
 
 
 def date(column: pa.ChunkedArray) -> str | None:
@@ -128,17 +129,17 @@ def date(column: pa.ChunkedArray) -> str | None:
 
 
 def regression_values(names: Sequence[str]) -> int:
-    """How many different values labels have that are an amount, as in a regression, rather than classes; else 0.
+    """How many different values the labels of a regression have; 0 if the labels are classes.
 
     That is more than a hundred numbers with few rows each, or numbers with fractions of which nearly every row has its
     own.
     """
-    found = set(names)
-    if len(found) <= FEW_NUMBERS or not all(_DECIMAL.fullmatch(name) or _FLOAT.fullmatch(name) for name in found):
+    values = set(names)
+    if len(values) <= FEW_NUMBERS or not all(_DECIMAL.fullmatch(name) or _FLOAT.fullmatch(name) for name in values):
         return 0
-    fractions = any(not float(name).is_integer() for name in found)
-    many = len(found) > MOST_NUMBERS and (fractions or len(names) < ROWS_OF_A_CLASS * len(found))
-    return len(found) if many or (fractions and 2 * len(found) > len(names)) else 0
+    fractions = any(not float(name).is_integer() for name in values)
+    many = len(values) > MOST_NUMBERS and (fractions or len(names) < ROWS_OF_A_CLASS * len(values))
+    return len(values) if many or (fractions and 2 * len(values) > len(names)) else 0
 
 
 def leading_zero_value(column: pa.ChunkedArray) -> str | None:
@@ -173,8 +174,8 @@ def numbers(column: pa.ChunkedArray, name: str, where: str) -> NDArray[np.float6
     return values
 
 
-def words(column: pa.ChunkedArray, name: str, where: str) -> Categories:
-    """Values as words, in the same spelling whatever the type of the source."""
+def categories(column: pa.ChunkedArray, name: str, where: str) -> Categories:
+    """Values as text, in the same spelling whatever the type of the source."""
     import pyarrow as pa
     import pyarrow.types as t
 
@@ -189,11 +190,11 @@ def words(column: pa.ChunkedArray, name: str, where: str) -> Categories:
     if t.is_floating(column.type):  # by way of text: 0.1 of 32 bits is 0.1
         different = [float(text) for text in encoded.dictionary.cast(pa.string()).to_pylist()]
     nan = np.array([*(value != value for value in different), True])
-    return Categories([word(value) for value in different], np.where(nan[index], -1, index))
+    return Categories([spelling(value) for value in different], np.where(nan[index], -1, index))
 
 
-def word(value: Any) -> str:
-    """3, 3.0 and "3" are the same word, yes and no are true and false."""
+def spelling(value: Any) -> str:
+    """A value as text: 3, 3.0 and "3" are spelled alike, and a bool as true or false."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and value.is_integer():
@@ -201,50 +202,44 @@ def word(value: Any) -> str:
     return str(value).strip()
 
 
-def names(column: pa.ChunkedArray, name: str, where: str, written: bool, agreed: Sequence[str] = ()) -> list[str]:
+def names(column: pa.ChunkedArray, name: str, where: str, from_csv: bool, agreed: Sequence[str] = ()) -> list[str]:
     """Each row's value in a label or site column: in the `agreed` spelling, else numbers in their plainest form."""
-    found = words(column, name, where)
-    absent = found.missing(agreed) if written else int((found.place < 0).sum())
+    found = categories(column, name, where)
+    absent = found.missing(agreed) if from_csv else int((found.codes < 0).sum())
     if absent:
         raise UserError(
-            f"{where}: {absent} of {len(found.place)} rows have nothing in the column {name!r}; fill or remove them"
+            f"{where}: {absent} of {len(found.codes)} rows have nothing in the column {name!r}; fill or remove them"
         )
     if agreed:
-        place = matcher(agreed)
-        spelled = [value if (at := place(value)) is None else agreed[at] for value in found.values]
-    elif written and _is_number(_likeness(_plain(column))):
+        match = matcher(agreed)
+        spelled = [value if (at := match(value)) is None else agreed[at] for value in found.values]
+    elif from_csv and _is_number(_detected_type(_plain(column))):
         spelled = [_simplest(value) for value in found.values]
     else:
         spelled = found.values
-    return [spelled[at] for at in found.place.tolist()]
+    return [spelled[at] for at in found.codes.tolist()]
 
 
-def slots(found: Categories, known: Sequence[str]) -> OneHotIndex:
-    """Where each row's value stands among those known from training or data.columns."""
-    place = matcher(known)
-    chosen = [place(value) for value in found.values]
-    index = np.array([*(len(known) if at is None else at for at in chosen), len(known)], np.int64)[found.place]
+def one_hot_index(found: Categories, known: Sequence[str]) -> OneHotIndex:
+    """The index of each row's value among those known from training or data.columns."""
+    chosen = list(map(matcher(known), found.values))
+    index = np.array([*(len(known) if at is None else at for at in chosen), len(known)], np.int64)[found.codes]
     rows = zip(found.values, chosen, found.counts().tolist(), strict=True)
     return OneHotIndex(index, {value: n for value, at, n in rows if at is None and n and value not in MISSING})
 
 
 def matcher(known: Sequence[str]) -> Callable[[str], int | None]:
-    """Finds a word's place among the known ones: by its spelling, else by its meaning if only one word has that."""
+    """Finds a value's index among the known ones: by its spelling, else by its meaning if only one value has that."""
     exact = {value: at for at, value in enumerate(known)}
-    alike: dict[str, set[str]] = {}
-    for value in known:
-        alike.setdefault(_meaning(value), set()).add(value)
+    by_meaning: dict[str, set[int]] = {}
+    for value, at in exact.items():
+        by_meaning.setdefault(_meaning(value), set()).add(at)
 
-    def place(value: str) -> int | None:
-        if value in exact:
-            return exact[value]
-        others = alike.get(_meaning(value), set())
-        return exact[next(iter(others))] if len(others) == 1 else None
+    def match(value: str) -> int | None:
+        same = by_meaning.get(_meaning(value), set())
+        return exact.get(value, next(iter(same)) if len(same) == 1 else None)
 
-    return place
-
-
-# --- what text looks like and means ----------------------------------------------------------------------------------
+    return match
 
 
 def _meaning(value: str) -> str:
@@ -270,10 +265,10 @@ def _simplest(value: str) -> str:
         sign, whole, fraction = decimal.groups(default="")
         digits = f"{whole}{'.' * bool(fraction.strip('0'))}{fraction.rstrip('0')}"
         return f"-{digits}" if sign == "-" and digits != "0" else digits
-    return word(float(value))
+    return spelling(float(value))
 
 
-def _likeness(column: pa.ChunkedArray) -> pa.DataType:
+def _detected_type(column: pa.ChunkedArray) -> pa.DataType:
     """The type that a text column's values look like."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -303,7 +298,7 @@ def _no_numbers(text: pa.ChunkedArray) -> str:
     """Which values are not numbers."""
     import pyarrow as pa
 
-    found = words(present(text), "", "")
+    found = categories(present(text), "", "")
     rows = zip(found.values, found.counts().tolist(), strict=True)
     bad = {value: n for value, n in rows if _cast(pa.chunked_array([[value]]), pa.float64()) is None}
     return f"{sum(bad.values())} of {len(text)} values are none, such as {next(iter(bad))!r}"

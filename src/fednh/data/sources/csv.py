@@ -1,20 +1,26 @@
-"""Files of rows as Arrow tables: CSV in any form, Parquet, and folders of both.
+"""Files of rows as Arrow tables: CSV in any dialect, Parquet, and folders of both.
 
 A CSV file has no types: all its columns are text here, numbers with a decimal point.
+
+Its encoding is UTF-8, with or without a byte order mark, unless data.encoding names another. The separator and the
+decimal mark are settings (data.separator, data.decimal) or are detected. The separator is the one under which the first
+lines have equally many values; a comma wins where it is one. In a file with another separator, 3,5 is a number with a
+decimal comma and 1.234,5 has a point for the thousands. An ambiguous number, such as 1,234, is not guessed: other rows,
+the file that a model was trained on, or data.decimal decide. Every value is then read by itself, so a row means the
+same alone and among others.
 """
 
 from __future__ import annotations
 
 import codecs
 import csv
-import csv as plain_csv
 import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,69 +32,11 @@ from fednh.errors import UserError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-
-# --- encoding -------------------------------------------------------------------------------------------------------
-# The encoding of text files: UTF-8, with or without a byte order mark, unless data.encoding names another.
-
-
+EXTRA = "tables"  # of this package: pyarrow
+DEFAULTS = {"encoding": "utf-8", "separator": ",", "decimal": "."}
+FROM_CSV = {"fednh": "csv"}  # metadata of a table from a CSV file
 READ_BYTES = 1 << 20
-MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-
-
-def known(name: str) -> bool:
-    """Whether Python has a text encoding of this name."""
-    try:
-        "a".encode(name)
-    except (LookupError, ValueError):
-        return False
-    return True
-
-
-def checked(path: Path, encoding: str | None) -> str:
-    """The encoding to read a file by, after all of it proved to be that."""
-    if encoding and not known(encoding):
-        raise UserError(f"{path}: {encoding!r} is not an encoding that Python knows")
-    name = codecs.lookup(encoding).name if encoding else "utf-8"
-    decoder = codecs.getincrementaldecoder(name)()
-    line, start = 1, b""
-    with path.open("rb") as file:
-        while block := file.read(READ_BYTES):
-            start = start or block[:4]
-            try:
-                text = decoder.decode(block)
-            except UnicodeDecodeError as error:
-                line += error.object[: error.start].count(b"\n")
-                wrong = f"line {line} holds the byte 0x{error.object[error.start]:02x}"
-                raise UserError(_sentence(path, encoding, wrong, start)) from error
-            if encoding is None and "\0" in text:
-                raise UserError(_sentence(path, encoding, "it holds zero bytes", start))
-            line += text.count("\n")
-    try:
-        decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:
-        raise UserError(_sentence(path, encoding, "it ends within a letter", start)) from error
-    return "utf-8" if name == "utf-8-sig" else name
-
-
-def _sentence(path: Path, encoding: str | None, wrong: str, start: bytes) -> str:
-    if encoding:
-        return f"{path} is not text in the encoding {encoding} ({wrong}); correct data.encoding, or save it as UTF-8"
-    guess = next((name for mark, name in MARKS.items() if start.startswith(mark)), "cp1252")
-    if wrong.endswith("zero bytes"):
-        guess = "utf-16"
-    return f"{path} is not UTF-8 text ({wrong}); save it as UTF-8, or say its encoding, such as data.encoding={guess}"
-
-
-# --- delimited ------------------------------------------------------------------------------------------------------
-# Text files of rows: what separates their values, and whether numbers have a decimal point or a decimal comma.
-#
-# Both can be said (data.separator, data.decimal) and are found otherwise. The separator is the one under which the
-# first lines have equally many values; a comma wins where it is one. In a file with another separator, 3,5 is a
-# number with a decimal comma and 1.234,5 has a point for the thousands. What could be both, such as 1,234, is not
-# guessed: other rows, the file that a model was trained on, or data.decimal decide. Every value is then read by
-# itself, so a row means the same alone and among others.
-
-
+BLOCK_ROWS = 256  # rows of numbers that are read at a time
 SEPARATORS = (",", ";", "\t", "|")
 START = 1 << 16  # characters of a file that are looked at
 LINES = 50
@@ -102,7 +50,7 @@ _EITHER_POINT = r"^[+-]?[1-9][0-9]{0,2}\.[0-9]{3}$"
 
 
 class TrainingDialect(NamedTuple):
-    """The form of the files that a model was trained on: it decides where a file does not say itself."""
+    """The dialect of the files that a model was trained on: it decides where a file is ambiguous."""
 
     encoding: str | None = None
     separator: str | None = None
@@ -114,40 +62,92 @@ UNKNOWN = TrainingDialect()
 
 @dataclass(frozen=True)
 class CsvDialect:
-    """How a text file is to be read; None: found."""
+    """How a text file is to be read; None: detected."""
 
     encoding: str | None = None
     separator: str | None = None
     decimal: str | None = None
-    usual: TrainingDialect = UNKNOWN
+    training: TrainingDialect = UNKNOWN
 
 
 AUTO = CsvDialect()
 
 
-def encoding_of(path: Path, form: CsvDialect) -> str:
-    """The encoding of a file, after all of it proved to be that."""
+def known_encoding(name: str) -> bool:
+    """Whether Python has a text encoding of this name."""
     try:
-        return checked(path, form.encoding)
+        "a".encode(name)
+    except (LookupError, ValueError):
+        return False
+    return True
+
+
+def encoding_of(path: Path, dialect: CsvDialect) -> str:
+    """The encoding of a file, after all of it was decoded once."""
+    try:
+        return _checked_encoding(path, dialect.encoding)
     except UserError:
-        if form.encoding or not form.usual.encoding:
+        if dialect.encoding or not dialect.training.encoding:
             raise
-    return checked(path, form.usual.encoding)
+    return _checked_encoding(path, dialect.training.encoding)
 
 
-def separator_of(path: Path, encoding: str, form: CsvDialect) -> str:
+def _checked_encoding(path: Path, encoding: str | None) -> str:
+    if encoding and not known_encoding(encoding):
+        raise UserError(f"{path}: {encoding!r} is not an encoding that Python knows")
+    name = codecs.lookup(encoding).name if encoding else "utf-8"
+    decoder = codecs.getincrementaldecoder(name)()
+    line, guess = 1, "cp1252"
+
+    def refusal(problem: str) -> UserError:
+        if encoding:
+            return UserError(
+                f"{path} is not text in the encoding {encoding} ({problem}); correct data.encoding, or save it as UTF-8"
+            )
+        return UserError(
+            f"{path} is not UTF-8 text ({problem}); save it as UTF-8, or say its encoding, such as "
+            f"data.encoding={guess}"
+        )
+
+    with path.open("rb") as file:
+        if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            guess = "utf-16"
+        file.seek(0)
+        while block := file.read(READ_BYTES):
+            try:
+                text = decoder.decode(block)
+            except UnicodeDecodeError as error:
+                line += error.object[: error.start].count(b"\n")
+                raise refusal(f"line {line} holds the byte 0x{error.object[error.start]:02x}") from error
+            if encoding is None and "\0" in text:
+                guess = "utf-16"
+                raise refusal("it holds zero bytes")
+            line += text.count("\n")
+    try:
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise refusal("it ends within a letter") from error
+    return "utf-8" if name == "utf-8-sig" else name
+
+
+def open_text(path: Path, encoding: str) -> TextIO:
+    """The file for the csv module, without a byte order mark."""
+    return path.open(newline="", encoding="utf-8-sig" if encoding == "utf-8" else encoding)
+
+
+def separator_of(path: Path, encoding: str, dialect: CsvDialect) -> str:
     """What separates the values of a line."""
-    if form.separator:
-        return form.separator
-    with path.open(newline="", encoding="utf-8-sig" if encoding == "utf-8" else encoding) as file:
+    if dialect.separator:
+        return dialect.separator
+    with open_text(path, encoding) as file:
         text = file.read(START)
     if len(text) == START:
         text = text[: text.rfind("\n") + 1] or text
-    widths = {mark: _widths(text, mark) for mark in (*SEPARATORS, *filter(None, [form.usual.separator]))}
+    widths = {mark: _widths(text, mark) for mark in (*SEPARATORS, *filter(None, [dialect.training.separator]))}
     even = [mark for mark, found in widths.items() if len(set(found)) == 1 and found[0] > 1]
     several = even or [mark for mark, found in widths.items() if found and found[0] > 1]
     if not several:
-        return form.usual.separator or ","
+        return dialect.training.separator or ","
     return "," if "," in several else max(several, key=lambda mark: widths[mark][0])
 
 
@@ -160,24 +160,24 @@ def _widths(text: str, mark: str) -> list[int]:
         return []
 
 
-def decimal_of(table: pa.Table, separator: str, form: CsvDialect, where: str) -> str:
-    """The decimal mark of a table of text; what cannot be told is refused."""
-    usual = form.usual.decimal if (separator == ",") == (form.usual.separator in (None, ",")) else None
-    if form.decimal == "." or (separator == "," and "," not in (form.decimal, usual)):
+def decimal_of(table: pa.Table, separator: str, dialect: CsvDialect, where: str) -> str:
+    """The decimal mark of a table of text; an ambiguous one is refused."""
+    training = dialect.training.decimal if (separator == ",") == (dialect.training.separator in (None, ",")) else None
+    if dialect.decimal == "." or (separator == "," and "," not in (dialect.decimal, training)):
         return "."  # a comma between values is none within them, unless somebody says so
     commas, unclear, points = _evidence(table)
-    if points and (form.decimal or commas):
+    if points and (dialect.decimal or commas):
         raise UserError(
             f"{where}: the column {points!r} has decimal points"
             + (f" and {commas!r} decimal commas" if commas else ", but data.decimal says commas")
             + "; write all numbers in one way"
         )
-    if form.decimal or commas:
+    if dialect.decimal or commas:
         return ","
     if points or not unclear:
-        return "." if points else usual or "."
-    if usual:
-        return usual
+        return "." if points else training or "."
+    if training:
+        return training
     raise UserError(
         f"{where}: the commas in the column {unclear!r} could be decimal commas or thousands; say which with "
         'data.decimal, "," or "."'
@@ -188,15 +188,13 @@ def _evidence(table: pa.Table) -> tuple[str | None, str | None, str | None]:
     """A column with decimal commas, one with commas that could also be thousands, one with decimal points."""
     import pyarrow.compute as pc
 
-    from fednh.data.sources.columns import present
-
     def any_is(values: pa.ChunkedArray, pattern: str, but: str) -> bool:
         matches = pc.and_(pc.match_substring_regex(values, pattern), pc.invert(pc.match_substring_regex(values, but)))
         return bool(pc.any(matches).as_py())
 
     commas = unclear = points = None
     for name in table.column_names:
-        values = present(table.column(name)).drop_null()
+        values = columns.present(table.column(name)).drop_null()
         if not len(values) or not pc.all(pc.match_substring_regex(values, _NUMBER)).as_py():
             continue
         commas = commas or (name if any_is(values, _COMMA, _EITHER) else None)
@@ -223,55 +221,48 @@ def with_points(table: pa.Table) -> pa.Table:
     return table
 
 
-# --- table files ----------------------------------------------------------------------------------------------------
-
-
-EXTRA = "tables"  # of this package: pyarrow
-BLOCK_ROWS = 256  # rows of numbers that are read at a time
-DEFAULTS = {"encoding": "utf-8", "separator": ",", "decimal": "."}
-WRITTEN = {"fednh": "written"}  # metadata of a table from a CSV file
-
-
-def read(path: Path, form: CsvDialect = AUTO) -> pa.Table:
+def read(path: Path, dialect: CsvDialect = AUTO) -> pa.Table:
     """A CSV or Parquet file; a folder's train.* and test.* become one table with a split column."""
     extras.need(EXTRA, "a table")
     import pyarrow as pa
     from pyarrow import parquet
 
     if path.is_dir():
-        return _parts(path, form)
+        return _parts(path, dialect)
     if not path.is_file():
         raise UserError(f"{path} does not exist; check the path of the table")
     try:
         if is_parquet(path):
             return parquet.ParquetFile(path).read()
-        return _text(path, form)
+        return _csv_table(path, dialect)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as a table: {str(error).splitlines()[0].rstrip('.')}") from error
 
 
-def _text(path: Path, form: CsvDialect) -> pa.Table:
-    """A CSV file, all of its columns as text; the table's metadata say in which form the file was."""
+def _csv_table(path: Path, dialect: CsvDialect) -> pa.Table:
+    """A CSV file, all of its columns as text; the table's metadata hold the dialect of the file."""
     import pyarrow as pa
     from pyarrow import csv
 
-    encoding = encoding_of(path, form)
-    separator = separator_of(path, encoding, form)
+    encoding = encoding_of(path, dialect)
+    separator = separator_of(path, encoding, dialect)
     how, parse = csv.ReadOptions(encoding=encoding), csv.ParseOptions(delimiter=separator)
     with csv.open_csv(path, how, parse) as start:
         text = {name: pa.string() for name in start.schema.names}
     convert = csv.ConvertOptions(column_types=text, strings_can_be_null=False)
     table = csv.read_csv(path, how, parse, convert)
-    decimal = decimal_of(table, separator, form, str(path))
+    decimal = decimal_of(table, separator, dialect, str(path))
     table = with_points(table) if decimal == "," else table
     used = {"encoding": encoding, "separator": separator, "decimal": decimal}
-    return table.replace_schema_metadata({**WRITTEN, **used})
+    return table.replace_schema_metadata({**FROM_CSV, **used})
 
 
-def form_of(table: pa.Table) -> dict[str, str]:
-    """The form of the CSV file that a table was read from: encoding, separator, decimal; nothing that is usual."""
+def dialect_of(table: pa.Table) -> dict[str, str]:
+    """The dialect of the CSV file that a table was read from: those of encoding, separator and decimal that are not
+    the defaults.
+    """
     about = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
-    return {key: about[key] for key, usual in DEFAULTS.items() if about.get(key, usual) != usual}
+    return {key: about[key] for key, default in DEFAULTS.items() if about.get(key, default) != default}
 
 
 def is_parquet(path: Path) -> bool:
@@ -282,7 +273,7 @@ def is_parquet(path: Path) -> bool:
         return file.read(4) == b"PAR1"
 
 
-def _parts(folder: Path, form: CsvDialect) -> pa.Table:
+def _parts(folder: Path, dialect: CsvDialect) -> pa.Table:
     import pyarrow as pa
 
     found = []
@@ -291,8 +282,8 @@ def _parts(folder: Path, form: CsvDialect) -> pa.Table:
         if not files and split == "train":
             raise UserError(f"{folder} holds no train.csv or train.parquet; give a file, or a folder with these")
         for file in files:
-            rows = read(file, form)
-            form = replace(form, usual=TrainingDialect(**{**form.usual._asdict(), **form_of(rows)}))
+            rows = read(file, dialect)
+            dialect = replace(dialect, training=dialect.training._replace(**dialect_of(rows)))
             found.append(rows.append_column("split", pa.array([split] * len(rows), pa.string())))
     return joined(found, str(folder))
 
@@ -305,29 +296,29 @@ def joined(parts: Sequence[pa.Table], where: str) -> pa.Table:
     for at, rows in enumerate(found):
         for name in text & set(rows.column_names):
             if not pa.types.is_string(rows.schema.field(name).type):
-                values, index = columns.words(rows.column(name), name, where)
+                values, index = columns.categories(rows.column(name), name, where)
                 words = pa.array(values, pa.string()).take(pa.array(index, mask=index < 0))
                 found[at] = rows = rows.set_column(rows.column_names.index(name), name, words)
     try:
         whole = pa.concat_tables(found, promote_options="permissive")
     except pa.ArrowException as error:
         raise UserError(f"{where}: train and test have different columns: {str(error).splitlines()[0]}") from error
-    return whole.replace_schema_metadata(next((p.schema.metadata for p in parts if is_written(p)), None))
+    return whole.replace_schema_metadata(next((p.schema.metadata for p in parts if is_from_csv(p)), None))
 
 
-def is_written(table: pa.Table) -> bool:
+def is_from_csv(table: pa.Table) -> bool:
     """Whether a table comes from a CSV file: its columns are text, whatever they hold."""
-    return (table.schema.metadata or {}).get(b"fednh") == b"written"
+    return (table.schema.metadata or {}).get(b"fednh") == b"csv"
 
 
-def rows_of_numbers(path: Path, width: int, form: CsvDialect = AUTO) -> Iterator[NDArray[np.float64]]:
+def rows_of_numbers(path: Path, width: int, dialect: CsvDialect = AUTO) -> Iterator[NDArray[np.float64]]:
     """A CSV file of numbers; a first line without numbers is a heading."""
     try:
-        name = encoding_of(path, form)
-        separator = separator_of(path, name, form)
-        decimal = form.decimal or form.usual.decimal or ("." if separator == "," else ",")
-        with path.open(newline="", encoding="utf-8-sig" if name == "utf-8" else name) as file:
-            rows = plain_csv.reader(file, delimiter=separator)
+        encoding = encoding_of(path, dialect)
+        separator = separator_of(path, encoding, dialect)
+        decimal = dialect.decimal or dialect.training.decimal or ("." if separator == "," else ",")
+        with open_text(path, encoding) as file:
+            rows = csv.reader(file, delimiter=separator)
             lines = ([number(value, decimal) for value in row] for row in rows)
             head = next(lines, [])
             rest = lines if head and not _all_numbers(head) else chain([head], lines)
@@ -338,7 +329,7 @@ def rows_of_numbers(path: Path, width: int, form: CsvDialect = AUTO) -> Iterator
                     raise UserError(f"{path}: row {done + bad} is not {width} numbers: {','.join(block[bad])}")
                 yield np.array([[float(value) for value in row] for row in block])
                 done += len(block)
-    except (OSError, UnicodeDecodeError, plain_csv.Error, ValueError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error, ValueError) as error:
         raise UserError(f"{path} cannot be read as CSV: {error}") from error
 
 

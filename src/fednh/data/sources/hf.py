@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from fednh import extras
 from fednh.data.dataset import Dataset
-from fednh.data.sources import base, columns
+from fednh.data.sources import columns
 from fednh.data.sources.csv import joined
-from fednh.data.sources.folder_layout import walk
+from fednh.data.sources.folder import walk
 from fednh.data.sources.images import ImageFile, Pictures
 from fednh.data.sources.table import Tabular, find_column, from_table
 from fednh.errors import UserError
@@ -96,26 +97,24 @@ def _assembled(datasets: Any, name: str, splits: Any, where: str, options: Huggi
     names = features[label].names if isinstance(features[label], datasets.ClassLabel) else None
     if not pictures:
         return _tabular(name, used, label, names, where, options)
-    # Of every row: image, class, site, whether it is a test row, group.
-    found: list[tuple[ImageFile, str, str | None, bool, str]] = []
     group = find_column(where, list(features), options.group, "group", needed=False) if options.group else ""
     site = find_column(where, list(features), options.site, "site", needed=False)
+    read: list[tuple[ImageFile, str, str | None, bool, str]] = []  # of every row: image, class, site, is test, group
     for split, rows in used.items():
         for row in rows.cast_column(pictures[0], datasets.Image(decode=False)):
             image = row[pictures[0]]
             source = image["bytes"] if image["bytes"] is not None else Path(image["path"])
-            word = names[row[label]] if names else columns.word(row[label])
-            together = columns.word(row[group]) if group else ""
-            found.append((source, word, columns.word(row[site]) if site else None, split == "test", together))
-    if base.is_made(options):
-        here = base.rows_of([str(row[2]) for row in found] if site else [], options, where)
-        found = [row for row, kept in zip(found, here, strict=True) if kept]
-    images, words, sites, test, groups = map(list, zip(*found, strict=True))
+            name_of_class = names[row[label]] if names else columns.spelling(row[label])
+            site_group = [columns.spelling(row[column]) if column else None for column in (site, group)]
+            read.append((source, name_of_class, site_group[0], split == "test", site_group[1] or ""))
+    if options.chooses_sites():
+        read = list(compress(read, options.chosen_rows([str(row[2]) for row in read] if site else [], where)))
+    images, labels, sites, test, groups = map(list, zip(*read, strict=True))
     decoded = options.decoded(images, [f"image {k}" for k in range(len(images))], where)
     agreed = options.classes or tuple(names or ())
     # A test set here is everybody's, also where its rows name sites: runs that began so can be resumed.
     return replace(
-        options.labelled(name, where, decoded, words, sites, test, agreed, groups if group else []), site_test=None
+        options.labelled(name, where, decoded, labels, sites, test, agreed, groups if group else []), site_test=None
     )
 
 

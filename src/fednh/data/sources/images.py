@@ -1,11 +1,16 @@
-"""What sources of image files share: the settings of decoding, and how images with their labels become a data set."""
+"""Image files as arrays and as a data set: of any kind, turned upright, brought to one size, decoded in parallel.
+
+One way for training and prediction, for files, PIL images and arrays; `recipe` says in a model's card what it is.
+Pixels of 16 bits keep their upper eight; CMYK becomes RGB by Pillow's plain formula; an alpha channel is dropped, the
+colours stay as they are stored; of several pages or frames the first is used. Pixels without a known range are refused.
+"""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -19,18 +24,10 @@ from rich.progress import Progress
 from fednh.data.dataset import Dataset
 from fednh.data.sources.base import Fit, FitRule, OnBad, Size, Source
 from fednh.data.sources.columns import in_order, numbered
-from fednh.data.splits import conflicting_labels, numbered_groups
+from fednh.data.splits import from_rows
 from fednh.errors import UserError
 from fednh.machine import cores
-
-# --- images ---------------------------------------------------------------------------------------------------------
-# Image files as arrays: of any size and kind, turned upright, brought to one size, decoded in parallel.
-#
-# One way for training and prediction, for files, PIL images and arrays; `recipe` says in a model's card what it is.
-# Pixels of 16 bits keep their upper eight; CMYK becomes RGB by Pillow's plain formula; an alpha channel is dropped,
-# the colours stay as they are stored; of several pages or frames the first is used. Pixels without a known range are
-# refused.
-
+from fednh.text import some
 
 # What folders are searched for.
 SUFFIXES = (
@@ -60,8 +57,8 @@ class Decoded(NamedTuple):
     notes: tuple[str, ...]  # what was decided, in words
 
 
-class _Seen(NamedTuple):
-    """What an image's header says."""
+class _Header(NamedTuple):
+    """Facts from an image's header."""
 
     height: int  # when it is upright
     width: int
@@ -102,11 +99,10 @@ def recipe(channels: int, fit: str = "stretch") -> dict[str, Any]:
 
 def rule(preprocessing: dict[str, Any]) -> FitRule:
     """How a model's images get their size, from its card."""
-    found = (preprocessing.get("resize") or {}).get("rule", "stretch")
-    if found not in get_args(FitRule):
-        raise UserError(f"the model's card resizes images by {found!r}, which this version does not know")
-    chosen: FitRule = found
-    return chosen
+    fit: FitRule = (preprocessing.get("resize") or {}).get("rule", "stretch")
+    if fit not in get_args(FitRule):
+        raise UserError(f"the model's card resizes images by {fit!r}, which this version does not know")
+    return fit
 
 
 def decode_all(
@@ -118,47 +114,41 @@ def decode_all(
     skip: bool = False,
 ) -> Decoded:
     """All images, grey only if all are; unreadable ones are named, and refused unless they may be skipped."""
-    files, before = _Files(sources, names, where, skip), -1
-    while len(files.left) != before:  # once more where some were left out: nothing of them decides size and colour
-        before = len(files.left)
-        seen = files.each(_look, "looking at")
-        chosen, channels, notes = _decided(seen, size)
-        pixels = files.each(partial(decode, size=chosen, channels=channels, fit=fit), "decoding")
-    if files.bad:
-        lost = f"{len(files.bad)} of {len(sources)} images cannot be read and are left out"
-        notes.insert(0, f"{where}: {lost}: {_named(files.bad, _MANY)}")
-    pages = [f"{names[k]} has {image.pages}" for k, image in zip(files.left, seen, strict=True) if image.pages > 1]
+    left, bad = list(range(len(sources))), list[str]()
+
+    def each(work: Callable[[ImageFile], A], verb: str) -> list[A]:
+        """The result of `work` for every image that is left; unreadable ones are left out from now on, or refused."""
+        results = _each(work, [sources[k] for k in left], verb)
+        broken = {k: error for k, error in zip(left, results, strict=True) if isinstance(error, _Unreadable)}
+        bad.extend(f"{names[k]} ({error.reason})" for k, error in broken.items())
+        if broken and (not skip or len(broken) == len(left)):
+            way = "" if skip else ", or leave them out with data.on_bad=skip"
+            lost = f"{len(bad)} of {len(names)} images cannot be read: {some(bad, _SOME)}"
+            raise UserError(f"{where}: {lost}; repair or remove them{way}")
+        left[:] = [k for k in left if k not in broken]
+        return [result for result in results if not isinstance(result, _Unreadable)]
+
+    before = -1
+    while len(left) != before:  # once more where some were left out: nothing of them decides size and colour
+        before = len(left)
+        headers = each(_header, "looking at")
+        chosen, channels, notes = _decided(headers, size)
+        pixels = each(partial(decode, size=chosen, channels=channels, fit=fit), "decoding")
+    if bad:
+        lost = f"{len(bad)} of {len(sources)} images cannot be read and are left out"
+        notes.insert(0, f"{where}: {lost}: {some(bad, _MANY)}")
+    pages = [f"{names[k]} has {image.pages}" for k, image in zip(left, headers, strict=True) if image.pages > 1]
     if pages:
-        notes.append(f"{where}: of files with several pages or frames the first is used: {_named(pages, _SOME)}")
-    return Decoded(np.stack(pixels), files.left, tuple(notes))
+        notes.append(f"{where}: of files with several pages or frames the first is used: {some(pages, _SOME)}")
+    return Decoded(np.stack(pixels), left, tuple(notes))
 
 
-class _Files:
-    """Images to work on: those that are left, and in words those that could not be read."""
-
-    def __init__(self, sources: Sequence[ImageFile], names: Sequence[str], where: str, skip: bool):
-        self.sources, self.names, self.where, self.skip = sources, names, where, skip
-        self.left, self.bad = list(range(len(sources))), list[str]()
-
-    def each(self, work: Callable[[ImageFile], A], verb: str) -> list[A]:
-        """What the work gives for every image that is left; unreadable ones are left out from now on, or refused."""
-        results = _each(work, [self.sources[k] for k in self.left], verb)
-        broken = {k: why for k, why in zip(self.left, results, strict=True) if isinstance(why, _Broken)}
-        self.bad += [f"{self.names[k]} ({why.words})" for k, why in broken.items()]
-        if broken and (not self.skip or len(broken) == len(self.left)):
-            way = "" if self.skip else ", or leave them out with data.on_bad=skip"
-            lost = f"{len(self.bad)} of {len(self.names)} images cannot be read: {_named(self.bad, _SOME)}"
-            raise UserError(f"{self.where}: {lost}; repair or remove them{way}")
-        self.left = [k for k in self.left if k not in broken]
-        return [result for result in results if not isinstance(result, _Broken)]
-
-
-def _decided(seen: Sequence[_Seen], size: tuple[int, int] | None) -> tuple[tuple[int, int], int, list[str]]:
-    """The size and the number of channels of all images, and what to say about it."""
-    channels = 1 if all(image.grey for image in seen) else 3
+def _decided(headers: Sequence[_Header], size: tuple[int, int] | None) -> tuple[tuple[int, int], int, list[str]]:
+    """The size and the number of channels of all images, and notes about it."""
+    channels = 1 if all(image.grey for image in headers) else 3
     if size is not None:
         return size, channels, []
-    (first, *others) = {(image.height, image.width) for image in seen}
+    (first, *others) = {(image.height, image.width) for image in headers}
     chosen = first if not others and max(first) <= KEPT else DEFAULT
     if chosen == first and not others:
         return chosen, channels, []
@@ -166,7 +156,7 @@ def _decided(seen: Sequence[_Seen], size: tuple[int, int] | None) -> tuple[tuple
     return chosen, channels, [f"images {what} are resized to {chosen[0]}x{chosen[1]}; choose with data.size"]
 
 
-def _look(source: ImageFile) -> _Seen:
+def _header(source: ImageFile) -> _Header:
     """Its size when it is upright, whether it is grey, and how many pages or frames it has."""
     with Image.open(_opened(source)) as image:
         _refuse_unknown_range(image)
@@ -176,7 +166,7 @@ def _look(source: ImageFile) -> _Seen:
         grey = image.mode in GREY
         # A telephone's JPEG may carry a second picture, such as a depth map (MPO).
         pages = 1 if image.format in ("JPEG", "MPO") else getattr(image, "n_frames", 1)
-        return _Seen(height, width, grey, pages)
+        return _Header(height, width, grey, pages)
 
 
 def _refuse_unknown_range(image: Image.Image) -> None:
@@ -205,22 +195,18 @@ def _opened(source: ImageFile) -> Path | io.BytesIO:
     return io.BytesIO(source) if isinstance(source, bytes) else source
 
 
-def _named(files: Sequence[str], most: int) -> str:
-    return ", ".join(files[:most]) + (f" and {len(files) - most} more" if len(files) > most else "")
+class _Unreadable(NamedTuple):
+    reason: str
 
 
-class _Broken(NamedTuple):
-    words: str  # why an image cannot be read
-
-
-def _each(work: Callable[[ImageFile], A], sources: Sequence[ImageFile], verb: str) -> list[A | _Broken]:
+def _each(work: Callable[[ImageFile], A], sources: Sequence[ImageFile], verb: str) -> list[A | _Unreadable]:
     """`work` on every image, in parallel (PIL lets other threads run), with a bar on a terminal."""
 
-    def attempt(source: ImageFile) -> A | _Broken:
+    def attempt(source: ImageFile) -> A | _Unreadable:
         try:
             return work(source)
         except BROKEN as error:
-            return _Broken(str(error).splitlines()[0] if str(error) else type(error).__name__)
+            return _Unreadable(str(error).splitlines()[0] if str(error) else type(error).__name__)
 
     console = Console(stderr=True)
     with (
@@ -228,9 +214,6 @@ def _each(work: Callable[[ImageFile], A], sources: Sequence[ImageFile], verb: st
         Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         return list(bar.track(pool.map(attempt, sources), len(sources), description=verb))
-
-
-# --- pictures -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -259,31 +242,24 @@ class Pictures(Source):
     ) -> Dataset:
         """A data set of the images that could be read; labels, sites, parts and groups, if any, are those of all."""
         kept = images.kept
-        together = [groups[k] for k in kept] if groups else []
         y, known = numbered([labels[k] for k in kept], classes, where)
-        is_test = np.array([test[k] for k in kept])
-        places = tuple(in_order({site for k in kept if (site := sites[k]) is not None and not test[k]}))
-        number = {site: at for at, site in enumerate(places)}
-        place = np.array([number.get(sites[k] or "", -1) for k in kept], np.int64)
         height, width, channels = images.x.shape[1:]
         how = {"kind": "image", "size": [height, width], "channels": channels}
-        return Dataset(
+        data = from_rows(
             name,
-            images.x[~is_test],
-            y[~is_test],
-            images.x[is_test],
-            y[is_test],
-            known,
-            (MEAN,) * channels,
-            (STD,) * channels,
-            sites=places,
-            site_train=place[~is_test] if places else None,
-            site_test=place[is_test] if places and is_test.any() else None,
-            group_train=numbered_groups(together)[~is_test] if groups else None,
-            warnings=tuple(conflicting_labels(together, is_test, where)),
+            images.x,
+            y,
+            np.array([test[k] for k in kept]),
+            [sites[k] for k in kept],
+            [groups[k] for k in kept] if groups else [],
+            where,
+            classes=known,
+            mean=(MEAN,) * channels,
+            std=(STD,) * channels,
             preprocessing=how if self.fit == "stretch" else {**how, "fit": self.fit},
             notes=(*_lost(labels, kept), *images.notes),
         )
+        return data if len(data.y_test) else replace(data, site_test=None)
 
 
 def _lost(labels: Sequence[str], kept: Sequence[int]) -> list[str]:

@@ -1,7 +1,10 @@
-"""Data from a person's own Python function: `py:package.module:function`, importable from here or installed.
+"""Data that a program gives instead of a file: `fednh.run(data=...)`, and what `py:package.module:function` returns.
 
-The function takes nothing and returns a Dataset, a dict of arrays with the names of an .npz file, or the tuple
-(x_train, y_train) or (x_train, y_train, x_test, y_test).
+Arrays and tables may be data frames of any library, dicts, tensors or lists. No library is imported for them: pandas,
+Polars and torch are known by what their objects offer. Tables need pyarrow.
+
+The run records `memory:NAME`: the name of a Dataset, or else a checksum of what was given. The data are not kept, so
+only a program that gives the same data again can resume the run.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from numpy.typing import NDArray
 
 from fednh import extras
 from fednh.data.dataset import Dataset
-from fednh.data.sources.base import Source, restricted
-from fednh.data.sources.columns import numbered, word
+from fednh.data.sources.base import Source
+from fednh.data.sources.columns import numbered, spelling
+from fednh.data.sources.csv import EXTRA
 from fednh.data.sources.npz import KEYS, MEDMNIST_KEYS, from_arrays
 from fednh.data.sources.table import Tabular, from_table
 from fednh.errors import UserError
@@ -28,14 +32,10 @@ from fednh.extras import imported_function
 if TYPE_CHECKING:
     import pyarrow as pa
 
-
-# --- given ----------------------------------------------------------------------------------------------------------
-# What a program gives instead of a file, as arrays and tables: data frames of any library, dicts, tensors, lists.
-#
-# No library is imported for it: pandas, Polars and torch are known by what their objects offer. Tables need pyarrow.
-
-
-EXTRA = "tables"  # of this package: pyarrow
+FORMS = (
+    "(x, y), (x, y, site), (x_train, y_train, x_test, y_test), a dict of arrays with the names of an .npz file, a data "
+    "frame, or a Dataset"
+)
 
 
 def array(value: Any, what: str) -> NDArray[Any]:
@@ -45,10 +45,10 @@ def array(value: Any, what: str) -> NDArray[Any]:
     try:
         if hasattr(value, "detach"):  # a tensor
             value = value.detach().cpu().numpy()
-        found: NDArray[Any] = np.asarray(value)
+        made: NDArray[Any] = np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:
         raise UserError(f"{what} cannot be made one array: {str(error).splitlines()[0]}") from error
-    return found
+    return made
 
 
 def is_frame(value: Any) -> bool:
@@ -65,12 +65,8 @@ def table(frame: Any) -> pa.Table:
     import pyarrow as pa
 
     try:
-        if type(frame).__module__.partition(".")[0] == "pandas":
-            return pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)
-        if hasattr(frame, "__dataframe__") and not hasattr(frame, "__arrow_c_stream__"):
-            from pyarrow import interchange
-
-            return interchange.from_dataframe(frame)
+        if hasattr(frame, "reset_index"):  # pandas
+            return pa.table(frame.reset_index(drop=True)).replace_schema_metadata(None)
         return pa.table(frame)
     except (pa.ArrowException, TypeError, ValueError, NotImplementedError) as error:
         raise UserError(f"the data frame cannot be read as a table: {str(error).splitlines()[0]}") from error
@@ -93,16 +89,16 @@ def dicts(value: Any, names: Sequence[str]) -> pa.Table:
     return _rows(value, names)
 
 
-def _rows(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> pa.Table:
+def _rows(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> pa.Table:
     """Rows as dicts; None is a missing value."""
     import pyarrow as pa
 
     columns = {}
     for name in names:
-        if lacking := [at for at, row in enumerate(found) if name not in row]:
-            where = "the row" if len(found) == 1 else f"row {lacking[0]}"
+        if lacking := [at for at, row in enumerate(rows) if name not in row]:
+            where = "the row" if len(rows) == 1 else f"row {lacking[0]}"
             raise UserError(f"{where} lacks the column {name!r}; None stands for a value that is missing")
-        values = [value.item() if isinstance(value, np.generic) else value for value in (row[name] for row in found)]
+        values = [value.item() if isinstance(value, np.generic) else value for value in (row[name] for row in rows)]
         try:
             columns[name] = pa.array(values)
         except (pa.ArrowException, TypeError, ValueError, OverflowError):  # of several kinds: each as it is spelled
@@ -116,19 +112,6 @@ def _spelled(value: Any, name: str) -> str:
     if not isinstance(value, str | int | float | bool):
         raise UserError(f"a row has {type(value).__name__} in the column {name!r}; give a number or a text")
     return str(value)
-
-
-# --- memory ---------------------------------------------------------------------------------------------------------
-# Data that a program gives instead of a name: `fednh.run(data=...)`, with arrays, a data frame or a Dataset.
-#
-# The run records `memory:NAME`: the name of a Dataset, or else a checksum of what was given. They are not kept, so
-# only a program that gives the same data again can go on with the run.
-
-
-FORMS = (
-    "(x, y), (x, y, site), (x_train, y_train, x_test, y_test), a dict of arrays with the names of an .npz file, a data "
-    "frame, or a Dataset"
-)
 
 
 @dataclass(frozen=True)
@@ -147,13 +130,13 @@ class Memory(Tabular):
     def taken(self, data: Any) -> Dataset:
         """What a program gives, as a data set."""
         if is_frame(data):
-            return _called(from_table("memory", table(data), "the data frame", self))
+            return _named_by_checksum(from_table("memory", table(data), "the data frame", self))
         if isinstance(data, Dataset):
-            found = replace(data, name=f"{self.prefix}:{data.name}") if data.name else _called(data)
+            found = replace(data, name=f"{self.prefix}:{data.name}") if data.name else _named_by_checksum(data)
         else:
-            arrays, agreed = _named(_arrays(data), self.classes or [])
-            found = _called(from_arrays("memory", "data", arrays, agreed, self.group))
-        return restricted(found, self, "data")
+            arrays, agreed = _with_numbers(_arrays(data), self.classes or [])
+            found = _named_by_checksum(from_arrays("memory", "data", arrays, agreed, self.group))
+        return self.restricted(found, "data")
 
     @classmethod
     def file(cls, address: str) -> Path | None:
@@ -167,8 +150,8 @@ def is_given(data: Any) -> bool:
     return not isinstance(data, Mapping) or any(key in data for key in (KEYS[0], MEDMNIST_KEYS[0]))
 
 
-def _called(data: Dataset) -> Dataset:
-    """Named by a checksum of the contents, so that reports do not take different data for the same."""
+def _named_by_checksum(data: Dataset) -> Dataset:
+    """Named by a checksum of its contents, so that reports do not take different data for the same."""
     text = json.dumps(data.fingerprint, sort_keys=True)
     return replace(data, name=f"{Memory.prefix}:{hashlib.sha256(text.encode()).hexdigest()[:8]}")
 
@@ -184,35 +167,37 @@ def _arrays(data: Any) -> dict[str, NDArray[Any]]:
     return {str(key): array(value, f"data: {key}") for key, value in named.items()}
 
 
-def _named(arrays: dict[str, NDArray[Any]], agreed: list[str]) -> tuple[dict[str, NDArray[Any]], list[str]]:
+def _with_numbers(arrays: dict[str, NDArray[Any]], agreed: list[str]) -> tuple[dict[str, NDArray[Any]], list[str]]:
     """The arrays with classes as numbers, and the names of the classes where labels are names."""
     if "site_train" in arrays:
-        arrays["site_train"] = _words(arrays["site_train"], "site_train")
+        arrays["site_train"] = _names(arrays["site_train"], "site_train")
     labels = [key for key in (KEYS[1], KEYS[3], MEDMNIST_KEYS[1], MEDMNIST_KEYS[3]) if key in arrays]
-    words = {key: _words(arrays[key], key) for key in labels}
-    if not any(found.dtype.kind == "U" for found in words.values()):
+    names = {key: _names(arrays[key], key) for key in labels}
+    if not any(part.dtype.kind == "U" for part in names.values()):
         return arrays, agreed
-    every = [str(name) for found in words.values() for name in found.reshape(-1)]
-    numbers, classes = numbered(every, agreed, "data")
-    parts = np.split(numbers, np.cumsum([found.size for found in words.values()])[:-1])
-    return {**arrays, **dict(zip(words, parts, strict=True))}, list(classes)
+    numbers, classes = numbered([str(name) for part in names.values() for name in part.reshape(-1)], agreed, "data")
+    parts = np.split(numbers, np.cumsum([part.size for part in names.values()])[:-1])
+    return {**arrays, **dict(zip(names, parts, strict=True))}, list(classes)
 
 
-def _words(values: NDArray[Any], key: str) -> NDArray[Any]:
+def _names(values: NDArray[Any], key: str) -> NDArray[Any]:
     """Names as text; numbers as they are."""
     if values.dtype.kind not in "bOSU":
         return values
     wrong = next((value for value in values.reshape(-1).tolist() if not isinstance(value, str | int)), None)
     if wrong is not None or None in values.reshape(-1).tolist():
         raise UserError(f"data: {key} holds {wrong!r}; give every sample a name or a number")
-    return np.array([word(value) for value in values.reshape(-1).tolist()], str)
-
-
-# --- python ---------------------------------------------------------------------------------------------------------
+    return np.array([spelling(value) for value in values.reshape(-1).tolist()], str)
 
 
 @dataclass(frozen=True)
 class Python(Source):
+    """A function takes nothing and returns a Dataset, a dict of arrays as in an .npz file, or a tuple of 2 or 4 arrays.
+
+    The tuple is (x_train, y_train) or (x_train, y_train, x_test, y_test). The function is importable from here or
+    installed.
+    """
+
     prefix = "py"
     address = "MODULE:FUNCTION"
     example = "mydata:load"
@@ -220,32 +205,27 @@ class Python(Source):
     runs_code = True
 
     def read(self, name: str, address: str) -> Dataset:
-        return dataset(name, address, self.classes or (), self.group)
+        module, _, function = address.partition(":")
+        if not module or not function:
+            raise UserError(f"{name!r} should be py:package.module:function")
+        load = imported_function(address, "data.name")
+        try:
+            given = load()
+        except UserError:
+            raise
+        except Exception as error:  # whatever a person's own code may raise
+            raise UserError(f"{name} failed: {type(error).__name__}: {error}") from error
+        if isinstance(given, Dataset):
+            return given
+        if isinstance(given, tuple) and len(given) in (2, 4):
+            given = dict(zip(KEYS, given, strict=False))
+        if not isinstance(given, dict):
+            raise UserError(
+                f"{name} returned {type(given).__name__}; it should return a Dataset, a dict of arrays, or "
+                "(x_train, y_train) with or without (x_test, y_test)"
+            )
+        return from_arrays(name, name, given, self.classes or (), self.group)
 
     @classmethod
     def file(cls, address: str) -> Path | None:
         return None
-
-
-def dataset(name: str, address: str, agreed: Sequence[str], group: str | None = None) -> Dataset:
-    """What the function at `address` returns, checked."""
-    module, _, function = address.partition(":")
-    if not module or not function:
-        raise UserError(f"{name!r} should be py:package.module:function")
-    load = imported_function(address, "data.name")
-    try:
-        found = load()
-    except UserError:
-        raise
-    except Exception as error:  # whatever a person's own code may raise
-        raise UserError(f"{name} failed: {type(error).__name__}: {error}") from error
-    if isinstance(found, Dataset):
-        return found
-    if isinstance(found, tuple) and len(found) in (2, 4):
-        found = dict(zip(KEYS, found, strict=False))
-    if not isinstance(found, dict):
-        raise UserError(
-            f"{name} returned {type(found).__name__}; it should return a Dataset, a dict of arrays, or "
-            "(x_train, y_train) with or without (x_test, y_test)"
-        )
-    return from_arrays(name, name, found, agreed, group)

@@ -1,4 +1,17 @@
-"""One .npz file with arrays: see data/sources/npz.py for what it may hold."""
+"""Reads .npz files with the arrays x_train, y_train, x_test and y_test. What is accepted, and nothing else:
+
+- images as uint8 (N, H, W) or (N, H, W, C). Images of any other number type are refused rather than guessed at, because
+  0..1 and 0..255 cannot be told apart safely;
+- vectors as a float or integer array (N, F), which becomes float32;
+- labels of any integer type, or floats that are whole numbers, of shape (N,) or (N, 1), counted from 0;
+- optionally `classes`, an array of strings that names the classes;
+- optionally `site_train`, the site of every training sample as a number or a name, and `sites`, the numbers' names;
+- optionally an array that data.group names, with the group of every training sample as a number or a name;
+- x_test and y_test may both be absent: clients then hold out some of their own samples;
+- MedMNIST's key names (train_images, train_labels, test_images, test_labels); its validation part is left out.
+
+Pickled objects are never loaded.
+"""
 
 from __future__ import annotations
 
@@ -14,36 +27,21 @@ from numpy.typing import NDArray
 from fednh.data.dataset import Arrays, Dataset, Inputs, Labels
 from fednh.data.scaling import measure
 from fednh.data.sources.base import Source
-from fednh.data.sources.columns import in_order
+from fednh.data.sources.columns import numbered_sites
 from fednh.data.sources.images import MEAN, STD
 from fednh.errors import UserError
 from fednh.io.files import expanded
 
-# --- npz ------------------------------------------------------------------------------------------------------------
-# Reads .npz files with the arrays x_train, y_train, x_test and y_test.
-#
-# What is accepted, and nothing else:
-#
-# - images as uint8 (N, H, W) or (N, H, W, C). Images of any other number type are refused rather than guessed at,
-# because 0..1 and 0..255 cannot be told apart safely; - vectors as a float or integer array (N, F), which becomes
-# float32; - labels of any integer type, or floats that are whole numbers, of shape (N,) or (N, 1), counted from 0; -
-# optionally `classes`, an array of strings that names the classes; - optionally `site_train`, the site of every
-# training sample as a number or a name, and `sites`, the numbers' names; - optionally an array that data.group names,
-# with the group of every training sample as a number or a name; - x_test and y_test may both be absent: clients then
-# hold out some of their own samples; - MedMNIST's key names (train_images, train_labels, test_images, test_labels);
-# its validation part is left out.
-#
-# Pickled objects are never loaded.
-
-
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 MEDMNIST_KEYS = ("train_images", "train_labels", "test_images", "test_labels")
+INPUTS = ("x", "x_test", "test_images", "images")  # what inputs without labels may be called
 MOST_CHANNELS = 4  # beyond this a last axis is taken for a width, see `_images`
 
 
 def dataset(name: str, path: Path, classes: Sequence[str] = (), group: str | None = None) -> Dataset:
     """The file at `path` as a data set; `classes` are names agreed beforehand, `group` is the array of groups."""
-    return from_arrays(name, str(path), _members(path, group), classes, group)
+    wanted = [*KEYS, *MEDMNIST_KEYS, "classes", "sites", "site_train", *([group] if group else [])]
+    return from_arrays(name, str(path), _load(path, wanted), classes, group)
 
 
 def from_arrays(
@@ -57,8 +55,7 @@ def from_arrays(
     should affect how another site's are normalised.
     """
     members = {key: np.asarray(value) for key, value in members.items()}
-    found = _checked(where, members, agreed)
-    x_train, y_train, x_test, y_test, named = found
+    x_train, y_train, x_test, y_test, named = _checked(where, members, agreed)
     classes = tuple(agreed) or named
     if classes is None:
         classes = tuple(str(c) for c in range(_count_classes(where, y_train, y_test)))
@@ -87,10 +84,10 @@ def from_arrays(
 
 def read(path: Path) -> Arrays:
     """The arrays of the file, checked, with images as uint8 (N, H, W, C) and vectors as float32 (N, F)."""
-    found = _checked(str(path), _members(path), ())
-    if len(found.y_test) == 0:
+    arrays = _checked(str(path), _load(path, [*KEYS, *MEDMNIST_KEYS, "classes"]), ())
+    if len(arrays.y_test) == 0:
         raise UserError(f"{path} lacks x_test, y_test; a published data set has them")
-    return found
+    return arrays
 
 
 def _groups(where: str, arrays: dict[str, NDArray[Any]], name: str, samples: int) -> Labels:
@@ -106,8 +103,8 @@ def _groups(where: str, arrays: dict[str, NDArray[Any]], name: str, samples: int
     return np.unique(given, return_inverse=True)[1].astype(np.int64)
 
 
-def _members(path: Path, group: str | None = None) -> dict[str, NDArray[Any]]:
-    """The arrays of the file that have a meaning here."""
+def _load(path: Path, wanted: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """The wanted arrays that a file has; the training arrays must be there."""
     try:
         if not path.exists():
             raise UserError(f"{path} does not exist; check the path of the .npz file")
@@ -117,7 +114,6 @@ def _members(path: Path, group: str | None = None) -> dict[str, NDArray[Any]]:
             raise ValueError("it is not a zip file")
         with np.load(path, allow_pickle=False) as stored:
             _keys(str(path), stored.files)
-            wanted = (*KEYS, *MEDMNIST_KEYS, "classes", "sites", "site_train", *([group] if group else []))
             return {key: np.asarray(stored[key]) for key in wanted if key in stored.files}
     except UserError:
         raise
@@ -141,13 +137,12 @@ def _keys(where: str, members: Collection[str]) -> tuple[str, ...]:
 
 def _checked(where: str, arrays: dict[str, NDArray[Any]], agreed: Sequence[str]) -> Arrays:
     keys = _keys(where, arrays)
-    x_train, y_train = _inputs(f"{where}: {keys[0]}", arrays[keys[0]]), _labels(f"{where}: {keys[1]}", arrays[keys[1]])
-    x_test, y_test = x_train[:0], y_train[:0]
-    if len(keys) == 4:
-        x_test, y_test = (
-            _inputs(f"{where}: {keys[2]}", arrays[keys[2]]),
-            _labels(f"{where}: {keys[3]}", arrays[keys[3]]),
-        )
+    parts = [
+        (_inputs(f"{where}: {x}", arrays[x]), _labels(f"{where}: {y}", arrays[y]))
+        for x, y in (keys[:2], keys[2:])[: len(keys) // 2]
+    ]
+    x_train, y_train = parts[0]
+    x_test, y_test = parts[1] if len(parts) > 1 else (x_train[:0], y_train[:0])
     for x, y, (key_x, key_y) in ((x_train, y_train, keys[:2]), (x_test, y_test, keys[-2:])):
         if len(x) != len(y):
             raise UserError(f"{where}: {key_x} has {len(x)} samples but {key_y} has {len(y)} labels")
@@ -159,10 +154,9 @@ def _checked(where: str, arrays: dict[str, NDArray[Any]], agreed: Sequence[str])
     if y_train.min() == y_train.max() and len(agreed) < 2:
         raise UserError(f"{where}: {keys[1]} holds only class {y_train[0]}; training needs at least two classes")
     classes = None
-    if agreed:
-        _class_names(where, np.array(agreed, dtype=str), _count_classes(where, y_train, y_test, len(agreed)))
-    elif "classes" in arrays:
-        classes = _class_names(where, arrays["classes"], _count_classes(where, y_train, y_test, len(arrays["classes"])))
+    if agreed or "classes" in arrays:
+        names = np.array(agreed, dtype=str) if agreed else arrays["classes"]
+        classes = _class_names(where, names, _count_classes(where, y_train, y_test, len(names)))
     return Arrays(x_train, y_train, x_test, y_test, classes)
 
 
@@ -174,16 +168,14 @@ def _sites(where: str, arrays: dict[str, NDArray[Any]], samples: int) -> tuple[t
     if len(given) != samples:
         raise UserError(f"{where}: site_train has {len(given)} entries for {samples} training samples")
     if given.dtype.kind == "U":
-        words = [str(word) for word in given]
+        site_names = [str(name) for name in given]
     else:
         numbers = _labels(f"{where}: site_train", given)
         names = [str(n) for n in arrays["sites"]] if "sites" in arrays else [str(n) for n in range(numbers.max() + 1)]
         if numbers.max() >= len(names):
             raise UserError(f"{where}: site_train holds {numbers.max()}, but sites has {len(names)} names")
-        words = [names[n] for n in numbers]
-    sites = tuple(in_order(set(words)))
-    number = {site: k for k, site in enumerate(sites)}
-    return sites, np.array([number[word] for word in words], np.int64)
+        site_names = [names[n] for n in numbers]
+    return numbered_sites(site_names, np.zeros(samples, bool))
 
 
 def _inputs(where: str, x: NDArray[Any]) -> Inputs:
@@ -253,12 +245,6 @@ def _class_names(where: str, names: NDArray[Any], count: int) -> tuple[str, ...]
     if len(names) < count:
         raise UserError(f"{where}: classes names {len(names)} classes, but the labels go up to {count - 1}")
     return tuple(str(name) for name in names)
-
-
-# --- npz ------------------------------------------------------------------------------------------------------------
-
-
-INPUTS = ("x", "x_test", "test_images", "images")  # what inputs without labels may be called
 
 
 @dataclass(frozen=True)

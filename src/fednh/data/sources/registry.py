@@ -15,16 +15,18 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fednh.data import declared_settings
 from fednh.data.dataset import Dataset
-from fednh.data.inspection import in_vectors
+from fednh.data.inspection import vector_identifiers
 from fednh.data.published import PUBLISHED
-from fednh.data.settings import declared
-from fednh.data.sources.base import AGREED, Source, restricted
+from fednh.data.published.base import DownloadProgress
+from fednh.data.published.base import download as download_files
+from fednh.data.sources.base import AGREED, Source
 from fednh.data.sources.builtin import BUILTIN
 from fednh.data.sources.columns import alike
 from fednh.data.sources.folder import Folder
 from fednh.data.sources.hf import HuggingFace
-from fednh.data.sources.memory import Memory, Python, is_given
+from fednh.data.sources.memory import Memory, Python
 from fednh.data.sources.npz import Npz
 from fednh.data.sources.table import Csv, Parquet
 from fednh.data.splits import merged, with_test_set
@@ -58,7 +60,7 @@ def load(name: str, folder: Path, settings: Mapping[str, Any] | None = None) -> 
     kind, address = found
     source = build(kind, settings or {})
     data = source.read(name, address)
-    data = _complete(data if kind.chooses else restricted(data, source, name), source, name)
+    data = _complete(data if kind.chooses else source.restricted(data, name), source, name)
     return merged(data, source.test_share) if (settings or {}).get("merge_test") else data
 
 
@@ -73,11 +75,11 @@ def _complete(data: Dataset, source: Source, where: str) -> Dataset:
     """What was read, with a test set if one is to be cut off, and with warnings of what no kind of source can want."""
     if source.group and data.group_train is None:
         raise UserError(f"data.group = {source.group!r}, but {where} does not say which samples belong together")
-    found = [] if source.classes else alike(data.classes, "classes")
-    told = [f"{where}: {words}" for words in (*found, *alike(data.sites, "sites"))]
+    same_names = [*([] if source.classes else alike(data.classes, "classes")), *alike(data.sites, "sites")]
+    warnings = [f"{where}: {words}" for words in same_names]
     if data.preprocessing["kind"] == "vector":
-        told += in_vectors(data.x_train, where, data.site_train)
-    return with_test_set(replace(data, warnings=(*data.warnings, *told)), source.test_share)
+        warnings += vector_identifiers(data.x_train, where, data.site_train)
+    return with_test_set(replace(data, warnings=(*data.warnings, *warnings)), source.test_share)
 
 
 def _names_no_sites(name: str, settings: Mapping[str, Any]) -> None:
@@ -109,7 +111,7 @@ def _used(kind: type[Source], settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def settings() -> dict[str, tuple[Any, Any]]:
     """The settings of all kinds: name -> type with its range, and default."""
-    return declared(SOURCES.values(), "source")
+    return declared_settings(SOURCES.values(), "source")
 
 
 def agreed() -> tuple[str, ...]:
@@ -161,6 +163,17 @@ def available(folder: Path) -> list[Available]:
     return lines
 
 
+def download(name: str, folder: Path, progress: DownloadProgress | None = None) -> str:
+    """Put the files of a published data set below `folder`; returns a sentence that says what was done."""
+    if name in BUILTIN:
+        return f"{name} is built in: there is nothing to download"
+    if find(name):
+        raise UserError(f"{name} is data of your own: there is nothing to download")
+    if name not in PUBLISHED:
+        raise UserError(f"there is no data set {name!r} to download{did_you_mean(name, PUBLISHED)}")
+    return download_files(name, PUBLISHED[name].files, folder, progress)
+
+
 def listing() -> list[Available]:
     """One line for each kind of data of one's own."""
     lines = []
@@ -170,26 +183,3 @@ def listing() -> list[Available]:
         where = f"your own, for example {kind.prefix}:{kind.example}; settings below data: {takes}"
         lines.append(Available(kind.form(), kind.help + more, True, where))
     return lines
-
-
-__all__ = [
-    "BUILTIN",
-    "PUBLISHED",
-    "SOURCES",
-    "Available",
-    "Source",
-    "absolute",
-    "agreed",
-    "available",
-    "build",
-    "file_of",
-    "find",
-    "is_given",
-    "listing",
-    "load",
-    "of_file",
-    "settings",
-    "taken",
-    "uses",
-    "with_prefix",
-]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,23 +18,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data import inspection
-from fednh.data.dataset import Dataset, Inputs
+from fednh.data.dataset import Dataset, Inputs, Labels
 from fednh.data.scaling import measure
-from fednh.data.sources import base, columns
+from fednh.data.sources import columns
 from fednh.data.sources.base import Column, Columns, Decimal, Encoding, Names, Separator, Source
 from fednh.data.sources.columns import MISSING, in_order, numbered
 from fednh.data.sources.csv import (
     EXTRA,
     CsvDialect,
     TrainingDialect,
-    form_of,
+    dialect_of,
+    is_from_csv,
     is_parquet,
-    is_written,
     numbers_of,
     read,
     rows_of_numbers,
 )
-from fednh.data.splits import conflicting_labels, numbered_groups, test_rows
+from fednh.data.splits import from_rows, numbered_groups, test_rows
 from fednh.errors import Notice, UserError, did_you_mean
 from fednh.io.files import expanded
 
@@ -69,27 +70,27 @@ class Table(Tabular):
     decimal: Decimal = None
 
     @property
-    def file_form(self) -> CsvDialect:
+    def dialect(self) -> CsvDialect:
         """How its text files are to be read."""
         return CsvDialect(self.encoding, self.separator, self.decimal)
 
     def read(self, name: str, address: str) -> Dataset:
         path = expanded(address)
-        return from_table(name, read(path, self.file_form), str(path), self)
+        return from_table(name, read(path, self.dialect), str(path), self)
 
     @classmethod
     def applicable(cls, address: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Columns that the table has; and the form of the file, which may be another than the run's."""
-        said, usual = ({key: which.get(key) for key in TrainingDialect._fields} for which in (given, known))
-        table = read(expanded(address), CsvDialect(**said, usual=TrainingDialect(**usual)))
+        """Columns that the table has; and the dialect of the file, which may be another than the run's."""
+        said, training = ({key: which.get(key) for key in TrainingDialect._fields} for which in (given, known))
+        table = read(expanded(address), CsvDialect(**said, training=TrainingDialect(**training)))
         columns = {key: known[key] for key in ("label", "site", "group") if known.get(key) in table.column_names}
-        return {**columns, **form_of(table)}
+        return {**columns, **dialect_of(table)}
 
     def inputs(self, name: str, address: str, preprocessing: Mapping[str, Any]) -> Inputs:
         """The rows; which column the label was is not needed."""
         if preprocessing.get("kind") != "table":
             return super().inputs(name, address, preprocessing)
-        return vectors(read(expanded(address), self.file_form), preprocessing)
+        return vectors(read(expanded(address), self.dialect), preprocessing)
 
     def unlabelled(
         self, path: Path, shape: tuple[int, ...], preprocessing: Mapping[str, Any]
@@ -100,10 +101,10 @@ class Table(Tabular):
                 f"{path}: this model takes images, not tables: image files, folders of them, or .npz arrays"
             )
         if preprocessing.get("kind") == "table":
-            return iter([told(*encode(read(path, self.file_form), preprocessing, str(path)))])
+            return iter([warn_notes(*encode(read(path, self.dialect), preprocessing, str(path)))])
         if is_parquet(path):
             return iter([numbers_of(read(path), shape[0], str(path))])
-        return rows_of_numbers(path, shape[0], self.file_form)
+        return rows_of_numbers(path, shape[0], self.dialect)
 
 
 @dataclass(frozen=True)
@@ -123,65 +124,64 @@ class Parquet(Table):
 
 
 def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Dataset:
-    """The rows with what they hold: label, site, split, features."""
+    """A data set of the rows: the columns of label, site, group and split, and all others as features."""
     header = _header(table, where)
     label = find_column(where, header, options.label, "label", needed=True)
     site = find_column(where, header, options.site, "site", needed=False)
     group = find_column(where, header, options.group, "group", needed=True) if options.group else ""
-    table, test, has_split = _split(table, {label, site, group}, where)
-    if len(table) == 0:
-        raise UserError(f"{where} holds no row")
-    written = is_written(table)
-    names = columns.names(table.column(site), site, where, written) if site else []
-    if base.is_made(options):
-        here = base.rows_of(names, options, where)
-        table, test, names = table.filter(here), test[here], [n for n, kept in zip(names, here, strict=True) if kept]
-    agreed = options.classes or ()
-    said = columns.names(table.column(label), label, where, written, agreed)
-    if not agreed and (different := columns.regression_values(said)):
-        raise UserError(
-            f"{where}: the label column {label!r} holds {different} different numbers in {len(said)} rows, an amount "
-            "to be estimated (regression), not classes; make classes of it, or choose another column with data.label"
-        )
-    y, classes = numbered(said, agreed, where)
-    groups = columns.names(table.column(group), group, where, written) if group else []
-    together = numbered_groups(groups) if group else None
-    if options.test_share and not has_split:
-        test = test_rows(y, options.test_share, together)
-    if test.all():
-        raise UserError(f"{where} holds test rows only; training rows are those whose split is 'train'")
     used = {label, site, group}
-    aside = {*used, "split" if has_split else "", *_ignored(where, header, used, options)}
     if group and group in (options.columns or ()):
         raise UserError(f"data.group: the column {group!r} of {where} says what belongs together, and is no feature")
-    described, told = _described(where, table, aside, ~test, options)
+    aside = {*used, *_ignored(where, header, used, options)}
+    table, test, has_split = _split(table, used, where)
+    if len(table) == 0:
+        raise UserError(f"{where} holds no row")
+    from_csv = is_from_csv(table)
+    sites = columns.names(table.column(site), site, where, from_csv) if site else []
+    if options.chooses_sites():
+        chosen = options.chosen_rows(sites, where)
+        table, test, sites = table.filter(chosen), test[chosen], list(compress(sites, chosen))
+    groups = columns.names(table.column(group), group, where, from_csv) if group else []
+    y, classes = _labels(table, label, where, options)
+    if options.test_share and not has_split:
+        test = test_rows(y, options.test_share, numbered_groups(groups) if group else None)
+    if test.all():
+        raise UserError(f"{where} holds test rows only; training rows are those whose split is 'train'")
+    described, notes = _described(where, table, aside | ({"split"} if has_split else set()), ~test, options)
     preprocessing: dict[str, Any] = {"kind": "table", "columns": described}
     x, gaps = encode(table, preprocessing, where)
-    sites = tuple(in_order({n for n, t in zip(names, test, strict=True) if not t})) if site else ()
-    number = {n: k for k, n in enumerate(sites)}
-    place = np.array([number.get(n, -1) for n in names], np.int64)
     mean, std = measure(x[~test], 1.0, preprocessing)
-    suspects = _identifiers(where, table.filter(~test), described, place[~test] if sites else None, options)
-    return Dataset(
+    data = from_rows(
         name,
-        x[~test],
-        y[~test],
-        x[test],
-        y[test],
-        classes,
-        mean,
-        std,
-        1.0,
-        sites=sites,
-        site_train=place[~test] if sites else None,
-        site_test=place[test] if sites else None,
-        group_train=None if together is None else together[~test],
+        x,
+        y,
+        test,
+        sites if site else [None] * len(y),
+        groups,
+        where,
+        classes=classes,
+        mean=mean,
+        std=std,
+        scale=1.0,
         fitted=True,
-        warnings=(*conflicting_labels(groups, test, where), *suspects),
         preprocessing=preprocessing,
-        reading=form_of(table),
-        notes=(*told, *gaps),
+        reading=dialect_of(table),
+        notes=(*notes, *gaps),
     )
+    suspects = _identifiers(where, table.filter(~test), described, data.site_train, options)
+    return replace(data, warnings=(*data.warnings, *suspects))
+
+
+def _labels(table: pa.Table, label: str, where: str, options: Tabular) -> tuple[Labels, tuple[str, ...]]:
+    """The class of every row as a number, and the classes; an amount to be estimated is refused."""
+    agreed = options.classes or ()
+    names = columns.names(table.column(label), label, where, is_from_csv(table), agreed)
+    if not agreed and (different := columns.regression_values(names)):
+        raise UserError(
+            f"{where}: the label column {label!r} holds {different} different numbers in {len(names)} rows, an amount "
+            "to be estimated (regression), not classes; make classes of it, or choose another column with data.label"
+        )
+    return numbered(names, agreed, where)
 
 
 def vectors(
@@ -194,7 +194,7 @@ def vectors(
 def encode(
     table: pa.Table, preprocessing: Mapping[str, Any], where: str
 ) -> tuple[NDArray[np.float32], tuple[str, ...]]:  # (N, F)
-    """Raw rows as samples, and in words what is missing or was never seen, and what becomes of it."""
+    """Raw rows as samples, and notes on values that are missing or were never seen."""
     features: list[NDArray[Any]] = []
     notes: list[str] = []
     header = _header(table, where)
@@ -209,15 +209,15 @@ def encode(
                 notes.append(f"{where}: {missing} of {len(table)} values of {name!r} are missing and {becomes}")
             features.append(values[:, None])
         else:
-            words, known = columns.words(table.column(name), name, where), column["values"]
-            slots = columns.slots(words, known)
-            notes += _unknown(where, name, len(table), words.missing(known), slots.unseen)
-            features.append(np.eye(len(known) + 1, dtype=np.float32)[slots.place])
+            found, known = columns.categories(table.column(name), name, where), column["values"]
+            one_hot = columns.one_hot_index(found, known)
+            notes += _unknown(where, name, len(table), found.missing(known), one_hot.unseen)
+            features.append(np.eye(len(known) + 1, dtype=np.float32)[one_hot.codes])
     return np.concatenate(features, axis=1).astype(np.float32), tuple(notes)
 
 
-def told(x: NDArray[np.float32], notes: Sequence[str]) -> NDArray[np.float32]:  # (N, F)
-    """The samples; missing and unseen values are reported."""
+def warn_notes(x: NDArray[np.float32], notes: Sequence[str]) -> NDArray[np.float32]:  # (N, F)
+    """The samples; a warning for each note."""
     for note in notes:
         warnings.warn(note, Notice, stacklevel=4)
     return x
@@ -240,13 +240,14 @@ def _header(table: pa.Table, where: str) -> list[str]:
     return header
 
 
-def find_column(where: str, header: Sequence[str], chosen: str | None, usual: str, needed: bool) -> str:
-    name = chosen or usual
+def find_column(where: str, header: Sequence[str], chosen: str | None, default: str, needed: bool) -> str:
+    """The chosen column or the default one; empty if there is none and none is needed."""
+    name = chosen or default
     if name in header:
         return name
     if chosen or needed:
         hint = did_you_mean(name, header)
-        raise UserError(f"{where} has no column {name!r}{hint}; say which one it is with data.{usual}")
+        raise UserError(f"{where} has no column {name!r}{hint}; say which one it is with data.{default}")
     return ""
 
 
@@ -254,13 +255,13 @@ def _split(table: pa.Table, used: set[str], where: str) -> tuple[pa.Table, NDArr
     """Training and test rows; which of them are test rows; whether the table says so."""
     if "split" not in table.column_names or "split" in used:
         return table, np.zeros(len(table), bool), False
-    values, index = columns.words(table.column("split"), "split", where)
-    parts = [*(SPLITS.get(value.lower()) for value in values), None]
-    words = [parts[at] for at in index]
-    if any(word is None for word in words):  # a feature that happens to have this name
+    values, index = columns.categories(table.column("split"), "split", where)
+    split_of = [*(SPLITS.get(value.lower()) for value in values), None]
+    splits = [split_of[at] for at in index]
+    if None in splits:  # a feature that happens to have this name
         return table, np.zeros(len(table), bool), False
-    kept = np.array([bool(word) for word in words])
-    return table.filter(kept), np.array([word == "test" for word in words if word], bool), True
+    kept = np.array([bool(split) for split in splits])
+    return table.filter(kept), np.array([split == "test" for split in splits if split], bool), True
 
 
 def _ignored(where: str, header: Sequence[str], used: set[str], options: Tabular) -> list[str]:
@@ -286,54 +287,54 @@ def _described(
             else {"name": name, "kind": "category", "values": list(kind)}
             for name, kind in options.columns.items()
         ], []
-    found: list[dict[str, Any]] = []
+    features: list[dict[str, Any]] = []
     notes: list[str] = []
-    rows, written = table.filter(train), is_written(table)
+    rows, from_csv = table.filter(train), is_from_csv(table)
     for name in table.column_names:
         if name in aside:
             continue
-        if columns.kind(rows.column(name), name, where, written) == "number":
-            found.append({"name": name, "kind": "number"})
+        if columns.kind(rows.column(name), name, where, from_csv) == "number":
+            features.append({"name": name, "kind": "number"})
             continue
-        if written and (code := columns.leading_zero_value(rows.column(name))):
+        if from_csv and (code := columns.leading_zero_value(rows.column(name))):
             notes.append(
                 f"{where}: the column {name!r} holds codes such as {code!r}, no numbers, and is a category; "
                 f'data.columns.{name} = "number" reads numbers'
             )
-        if written and (day := columns.date(rows.column(name))):
+        if from_csv and (day := columns.date(rows.column(name))):
             notes.append(
                 f"{where}: the column {name!r} holds dates such as {day!r}, each of which is a word of its own; turn "
                 "it into a number, such as an age or days, or leave it out with data.ignore"
             )
-        found.append({"name": name, "kind": "category", "values": _values(where, rows, name, written)})
-    if not found:
+        features.append({"name": name, "kind": "category", "values": _values(where, rows, name, from_csv)})
+    if not features:
         raise UserError(f"{where} holds no feature beside {', '.join(sorted(filter(None, aside)))}")
-    return found, notes
+    return features, notes
 
 
 def _identifiers(
     where: str, rows: pa.Table, described: Sequence[Mapping[str, Any]], site: NDArray[np.int64] | None, options: Tabular
 ) -> list[str]:
     """A warning of features that look like identifiers, unless data.columns chose them."""
-    found: list[tuple[str, str]] = []
+    reasons: list[tuple[str, str | None]] = []
     for column in [] if options.columns else described:
         name = column["name"]
-        start = rows.column(name).slice(0, inspection.NUMBER_START)
-        if column["kind"] == "number" and not inspection.possible_identifier(columns.numbers(start, name, where)):
+        if column["kind"] == "category":
+            reasons.append((name, inspection.word_identifiers(len(column["values"]), len(rows), name)))
             continue
-        if column["kind"] == "number":  # before it becomes float32, which large numbers do not survive
-            why = inspection.number_identifiers(columns.numbers(rows.column(name), name, where), name, site)
-        else:
-            why = inspection.word_identifiers(len(column["values"]), len(rows), name)
-        found += [(name, why)] if why else []
+        start = rows.column(name).slice(0, inspection.NUMBER_START)
+        if inspection.possible_identifier(columns.numbers(start, name, where)):
+            # Before they become float32, which large numbers do not survive.
+            values = columns.numbers(rows.column(name), name, where)
+            reasons.append((name, inspection.number_identifiers(values, name, site)))
     remedy = "leave them out with data.ignore, or name with data.group what belongs together"
-    return inspection.identifier_warning(where, "columns", found, remedy)
+    return inspection.identifier_warning(where, "columns", reasons, remedy)
 
 
-def _values(where: str, rows: pa.Table, name: str, written: bool) -> list[str]:
+def _values(where: str, rows: pa.Table, name: str, from_csv: bool) -> list[str]:
     """The different values of a category."""
-    words = columns.words(rows.column(name), name, where)
-    values = in_order({value for value in words.values if not (written and value in MISSING)})
+    found = columns.categories(rows.column(name), name, where)
+    values = in_order({value for value in found.values if not (from_csv and value in MISSING)})
     if len(values) > MANY_VALUES and 2 * len(values) > len(rows):
         raise UserError(
             f"{where}: the text column {name!r} has {len(values)} different values in {len(rows)} rows, so it "
