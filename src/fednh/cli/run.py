@@ -162,9 +162,7 @@ def chosen_backend(backend: str, address: str | None) -> Train:
         return threads.make_run
     from fednh.backends import ray
 
-    ray.check_ray(address)
-    from fednh.backends import ray
-
+    ray.check_address(address)
     return partial(ray.make_run, address=address)
 
 
