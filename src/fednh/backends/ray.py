@@ -21,37 +21,33 @@ import sysconfig
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
-from fednh import extras
-
-extras.need("ray", "--backend ray")
-
-import ray  # noqa: E402
-from ray import cloudpickle, exceptions  # noqa: E402
-from ray.util.scheduling_strategies import (  # noqa: E402
+import ray
+from ray import cloudpickle, exceptions
+from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     NodeLabelSchedulingStrategy,
     NotIn,
 )
 
-from fednh.backends.ray_worker import SAME, PackedData, facts, pack, unpack  # noqa: E402
-from fednh.backends.tasks import ClientBatch, ClientTask  # noqa: E402
-from fednh.backends.threads import Simulation  # noqa: E402
-from fednh.config import Config  # noqa: E402
-from fednh.config.schema import RayConfig  # noqa: E402
-from fednh.errors import Interrupted, RunError, UserError  # noqa: E402
-from fednh.federated.protocol import Watcher  # noqa: E402
-from fednh.federated.rounds import Rounds  # noqa: E402
-from fednh.federated.setup import Federation  # noqa: E402
-from fednh.runs.run_folder import RunFolder, worker_count  # noqa: E402
-from fednh.tree import Tree, size  # noqa: E402
+from fednh.backends.ray_worker import SAME, facts, pack, pack_data, unpack
+from fednh.backends.tasks import ClientBatch, ClientTask
+from fednh.backends.threads import Simulation
+from fednh.config import Config
+from fednh.config.schema import RayConfig
+from fednh.errors import Interrupted, RunError, UserError
+from fednh.federated.protocol import Watcher
+from fednh.federated.rounds import Rounds
+from fednh.federated.setup import Federation
+from fednh.runs.run_folder import RunFolder, worker_count
+from fednh.text import one_line
+from fednh.tree import Tree, size
 
 MAX_ATTEMPTS = 4  # of a job whose worker is lost
 JOB_SECONDS = 0.1  # a job of small clients takes about so long: a hundred times what Ray needs to pass it on
@@ -61,6 +57,12 @@ START_SECONDS = 180.0  # for a cluster to find room for one client and start its
 GATHER_SECONDS = 15.0  # for the other machines to answer; those that others use will come later
 HEAD_SECONDS = 10.0  # that the cluster's head may be out of reach
 SHUTDOWN_SECONDS = 20.0
+LOST = (
+    exceptions.WorkerCrashedError,
+    exceptions.NodeDiedError,
+    exceptions.OutOfMemoryError,
+    exceptions.ObjectLostError,
+)  # the worker or the machine of a job, more often than Ray computes it again
 POLL_INTERVAL = 0.1  # seconds between two looks at whether the run should stop
 
 # --- connection -----------------------------------------------------------------------------------------------------
@@ -344,29 +346,19 @@ def make_run(
     return Rounds(config, folder, RayCluster(config, federation, folder, watcher, stop, address), watcher, stop)
 
 
-@dataclass
-class BatchTiming:
-    """How long a batch takes; the same kind of task takes about as long the next time."""
+def job_size(seconds: float | None, left: int, slots: int, most: int) -> int:
+    """How many of the batches that are left make a job, where one takes so many seconds.
 
-    seconds: float | None = None
-
-    def batches(self, left: int, slots: int, most: int) -> int:
-        """How many make a job: for `JOB_SECONDS`, but fewer towards the end, so that all workers end together."""
-        if not self.seconds:
-            return 1
-        return max(1, min(int(JOB_SECONDS / self.seconds), ceil(left / (AHEAD * slots)), most))
+    For `JOB_SECONDS`, but fewer towards the end, so that all workers end together.
+    """
+    return max(1, min(int(JOB_SECONDS / seconds), ceil(left / (AHEAD * slots)), most)) if seconds else 1
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """Some neighbouring batches, computed by one task of Ray."""
 
     batches: Sequence[ClientBatch]
     ref: Any
-
-    @property
-    def clients(self) -> int:
-        return sum(map(len, self.batches))
 
 
 class RayCluster(Simulation):
@@ -387,7 +379,7 @@ class RayCluster(Simulation):
         self.address, self.needs = address, needs(config.ray, config.device)
         self.machines: set[str] = set()  # nodes that have computed clients
         self.computed_again = 0  # clients whose first computation was lost
-        self._timings: dict[type[ClientTask], BatchTiming] = {}
+        self._seconds: dict[type[ClientTask], float] = {}  # of a batch, the last time
         self._refused: set[str] = set()  # nodes that cannot be used
         self._alive: set[str] = set()  # nodes at the start of the exchange
         self._cpus = {facts()["cpu"]}
@@ -406,7 +398,7 @@ class RayCluster(Simulation):
         """Send the samples, and ask every machine what it computes with."""
         super().begin(initial)
         room(self.config)
-        self._data = ray.put(PackedData.of(self.material, pickled_by_value((self.fed.net, self.fed.method))))
+        self._data = ray.put(pack_data(self.material, pickled_by_value))
         self._function = _remote_function(self.needs)
         nodes = [node for node, has in alive().items() if slots(self.needs, [has])]
         asked = [self._submit([], self._data, NodeAffinitySchedulingStrategy(node, soft=False)).ref for node in nodes]
@@ -429,30 +421,30 @@ class RayCluster(Simulation):
         limit = self.config.workers
         window = limit if 0 < limit < slots else AHEAD * slots
         most = max(1, JOB_BYTES // max(1, size(task.down)))
-        timing = self._timings.setdefault(type(task), BatchTiming())
         given, waiting = 0, deque[Job]()
         try:
             shared = ray.put(pack(task))
             while given < len(batches) or waiting:
                 while given < len(batches) and len(waiting) < window:
-                    number = timing.batches(len(batches) - given, slots, most)
+                    number = job_size(self._seconds.get(type(task)), len(batches) - given, slots, most)
                     waiting.append(self._submit(batches[given : given + number], shared))
                     given += number
                 job, done = waiting[0], self._first(waiting)
                 if problem := machine_problem(done):
-                    self._refused.add(done["node"])
-                    self.note(f"{problem}; it is not used")
+                    if done["node"] not in self._refused:
+                        self._refused.add(done["node"])
+                        self.note(f"{problem}; it is not used")
                     waiting[0] = self._submit(job.batches, shared)
                     continue
                 self._account(job, done)
-                timing.seconds = done["seconds"] / len(job.batches)
+                self._seconds[type(task)] = done["seconds"] / len(job.batches)
                 waiting.popleft()
                 for batch, results in zip(job.batches, unpack(done["results"], self.config.device), strict=True):
                     self.meter(sum(task.samples(self.material, client) for client in batch))
                     yield results
         except exceptions.RayError as error:  # its store or its disk is full, or a part of it is gone
             self.check()
-            raise self.lost(" ".join(str(error).split())[:300]) from error
+            raise self.lost(one_line(str(error), 300)) from error
 
     def _submit(self, batches: Sequence[ClientBatch], task: Any, strategy: Any = None) -> Job:
         device = self.config.device.partition(":")[0]
@@ -474,10 +466,10 @@ class RayCluster(Simulation):
             ready.update(found)
         try:
             done: dict[str, Any] = ray.get(job.ref)
-        except (exceptions.WorkerCrashedError, exceptions.NodeDiedError, exceptions.OutOfMemoryError) as error:
+        except LOST as error:
             raise RunError(
-                f"client {job.batches[0][0]} was lost {MAX_ATTEMPTS} times with the process that computed it; is memory "
-                f"short there? ({' '.join(str(error).split())[:300]})"
+                f"client {job.batches[0][0]} was lost {MAX_ATTEMPTS} times with the process that computed it; is "
+                f"memory short there? ({one_line(str(error), 300)})"
             ) from error
         return done
 
@@ -493,9 +485,9 @@ class RayCluster(Simulation):
     def _account(self, job: Job, done: Mapping[str, Any]) -> None:
         """Note where a job was computed, and whether it was lost before."""
         if done["attempt"]:
-            self.computed_again += job.clients
-            place = self._lost_machine()
-            self.note(f"lost a worker on {place}; its {job.clients} client(s) are computed again elsewhere")
+            number = sum(map(len, job.batches))
+            self.computed_again += number
+            self.note(f"lost a worker on {self._lost_machine()}; its {number} client(s) are computed again elsewhere")
         if error := done.get("error"):
             raise RunError(error)
         self.machines.add(done["node"])

@@ -14,7 +14,7 @@ import platform
 import socket
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib import metadata
@@ -75,24 +75,19 @@ def unpack(packed: bytes, device: str = "cpu") -> Any:
     return torch.load(io.BytesIO(packed), map_location=device, weights_only=False)
 
 
-@dataclass(frozen=True)
-class PackedSamples:
-    """A split's samples; `arrays` are shared, never copied, by all processes of a machine."""
+SHARED = ("x", "y", "gain", "shift")  # the tensors of Samples
 
-    arrays: dict[str, NDArray[Any]]
-    rest: Samples  # without its tensors
 
-    @classmethod
-    def of(cls, samples: Samples) -> PackedSamples:
-        tensors = {"x": samples.x, "y": samples.y, "gain": samples.gain, "shift": samples.shift}
-        empty = replace(samples, **dict.fromkeys(tensors, torch.zeros(0)))
-        return cls({name: value.detach().cpu().contiguous().numpy() for name, value in tensors.items()}, empty)
+def as_arrays(samples: Samples) -> Samples:
+    """With NumPy arrays in place of tensors: Ray shares them, without a copy, between the processes of a machine."""
+    return replace(samples, **{name: getattr(samples, name).cpu().numpy() for name in SHARED})
 
-    def samples(self, device: str) -> Samples:
-        with warnings.catch_warnings():
-            # Arrays in the object store cannot be written to, and torch knows no such tensors. Batches are copies.
-            warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
-            return replace(self.rest, **{key: torch.from_numpy(a).to(device) for key, a in self.arrays.items()})
+
+def as_tensors(samples: Samples, device: str) -> Samples:
+    with warnings.catch_warnings():
+        # Arrays in the object store cannot be written to, and torch knows no such tensors. Batches are copies.
+        warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
+        return replace(samples, **{name: torch.from_numpy(getattr(samples, name)).to(device) for name in SHARED})
 
 
 @dataclass(frozen=True)
@@ -114,35 +109,29 @@ class PackedParts(Sequence[Indices]):
         return self.indices[self.ends[client - 1] if client else 0 : self.ends[client]].copy()  # shared: not writable
 
 
-@dataclass(frozen=True)
-class PackedData:
-    """A run's SimulatedData in Ray's object store."""
+def pack_data(data: SimulatedData, dumps: Callable[[Any], bytes]) -> tuple[SimulatedData, bytes]:
+    """The data for Ray's object store, and the network and the method as `dumps` pickles them."""
+    train, test = as_arrays(data.train), as_arrays(data.test)
+    parts, held_out, code = PackedParts.of(data.parts), PackedParts.of(data.held_out), dumps((data.net, data.method))
+    empty: Any = None
+    return SimulatedData(train, test, parts, held_out, empty, empty, data.sites), code
 
-    train: PackedSamples
-    test: PackedSamples
-    parts: PackedParts
-    held_out: PackedParts
-    sites: tuple[str, ...]
-    code: bytes  # the pickled network and method
 
-    @classmethod
-    def of(cls, data: SimulatedData, code: bytes) -> PackedData:
-        train, test = PackedSamples.of(data.train), PackedSamples.of(data.test)
-        return cls(train, test, PackedParts.of(data.parts), PackedParts.of(data.held_out), data.sites, code)
-
-    def data(self, device: str) -> SimulatedData:
-        net, method = pickle.loads(self.code)
-        train, test = self.train.samples(device), self.test.samples(device)
-        return SimulatedData(train, test, self.parts, self.held_out, net, method, self.sites)
+def unpack_data(packed: SimulatedData, code: bytes, device: str) -> SimulatedData:
+    net, method = pickle.loads(code)
+    train, test = as_tensors(packed.train, device), as_tensors(packed.test, device)
+    return replace(packed, train=train, test=test, net=net, method=method)
 
 
 # --- jobs -----------------------------------------------------------------------------------------------------------
 
 
-def compute(wanted: Mapping[str, str], device: str, refs: Sequence[Any], batches: Sequence[ClientBatch], kept: bytes) -> dict[str, Any]:
+def compute(
+    wanted: Mapping[str, str], device: str, refs: Sequence[Any], batches: Sequence[ClientBatch], kept: bytes
+) -> dict[str, Any]:
     """This machine's facts and, if they are as `wanted`, the packed results of the batches and their seconds.
 
-    `refs` are the run's PackedData and the packed task. A failure is returned as a sentence, "error": an exception may
+    `refs` are the packed data and the packed task. A failure is returned as a sentence, "error": an exception may
     not survive the way to the driver.
     """
     here = facts()
@@ -165,8 +154,7 @@ def compute(wanted: Mapping[str, str], device: str, refs: Sequence[Any], batches
 def _data(ref: Any, device: str) -> SimulatedData:
     torch.set_num_threads(1)  # as in the threads of one machine: a sum's last bits depend on how many share it
     machine.keep_freed()
-    packed: PackedData = ray.get(ref)
-    return packed.data(device)
+    return unpack_data(*ray.get(ref), device)
 
 
 @lru_cache(maxsize=1)

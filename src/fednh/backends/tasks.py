@@ -94,11 +94,6 @@ class ClientTask:
         """How many samples of a client the progress of an evaluation counts."""
         return 0
 
-    @property
-    def apart(self) -> bool:
-        """Whether a client's tensors lie in memory of their own; those of a block lie side by side."""
-        return True
-
 
 @dataclass(frozen=True)
 class TrainTask(ClientTask):
@@ -123,10 +118,6 @@ class TrainTask(ClientTask):
         if why and not any(isinstance(update, Failure) for update in made):
             made = [replace(update, alone=why) for update in made if isinstance(update, Update)]
         return made
-
-    @property
-    def apart(self) -> bool:
-        return not self.together
 
     def one_client(self, on: SimulatedData, client: int, kept: Tree) -> Update | Failure:
         try:
