@@ -29,12 +29,8 @@ from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 import ray
-from ray import cloudpickle, exceptions
-from ray.util.scheduling_strategies import (
-    NodeAffinitySchedulingStrategy,
-    NodeLabelSchedulingStrategy,
-    NotIn,
-)
+from ray import exceptions
+from ray.util import scheduling_strategies
 
 from fednh.backends.ray_worker import SAME, facts, pack, pack_data, unpack
 from fednh.backends.tasks import ClientBatch, ClientTask
@@ -64,6 +60,8 @@ LOST = (
     exceptions.ObjectLostError,
 )  # the worker or the machine of a job, more often than Ray computes it again
 POLL_INTERVAL = 0.1  # seconds between two looks at whether the run should stop
+
+STRATEGIES: Any = scheduling_strategies  # Ray's types are incomplete
 
 # --- connection -----------------------------------------------------------------------------------------------------
 
@@ -282,10 +280,10 @@ def _remote_function(wanted: Mapping[str, float]) -> Any:
         import socket
 
         import ray
-        from ray._private.worker import global_worker
 
-        attempt = global_worker.core_worker.get_current_task_attempt_number()
-        here = {"host": socket.gethostname(), "node": ray.get_runtime_context().get_node_id(), "attempt": attempt}
+        process: Any = ray._private.worker.global_worker  # nothing public tells the attempt
+        attempt, node = process.core_worker.get_current_task_attempt_number(), ray.get_runtime_context().get_node_id()
+        here = {"host": socket.gethostname(), "node": node, "attempt": attempt}
         try:
             from fednh.backends import ray_worker
 
@@ -308,7 +306,8 @@ def own_modules() -> list[ModuleType]:
     found = []
     for name, module in list(sys.modules.items()):
         file = Path(str(getattr(getattr(module, "__spec__", None), "origin", None)))
-        if name.partition(".")[0] in ("fednh", "__main__") or file.suffix != ".py" or not file.is_file():
+        other = name.partition(".")[0] in ("fednh", "__main__") or name != getattr(module, "__name__", None)
+        if other or file.suffix != ".py" or not file.is_file():
             continue
         installed = {"site-packages", "dist-packages"} & set(file.parts)
         if not installed and not any(file.resolve().is_relative_to(folder) for folder in folders):
@@ -318,13 +317,14 @@ def own_modules() -> list[ModuleType]:
 
 def pickled_by_value(value: Any) -> bytes:
     """The pickled value, with the classes and functions of the user's own modules that it needs."""
+    cloudpickle: Any = ray.cloudpickle
     modules = own_modules()
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:  # whatever a class of the user's raises
-        raise UserError(f"the method or the model cannot be sent to other machines: {error}") from error
+        raise UserError(f"the method or the model cannot be sent to other machines: {one_line(str(error))}") from error
     finally:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
@@ -401,7 +401,8 @@ class RayCluster(Simulation):
         self._data = ray.put(pack_data(self.material, pickled_by_value))
         self._function = _remote_function(self.needs)
         nodes = [node for node, has in alive().items() if slots(self.needs, [has])]
-        asked = [self._submit([], self._data, NodeAffinitySchedulingStrategy(node, soft=False)).ref for node in nodes]
+        jobs = [self._submit([], self._data, STRATEGIES.NodeAffinitySchedulingStrategy(node, False)) for node in nodes]
+        asked = [job.ref for job in jobs]
         if not self._wait(asked, 1, START_SECONDS):
             raise UserError(
                 f"the Ray cluster started no worker for a client, which needs {in_words(self.needs)}, in "
@@ -448,11 +449,11 @@ class RayCluster(Simulation):
 
     def _submit(self, batches: Sequence[ClientBatch], task: Any, strategy: Any = None) -> Job:
         device = self.config.device.partition(":")[0]
-        if strategy is None:
-            hard = {"ray.io/node-id": NotIn(*self._refused)} if self._refused else None
-            strategy = NodeLabelSchedulingStrategy(hard) if hard else "SPREAD"
+        if strategy is None and self._refused:
+            others = {"ray.io/node-id": STRATEGIES.NotIn(*self._refused)}
+            strategy = STRATEGIES.NodeLabelSchedulingStrategy(others)
         kept = pack([self.kept(batch) for batch in batches])
-        function = self._function.options(scheduling_strategy=strategy)
+        function = self._function.options(scheduling_strategy=strategy or "SPREAD")
         # In a list, references are resolved by the function: the machine may lack what their objects are made of.
         return Job(batches, function.remote(facts(), device, [self._data, task], batches, kept))
 

@@ -80,14 +80,16 @@ SHARED = ("x", "y", "gain", "shift")  # the tensors of Samples
 
 def as_arrays(samples: Samples) -> Samples:
     """With NumPy arrays in place of tensors: Ray shares them, without a copy, between the processes of a machine."""
-    return replace(samples, **{name: getattr(samples, name).cpu().numpy() for name in SHARED})
+    arrays: dict[str, Any] = {name: getattr(samples, name).cpu().numpy() for name in SHARED}
+    return replace(samples, **arrays)
 
 
 def as_tensors(samples: Samples, device: str) -> Samples:
     with warnings.catch_warnings():
         # Arrays in the object store cannot be written to, and torch knows no such tensors. Batches are copies.
         warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
-        return replace(samples, **{name: torch.from_numpy(getattr(samples, name)).to(device) for name in SHARED})
+        tensors: dict[str, Any] = {name: torch.from_numpy(getattr(samples, name)).to(device) for name in SHARED}
+    return replace(samples, **tensors)
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,8 @@ def compute(
 def _data(ref: Any, device: str) -> SimulatedData:
     torch.set_num_threads(1)  # as in the threads of one machine: a sum's last bits depend on how many share it
     machine.keep_freed()
-    return unpack_data(*ray.get(ref), device)
+    packed, code = ray.get(ref)
+    return unpack_data(packed, code, device)
 
 
 @lru_cache(maxsize=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import isfunction
+from inspect import isfunction, unwrap
 from pathlib import Path
 from statistics import median_low
 from traceback import walk_tb
@@ -69,7 +69,7 @@ def _place(method: Method, error: Exception) -> str | None:
 
 def _files(kind: type) -> set[str]:
     """Where a class's functions were written; on another machine its module may not be there (see backends/ray.py)."""
-    return {each.__code__.co_filename for each in vars(kind).values() if isfunction(each)}
+    return {unwrap(each).__code__.co_filename for each in vars(kind).values() if isfunction(each)}
 
 
 def _ours(frame: FrameType) -> bool:
