@@ -418,28 +418,32 @@ class RayCluster(Simulation):
 
     def map(self, task: ClientTask, batches: Sequence[ClientBatch]) -> Iterator[list[Any]]:
         """The results in the order of `batches`; at most `AHEAD` jobs a slot are at work or waiting to be read."""
-        slots = self._slots() or 1
-        limit = self.config.workers
-        window = limit if 0 < limit < slots else AHEAD * slots
+        free = self._slots() or 1
+        slots = min(self.config.workers or free, free)
+        at_once = slots if slots < free else AHEAD * slots  # where all slots are ours, Ray has the next jobs already
         most = max(1, JOB_BYTES // max(1, size(task.down)))
-        given, waiting = 0, deque[Job]()
+        given, waiting, ready = 0, deque[Job](), set[Any]()
         try:
             shared = ray.put(pack(task))
             while given < len(batches) or waiting:
-                while given < len(batches) and len(waiting) < window:
+                running = [job.ref for job in waiting if job.ref not in ready]
+                while given < len(batches) and len(waiting) < AHEAD * slots and len(running) < at_once:
                     number = job_size(self._seconds.get(type(task)), len(batches) - given, slots, most)
                     waiting.append(self._submit(batches[given : given + number], shared))
+                    running.append(waiting[-1].ref)
                     given += number
-                job, done = waiting[0], self._first(waiting)
-                if problem := machine_problem(done):
-                    if done["node"] not in self._refused:
-                        self._refused.add(done["node"])
-                        self.note(f"{problem}; it is not used")
-                    waiting[0] = self._submit(job.batches, shared)
+                job = waiting[0]
+                if job.ref not in ready:
+                    ready.update(self._any(running))
+                    continue
+                waiting.popleft()
+                ready.remove(job.ref)
+                done = self._done(job)
+                if not self._usable(done):
+                    waiting.appendleft(self._submit(job.batches, shared))
                     continue
                 self._account(job, done)
                 self._seconds[type(task)] = done["seconds"] / len(job.batches)
-                waiting.popleft()
                 for batch, results in zip(job.batches, unpack(done["results"], self.config.device), strict=True):
                     self.meter(sum(task.samples(self.material, client) for client in batch))
                     yield results
@@ -457,14 +461,15 @@ class RayCluster(Simulation):
         # In a list, references are resolved by the function: the machine may lack what their objects are made of.
         return Job(batches, function.remote(facts(), device, [self._data, task], batches, kept))
 
-    def _first(self, waiting: Sequence[Job]) -> dict[str, Any]:
-        """What the first job returns; those of the others are fetched meanwhile."""
-        job, ready = waiting[0], set[Any]()
-        while job.ref not in ready:
-            found = self._wait([other.ref for other in waiting if other.ref not in ready], 1, START_SECONDS)
-            if not found and not self._slots():
+    def _any(self, running: Sequence[Any]) -> list[Any]:
+        """Wait for one of the jobs."""
+        while not (found := self._wait(running, 1, START_SECONDS)):
+            if not self._slots():
                 raise self.lost(f"no machine has room for a client, which needs {in_words(self.needs)}")
-            ready.update(found)
+        return found
+
+    def _done(self, job: Job) -> dict[str, Any]:
+        """What a job that is ready returns."""
         try:
             done: dict[str, Any] = ray.get(job.ref)
         except LOST as error:
@@ -473,6 +478,14 @@ class RayCluster(Simulation):
                 f"memory short there? ({one_line(str(error), 300)})"
             ) from error
         return done
+
+    def _usable(self, done: Mapping[str, Any]) -> bool:
+        """False if a job came to a machine that cannot compute clients, such as one that joined later."""
+        problem = machine_problem(done)
+        if problem and done["node"] not in self._refused:
+            self._refused.add(done["node"])
+            self.note(f"{problem}; it is not used")
+        return problem is None
 
     def _wait(self, refs: Sequence[Any], number: int, seconds: float) -> list[Any]:
         """Those that are ready when `number` are, or when the time is over."""
