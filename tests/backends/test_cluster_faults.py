@@ -78,7 +78,7 @@ def test_a_process_that_dies_costs_time_and_nothing_else(tmp_path: Path) -> None
 def test_a_client_that_ends_its_process_stops_the_run(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(METHOD.replace("raise ValueError", "import os; os._exit(9); raise ValueError"))
     args = ["run", "--method", "mine:Halving", "--set", "method.fails=3", *SMALL, *SOME]
-    (tmp_path / "helper.py").write_text("half = None\n")
+    (tmp_path / "helper.py").write_text(HELPER)
     with nodes({}, {}) as cluster:
         code, out, err = ended(start([*args, "--out", "ray"], tmp_path, cluster))
     assert (code, out) == (1, "")
@@ -194,9 +194,7 @@ def test_slots_follow_from_resources_of_ones_own(tmp_path: Path) -> None:
 
 def test_methods_and_models_of_ones_own_travel(tmp_path: Path) -> None:
     """They are files in the folder of the run, which the machines do not know; they import a helper there."""
-    (tmp_path / "helper.py").write_text(
-        "def half(tree):\n    return {name: value / 2 for name, value in tree.items()}\n"
-    )
+    (tmp_path / "helper.py").write_text(HELPER)
     (tmp_path / "mine.py").write_text(METHOD)
     args = ["run", "--method", "mine:Halving", "--set", "model.name='mine:Tiny'", *SMALL, *SOME]
     with nodes({}, {}) as cluster:
@@ -213,6 +211,7 @@ def test_methods_and_models_of_ones_own_travel(tmp_path: Path) -> None:
     same(tmp_path / "pool", tmp_path / "ray")
 
 
+HELPER = "def half(tree):\n    return {name: value / 2 for name, value in tree.items()}\n"
 METHOD = """
 from dataclasses import dataclass
 import torch
