@@ -29,7 +29,7 @@ from benchmarks.scale import GIB, Job, measure
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("cluster.json")
 PAGE, SECTION = ROOT / "docs" / "clusters.md", "## How fast\n"
-sys.path.insert(0, str(ROOT / "tests" / "executors"))
+sys.path.insert(0, str(ROOT / "tests" / "backends"))
 
 from ray_nodes import Nodes, nodes  # noqa: E402
 

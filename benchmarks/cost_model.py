@@ -72,7 +72,7 @@ def measured(address: str) -> dict[str, float]:
     import torch
 
     from fednh.backends.ray import connected
-    from fednh.backends.ray_worker import PackedResults
+    from fednh.backends.ray_worker import pack, unpack
     from fednh.backends.tasks import SimulatedData, TrainTask
     from fednh.config import load
     from fednh.data.dataset import Dataset
@@ -99,30 +99,28 @@ def measured(address: str) -> dict[str, float]:
     with connected(address, 1):
         import ray
 
-        packed = [PackedResults.of([update]) for update in updates]
+        packed = [pack(update) for update in updates]
         refs = [ray.put(each) for each in packed]
         began = time.perf_counter()
-        mean(ray.get(ref).results("cpu", True)[0].upload for ref in refs)
+        mean(unpack(ray.get(ref)).upload for ref in refs)
         add = (time.perf_counter() - began) / len(refs)
         job = _job_seconds()
     return {"client": client, "job": job, "add": add, "model": float(size(stage.down))}
 
 
 def _job_seconds(jobs: int = 300) -> float:
-    """What a job costs the driver: nothing is computed, and the actor has the next one already."""
+    """What a job costs the driver: nothing is computed, and the worker has the next one already."""
     import ray
 
-    @ray.remote(num_cpus=1)
-    class Nothing:
-        def work(self, *job: object) -> object:
-            return job
+    @ray.remote(num_cpus=1, scheduling_strategy="SPREAD")
+    def nothing(*job: object) -> object:
+        return job
 
-    actor = Nothing.remote()
-    ray.get(actor.work.remote())
-    began, waiting = time.perf_counter(), [actor.work.remote([[0]], []) for _ in range(2)]
+    ray.get(nothing.remote())
+    began, waiting = time.perf_counter(), [nothing.remote([[0]], []) for _ in range(2)]
     for _ in range(jobs):
         ray.get(waiting.pop(0))
-        waiting.append(actor.work.remote([[0]], []))
+        waiting.append(nothing.remote([[0]], []))
     return (time.perf_counter() - began) / jobs
 
 

@@ -49,7 +49,7 @@ def test_blocks_have_the_pools_bits(tmp_path: Path) -> None:
 def test_a_machine_that_dies_in_mid_round_costs_time_and_nothing_else(tmp_path: Path) -> None:
     with nodes({}, {}) as cluster:
         process = start(["run", *LONG, "--out", "ray"], tmp_path, cluster)
-        until(lambda: rounds_of(tmp_path / "ray") >= 1)
+        until(lambda: rounds_of(tmp_path / "ray") >= 1 and len(cluster.busy()) == 2)
         cluster.do("kill", 1)
         code, out, err = ended(process)
     assert (code, out) == (0, "ray\n"), err
@@ -59,6 +59,30 @@ def test_a_machine_that_dies_in_mid_round_costs_time_and_nothing_else(tmp_path: 
     on_pool(LONG, tmp_path / "pool")
     same(tmp_path / "pool", tmp_path / "ray")
     count("kills survived")
+
+
+def test_a_process_that_dies_costs_time_and_nothing_else(tmp_path: Path) -> None:
+    with nodes({}, {}) as cluster:
+        process = start(["run", *LONG, "--out", "ray"], tmp_path, cluster)
+        until(lambda: rounds_of(tmp_path / "ray") >= 1 and len(cluster.busy()) == 2)
+        os.kill(cluster.busy()[0], signal.SIGKILL)
+        code, out, err = ended(process)
+    assert (code, out) == (0, "ray\n"), err
+    assert "lost a worker on a machine of the cluster; its 1 client(s) are computed again elsewhere" in err
+    assert lines(tmp_path / "ray")[-1]["ray"] == {"machines": 2, "computed_again": 1}
+    on_pool(LONG, tmp_path / "pool")
+    same(tmp_path / "pool", tmp_path / "ray")
+    count("kills survived")
+
+
+def test_a_client_that_ends_its_process_stops_the_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(METHOD.replace("raise ValueError", "import os; os._exit(9); raise ValueError"))
+    args = ["run", "--method", "mine:Halving", "--set", "method.fails=3", *SMALL, *SOME]
+    (tmp_path / "helper.py").write_text(HELPER)
+    with nodes({}, {}) as cluster:
+        code, out, err = ended(start([*args, "--out", "ray"], tmp_path, cluster))
+    assert (code, out) == (1, "")
+    assert " was lost 4 times with the process that computed it; is memory short there? (" in err
 
 
 def test_a_machine_that_joins_later_is_used(tmp_path: Path) -> None:
@@ -100,7 +124,7 @@ def test_the_driver_is_killed_and_the_run_ends_on_the_plain_pool(tmp_path: Path)
         assert code == 0, err
         on_pool(LONG, tmp_path / "pool")
         same(tmp_path / "pool", tmp_path / "ray")
-        # Its actors are gone, too: the same cluster takes the next run.
+        # Its workers are gone, too: the same cluster takes the next run.
         args = ["--method", "fedavg", *SMALL, *SOME]
         code, _, err = ended(start(["run", *args, "--out", "next"], tmp_path, cluster))
         assert code == 0, err
@@ -124,7 +148,7 @@ def test_ctrl_c_saves_and_leaves_no_process_behind(tmp_path: Path) -> None:
     count("kills survived")
 
 
-def test_a_cluster_that_was_joined_stays_without_our_actors(tmp_path: Path) -> None:
+def test_a_cluster_that_was_joined_stays_without_our_workers(tmp_path: Path) -> None:
     with nodes({}, {}) as cluster:
         process = start(["run", *LONG, "--out", "ray"], tmp_path, cluster)
         until(lambda: rounds_of(tmp_path / "ray") >= 1)
@@ -170,9 +194,7 @@ def test_slots_follow_from_resources_of_ones_own(tmp_path: Path) -> None:
 
 def test_methods_and_models_of_ones_own_travel(tmp_path: Path) -> None:
     """They are files in the folder of the run, which the machines do not know; they import a helper there."""
-    (tmp_path / "helper.py").write_text(
-        "def half(tree):\n    return {name: value / 2 for name, value in tree.items()}\n"
-    )
+    (tmp_path / "helper.py").write_text(HELPER)
     (tmp_path / "mine.py").write_text(METHOD)
     args = ["run", "--method", "mine:Halving", "--set", "model.name='mine:Tiny'", *SMALL, *SOME]
     with nodes({}, {}) as cluster:
@@ -189,6 +211,7 @@ def test_methods_and_models_of_ones_own_travel(tmp_path: Path) -> None:
     same(tmp_path / "pool", tmp_path / "ray")
 
 
+HELPER = "def half(tree):\n    return {name: value / 2 for name, value in tree.items()}\n"
 METHOD = """
 from dataclasses import dataclass
 import torch

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from ray import cloudpickle
 
-from fednh.backends import ray, ray_worker
-from fednh.backends.ray import Hand, Job, Pace, _problem, needs, slots
-from fednh.backends.ray_worker import Done, facts
+from fednh.backends import ray
+from fednh.backends.ray import job_size, machine_problem, needs, own_modules, pickled_by_value, slots
+from fednh.backends.ray_worker import facts
+from fednh.cli.run import chosen_backend
 from fednh.config import load
 from fednh.config.schema import RayConfig
 from fednh.errors import UserError
@@ -52,14 +56,14 @@ def test_what_cannot_be_is_refused_in_a_sentence(words: list[str], told: str, tm
 def test_a_missing_extra_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fednh.extras.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"--backend ray needs the extra `ray`: pip install 'fednh\[ray\]'"):
-        ray.check_ray(None)
+        chosen_backend("ray", None)
 
 
 def test_which_cluster_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert [ray.where(asked) for asked in (None, "auto", "h:1")] == [None, "auto", "h:1"]
+    assert [ray.cluster_address(asked) for asked in (None, "auto", "h:1")] == [None, "auto", "h:1"]
     monkeypatch.setenv("RAY_ADDRESS", "e:2")
-    assert [ray.where(asked) for asked in (None, "auto", "h:1")] == ["e:2", "e:2", "h:1"]
+    assert [ray.cluster_address(asked) for asked in (None, "auto", "h:1")] == ["e:2", "e:2", "h:1"]
 
 
 def test_what_a_client_reserves() -> None:
@@ -87,16 +91,13 @@ def test_the_settings_of_ray_are_not_part_of_what_a_run_is() -> None:
     assert run_name(one) == run_name(other)
 
 
-def test_packing_follows_the_time_that_a_unit_takes() -> None:
-    pace = Pace()
-    assert pace.units(left=1000, slots=2, heaviest=99) == 1, "nothing is known yet"
-    pace.learn(Job([[0], [1]], done=Done([], seconds=0.02)))  # 10 ms a unit: ten of them take a tenth of a second
-    assert pace.units(left=1000, slots=2, heaviest=99) == 10
-    assert pace.units(left=16, slots=2, heaviest=99) == 4, "two jobs for each of two actors"
-    assert pace.units(left=3, slots=2, heaviest=99) == 1
-    assert pace.units(left=1000, slots=2, heaviest=3) == 3, "large models"
-    pace.learn(Job([[0]], done=Done([], seconds=7.0)))
-    assert pace.units(left=1000, slots=2, heaviest=99) == 1
+def test_packing_follows_the_time_that_a_batch_takes() -> None:
+    assert job_size(None, left=1000, slots=2, most=99) == 1, "nothing is known yet"
+    assert job_size(0.01, left=1000, slots=2, most=99) == 10, "ten of them take a tenth of a second"
+    assert job_size(0.01, left=16, slots=2, most=99) == 4, "two jobs for each of two slots"
+    assert job_size(0.01, left=3, slots=2, most=99) == 1
+    assert job_size(0.01, left=1000, slots=2, most=3) == 3, "large models"
+    assert job_size(7.0, left=1000, slots=2, most=99) == 1
 
 
 @pytest.mark.parametrize(
@@ -111,32 +112,41 @@ def test_packing_follows_the_time_that_a_unit_takes() -> None:
     ],
 )
 def test_a_machine_must_have_the_same_versions(other: dict[str, str], told: str | None) -> None:
-    found = _problem(Hand(None, None, {**facts(), "node": "abcdef0123", "host": "far", **other}))
+    found = machine_problem({**facts(), "node": "abcdef0123", "host": "far", **other})
     assert (found is None) == (told is None)
     assert found is None or found.startswith(f"the machine far (node abcdef01) {told}")
 
 
 def test_the_head_that_does_not_answer_is_noticed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        pulse = ray.Pulse(f"127.0.0.1:{server.getsockname()[1]}", patience=0.5)
-        assert not pulse.lost.wait(1.2)
-    assert pulse.lost.wait(10)
+        monitor = ray.HeadMonitor(f"127.0.0.1:{server.getsockname()[1]}", {}, patience=0.5)
+        assert not monitor.lost.wait(1.2)
+    assert monitor.lost.wait(10)
 
 
-def test_the_last_words_of_a_process_that_is_ended(tmp_path: Path) -> None:
-    program = "from fednh.backends.ray_worker import LastWords; import os, sys; words = LastWords('it is saved'); "
-    for way, told in (("os._exit(1)", "it is saved\n"), ("words.not_needed()", "")):
-        done = subprocess.run([sys.executable, "-c", program + way], capture_output=True, text=True, timeout=60)
+def test_a_message_is_printed_if_the_process_is_ended() -> None:
+    program = "import os; from fednh.backends.ray import message_if_killed\nwith message_if_killed('it is saved'): "
+    for body, told in (("os._exit(1)", "it is saved\n"), ("pass", "")):
+        done = subprocess.run([sys.executable, "-c", program + body], capture_output=True, text=True, timeout=60)
         assert done.stderr == told
 
 
-def test_own_modules_travel_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package with a helper, a folder without __init__.py, and a plain module: they are gone, yet can be imported."""
+def test_own_modules_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package with a helper, a folder without __init__.py, and a plain module: gone, but a class of them works."""
     files = {
         "mine_pack/__init__.py": "from mine_pack.helper import TWO\n",
         "mine_pack/helper.py": "TWO = 2\n",
         "mine_folder/part.py": "def three() -> int:\n    return 3\n",
-        "mine_plain.py": "import mine_pack\nFOUR = mine_pack.TWO * 2\n",
+        "mine_plain.py": """
+import mine_pack
+from mine_folder.part import three
+FOUR = mine_pack.TWO * 2
+class Base:
+    factor = 2
+class Mine(Base):
+    def numbers(self):
+        return three(), FOUR, mine_pack.TWO, super().factor, type(self).__name__
+""",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -145,21 +155,20 @@ def test_own_modules_travel_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     names = ("mine_pack", "mine_pack.helper", "mine_folder", "mine_folder.part", "mine_plain")
     for name in names:
         importlib.import_module(name)
-    sources = ray_worker.gather()
-    mine = {name for name in sources if name.startswith("mine_")}
+    found = {module.__name__ for module in own_modules()}
+    mine = {name for name in found if name.startswith("mine_")}
     assert mine == {"mine_pack", "mine_pack.helper", "mine_folder.part", "mine_plain"}
-    assert not {name.partition(".")[0] for name in sources} & {"fednh", "torch", "numpy", "json", "pytest"}
+    assert not {name.partition(".")[0] for name in found} & {"fednh", "torch", "numpy", "json", "pytest"}
+    packed = pickled_by_value(sys.modules["mine_plain"].Mine())
+    assert not cloudpickle.list_registry_pickle_by_value(), "other pickles are as before"
     monkeypatch.undo()
     for name in names:
         del sys.modules[name]
-    try:
-        ray_worker.install({name: sources[name] for name in mine})
-        plain = importlib.import_module("mine_plain")
-        assert (plain.FOUR, importlib.import_module("mine_folder.part").three()) == (4, 3)
-        assert plain.__file__ == str(tmp_path / "mine_plain.py")
-    finally:
-        ray_worker.install({})
-        for name in names:
-            sys.modules.pop(name, None)
+    assert pickle.loads(packed).numbers() == (3, 4, 2, 2, "Mine")
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("mine_plain")
+
+
+def test_what_cannot_be_sent_is_refused_in_a_sentence() -> None:
+    with pytest.raises(UserError, match=r"the method or the model cannot be sent to other machines: .*lock"):
+        pickled_by_value(threading.Lock())

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import tiny_dataset
-from fednh.backends.ray_worker import PackedParts, PackedResults, PackedSamples, PackedStage, pack, unpack
+from fednh.backends.ray_worker import PackedParts, _sendable, as_arrays, as_tensors, pack, unpack
 from fednh.backends.tasks import EvaluateTask, Measured, TrainTask
 from fednh.data.batches import samples_of
 from fednh.federated.client import ClientResult
@@ -43,13 +43,11 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("name", TREES)
-def test_trees_come_back_as_they_were(name: str, apart: bool) -> None:
+def test_trees_come_back_as_they_were(name: str) -> None:
     tree = TREES[name]
-    trees = [tree, {key: value.clone() for key, value in tree.items()}, {"other": torch.ones(2)}, tree]
-    packed = travelled(pack(trees))
-    for there, back in zip(trees, unpack(packed, apart=apart), strict=True):
+    trees = [tree, {key: value.clone() for key, value in tree.items()}, {"other": torch.ones(2)}]
+    for there, back in zip(trees, unpack(travelled(pack(trees))), strict=True):
         assert layout(there) == layout(back)
         for key, value in back.items():
             assert torch.equal(value, there[key])
@@ -57,9 +55,15 @@ def test_trees_come_back_as_they_were(name: str, apart: bool) -> None:
     assert all(torch.equal(value, TREES[name][key]) for key, value in trees[1].items())
 
 
-def test_neighbours_of_one_form_share_arrays() -> None:
-    packed = pack([{"w": torch.full((2,), float(k))} for k in range(5)])
-    assert [(p.count, [a.shape for a in p.arrays]) for p in packed] == [(5, [(5, 2)])]
+def test_the_tensors_of_a_block_stay_in_one_memory() -> None:
+    """As on one machine, where they are rows of one tensor; it is sent once."""
+    rows = torch.randn(50, 1000)
+    packed = pack([{"w": row} for row in rows])
+    assert len(packed) < 2 * rows.nbytes
+    back = [tree["w"] for tree in unpack(packed)]
+    assert {value.untyped_storage().data_ptr() for value in back} == {back[0].untyped_storage().data_ptr()}
+    assert [value.storage_offset() for value in back] == [row.storage_offset() for row in rows]
+    assert torch.equal(torch.stack(back), rows)
 
 
 def test_results_come_back_in_their_order() -> None:
@@ -73,7 +77,7 @@ def test_results_come_back_in_their_order() -> None:
         Measured(person),
         Measured(person, {"m": torch.arange(4.0)}, {"levels": [0.1]}),
     ]
-    back = travelled(PackedResults.of(results)).results("cpu", True)
+    back = unpack(travelled(pack([_sendable(result) for result in results])))
     assert [type(result) for result in back] == [type(result) for result in results]
     assert torch.equal(back[0].keep["k"], torch.ones(2))
     assert back[1] == ClientResult(status="failed", problem="client 4 failed")
@@ -94,34 +98,34 @@ def test_parts_are_the_same_by_client(sizes: list[int]) -> None:
 
 def test_samples_are_shared_and_nobody_is_warned(recwarn: pytest.WarningsRecorder) -> None:
     samples = samples_of(tiny_dataset(), "train")
-    packed = travelled(PackedSamples.of(samples))
-    back = packed.samples("cpu")
-    assert back.x.data_ptr() == packed.arrays["x"].ctypes.data
+    packed: Any = travelled(as_arrays(samples))
+    back = as_tensors(packed, "cpu")
+    assert back.x.data_ptr() == packed.x.ctypes.data
     for key in ("x", "y", "gain", "shift"):
         assert torch.equal(getattr(back, key), getattr(samples, key))
     assert (back.num_classes, back.augment) == (samples.num_classes, samples.augment)
     assert not recwarn.list
 
 
-def test_a_stage_travels_with_its_trees() -> None:
+def test_a_task_travels_with_its_trees() -> None:
     down, shared = {"w": torch.randn(2, 3)}, {"w": torch.randn(3, 2).T, "x": torch.ones(1)}
     records = {4: {"w": torch.full((2, 3), 4.0)}, 11: {"w": torch.randn(3, 2).T}}
-    for stage in (
+    for task in (
         TrainTask(down, Sgd(), 1, 2, True, True),
         EvaluateTask(down, None, Sgd(), 1, 2),
         EvaluateTask(down, shared, Sgd(), 1, 2, True),
         TrainTask(down, Sgd(), 1, 2, records=records),
         EvaluateTask(down, shared, Sgd(), 1, 2, True, records=records),
     ):
-        back = travelled(PackedStage.of(5, stage)).whole("cpu")
-        assert type(back) is type(stage)
+        back = unpack(travelled(pack(task)))
+        assert type(back) is type(task)
         assert torch.equal(back.down["w"], down["w"])
-        assert set(back.records) == set(stage.records)
-        for client, record in stage.records.items():
+        assert set(back.records) == set(task.records)
+        for client, record in task.records.items():
             assert layout(back.records[client]) == layout(record)
             assert torch.equal(back.records[client]["w"], record["w"])
-        assert (back.sgd, back.seed, back.round) == (stage.sgd, 1, 2)
-        if isinstance(stage, EvaluateTask) and stage.shared is not None:
+        assert (back.sgd, back.seed, back.round) == (task.sgd, 1, 2)
+        if isinstance(task, EvaluateTask) and task.shared is not None:
             assert layout(back.shared) == layout(shared)
             assert back.final
 

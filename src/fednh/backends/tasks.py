@@ -86,11 +86,6 @@ class ClientTask:
         """How many samples of a client the progress of an evaluation counts."""
         return 0
 
-    @property
-    def apart(self) -> bool:
-        """Whether a client's tensors lie in memory of their own; those of a block lie side by side."""
-        return True
-
 
 @dataclass(frozen=True)
 class TrainTask(ClientTask):
@@ -115,10 +110,6 @@ class TrainTask(ClientTask):
         if why and all(result.upload is not None for result in made):
             made = [replace(result, fallback_reason=why) for result in made]
         return made
-
-    @property
-    def apart(self) -> bool:
-        return not self.together
 
     def one_client(self, on: SimulatedData, client: int, kept: Tree) -> ClientResult:
         try:

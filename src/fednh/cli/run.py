@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fednh import extras
 from fednh.cli.app import app, console_for_people
 from fednh.cli.options import (
     Address,
@@ -164,11 +165,10 @@ def chosen_backend(backend: str, address: str | None) -> Train:
         from fednh.backends import threads
 
         return threads.make_run
+    extras.need("ray", "--backend ray")
     from fednh.backends import ray
 
-    ray.check_ray(address)
-    from fednh.backends import ray
-
+    ray.check_address(address)
     return partial(ray.make_run, address=address)
 
 

@@ -194,15 +194,15 @@ def place_of(backend: str, address: str | None, plan: Sequence[Planned]) -> Iter
     if backend != "ray":
         yield Place()
         return
-    from fednh.backends.ray import connected, own_cpus, room, where
+    from fednh.backends.ray import cluster_address, connected, local_cpus, room
 
-    cpus = max(own_cpus(run.config) for run in plan)
+    cpus = max(local_cpus(run.config) for run in plan)
     with ExitStack() as stack:
         ray = stack.enter_context(connected(address, cpus))
         place = Place(
             min(room(run.config) for run in plan), ("--backend", "ray", "--address", ray.address), ray.environment
         )
-        if where(address) is not None:
+        if cluster_address(address) is not None:
             stack.close()  # it lives without us
         yield place
 

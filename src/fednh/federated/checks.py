@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import getfile
+from inspect import isfunction, unwrap
 from pathlib import Path
 from statistics import median_low
 from traceback import walk_tb
@@ -62,9 +62,14 @@ def _place(method: Method, error: Exception) -> str | None:
     inside = [i for i in called if frames[i][0].f_code is not SCORES] or called
     if not inside or (isinstance(error, OSError) and any(_ours(frame) for frame, _ in frames[inside[-1] + 1 :])):
         return None
-    own = [row for row in frames[inside[0] :] if row[0].f_code.co_filename == getfile(type(method))]
+    own = [row for row in frames[inside[0] :] if row[0].f_code.co_filename in _files(type(method))]
     frame, line = own[-1] if own else frames[inside[-1]]
     return f"{frames[inside[0]][0].f_code.co_name}, {Path(frame.f_code.co_filename).name} line {line}"
+
+
+def _files(kind: type) -> set[str]:
+    """Where a class's functions were written; on another machine its module may not be there (see backends/ray.py)."""
+    return {unwrap(each).__code__.co_filename for each in vars(kind).values() if isfunction(each)}
 
 
 def _ours(frame: FrameType) -> bool:
