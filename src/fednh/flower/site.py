@@ -229,7 +229,7 @@ class Site:
         if order.evaluate:
             if order.final and order.last == 0:  # it joined too late to train in any round
                 late = self._update(order.client, order.evaluate, kept, down)
-                kept = kept if checks.not_finite(late.report) else late.keep
+                kept = kept if checks.not_finite(late) else late.keep
             figures = self._figures(order, kept, down, more)
         if not order.round:
             return Answer(order.client, 0, figures=figures)
