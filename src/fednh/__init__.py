@@ -1,7 +1,6 @@
 """Personalised federated learning on class-imbalanced clients.
 
-`fednh.run`, `fednh.resume`, `fednh.load_run` and `fednh.load_model` are the Python API; they are imported when first
-used, so that `import fednh` costs nothing.
+`__all__` is the Python API; its names are imported when first used, so that `import fednh` costs nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +10,22 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fednh.api import Dataset, Model, Result, load_model, load_run, resume, run
+    from fednh.api import (
+        Callback,
+        Config,
+        Dataset,
+        Interrupted,
+        Method,
+        Model,
+        Refused,
+        Result,
+        RunError,
+        UserError,
+        load_model,
+        load_run,
+        resume,
+        run,
+    )
 else:
 
     def __getattr__(name):
@@ -22,4 +36,20 @@ else:
         return getattr(api, name)
 
 
-__all__ = ["Dataset", "Model", "Result", "__version__", "load_model", "load_run", "resume", "run"]
+__all__ = [
+    "Callback",
+    "Config",
+    "Dataset",
+    "Interrupted",
+    "Method",
+    "Model",
+    "Refused",
+    "Result",
+    "RunError",
+    "UserError",
+    "__version__",
+    "load_model",
+    "load_run",
+    "resume",
+    "run",
+]

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from torch import nn
 
-from fednh.backends import threads
+from fednh.backends import run_maker
+from fednh.callbacks.base import Callback, CallbackList
 from fednh.callbacks.screen import screen_for
 from fednh.config import Config, load, validate
 from fednh.config.options import SHORT_OPTIONS
 from fednh.data.dataset import Dataset
 from fednh.data.sources.memory import is_given
 from fednh.data.sources.registry import taken
-from fednh.errors import Notice, UserError
+from fednh.errors import Interrupted, Notice, Refused, RunError, UserError
+from fednh.extras import import_path
 from fednh.federated.setup import build_federation, fingerprint_of
 from fednh.inference.model import Model, load_model
 from fednh.io.files import path_of
+from fednh.methods import METHODS, Method
 from fednh.report.load import load_run as _load_run
 from fednh.runs import fingerprint
 from fednh.runs.names import new_folder
@@ -29,7 +33,25 @@ from fednh.runs.run_folder import RunFolder, read_config
 
 RUN = "the folder of a run"
 
-__all__ = ["Dataset", "Model", "Result", "load_model", "load_run", "resume", "run"]
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = [
+    "Callback",
+    "Config",
+    "Dataset",
+    "Interrupted",
+    "Method",
+    "Model",
+    "Refused",
+    "Result",
+    "RunError",
+    "UserError",
+    "load_model",
+    "load_run",
+    "resume",
+    "run",
+]
 
 
 @dataclass(frozen=True)
@@ -46,6 +68,23 @@ class Result:
         """The clients that have a personal model."""
         return [int(person["client"]) for person in self.summary["clients"]]
 
+    def __repr__(self) -> str:
+        """One line: what was run, for how long, and its main metrics."""
+        shown = {"GM": "gm", "PM(V)": "pm_v", "PM(L)": "pm_l", "own accuracy": "held_share"}
+        metrics = [
+            f"{name} {self.summary[key]:.1f}" for name, key in shown.items() if self.summary.get(key) is not None
+        ]
+        what = f"{self.summary['method']} on {self.summary['data']}, {self.summary['rounds']} rounds"
+        return f"<Result: {', '.join([what, *metrics])}; {self.path}>"
+
+    def to_frame(self) -> pd.DataFrame:
+        """The metrics as a pandas data frame, a row for every round."""
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise UserError("to_frame() needs pandas: pip install pandas; `metrics` has the same as a list") from error
+        return pd.DataFrame(self.metrics).set_index("round")
+
     def model(self, client: int | str | None = None) -> Model:
         """The global model, or that client's personal one, by its number or its site's name."""
         return load_model(self.path, client)
@@ -54,7 +93,14 @@ class Result:
 def run(
     config: str | Path | Mapping[str, Any] | Config | None = None,
     *,
+    method: str | type[Method] | Method | Mapping[str, Any] | None = None,
+    model: str | type[nn.Module] | Mapping[str, Any] | None = None,
     data: Any = None,
+    rounds: int | None = None,
+    seed: int | None = None,
+    callbacks: Sequence[Callback] = (),
+    backend: str = "simulator",
+    address: str | None = None,
     out: str | Path | None = None,
     progress: bool = False,
     **overrides: Any,
@@ -62,6 +108,12 @@ def run(
     """Run one method on one federation and return what came out.
 
     `config` is a preset, a TOML file, a dict of settings (nested, or by dotted name) or a Config; none is `digits`.
+    `method` is a name, a class of your own or an instance with its hyper-parameters; `model` is a name or a class of
+    your own (its arguments are `model__args`). Classes may be written in a notebook cell; a run of such a class goes on
+    in the program that has it. `callbacks` are told what happens (see `Callback`); one whose `on_round` returns True
+    stops the run, which is saved: `Interrupted` is raised, and `resume` goes on. `backend="ray"` computes clients on a
+    Ray cluster, at `address` or started here.
+
     Overrides are the options of `fednh run` (`method="fedavg", rounds=20, clients=10`), whole sections as dicts
     (`train={"lr": 0.1}`), or any setting with two underscores for the dot (`train__lr=0.1`). The run folder is
     `out`, by default a new one below `runs/`; the same run there is continued, or returned if it is finished.
@@ -71,12 +123,51 @@ def run(
     Arrow) with a label column (`data__label="diagnosis"`), or a `Dataset`. Labels are numbers from 0, or names. Such
     samples are not kept: `data.name` is `memory:` and a name or a checksum, and to go on with the run, give them again.
     """
+    given = {**_method_settings(method), **_model_settings(model), "rounds": rounds, "seed": seed}
+    overrides = {**{key: value for key, value in given.items() if value is not None}, **overrides}
     settings, samples = _with_data(config, data, overrides)
     folder = RunFolder(new_folder(settings) if out is None else path_of(out, "out= the folder of the run"))
-    return _run(settings, folder, progress, samples=samples)
+    return _run(settings, folder, progress, samples=samples, callbacks=callbacks, backend=backend, address=address)
 
 
-def resume(path: str | Path, *, rounds: int | None = None, data: Any = None, progress: bool = False) -> Result:
+def _method_settings(method: Any) -> dict[str, Any]:
+    """The settings that choose a method given as a name, a class or an instance."""
+    if isinstance(method, Method):
+        own = {f"method__{each.name}": getattr(method, each.name) for each in fields(method)}
+        return {**_method_settings(type(method)), **own}
+    if not isinstance(method, type):
+        return {"method": method}
+    if not issubclass(method, Method):
+        raise UserError(f"method = {method.__name__} does not derive from fednh.Method")
+    known = next((name for name, each in METHODS.items() if each is method), None)
+    return {"method": known or import_path(method, "method")}
+
+
+def _model_settings(model: Any) -> dict[str, Any]:
+    """The settings that choose a model given as a name or a class."""
+    if isinstance(model, nn.Module):
+        name = type(model).__name__
+        raise UserError(
+            f"model = a {name} that exists already: every client makes its own, so give the class (model={name}) and "
+            f"its arguments as model__args={{...}}; model__weights starts from saved weights"
+        )
+    if not isinstance(model, type):
+        return {"model": model}
+    if not issubclass(model, nn.Module):
+        raise UserError(f"model = {model.__name__} does not derive from torch.nn.Module")
+    return {"model__name": import_path(model, "model")}
+
+
+def resume(
+    path: str | Path,
+    *,
+    rounds: int | None = None,
+    data: Any = None,
+    callbacks: Sequence[Callback] = (),
+    backend: str = "simulator",
+    address: str | None = None,
+    progress: bool = False,
+) -> Result:
     """Go on with the run in a folder and return what came out; `rounds` may lie beyond its planned end.
 
     The result is that of one run of that many rounds without any interruption. A run that was given its `data` is given
@@ -87,23 +178,34 @@ def resume(path: str | Path, *, rounds: int | None = None, data: Any = None, pro
     if rounds is not None:
         settings = validate({**settings.model_dump(), "rounds": rounds})
     samples = None if data is None else taken(data, settings.data.model_dump())
-    return _run(settings, folder, progress, extend=rounds is not None, samples=samples)
+    return _run(settings, folder, progress, rounds is not None, samples, callbacks, backend, address)
 
 
 def _run(
-    settings: Config, folder: RunFolder, progress: bool, extend: bool = False, samples: Dataset | None = None
+    settings: Config,
+    folder: RunFolder,
+    progress: bool,
+    extend: bool = False,
+    samples: Dataset | None = None,
+    callbacks: Sequence[Callback] = (),
+    backend: str = "simulator",
+    address: str | None = None,
 ) -> Result:
     """The run in this folder, from where it stands to its end; `samples` are those that a program gave."""
+    make = run_maker(backend, address)
+    for each in callbacks:
+        if not isinstance(each, Callback):
+            raise UserError(f"callbacks has a {type(each).__name__}, which does not derive from fednh.Callback")
     if samples is not None and folder.started:  # also where it is finished: its result is that of its own data
         fingerprint.check_data(folder.path, fingerprint_of(settings, samples))
-    with folder.opened(settings, extend=extend) as unfinished:
+    with folder.opened(settings, backend, extend=extend) as unfinished:
         if unfinished:
             federation = build_federation(settings, samples, run=folder.path)
             for note in (*federation.dataset.notes, *federation.dataset.warnings):
                 warnings.warn(note, Notice, stacklevel=3)
             name = f"{settings.method['name']} on {federation.dataset.name}"
             with screen_for(Console(stderr=True), settings.rounds, name, quiet=not progress) as screen:
-                threads.make_run(settings, federation, folder, screen).run()
+                make(settings, federation, folder, CallbackList([screen, *callbacks])).run()
     return load_run(folder.path)
 
 
@@ -139,7 +241,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in ((str(key), value) for key, value in settings.items()):
         if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{prefix}{key}.")
+            found |= _flat(value, f"{prefix}{key if prefix else key.replace('__', '.')}.")
         elif prefix or isinstance(value, Mapping):
             found[prefix + key] = value
         else:

@@ -74,8 +74,26 @@ def imported(path: str, setting: str) -> Any:
     try:
         return attrgetter(name)(importlib.import_module(module))
     except Exception as error:  # a syntax error, a missing package, a file that is not there
+        if module == "__main__":
+            raise UserError(
+                f"{setting} = {path!r} was defined in the program or notebook that started the run; continue there, or "
+                f"move the class into a module"
+            ) from error
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
         raise UserError(f"{setting} = {path!r} cannot be imported: {kind}{error}") from error
+
+
+def import_path(found: type, what: str) -> str:
+    """The path by which `imported` finds a class again; UserError for one that has none."""
+    path = f"{found.__module__}:{found.__qualname__}"
+    if "<locals>" in path:
+        raise UserError(
+            f"{what} = {found.__name__} is defined inside a function, where a run cannot find it again; define the "
+            f"class at the top of a module or in a notebook cell of its own"
+        )
+    if imported(path, what) is not found:
+        raise UserError(f"{what} = {found.__name__} is no longer what {path} stands for; give the newest definition")
+    return path
 
 
 def imported_class(path: str, setting: str, base: type[T]) -> type[T]:

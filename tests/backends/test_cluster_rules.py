@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 from ray import cloudpickle
 
-from fednh.backends import ray
+from fednh.backends import ray, run_maker
 from fednh.backends.ray import job_size, machine_problem, needs, own_modules, pickled_by_value, slots
 from fednh.backends.ray_worker import facts
-from fednh.cli.run import chosen_backend
 from fednh.config import load
 from fednh.config.schema import RayConfig
 from fednh.errors import UserError
@@ -32,9 +31,9 @@ def free_port() -> int:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--backend", "flower"], "--backend 'flower' is not known"),
-        (["--backend", "rai"], "--backend 'rai' is not known; did you mean 'ray'?"),
-        (["--address", "10.0.0.1:6379"], "--address 10.0.0.1:6379 is a Ray cluster's; add --backend ray"),
+        (["--backend", "flower"], "the backend 'flower' is not known"),
+        (["--backend", "rai"], "the backend 'rai' is not known; did you mean 'ray'?"),
+        (["--address", "10.0.0.1:6379"], "the address 10.0.0.1:6379 is a Ray cluster's; choose the backend ray"),
         (
             ["--backend", "ray", "--address", "ray://h:1"],
             "--address ray://h:1 is for Ray's client; run fednh on",
@@ -55,8 +54,8 @@ def test_what_cannot_be_is_refused_in_a_sentence(words: list[str], told: str, tm
 
 def test_a_missing_extra_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fednh.extras.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"--backend ray needs the extra `ray`: pip install 'fednh\[ray\]'"):
-        chosen_backend("ray", None)
+    with pytest.raises(UserError, match=r"the backend ray needs the extra `ray`: pip install 'fednh\[ray\]'"):
+        run_maker("ray")
 
 
 def test_which_cluster_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:

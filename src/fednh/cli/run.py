@@ -7,13 +7,11 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fednh import extras
 from fednh.cli.app import app, console_for_people
 from fednh.cli.options import (
     Address,
@@ -28,19 +26,15 @@ from fednh.cli.options import (
     with_short_options,
 )
 from fednh.config.options import SHORT_OPTIONS
-from fednh.errors import Interrupted, UserError, did_you_mean
+from fednh.errors import Interrupted
 from fednh.interrupt import Stop
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fednh.callbacks.base import Callback
+    from fednh.backends import RunMaker
     from fednh.config import Config
-    from fednh.federated.rounds import RoundLoop
-    from fednh.federated.setup import Federation
     from fednh.runs.run_folder import RunFolder
-
-    Train = Callable[[Config, Federation, RunFolder, Callback, threading.Event], RoundLoop]
 
 
 @app.command()
@@ -100,17 +94,18 @@ def _execute(
     extend: bool = False,
 ) -> None:
     """Start, continue, or recognise as finished the run in `out`."""
+    from fednh.backends import run_maker
     from fednh.callbacks.trackers import check as check_trackers
     from fednh.runs.run_folder import RunFolder, read_summary
 
     console = console_for_people(stderr=quiet)  # with --quiet, standard output has the folder and nothing else
     check_trackers(track)
-    train = chosen_backend(backend, address)
+    make = run_maker(backend, address)
     folder = RunFolder(out)
     try:
         with stop_on_signal() as stop, folder.opened(config, backend, extend) as unfinished:
             if unfinished:
-                _train(config, folder, train, track, console, quiet, stop)
+                _train(config, folder, make, track, console, quiet, stop)
             else:
                 console.print(f"{out} is finished already", highlight=False, soft_wrap=True)
     except Interrupted:
@@ -132,7 +127,7 @@ def _execute(
 def _train(
     config: Config,
     folder: RunFolder,
-    train: Train,
+    make: RunMaker,
     track: list[str],
     console: Console,
     quiet: bool,
@@ -152,24 +147,7 @@ def _train(
     ):
         for note in (*federation.dataset.notes, *federation.dataset.warnings):
             screen.on_note(note)
-        train(config, federation, folder, CallbackList([screen, tracking]), stop).run()
-
-
-def chosen_backend(backend: str, address: str | None) -> Train:
-    """Who computes the clients: this process, or a Ray cluster; what cannot be is refused at once."""
-    if backend not in ("simulator", "ray"):
-        raise UserError(f"--backend {backend!r} is not known{did_you_mean(backend, ('simulator', 'ray'))}")
-    if backend == "simulator" and address is not None:
-        raise UserError(f"--address {address} is a Ray cluster's; add --backend ray")
-    if backend == "simulator":
-        from fednh.backends import threads
-
-        return threads.make_run
-    extras.need("ray", "--backend ray")
-    from fednh.backends import ray
-
-    ray.check_address(address)
-    return partial(ray.make_run, address=address)
+        make(config, federation, folder, CallbackList([screen, tracking]), stop).run()
 
 
 def _tell_losses(console: Console, summary: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from fednh.cli.options import (
     short,
     with_short_options,
 )
-from fednh.cli.run import chosen_backend, stop_on_signal
+from fednh.cli.run import stop_on_signal
 from fednh.config.options import SHORT_OPTIONS
 from fednh.errors import UserError
 from fednh.text import duration
@@ -194,6 +194,7 @@ def sweep(
 
     The same command again skips what is finished, goes on with what was interrupted and tries again what failed.
     """
+    from fednh.backends import run_maker
     from fednh.callbacks.trackers import check as check_trackers
     from fednh.experiments.sweep import check, combine, execute, locked, place_of
     from fednh.report.sheet import to_rich
@@ -201,7 +202,7 @@ def sweep(
     named = set_texts(settings)
     axes = _axes(varied | others, named)
     check_trackers(track or [])
-    chosen_backend(backend, address)
+    run_maker(backend, address)  # refuses what cannot be
     plan = combine(source, axes, named, out)
     console = console_for_people()
     with nullcontext() if dry_run else locked(out):
