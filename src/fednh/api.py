@@ -205,7 +205,13 @@ def _run(
                 warnings.warn(note, Notice, stacklevel=3)
             name = f"{settings.method['name']} on {federation.dataset.name}"
             with screen_for(Console(stderr=True), settings.rounds, name, quiet=not progress) as screen:
-                make(settings, federation, folder, CallbackList([screen, *callbacks])).run()
+                try:
+                    make(settings, federation, folder, CallbackList([screen, *callbacks])).run()
+                except Interrupted:
+                    done = folder.rounds_written()
+                    raise Interrupted(
+                        f"stopped after round {done}; fednh.resume({str(folder.path)!r}) continues"
+                    ) from None
     return load_run(folder.path)
 
 
