@@ -43,10 +43,10 @@ KEPT = (
 METRICS = {"gm": "GM", "pm_v": "PM(V)", "pm_l": "PM(L)"}
 INTRO = """# Results
 
-Runs on real data at full length. `make results` writes this page from the folder `results/` in the repository. That folder has
-the config, the metrics of every evaluated round, the summary and the environment of each run, but no models. The same command
-continues the campaign (`results/campaign.toml`, in order of priority), on any machine. The tests do not run it: they compare
-this page with `results/`.
+Runs on real data at full length. `make results` writes this page from the folder `results/` in the repository. That
+folder has the config, the metrics of every evaluated round, the summary and the environment of each run, but no
+models. The same command continues the campaign (`results/campaign.toml`, in order of priority), on any machine. The
+tests do not run it: they compare this page with `results/`.
 """
 
 
