@@ -26,6 +26,7 @@ from PIL import Image
 from fednh.cli import app
 from fednh.config.schema import Config, Section
 from fednh.data.sources.builtin import digits
+from fednh.flower import site_config
 from fednh.methods import METHODS
 from forked import fednh
 from report.browser import Browser, find
@@ -416,6 +417,18 @@ def test_settings_and_their_defaults_are_those_of_the_schema() -> None:
     assert known <= set(settings), f"no such settings: {known - set(settings)}"
     missing = {key for key in settings if key not in told and f"{key.partition('.')[0]}.*" not in told}
     assert missing == set(), "docs/running.md does not have them"
+
+
+def test_the_federation_reference_has_every_key_of_a_site() -> None:
+    """Keys and rules of site.toml, and the numbers that may leave, are in its tables."""
+    parts = sections(ROOT / "docs/federation-reference.md")
+    table = next(part for part in parts if part.startswith("## site.toml"))
+    data, _, rules = table.partition("Rules below `[allow]`")
+    rows = dict(re.findall(r"^\| `([\w-]+)` \|(.*)$", rules, flags=re.MULTILINE))
+    named = re.findall(r"`([\w-]+)`", " ".join(re.findall(r"^\| (`[^|]+) \|", data, flags=re.MULTILINE)))
+    assert set(rows) == site_config.ALLOW_KEYS
+    assert set(named) >= site_config.DATA_KEYS
+    assert set(re.findall(r"`(\w+)`", rows["metrics"])) == set(site_config.METRICS)
 
 
 def test_presets_with_the_authors_way_are_told_on_the_methods_page() -> None:
