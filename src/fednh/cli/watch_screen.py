@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -49,55 +48,28 @@ def plain(runs: RunStates) -> list[dict[str, Any]]:
 
 
 def table(runs: RunStates) -> Table | Text:
-    """For a terminal."""
+    """For a terminal; metrics that no run has and notes that none needs are left out."""
     states = runs.look()
     if not states:
         return Text(f"no run below {', '.join(map(str, runs.folders))} yet")
-    made = Table(pad_edge=False, title=headline(states), title_justify="left", title_style="")
-    for name in columns(states):
+    counts = Counter(state.state for state in states)
+    headline = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+    metrics = [key for key in SHOWN if any(state.latest(key) is not None for state in states)]
+    notes = any(state.note for state in states)
+    made = Table(pad_edge=False, title=headline, title_justify="left", title_style="")
+    for name in ("run", "state", "round", *(SHOWN[key] for key in metrics), "time", *(["note"] if notes else [])):
         if name in ("run", "note"):
             made.add_column(name, overflow="fold")
         else:
             made.add_column(name, justify="left" if name in ("state", "time") else "right", no_wrap=True)
-    for state, (name, word, *rest) in zip(states, cells(runs, states), strict=True):
-        made.add_row(Text(name), Text(word, _STYLES[state.state]), *map(Text, rest))
+    for state in states:
+        rounds = DASH if state.rounds is None else f"{state.round}/{state.rounds}"
+        values = [_number(state.latest(key), 3 if key == "train_loss" else 1) for key in metrics]
+        rest = [rounds, *values, _when(state), *([state.note] if notes else [])]
+        made.add_row(Text(runs.name(state.path)), Text(state.state, _STYLES[state.state]), *map(Text, rest))
     if any(state.state in ("stopped", "failed") for state in states):
         made.caption, made.caption_justify = "A stopped or failed run goes on with: fednh resume RUN", "left"
     return made
-
-
-def columns(states: Sequence[RunState]) -> list[str]:
-    """The names of the columns: metrics that no run has and notes that none needs are left out."""
-    names = [SHOWN[key] for key in metrics(states)]
-    return ["run", "state", "round", *names, "time", *(["note"] if _notes(states) else [])]
-
-
-def cells(runs: RunStates, states: Sequence[RunState]) -> list[list[str]]:
-    """A row for every run, in words."""
-    return [
-        [
-            runs.name(state.path),
-            state.state,
-            DASH if state.rounds is None else f"{state.round}/{state.rounds}",
-            *(_number(state.latest(key), 3 if key == "train_loss" else 1) for key in metrics(states)),
-            _when(state),
-            *([state.note] if _notes(states) else []),
-        ]
-        for state in states
-    ]
-
-
-def headline(states: Sequence[RunState]) -> str:
-    counts = Counter(state.state for state in states)
-    return ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
-
-
-def metrics(states: Sequence[RunState]) -> list[str]:
-    return [key for key in SHOWN if any(state.latest(key) is not None for state in states)]
-
-
-def _notes(states: Sequence[RunState]) -> bool:
-    return any(state.note for state in states)
 
 
 def _when(state: RunState) -> str:

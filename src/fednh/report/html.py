@@ -205,19 +205,11 @@ def _runs_sheet(runs: Sequence[Run]) -> Sheet:
     columns = ["run", "method", "data", "seed", "rounds", *metrics.values(), "seconds", "commit"]
     rows = []
     for run in runs:
-        commit = str(run.environment.get("commit") or "unknown")[:10]
-        rows.append(
-            [
-                *map(word, (run.path.name, method_name(run.method), str(run.summary["data"]))),
-                *map(word, (run.config.seed, run.summary["rounds"])),
-                *(number(run.summary.get(key)) for key in metrics),
-                number(run.summary["seconds"], "{:.1f}"),
-                word(commit),
-            ]
-        )
-    return Sheet(
-        "runs", "Every run", columns, rows, "The name is that of the run's folder; its config can be run again."
-    )
+        first = (run.path.name, method_name(run.method), run.summary["data"], run.config.seed, run.summary["rounds"])
+        values = [*(number(run.summary.get(key)) for key in metrics), number(run.summary["seconds"], "{:.1f}")]
+        rows.append([*map(word, first), *values, word(str(run.environment.get("commit") or "unknown")[:10])])
+    note = "The name is that of the run's folder; its config can be run again."
+    return Sheet("runs", "Every run", columns, rows, note)
 
 
 def _explorer(runs: Sequence[Run]) -> tuple[list[dict[str, Any]], dict[Path, int]]:

@@ -211,16 +211,10 @@ def _by_class(row: SiteRow, table: SiteTable) -> dict[str, list[ClassRow]]:
 
 
 def _row(row: SiteRow, table: SiteTable) -> dict[str, Any]:
-    best = row.best
+    best, advice = row.best, verdict(row, table.classes)
     models = [row.model(column) for column in table.columns]
-    said = verdict(row, table.classes)
-    return {
-        "row": row,
-        "models": models,
-        "best": best.label if best else None,
-        "says": said.sentence,
-        "kind": said.kind,
-    }
+    shown = {"row": row, "models": models, "best": best.label if best else None}
+    return {**shown, "says": advice.sentence, "kind": advice.kind}
 
 
 def _held(one: ClassRow, apart: bool) -> list[Cell]:
