@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from ray_nodes import nodes
+from ray_nodes import SOURCE, nodes
 from test_cluster import SMALL, SOME, ended, left_behind, lines, on_pool, rounds_of, same, start, until
 
 from conftest import count
@@ -238,22 +239,38 @@ class Halving(Method):
 """
 
 
-def test_a_machine_with_another_version_is_refused(tmp_path: Path) -> None:
-    """The machines import a copy of this package with one more line."""
-    import shutil
-
-    from ray_nodes import SOURCE
-
-    other = tmp_path / "other"
-    shutil.copytree(SOURCE, other, ignore=shutil.ignore_patterns("__pycache__"))
-    with (other / "fednh" / "words.py").open("a") as file:
+def another_source(folder: Path) -> Path:
+    """A copy of this package with one more line."""
+    shutil.copytree(SOURCE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    with (folder / "fednh" / "text.py").open("a") as file:
         file.write("\n# another source\n")
-    with nodes({}, source=other) as cluster:
+    return folder
+
+
+def test_a_machine_with_another_version_is_refused(tmp_path: Path) -> None:
+    with nodes({}, source=another_source(tmp_path / "other")) as cluster:
         code, _, err = ended(start(["run", *SMALL, *SOME, "--out", "ray"], tmp_path, cluster))
     assert code == 2
     assert "has another source of fednh " in err
     assert err.count("\n") == 1
     assert not (tmp_path / "ray").exists()
+
+
+def test_a_machine_with_another_version_that_joins_later_is_not_used(tmp_path: Path) -> None:
+    args = [*LONG[:-3], "--quiet"]
+    other = another_source(tmp_path / "other")
+    with nodes({}) as cluster:
+        process = start(["run", *args, "--out", "ray"], tmp_path, cluster)
+        until(lambda: rounds_of(tmp_path / "ray") >= 1)
+        cluster.do("add", {"env_vars": {"PYTHONPATH": str(other)}})
+        code, _, err = ended(process)
+    assert code == 0, err
+    assert "has another source of fednh " in err
+    assert err.endswith("; install this machine's; it is not used\n")
+    assert err.count("\n") == 1
+    assert lines(tmp_path / "ray")[-1]["ray"] == {"machines": 1, "computed_again": 0}
+    on_pool(args, tmp_path / "pool")
+    same(tmp_path / "pool", tmp_path / "ray")
 
 
 def test_nothing_of_a_run_is_on_the_machines(tmp_path: Path) -> None:
