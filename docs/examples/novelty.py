@@ -18,7 +18,7 @@ from fednh.storage.cache import data_folder
 from sklearn.metrics import roc_auc_score
 
 import fednh
-from fednh.data.sources import load
+from fednh.data.sources.registry import load
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("data")
