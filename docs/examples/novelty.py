@@ -17,7 +17,7 @@ import numpy as np
 from sklearn.metrics import roc_auc_score
 
 import fednh
-from fednh.data.sources import load
+from fednh.data.sources.registry import load
 from fednh.io.cache import data_folder
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

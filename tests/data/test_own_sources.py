@@ -16,7 +16,7 @@ from fednh.data.sources import registry
 from fednh.data.sources.csv import read
 from fednh.data.sources.images import decode
 from fednh.data.sources.registry import load
-from fednh.data.sources.table import vectors
+from fednh.data.sources.table import encode
 from fednh.errors import UserError
 
 NOWHERE = Path("unused")
@@ -181,7 +181,7 @@ def test_a_table(tmp_path: Path) -> None:
         "1 of 5 values of 'age' are missing and t",
         "1 of 5 values of 'blood' are missing and",
     ]
-    again = vectors(read(tmp_path / "t.csv"), data.preprocessing)  # what a model card is enough for
+    again = encode(read(tmp_path / "t.csv"), data.preprocessing, "")[0]  # what a model card is enough for
     assert np.array_equal(again[:4], data.x_train, equal_nan=True)
 
 

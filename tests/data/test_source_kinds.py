@@ -116,7 +116,7 @@ def test_a_new_kind_is_one_file_and_one_line(tmp_path: Path) -> None:
     package = tmp_path / "copy" / "fednh"
     shutil.copytree(Path(fednh.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     (package / "data" / "sources" / "lines.py").write_text(KIND)
-    registry = package / "data" / "sources" / "__init__.py"
+    registry = package / "data" / "sources" / "registry.py"
     line = "from fednh.data.sources.lines import Lines\n\\1Lines, "
     text, changed = re.subn(r"(?m)^(SOURCES: [^(]* for kind in \()", line, registry.read_text())
     assert changed == 1

@@ -11,15 +11,8 @@ from torch import nn
 
 from fednh.errors import UserError, did_you_mean
 from fednh.extras import imported_class
-from fednh.models.architectures import (
-    CNN,
-    MLP,
-    TIMM_PREFIX,
-    Conv2,
-    ResNet18,
-    timm_classifier,
-    timm_factory,
-)
+from fednh.models import architectures
+from fednh.models.architectures import CNN, MLP, TIMM_PREFIX, Conv2, ResNet18
 from fednh.models.net import Net
 from fednh.models.random_layers import seeded
 from fednh.models.split import Split, check_head, find_head, is_split
@@ -59,7 +52,7 @@ def build_net(
     if name not in MODELS:
         whole = seeded(make, 0)
         if head is None and name.startswith(TIMM_PREFIX):
-            head = timm_classifier(name, whole)
+            head = architectures.timm_classifier(name, whole)
         elif head is None and not is_split(whole):
             head = find_head(name, whole, num_classes)
         if head is not None:
@@ -109,7 +102,7 @@ def _maker(
 
 def _factory(path: str) -> Callable[..., nn.Module]:
     if path.startswith(TIMM_PREFIX):
-        return timm_factory(path)
+        return architectures.timm_factory(path)
     if ":" not in path:
         raise UserError(
             f"model.name = {path!r} is not known{did_you_mean(path, ['auto', *MODELS])} "

@@ -67,18 +67,22 @@ def fast_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, padding: 
     return out
 
 
-def _computable(layer: nn.Conv2d) -> bool:
+def is_simple(layer: nn.Conv2d) -> bool:
+    """Whether weights and padding are square, without stride, dilation or groups: what kernels and tiles compute."""
     side, padding = layer.kernel_size[0], layer.padding
     return (
         layer.kernel_size == (side, side)
-        and side in LARGEST
         and not isinstance(padding, str)
         and padding[0] == padding[1]
         and layer.padding_mode == "zeros"
         and layer.stride == layer.dilation == (1, 1)
         and layer.groups == 1
-        and min(layer.in_channels, layer.out_channels) >= CHANNELS[side]
     )
+
+
+def _computable(layer: nn.Conv2d) -> bool:
+    side = layer.kernel_size[0]
+    return is_simple(layer) and side in LARGEST and min(layer.in_channels, layer.out_channels) >= CHANNELS[side]
 
 
 def is_plain(x: Tensor, weight: Tensor) -> bool:

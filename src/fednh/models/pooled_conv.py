@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import fednh.models.native as native
-from fednh.models.fast_conv import FastConv2d, is_plain
+from fednh.models.fast_conv import FastConv2d, is_plain, is_simple
 
 FEW = 4  # input channels: with more, the convolutions of torch and of fast_conv are faster
 
@@ -30,7 +30,7 @@ class PooledConv2d(FastConv2d):
         if not wide or self.out_channels % wide or not _something_to_pool(self, x):
             return F.relu(F.max_pool2d(super().forward(x), 2))
         bias = self.weight.new_zeros(self.out_channels) if self.bias is None else self.bias
-        if self.in_channels > FEW or x.requires_grad or not _simple(self):
+        if self.in_channels > FEW or x.requires_grad or not is_simple(self):
             return _applied(_Pool, self.convolved(x, None), bias)
         return _applied(_ConvPool, F.pad(x, [int(self.padding[0])] * 4) if self.padding[0] else x, self.weight, bias)
 
@@ -60,19 +60,6 @@ def _halves(layer: nn.Module | None) -> bool:
         and layer.dilation in (1, (1, 1))
         and not layer.ceil_mode
         and not layer.return_indices
-    )
-
-
-def _simple(layer: nn.Conv2d) -> bool:
-    """Whether the kernel can compute the convolution."""
-    side, padding = layer.kernel_size[0], layer.padding
-    return (
-        layer.kernel_size == (side, side)
-        and not isinstance(padding, str)
-        and padding[0] == padding[1]
-        and layer.padding_mode == "zeros"
-        and layer.stride == layer.dilation == (1, 1)
-        and layer.groups == 1
     )
 
 

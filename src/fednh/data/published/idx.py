@@ -28,9 +28,10 @@ FILES = (
 )
 
 
-def places(folders: Sequence[Path]) -> list[DataPath]:
-    """The four files in one of these folders."""
-    return [DataPath(path, partial(read, path), partial(present, path)) for path in folders]
+def places(folders: Sequence[str | Path], folder: Path) -> list[DataPath]:
+    """The four files in one of these folders, which lie below the data folder or are absolute."""
+    paths = [folder / each for each in folders]
+    return [DataPath(path, partial(read, path), partial(present, path)) for path in paths]
 
 
 def remote(folder: str, hosts: tuple[str, ...], sums: tuple[str, str, str, str]) -> tuple[RemoteFile, ...]:
@@ -68,10 +69,6 @@ def _find(folder: Path, name: str) -> Path | None:
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
-def _mnist_places(folder: Path) -> list[DataPath]:
-    return places([folder / "mnist", folder / "MNIST" / "raw", folder])
-
-
 MNIST = Published(
     name="mnist",
     description="handwritten digits, 28x28 grey, 10 classes, 60,000 + 10,000 images",
@@ -80,7 +77,7 @@ MNIST = Published(
     std=(0.3081,),
     classes=tuple("0123456789"),
     accepts="mnist.npz, or the four IDX files (plain or .gz) in mnist/, MNIST/raw/ or directly",
-    places=_mnist_places,
+    places=partial(places, ("mnist", "MNIST/raw", "")),
     files=remote(
         "mnist",
         ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
@@ -95,8 +92,7 @@ MNIST = Published(
 
 
 def _fashion_places(folder: Path) -> list[DataPath]:
-    inside = [folder / name for name in ("fashion_mnist", "fashion-mnist", "FashionMNIST/raw")]
-    return places([*inside, DEBIAN_ROOT / "fashion-mnist"])
+    return places(("fashion_mnist", "fashion-mnist", "FashionMNIST/raw", DEBIAN_ROOT / "fashion-mnist"), folder)
 
 
 FASHION_MNIST = Published(

@@ -104,9 +104,9 @@ def _assembled(datasets: Any, name: str, splits: Any, where: str, options: Huggi
         for row in rows.cast_column(pictures[0], datasets.Image(decode=False)):
             image = row[pictures[0]]
             source = image["bytes"] if image["bytes"] is not None else Path(image["path"])
-            name_of_class = names[row[label]] if names else columns.spelling(row[label])
+            class_name = names[row[label]] if names else columns.spelling(row[label])
             site_group = [columns.spelling(row[column]) if column else None for column in (site, group)]
-            read.append((source, name_of_class, site_group[0], split == "test", site_group[1] or ""))
+            read.append((source, class_name, site_group[0], split == "test", site_group[1] or ""))
     if options.chooses_sites():
         read = list(compress(read, options.chosen_rows([str(row[2]) for row in read] if site else [], where)))
     images, labels, sites, test, groups = map(list, zip(*read, strict=True))

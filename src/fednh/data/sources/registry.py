@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fednh.data import declared_settings
 from fednh.data.dataset import Dataset
@@ -32,6 +32,8 @@ from fednh.data.sources.table import Csv, Parquet
 from fednh.data.splits import merged, with_test_set
 from fednh.errors import UserError, did_you_mean
 from fednh.io.files import expanded
+
+S = TypeVar("S", bound=Source)
 
 SOURCES: dict[str, type[Source]] = {
     kind.prefix: kind for kind in (Npz, Folder, Csv, Parquet, HuggingFace, Python, Memory)
@@ -66,7 +68,7 @@ def load(name: str, folder: Path, settings: Mapping[str, Any] | None = None) -> 
 
 def taken(data: Any, settings: Mapping[str, Any]) -> Dataset:
     """What a program gives instead of a name, read by the settings below [data]."""
-    source = Memory(**_used(Memory, settings))
+    source = build(Memory, settings)
     found = _complete(source.taken(data), source, "data")
     return merged(found, source.test_share) if settings.get("merge_test") else found
 
@@ -100,13 +102,9 @@ def find(name: str) -> tuple[type[Source], str] | None:
     return None if kind is None else (kind, address)
 
 
-def build(kind: type[Source], settings: Mapping[str, Any]) -> Source:
+def build(kind: type[S], settings: Mapping[str, Any]) -> S:
     """A source with those of the settings that it uses."""
-    return kind(**_used(kind, settings))
-
-
-def _used(kind: type[Source], settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {field.name: settings[field.name] for field in fields(kind) if field.name in settings}
+    return kind(**{field.name: settings[field.name] for field in fields(kind) if field.name in settings})
 
 
 def settings() -> dict[str, tuple[Any, Any]]:

@@ -90,7 +90,7 @@ class Table(Tabular):
         """The rows; which column the label was is not needed."""
         if preprocessing.get("kind") != "table":
             return super().inputs(name, address, preprocessing)
-        return vectors(read(expanded(address), self.dialect), preprocessing)
+        return encode(read(expanded(address), self.dialect), preprocessing, "the table")[0]
 
     def unlabelled(
         self, path: Path, shape: tuple[int, ...], preprocessing: Mapping[str, Any]
@@ -184,17 +184,13 @@ def _labels(table: pa.Table, label: str, where: str, options: Tabular) -> tuple[
     return numbered(names, agreed, where)
 
 
-def vectors(
-    table: pa.Table, preprocessing: Mapping[str, Any], where: str = "the table"
-) -> NDArray[np.float32]:  # (N, F)
-    """Raw rows as samples, before `(v / scale - mean) / std`; a missing number is NaN and takes the mean."""
-    return encode(table, preprocessing, where)[0]
-
-
 def encode(
     table: pa.Table, preprocessing: Mapping[str, Any], where: str
 ) -> tuple[NDArray[np.float32], tuple[str, ...]]:  # (N, F)
-    """Raw rows as samples, and notes on values that are missing or were never seen."""
+    """Raw rows as samples, before `(v / scale - mean) / std`, and notes on values that are missing or were never seen.
+
+    A missing number is NaN and takes the mean.
+    """
     features: list[NDArray[Any]] = []
     notes: list[str] = []
     header = _header(table, where)
