@@ -90,7 +90,7 @@ class Trial:
         timer.start()
         try:
             config, sites = scaffold.read(self.folder)
-            local.LocalFederation(self.folder, config, sites, Quiet(), stop, secure=True, warm=True).run()
+            local.LocalFederation(self.folder, config, sites, Quiet(), stop).run()
         finally:
             timer.cancel()
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -141,7 +141,10 @@ def test_a_supernode_waits_shorter_than_flowers(monkeypatch: pytest.MonkeyPatch)
         flower.time.sleep(3)
     assert slept == [0.05, 0.25, 1.0, 3.0]
     assert flower.pull_objects.keywords == {"initial_backoff": 0.05}
-    assert commands.supernode("s:1", Path("site.toml"), 1, None, None, None)[1:3] == ["-m", supernode.__name__]
+    assert commands.supernode("s:1", Path("site.toml"), 1, Path("ca"), Path("key"), Path("s"))[1:3] == [
+        "-m",
+        supernode.__name__,
+    ]
 
 
 def test_forked_supernodes_are_supervised_like_programs(processes: Processes, tmp_path: Path) -> None:
@@ -190,7 +193,7 @@ def test_a_trial_does_not_wait_for_a_site_that_never_comes(tmp_path: Path) -> No
     from fednh.flower.deploy import local, scaffold
 
     config, sites = scaffold.read(Trial(tmp_path).init(2).folder)
-    fed = local.LocalFederation(tmp_path / "fed", config, sites, Quiet(), threading.Event(), secure=True, warm=True)
+    fed = local.LocalFederation(tmp_path / "fed", config, sites, Quiet(), threading.Event())
     with Processes(tmp_path, tmp_path / "home", tmp_path / "logs") as fed.processes:
         words = "waiting for sites: 1 of 2 are here (site-1)"
         for note, since in ((words, local.ALL_HERE - 5), ("going on after round 1", local.ALL_HERE + 5)):
@@ -208,7 +211,7 @@ def test_a_serverapp_that_nobody_starts_has_an_end(tmp_path: Path, monkeypatch: 
     from fednh.flower.deploy import local, scaffold
 
     config, sites = scaffold.read(Trial(tmp_path).init(2).folder)
-    fed = local.LocalFederation(tmp_path / "fed", config, sites, Quiet(), threading.Event(), secure=True, warm=True)
+    fed = local.LocalFederation(tmp_path / "fed", config, sites, Quiet(), threading.Event())
     monkeypatch.setattr(local.commands, "run", lambda *_: ["sleep", "60"])
     monkeypatch.setattr(local, "PATIENCE", -1.0)
     with Processes(tmp_path / "fed", fed.home.path, tmp_path / "logs") as fed.processes:
@@ -266,7 +269,8 @@ def test_a_superlink_that_is_killed_while_keys_are_registered_is_started_anew(
 
     config, sites = scaffold.read(Trial(tmp_path).init(2).folder)
     told = Notes()
-    fed = local.LocalFederation(tmp_path / "fed", config, sites, told, threading.Event(), secure=True, warm=False)
+    fed = local.LocalFederation(tmp_path / "fed", config, sites, told, threading.Event())
+    fed.executor = cast(Any, SimpleNamespace(serve=lambda job: None))
     code = "import socket, sys, time; held = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(60)"
     database = fed.home.database_file
     seen = list[bool]()

@@ -96,10 +96,6 @@ def certs(
 def up(
     folder: FederationArgument,
     local: Annotated[bool, typer.Option("--local", help="All of it on this machine, over the loopback.")] = False,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and without the sites' keys.")] = False,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="A new Python for every message, as Flower does by itself; slower.")
-    ] = False,
     proxy: Annotated[
         bool, typer.Option("--proxy", help="Sites come in through nginx, as on several machines; it must be installed.")
     ] = False,
@@ -136,7 +132,7 @@ def up(
             with watcher(console, config.rounds, name, quiet) as screen:
                 screen.note(f"starting the server and {len(sites)} sites; logs: {FederationFolder(folder).logs}")
                 try:
-                    LocalFederation(folder, config, sites, screen, stop, not insecure, not plain, proxy).run()
+                    LocalFederation(folder, config, sites, screen, stop, proxy).run()
                 except Stopped:
                     typer.echo(f"fednh: interrupted; go on with: fednh federation up {folder} --local", err=True)
                     raise typer.Exit(130) from None

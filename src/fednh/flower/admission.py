@@ -32,7 +32,7 @@ class Member:
     number: int
     site: str
     rounds: list[int] = field(default_factory=list)  # in which its upload was taken
-    key: str = ""  # its public key; empty where nothing is signed
+    key: str = ""  # its public key
 
     @property
     def last(self) -> int:
@@ -48,7 +48,7 @@ class Membership:
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = (), records: Iterable[Mapping[str, Any]] = ()):
         """From a checkpoint's rows, and the records of its rounds, which list the clients that took part."""
-        self.members = {row["number"]: Member(row["number"], row["site"], key=row.get("key", "")) for row in rows}
+        self.members = {row["number"]: Member(row["number"], row["site"], key=row["key"]) for row in rows}
         for record in records:
             for client in record["clients"]:
                 self.members[client].rounds.append(record["round"])
@@ -161,7 +161,7 @@ class Reception:
         events: audit.Writer,
         toml: str,
         timeout: float,
-        identity: Identity | None,
+        identity: Identity,
     ):
         self.config, self.grid, self.mailbox, self.tell, self.identity = config, grid, mailbox, tell, identity
         self.events = events
@@ -177,7 +177,7 @@ class Reception:
             self._told.add(words)
             self.tell(words, **who)
 
-    def gather(self, enough: int, aloud: bool, wait: float) -> Task:
+    def gather(self, enough: int, wait: float) -> Task:
         """Wait until `enough` sites with fitting data have introduced themselves; returns the task they agree on.
 
         RunError if they have not after `wait` seconds.
@@ -192,7 +192,7 @@ class Reception:
                 self.welcome()
                 return task
             words = f"{WAITING}: {len(here)} of {enough} are here ({', '.join(sorted(here)) or 'none'})"
-            if aloud and (words != last or time.monotonic() - told > REMINDER):
+            if words != last or time.monotonic() - told > REMINDER:
                 told, last = time.monotonic(), words
                 self.tell(words)
             if time.monotonic() > deadline:
@@ -253,7 +253,7 @@ class Reception:
             who, facts = self._stranger(letter.node, reply)
             self.once(f"{who} cannot take part: {why(error)}", **facts)
             return
-        if self.identity is not None and (problem := self.identity.claim(hello.site, hello.key)):
+        if problem := self.identity.claim(hello.site, hello.key):
             if problem not in self._told:
                 spokesmen = [node for node, other in self._arrivals if other.site == hello.site]
                 self._notify({letter.node, *spokesmen, *self.membership.nodes(hello.site)}, problem)
@@ -262,10 +262,8 @@ class Reception:
         self._arrivals.append((letter.node, hello))
 
     def _hello(self, letter: Request, reply: Reply) -> Hello:
-        """Read a newcomer's introduction, and verify its signature where messages are signed."""
+        """Read a newcomer's introduction, and verify its signature."""
         content = content_of(reply)
-        if self.identity is None:
-            return Hello.read(content)
         protocol.check_problem(content)
         content, site, key = self.identity.opened(letter, content)
         hello = Hello.read(content)
@@ -276,7 +274,7 @@ class Reception:
     def _stranger(self, node: int, reply: Reply) -> tuple[str, dict[str, Any]]:
         """What is known of a node that has not proven who it is: as text, and as facts for the audit log."""
         key = next((fingerprint_of_pem(info.public_key) for info in self.grid.get_nodes() if info.node_id == node), "")
-        owner = self.identity.owner(key) if self.identity is not None and key else None
+        owner = self.identity.owner(key) if key else None
         known = f"node {node}, key {key}" if key else f"node {node}"
         facts = {"node": node, "key": key}
         if owner is not None:

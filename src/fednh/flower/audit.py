@@ -125,14 +125,12 @@ def newest_head(path: Path) -> Head | None:
 
 
 class Writer:
-    """Appends to one log, or to none: a simulation has no log. Every line has Flower's number of the `run`."""
+    """Appends to one log. Every line has Flower's number of the `run`."""
 
-    def __init__(self, path: Path | None, run: int = 0):
+    def __init__(self, path: Path, run: int):
         self.path, self.run = path, run
 
     def __call__(self, event: str, **facts: Any) -> None:
-        if self.path is None:
-            return
         if "sent" in facts:
             facts["sent"] = contents(facts["sent"])
         facts = {key: value for key, value in facts.items() if value not in (None, "")}

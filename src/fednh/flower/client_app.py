@@ -12,12 +12,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fednh.errors import Refused, RunError, UserError
+from fednh.errors import Refused
 from fednh.flower import protocol, signing
 from fednh.flower.audit import SiteEvents
 from fednh.flower.layout import StateFolder
@@ -37,10 +36,9 @@ class Job:
 
     place: Place
     content: RecordDict
-    # None in a simulation:
-    book: signing.ReplayGuard | None = None
-    agreement: Agreement | None = None
-    events: SiteEvents | None = None
+    book: signing.ReplayGuard
+    agreement: Agreement
+    events: SiteEvents
 
     def site(self) -> Site:
         return Site(self.place, *protocol.read_config(self.content), self.agreement)
@@ -49,62 +47,33 @@ class Job:
 Handler = Callable[[Job], RecordDict]
 
 
-def client_app(home: Path | None = None, run: Path | None = None) -> ClientApp:
-    """A ClientApp. A simulation passes a folder for its sites' states, and its run folder; orders need no signature."""
-    app = ClientApp()
-    handle = partial(_simulated, home, run) if home is not None else _deployed
-    app.query()(partial(handle, _hello))
-    app.query(protocol.NOTICE.partition(".")[2])(partial(handle, _notice))
-    app.train()(partial(handle, _answer))
-    app.evaluate()(partial(handle, _answer))
-    return app
-
-
 def _hello(duty: Job) -> RecordDict:
     hello, times = duty.site().hello()
-    if duty.events is not None:
-        duty.events.facts["greeting"] = times
-        if times == 1 and not duty.place.divided:
-            duty.events.new()
+    duty.events.facts["greeting"] = times
+    if times == 1 and not duty.place.divided:
+        duty.events.new()
     return hello.write()
 
 
 def _notice(duty: Job) -> RecordDict:
     words = protocol.read_notice(duty.content)
-    if duty.events is None or duty.events.times:
+    if duty.events.times:
         log.warning("the server says: %s", words)
     return protocol.ack()
 
 
 def _answer(duty: Job) -> RecordDict:
     order, policy = protocol.Order.read(duty.content), duty.place.policy
-    if policy is None or duty.book is None:
-        site = duty.site()
-        return site.answer(order, *site.read(duty.content)).write()
     policy.check_order(order)
     site = duty.site()
     received = site.read(duty.content)
     # From here on the samples are used. That this fails may say something about them, so it counts, too.
-    new = duty.book.count(signing.Work.of(duty.content, site.basis(order)), policy.rounds)
-    if new and duty.events is not None:
+    if duty.book.count(signing.Work.of(duty.content, site.basis(order)), policy.rounds):
         duty.events.new()
     return site.answer(order, *received).write()
 
 
-def _simulated(home: Path, run: Path | None, work: Handler, message: Message, context: Context) -> Message:
-    """In a simulation the user is server and sites at once: nothing is signed, and errors are sent in full."""
-    try:
-        with one_thread():
-            content = work(Job(read_place(context.node_config, home, run), message.content))
-    except (UserError, RunError) as error:
-        content = protocol.error_reply(str(error))
-    except Exception as error:
-        log.exception("this site could not do what it was asked")
-        content = protocol.error_reply(f"{type(error).__name__}: {error}")
-    return Message(content, reply_to=message)
-
-
-def _deployed(work: Handler, message: Message, context: Context) -> Message:
+def _handle(work: Handler, message: Message, context: Context) -> Message:
     """Check the order, do it, sign the reply."""
     seal: Seal | None = None  # a reply to a forged order is not signed
     events: SiteEvents | None = None
@@ -150,4 +119,8 @@ def _accepted(place: Place, message: Message, context: Context) -> tuple[signing
     return replace(envelope, site=place.site), book
 
 
-app = client_app()
+app = ClientApp()
+app.query()(partial(_handle, _hello))
+app.query(protocol.NOTICE.partition(".")[2])(partial(_handle, _notice))
+app.train()(partial(_handle, _answer))
+app.evaluate()(partial(_handle, _answer))

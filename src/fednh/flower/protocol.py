@@ -124,7 +124,7 @@ def _tensor(name: str, row: object) -> tuple[tuple[int, ...], torch.dtype]:
 #     server ---query.notice {notice}                                 --->  site: something for its log
 #     server <--reply    {said} or {said, facts, [upload], [figures]} ----  site
 #
-# In a deployment every message also has a `seal`: see signing.py. Anything else is a `ValueError` that says what is
+# Every message also has a `seal`: see signing.py. Anything else is a `ValueError` that says what is
 # wrong: a message may come from anybody. Sizes and kinds are checked before anything is allocated (bounds.py,
 # arrays.py).
 
@@ -227,7 +227,7 @@ class Hello:
     site: str
     task: Task
     number: int = -1  # -1: the server gives it one
-    key: str = ""  # the public key that signed it, filled in by the server; empty in a simulation
+    key: str = ""  # the public key that signed it, filled in by the server
     audit: str = ""  # the newest line of the site's audit log, filled in by the server
 
     def write(self) -> RecordDict:
@@ -477,16 +477,15 @@ def why(error: Exception) -> str:
 
 
 def read_answer(
-    letter: Request, order: Order, reply: Reply, form: TensorSpecs, device: str, identity: Identity | None
+    letter: Request, order: Order, reply: Reply, form: TensorSpecs, device: str, identity: Identity
 ) -> tuple[Answer, RecordDict]:
     """The answer to this order, and the records that it came in.
 
     A wrong answer raises; `SiteProblem` if the site itself reports a problem.
     """
     content = content_of(reply)
-    if identity is not None:
-        check_problem(content)
-        content, *_ = identity.opened(letter, content)
+    check_problem(content)
+    content, *_ = identity.opened(letter, content)
     answer = Answer.read(content, form if order.round else None, device)
     if (answer.client, answer.round) != (order.client, order.round):
         raise ValueError(f"it is for client {answer.client} and round {answer.round}")

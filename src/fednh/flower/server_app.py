@@ -21,7 +21,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fednh.callbacks.screen import metric_words
 from fednh.config import Config, dump
-from fednh.errors import RunError, UserError
+from fednh.errors import UserError
 from fednh.federated import checks, similarity
 from fednh.federated.client import Report
 from fednh.federated.evaluate import HELD, Personal
@@ -54,11 +54,10 @@ from fednh.tree import Tree
 
 @dataclass(frozen=True)
 class Transport:
-    """How the sites are reached: over a network, or as a simulation on this machine or cluster."""
+    """How long the server waits for sites, and how many it needs."""
 
     timeout: float  # seconds for an answer
     enough: int  # sites that must be present before the first round
-    simulated: bool = False  # then on_error decides whether an error at a client stops the run
     pause: float = 0.5  # seconds between two polls for answers
     least: int = 1  # uploads that a round needs; with fewer it is abandoned
     wait: float = math.inf  # seconds to wait for enough sites
@@ -69,21 +68,20 @@ def make_run(
     grid: Grid,
     folder: RunFolder,
     watcher: Watcher,
-    manner: Transport,
+    transport: Transport,
+    identity: Identity,
     stop: threading.Event | None = None,
-    federation: Federation | None = None,
-    identity: Identity | None = None,
 ) -> Rounds:
     """The round loop of a run on the sites behind `grid`; call its `run`."""
     stop = stop or threading.Event()
-    sites = Sites(config, grid, folder, watcher, manner, stop, federation, identity)
+    sites = Sites(config, grid, folder, watcher, transport, stop, identity)
     return Rounds(config, folder, sites, watcher, stop)
 
 
 class Sites:
     """The sites of one federation."""
 
-    backend = "flower"
+    backend, deployed = "flower", True
 
     def __init__(
         self,
@@ -91,24 +89,19 @@ class Sites:
         grid: Grid,
         folder: RunFolder,
         watcher: Watcher,
-        manner: Transport,
+        transport: Transport,
         stop: threading.Event,
-        federation: Federation | None = None,
-        identity: Identity | None = None,
+        identity: Identity,
     ):
-        """A simulation passes the `federation` it has built. Without an `identity` messages are not signed."""
-        self.config, self.grid, self.folder, self.watcher, self.manner = config, grid, folder, watcher, manner
-        self.fed, self.identity = federation, identity
-        self.deployed, self.least = not manner.simulated, manner.least
-        self.toml = dump(config if manner.simulated else for_sites(config))
+        self.config, self.grid, self.folder, self.watcher, self.transport = config, grid, folder, watcher, transport
+        self.identity, self.least = identity, transport.least
+        self.toml = dump(for_sites(config))
         self.method = config.build_method()
-        sign = identity.sign if identity is not None else None
-        self.mailbox = Mailbox(grid, stop, self._stray, manner.pause, sign)
+        self.mailbox = Mailbox(grid, stop, self._stray, transport.pause, identity.sign)
         # Sites keep their personal states; a checkpoint records only the round of each.
         self.store = Store(folder.checkpoints / folder.clients.name, 0, {})
-        path = None if manner.simulated else folder.audit_file
-        self.events = audit.Writer(path, 0 if identity is None else identity.run)
-        tell, timeout = self._tell, manner.timeout
+        self.events = audit.Writer(folder.audit_file, identity.run)
+        tell, timeout = self._tell, transport.timeout
         self.reception = Reception(config, grid, self.mailbox, tell, self.events, self.toml, timeout, identity)
 
     task: Task
@@ -130,18 +123,16 @@ class Sites:
         if books:
             self.reception.membership = Membership(books["sites"], records)
             self.reception.task = Task.read(books["task"])
-            if self.identity is not None:
-                self.identity.keys |= {member.site: member.key for member in self.membership if member.key}
-        self.task = self.reception.gather(self.manner.enough, self.deployed, self.manner.wait)
+            self.identity.keys |= {member.site: member.key for member in self.membership}
+        self.task = self.reception.gather(self.transport.enough, self.transport.wait)
         check_machine(self.config.device, self.config.precision)
         return self._server_side(self.task)
 
     def _server_side(self, task: Task) -> ServerSide:
         """The server's model, method and test set for the agreed task."""
         config = self.config
-        self.fed = self.fed or self._divided_federation(task)
-        if self.fed is not None:
-            side = self.fed.server_side(config)
+        if (federation := self._divided_federation(task)) is not None:
+            side = federation.server_side(config)
         else:  # the server does not know how the samples of sites with their own data are distributed
             net = network(config, task.shape, len(task.classes))
             card = card_of(config, net, task.shape, task.classes, task.data, task.recipe)
@@ -169,7 +160,7 @@ class Sites:
 
     def present(self) -> list[int]:
         """The clients whose nodes are online; if there are too few, wait up to the timeout for more."""
-        deadline = time.monotonic() + self.manner.timeout
+        deadline = time.monotonic() + self.transport.timeout
         while True:
             online = set(self.grid.get_node_ids())
             here = self.membership.present(online)
@@ -218,10 +209,10 @@ class Sites:
             sites = {letter.site: letter.kind for letter, _ in letters}
             round_ = asked.done + 1 if asked.train else 0
             self.events("asked", kind="train", round=round_, sites=sites, sent=letters[0][1])
-        sent = self.mailbox.send(letters, keep=2 * self.manner.timeout)
+        sent = self.mailbox.send(letters, keep=2 * self.transport.timeout)
         waiting = {order.client: order for order in orders}
         answers, missing = list[Answer](), dict[int, Missing]()
-        for letter, reply in self.mailbox.replies(sent, self.manner.timeout):
+        for letter, reply in self.mailbox.replies(sent, self.transport.timeout):
             order = waiting.pop(letter.client)
             found = self._read(letter, order, reply)
             if isinstance(found, Answer):
@@ -229,7 +220,7 @@ class Sites:
             else:
                 self._lacks(order, found, missing)
         for client, order in sorted(waiting.items()):
-            words = f"round {_when(order)}: {self.name(client)} did not answer in {self.manner.timeout:g} s"
+            words = f"round {_when(order)}: {self.name(client)} did not answer in {self.transport.timeout:g} s"
             self._lacks(order, Missing("silent", words), missing)
         return SiteAnswers(self, answers, missing)
 
@@ -257,8 +248,7 @@ class Sites:
         try:
             answer, content = read_answer(letter, order, reply, self.upload_form, self.config.device, self.identity)
         except SiteProblem as error:
-            method = "" if self.deployed else f"{type(self.method).__name__}: "
-            return Missing("failed", f"{method}{when}: {who} failed: {error}")
+            return Missing("failed", f"{when}: {who} failed: {error}")
         except Exception as error:  # whatever reading it raises is this site's problem, not the server's
             return Missing("refused", f"{when}: the answer of {who} was refused: {why(error)}")
         facts = {"site": letter.site, "kind": letter.kind, "round": letter.round, "head": head_of(content)}
@@ -269,8 +259,6 @@ class Sites:
         """Hand a missing upload to the round loop, which counts them; report a missing evaluation here."""
         if order.round:
             missing[order.client] = what
-        elif what.why == "failed" and not self.deployed and self.config.on_error == "stop":
-            raise RunError(what.words)
         else:
             self.note(what.words, order.client, order.evaluate)
 
@@ -292,9 +280,7 @@ class Sites:
         return {"sites": [{"client": m.number, "site": m.site, "rounds": len(m.rounds)} for m in self.membership]}
 
     def name(self, client: int) -> str:
-        if self.deployed or self.fed is None:
-            return f"site {self.membership.site(client)} (client {client})"
-        return self.fed.name(client)
+        return f"site {self.membership.site(client)} (client {client})"
 
     def note(self, text: str, client: int | None = None, round_: int = 0) -> None:
         """Write to the log and to the run folder's federation.log; about a client, to the audit log too."""
@@ -394,13 +380,13 @@ def main(grid: Grid, context: Context) -> None:
     federation = config.federation
     assert federation.folder is not None
     folder = RunFolder(Path(federation.folder))
-    manner = Transport(federation.timeout, federation.enough, least=federation.min_clients, wait=federation.wait)
+    transport = Transport(federation.timeout, federation.enough, least=federation.min_clients, wait=federation.wait)
     identity = of_server(config, context.run_id)
     with folder.opened(config, "flower", extend=True) as unfinished:
         if not unfinished:
             raise UserError(f"{folder.path} holds a finished run; move it away, or choose another federation.folder")
         keep_private(folder.path)
-        make_run(config, grid, folder, LogWatcher(config.rounds), manner, identity=identity).run()
+        make_run(config, grid, folder, LogWatcher(config.rounds), transport, identity).run()
     log.info("run folder: %s", folder.path)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -41,8 +40,7 @@ from fednh.flower.site_config import KEYS, METRICS, Agreement, Policy, read_poli
 from fednh.io.files import expanded, read_tree, write_bytes, write_tree
 from fednh.models import parameters
 from fednh.runs import fingerprint
-from fednh.runs.layout import RunLayout
-from fednh.runs.model_file import Outcomes, write_model, write_outcomes
+from fednh.runs.model_file import write_model, write_outcomes
 from fednh.text import name_problem
 from fednh.tree import Tree
 
@@ -61,11 +59,6 @@ from fednh.tree import Tree
 
 RECORDS = ("said", "facts", "upload", "figures")
 Seal = Callable[[RecordDict], RecordDict]
-
-
-def allowed(answer: Answer, policy: Policy | None) -> Answer:
-    """The answer without the metrics that the site's owner keeps; without a policy all of it."""
-    return answer if policy is None else answer.without({*METRICS} - {*policy.metrics})
 
 
 def finalize_reply(
@@ -93,14 +86,13 @@ class Place:
 
     site: str
     home: Path  # all that the site keeps is below it
+    policy: Policy
     data: str | None = None  # the site's own data source; None: its part of the set that the config names
     part: int = -1
     parts: int = 0
     test: str | None = None  # a source whose test part is the balanced test set
     device: str | None = None
     reading: tuple[tuple[str, str], ...] = ()  # settings below [data] that say how the site's own files are read
-    run: Path | None = None  # a simulation collects personal models and outcomes in this run folder
-    policy: Policy | None = None  # None in a simulation, where all orders are the user's
     orders: Path = SiteFolder.orders  # the server's public key, which verifies orders
     key: Path = SiteFolder.key  # the private key that signs this site's replies
 
@@ -116,14 +108,13 @@ READING = {"encoding": "encoding", "on-bad": "on_bad", "layout": "layout"}
 TEXT = ("data", "site", "state", "test", "device", *READING, "orders", "key")
 
 
-def read_place(node: Mapping[str, Any], home: Path | None = None, run: Path | None = None) -> Place:
-    """Read a node-config; a simulation gives `home`, and then no policy applies."""
+def read_place(node: Mapping[str, Any]) -> Place:
+    """Read a node-config."""
     known = {*TEXT, "partition-id", "num-partitions", *KEYS}
     if unknown := sorted(set(node) - known):
         raise UserError(f"node-config: {unknown[0]} is not known; it takes {', '.join(sorted(known))}")
     part, parts = node.get("partition-id", -1), node.get("num-partitions", 0)
     text = {key: str(node[key]) for key in TEXT if key in node}
-    policy = read_policy(node) if home is None else None
     if "data" not in text and not (isinstance(part, int) and isinstance(parts, int) and 0 <= part < parts):
         raise UserError("node-config: give data=SOURCE, the site's own data, or partition-id=K and num-partitions=N")
     if "data" in text and "site" not in text:
@@ -133,21 +124,18 @@ def read_place(node: Mapping[str, Any], home: Path | None = None, run: Path | No
     if "site" in text and (problem := name_problem(text["site"])):
         raise UserError(f"node-config: site= cannot be the site's name: {problem}")
     reading = {setting: _checked(key, setting, text[key]) for key, setting in READING.items() if key in text}
-    if "state" in text:
-        home = expanded(text["state"]).absolute()
-    if home is None:
+    if "state" not in text:
         raise UserError("node-config: give state=FOLDER, where the site keeps its personal state and model")
     return Place(
         site=text.get("site", f"client-{part:06d}"),
-        home=home,
+        home=expanded(text["state"]).absolute(),
         data=with_prefix(text["data"]) if "data" in text else None,
         part=-1 if "data" in text else part,
         parts=0 if "data" in text else parts,
         test=with_prefix(text["test"]) if "test" in text else None,
         device=text.get("device"),
         reading=tuple(reading.items()),
-        run=run,
-        policy=policy,
+        policy=read_policy(node),
         orders=expanded(text.get("orders", SiteFolder.orders)).absolute(),
         key=expanded(text.get("key", SiteFolder.key)).absolute(),
     )
@@ -170,11 +158,9 @@ class Site:
         self.config = _config(toml, place)
         if self.agreement is not None:
             self.agreement.check(self.config)
-        self.shared = toml, replace(place, part=-1, site="" if place.divided else place.site), task
+        self.shared = toml, _shared(place), task
         self.fed = _federation(*self.shared)
-        if place.policy is not None:
-            net = self.fed.net
-            place.policy.check_numbers(self.fed.method.numbers(net.num_classes, net.dim))
+        place.policy.check_numbers(self.fed.method.numbers(self.fed.net.num_classes, self.fed.net.dim))
         self.index = self.fed.parts[max(place.part, 0)]
         self.kept = StateFolder(place.home).kept(self.config.federation.name, place.site)
         if len(self.index) < self.fewest:
@@ -183,7 +169,7 @@ class Site:
     @property
     def fewest(self) -> int:
         """The fewest samples behind any number that leaves; parts of public sets are no secret."""
-        return 1 if self.place.policy is None or self.place.divided else self.place.policy.samples
+        return 1 if self.place.divided else self.place.policy.samples
 
     def hello(self) -> tuple[Hello, int]:
         """The site's name and the form of its data, and how often it has said so; file names are not disclosed.
@@ -220,7 +206,7 @@ class Site:
         """Evaluate, train, save the state; `more` is the part of the global model that the broadcast lacks."""
         if self.agreement is not None:
             self.agreement.keep(self.config)
-        return allowed(self._answer(order, down, more), self.place.policy)
+        return self._answer(order, down, more).without({*METRICS} - {*self.place.policy.metrics})
 
     def _answer(self, order: Order, down: Tree, more: Tree) -> Answer:
         self._tell_changed_data(order)
@@ -263,7 +249,8 @@ class Site:
         shared = fed.method.global_model({**self._initial(), **down})
         shared = None if shared is None else {**shared, **more}
         person = clients.measured(fed.method, fed.net, order.client, data, model, shared, test, held)
-        self._keep_outcomes(person.outcomes, order)
+        if person.outcomes is not None:  # of single held-out samples: no message holds anything of it
+            write_outcomes(self.kept.outcomes_file, person.outcomes)
         keys = (*(("pm_v", "pm_l") if len(test) >= self.fewest else ()), *(HELD if len(held) >= self.fewest else ()))
         numbers: dict[str, Number | None] = {key: getattr(person, key) for key in keys}
         if self.place.divided and person.per_class is not None:  # -1: the test set lacks the class
@@ -295,19 +282,7 @@ class Site:
         fed = self.fed
         about = similarity.similarity_quantiles(fed.method, fed.net, model, fed.train, self.index, self.config.seed)
         card = {**fed.card(self.config, max(self.place.part, 0)), "client": order.client, "novelty": about}
-        if self.place.run is None:
-            write_model(self.kept.personal_model, model, card)
-        elif order.final:
-            write_model(RunLayout(self.place.run).personal_model(order.client), model, card, sync=False)
-
-    def _keep_outcomes(self, found: Outcomes | None, order: Order) -> None:
-        """Write down what the models make of the site's held-out samples; no message holds anything of it."""
-        if found is None:
-            return
-        if self.place.run is None:
-            write_outcomes(self.kept.outcomes_file, found)
-        elif order.final:
-            write_outcomes(RunLayout(self.place.run).outcomes_of(order.client), found, sync=False)
+        write_model(self.kept.personal_model, model, card)
 
     def _initial(self) -> Tree:
         return initial_state(self.fed.method, self.fed.net, self.config.seed, self.config.device)
@@ -343,7 +318,7 @@ class Site:
 
     def _tell_changed_data(self, order: Order) -> None:
         """Warn in the site's log if its data have changed since earlier rounds: the held-out samples change too."""
-        if self.place.run is not None or self.fed.as_read is None:  # a simulation compares them once, at its start
+        if self.fed.as_read is None:
             return
         told = fingerprint.changed_since(self.kept.fingerprint_file, self.fed.as_read, anew=order.last == 0)
         if told:
@@ -370,12 +345,14 @@ class Site:
             self.kept.replaced(oldest).unlink(missing_ok=True)
 
 
+def _shared(place: Place) -> Place:
+    """What decides which data and model a site has: all parts of a divided set have it in common."""
+    return replace(place, part=-1, site="" if place.divided else place.site, home=Path(), orders=Path(), key=Path())
+
+
 def _config(toml: str, place: Place) -> Config:
     """The server's config as this site applies it."""
-    if place.policy is None:
-        config = validate(tomllib.loads(toml), "the server's config: ")
-    else:
-        config = place.policy.config(toml, place.data)
+    config = place.policy.config(toml, place.data)
     data = _changed(config.data, **dict(place.reading))
     return config.model_copy(update={"device": place.device or config.device, "data": data})
 
@@ -393,9 +370,9 @@ def statistics(data: Dataset, fewest: int) -> scaling.Scaling:
 def _own_data(toml: str, place: Place) -> Dataset:
     """The samples of a site with its own source, as they were read; loaded once per process."""
     config = _own_config(toml, place)
-    with _discreet(place):
+    with _discreet():
         data = one_site(_loaded(config), place.site)
-    if place.policy is not None and (words := not_agreed(data, config.data.classes, config.data.columns)):
+    if words := not_agreed(data, config.data.classes, config.data.columns):
         raise Refused(f"this site discloses nothing about its data that is not agreed: {words}")
     return data
 
@@ -412,7 +389,7 @@ def _federation(toml: str, place: Place, task: Task | None) -> Federation:
     if place.data is None:
         config = _config(toml, place)
         config = config.model_copy(update={"partition": _changed(config.partition, clients=place.parts)})
-        with _discreet(place):
+        with _discreet():
             data = load_data(config)
             _check_size(config, place, data)
             return build_federation(config, data)
@@ -421,26 +398,25 @@ def _federation(toml: str, place: Place, task: Task | None) -> Federation:
         if (data.shape, data.classes) != (task.shape, task.classes):
             raise Refused("this site's data has another shape or other classes than the federation agreed on")
         data = replace(data, scale=task.scale, mean=task.mean, std=task.std, fitted=False)
-    with _discreet(place):
+    with _discreet():
         _check_size(config, place, data)
         return build_federation(config, data)
 
 
 def _check_size(config: Config, place: Place, data: Dataset) -> None:
     """Refuse a model that is larger than the site allows, before any of it is built."""
-    if place.policy is not None:
-        model = config.model
-        place.policy.check_parameters(parameters(model.name, data.shape, data.num_classes, model.args))
+    model = config.model
+    place.policy.check_parameters(parameters(model.name, data.shape, data.num_classes, model.args))
 
 
 @contextmanager
-def _discreet(place: Place) -> Iterator[None]:
+def _discreet() -> Iterator[None]:
     """Keep errors about a site's data in its own log: their text may quote the data."""
     try:
         yield
+    except Refused:
+        raise
     except UserError as error:
-        if place.policy is None or isinstance(error, Refused):
-            raise
         log.error("%s", error)
         raise Refused("its data cannot be used as the federation's config asks; the site's own log says why") from error
 

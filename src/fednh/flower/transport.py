@@ -151,7 +151,7 @@ class Parcels:
 
     def pull(self, limits: Mapping[str, Limit]) -> Iterator[tuple[str, Message | FetchError]]:
         """Complete replies, by the id of the message they answer; `limits` has the size limit of each."""
-        if not isinstance(self.grid, HttpGrid):  # a simulation: everything is in this process already
+        if not isinstance(self.grid, HttpGrid):  # everything is in this process already
             for message in self.grid.pull_messages(list(limits)):
                 yield message.metadata.reply_to_message_id, message
             return
@@ -296,7 +296,7 @@ Sign = Callable[[Request, RecordDict], tuple[Request, RecordDict]]
 class Mailbox:
     """Sends and polls. `stray` gets every reply that no caller waits for: to queries, and to letters that timed out.
 
-    With `sign` every letter is signed when it is sent.
+    `sign` signs every letter when it is sent.
     """
 
     def __init__(
@@ -305,7 +305,7 @@ class Mailbox:
         stop: threading.Event,
         stray: Callable[[Request, Reply], None],
         pause: float,
-        sign: Sign | None = None,
+        sign: Sign,
     ):
         self.grid, self.stop, self.stray, self.pause, self.sign = grid, stop, stray, pause, sign
         self._open: dict[str, Request] = {}
@@ -317,8 +317,7 @@ class Mailbox:
 
     def send(self, letters: Sequence[tuple[Request, RecordDict]], keep: float) -> dict[str, Request]:
         """Send letters; a reply is valid for `keep` seconds. Returns the letters that could be sent, by message id."""
-        if self.sign is not None:
-            letters = [self.sign(*letter) for letter in letters]
+        letters = [self.sign(*letter) for letter in letters]
         messages = [Message(content, row.node, row.kind, ttl=keep, group_id=str(row.round)) for row, content in letters]
         posted = set(self.grid.push_messages(messages)) if messages else set()
         sent = {m.metadata.message_id: row for m, (row, _) in zip(messages, letters, strict=True)}

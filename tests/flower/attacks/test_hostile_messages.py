@@ -21,10 +21,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError
 from store import Store, forged, forged_reply, grid_of, packed
 from test_parity import small
-from wire import Wire, federate, serve, travelled
+from wire import deployed, federate, part_of, serve, server_identity, travelled
 
 from fednh.config import dump
-from fednh.flower.client_app import client_app
 from fednh.flower.deploy import forking
 from fednh.flower.protocol import FORMAT, Answer, Task, form_of, to_arrays, to_tree
 from fednh.flower.site import Site, read_place
@@ -174,8 +173,9 @@ def test_greetings_that_cannot_be_true(tmp_path: Path) -> None:
             said["task"] = lies[node]
         return travelled(reply)
 
-    nodes = {node: {"partition-id": node % 2, "num-partitions": 2} for node in (1000, 1001, *lies)}
-    watcher = serve(config, Wire(nodes, client_app(tmp_path / "s"), tamper), tmp_path / "run", enough=2)
+    nodes = {node: {**part_of(config, node % 2), "site": f"site-{node}"} for node in (1000, 1001, *lies)}
+    wire = deployed(tmp_path / "fed", nodes, hostile=tamper)
+    watcher = serve(config, wire, tmp_path / "run", server_identity(tmp_path / "fed"), enough=2)
     told = [note for note in watcher.notes if "the description of its data cannot be" in note]
     assert len(told) == len(set(told)) >= len(GREETINGS) - 2  # two sentences may be the same
     assert all("cannot take part" in note and len(note) < 700 for note in told)
@@ -241,7 +241,7 @@ def test_answers_that_should_never_be_sent(tmp_path: Path) -> None:
             list(ANSWERS.values())[round_ - 1][0](reply)
         return travelled(reply)
 
-    _, watcher = federate(config, tmp_path, tamper, simulated=False)
+    _, watcher = federate(config, tmp_path, tamper)
     wrong, last = watcher.records[:-1], watcher.records[-1]
     assert [(r["clients"], r["refused"]) for r in wrong] == [([0, 2], [1])] * len(ANSWERS)
     assert last["clients"] == [0, 1, 2]
@@ -418,7 +418,7 @@ def test_the_process_of_an_order_takes_our_function(monkeypatch: pytest.MonkeyPa
 def test_what_the_server_sends_is_read_without_trust_too(name: str, tmp_path: Path) -> None:
     """A site says in words that it cannot do it; nothing is kept."""
     config = small("fedavg", rounds=1, **{"partition.clients": 2, "participation.rate": 1.0})
-    place = read_place({"partition-id": 0, "num-partitions": 2}, home=tmp_path)
+    place = read_place({"partition-id": 0, "num-partitions": 2, "state": str(tmp_path)})
     site = Site(place, dump(config), None)
     for wrong in ("2^40 floats", "a zip", "too few numbers", "two arrays"):
         content = RecordDict({name: RECORDS[wrong][0]})

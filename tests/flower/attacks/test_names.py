@@ -14,11 +14,10 @@ from cryptography.hazmat.primitives import serialization
 from flwr.app import ConfigRecord, Message
 from flwr.proto.node_pb2 import NodeInfo
 from test_parity import small
-from wire import Wire, deployed, serve, server_identity
+from wire import Wire, deployed, divided, serve, server_identity
 
 from fednh.errors import UserError
 from fednh.flower import layout
-from fednh.flower.client_app import client_app
 from fednh.flower.deploy import scaffold
 from fednh.flower.deploy.local import LocalFederation
 from fednh.flower.protocol import FORMAT, Hello, Task
@@ -68,8 +67,8 @@ def test_the_server_refuses_a_forger_and_goes_on(tmp_path: Path) -> None:
             cast(ConfigRecord, reply.content["said"])["site"] = FORGED["a new line"]
         return reply
 
-    nodes = {1000 + k: {"partition-id": k, "num-partitions": 3} for k in range(3)}
-    watcher = serve(config, Wire(nodes, client_app(tmp_path / "s"), tamper), tmp_path / "run", enough=2)
+    wire = divided(config, tmp_path, hostile=tamper)
+    watcher = serve(config, wire, tmp_path / "run", server_identity(tmp_path / "fed"), enough=2)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert [row["site"] for row in summary["sites"]] == ["client-000000", "client-000001"]
     assert any("its name cannot be used" in note for note in watcher.notes)
@@ -88,8 +87,8 @@ def test_what_a_site_says_does_not_end_a_line(tmp_path: Path) -> None:
             reply.content["said"] = ConfigRecord(cast(dict[str, Any], said))
         return reply
 
-    nodes = {1000 + k: {"partition-id": k, "num-partitions": 2} for k in range(2)}
-    watcher = serve(config, Wire(nodes, client_app(tmp_path / "s"), tamper), tmp_path / "run", enough=2)
+    wire = divided(config, tmp_path, hostile=tamper)
+    watcher = serve(config, wire, tmp_path / "run", server_identity(tmp_path / "fed"), enough=2)
     assert any(r"round 2: all is well\x1b[1A x" in note for note in watcher.notes)
     check_log(tmp_path / "run", watcher.notes)
 
@@ -169,8 +168,8 @@ def test_who_cannot_take_part_is_named(tmp_path: Path) -> None:
             del cast(ConfigRecord, reply.content["said"])["site"]
         return reply
 
-    made = deployed(tmp_path, nodes)
-    wire = Registered(nodes, made.app, tamper)
+    deployed(tmp_path, nodes)
+    wire = Registered(nodes, tamper)
     public = serialization.load_ssh_public_key((tmp_path / "sites/s1/key.pub").read_bytes())
     form = (serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     wire.keys = {1: public.public_bytes(*form)}

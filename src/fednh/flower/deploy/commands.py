@@ -93,38 +93,29 @@ class Job:
     pid: int  # the executor stops when this process ends
     secret: str
     log: str | None = None
-    root: str | None = None  # the certificate authority for TLS; None: no TLS
+    root: str | None = None  # the certificate authority of a SuperLink's TLS; None: a SuperNode, which has none
     approved: str | None = None  # a site's list of apps that may run; None: at the server
     told: str | None = None  # a site's site.toml
 
 
-def superlink(keys: FederationFolder | None, port: int, database: Path, secret: Path | None, limit: int) -> list[str]:
-    """With keys: TLS, and only SuperNodes whose keys are registered. Without a secret it starts ServerApps itself.
+def superlink(keys: FederationFolder, port: int, database: Path, secret: Path, limit: int) -> list[str]:
+    """With TLS, and only for SuperNodes whose keys are registered.
 
     `limit`: bytes of replies that the SuperLink keeps for a site (superlink.py).
     """
     command = [sys.executable, "-m", "fednh.flower.deploy.superlink", str(limit)]
     command += ["--host", LOOPBACK, "--port", str(port), "--database", str(database)]
     command += ["--disable-runtime-dependency-installation"]
-    if keys is not None:
-        command += ["--ssl-ca-certfile", str(keys.ca), "--ssl-certfile", str(keys.server_certificate)]
-        command += ["--ssl-keyfile", str(keys.server_key), "--enable-supernode-auth"]
-    else:
-        command += ["--insecure"]
+    command += ["--ssl-ca-certfile", str(keys.ca), "--ssl-certfile", str(keys.server_certificate)]
+    command += ["--ssl-keyfile", str(keys.server_key), "--enable-supernode-auth"]
     return command + _isolation(secret)
 
 
-def supernode(
-    server: str, node_config: Path, port: int, ca: Path | None, key: Path | None, secret: Path | None
-) -> list[str]:
-    """Without a secret it starts the ClientApps of any app itself."""
+def supernode(server: str, node_config: Path, port: int, ca: Path, key: Path, secret: Path) -> list[str]:
     command = [sys.executable, "-m", "fednh.flower.deploy.supernode"]
     command += ["--superlink", server, "--node-config", str(node_config)]
     command += ["--host", LOOPBACK, "--port", str(port)]
-    if ca is not None and key is not None:
-        command += ["--root-certificates", str(ca), "--auth-supernode-private-key", str(key)]
-    else:
-        command += ["--insecure"]
+    command += ["--root-certificates", str(ca), "--auth-supernode-private-key", str(key)]
     return command + _isolation(secret)
 
 
@@ -270,5 +261,6 @@ class ForkedSuperNode:
         return code
 
 
-def _isolation(secret: Path | None) -> list[str]:
-    return [] if secret is None else ["--isolation", "process", "--superexec-auth-secret-file", str(secret)]
+def _isolation(secret: Path) -> list[str]:
+    """Apps are started by our executor only, which knows the secret."""
+    return ["--isolation", "process", "--superexec-auth-secret-file", str(secret)]

@@ -68,18 +68,15 @@ class LocalFederation:
         sites: list[SiteFolder],
         told: Told,
         stop: threading.Event,
-        secure: bool,
-        warm: bool,
         behind_proxy: bool = False,
     ):
-        if behind_proxy and not secure:
-            raise UserError("--proxy is TLS in front of TLS: it does not go with --insecure")
-        self.folder, self.config, self.sites, self.secure = folder, config, sites, secure
-        self.warm = warm and sys.platform == "linux"  # elsewhere forking a process that has loaded PyTorch may fail
+        if sys.platform != "linux":  # elsewhere forking a process that has loaded PyTorch may fail
+            raise UserError("a federation on one machine needs Linux; several machines may have other systems")
+        self.folder, self.config, self.sites = folder, config, sites
         self.run_folder, self.needs = RunFolder(Path(str(config.federation.folder))), config.federation
         self.told, self.stop, self.fed = told, stop, FederationFolder(folder)
         self.home = self.fed.local_home
-        self.secret = self.home.secret_file if self.warm else None
+        self.secret = self.home.secret_file
         self.proxy = self.home.proxy if behind_proxy else None
         self.port, self.front, *self.ports = free_ports(2 + len(sites))
         self.address = f"{commands.LOOPBACK}:{self.port}"
@@ -91,16 +88,14 @@ class LocalFederation:
 
     def run(self) -> None:
         """Run the federation to its end; raises RunError if it cannot finish, Stopped if asked to stop."""
-        connection: dict[str, Any] = {"address": self.address}
-        connection |= {"root-certificates": str(self.fed.ca)} if self.secure else {"insecure": True}
+        connection = {"address": self.address, "root-certificates": str(self.fed.ca)}
         private_folder(self.home.path)
         write_bytes(self.home.connections_file, connections("local", connection).encode())
         with Processes(self.folder, self.home.path, self.fed.logs) as self.processes:
             self.executor, self.supernodes = Executor(self.processes), SuperNodes(self.processes)
-            if self.warm:
-                commands.new_secret(self.home)
-                self.executor.start()
-                self.supernodes.load()
+            commands.new_secret(self.home)
+            self.executor.start()
+            self.supernodes.load()
             self._start_anew()
             self._start_proxy()
             self.approved = self.home.approved_file  # whoever starts a trial approves its app
@@ -127,13 +122,11 @@ class LocalFederation:
             self.told.note("the SuperLink was killed; starting it again")
 
     def _start_superlink(self) -> None:
-        keys, database, limit = self.fed if self.secure else None, self.home.database_file, self.needs.site_bytes
-        command = commands.superlink(keys, self.port, database, self.secret, limit)
+        database, limit = self.home.database_file, self.needs.site_bytes
+        command = commands.superlink(self.fed, self.port, database, self.secret, limit)
         process = self.processes.start_server("superlink", "the SuperLink", command, self.port, self._pause)
-        if self.secret is not None:
-            root, log = str(self.fed.ca) if self.secure else None, str(self.processes.log("superlink"))
-            job = Job(self.address, str(self.folder), process.pid, str(self.secret), log, root)
-            self.executor.serve(job)
+        log = str(self.processes.log("superlink"))
+        self.executor.serve(Job(self.address, str(self.folder), process.pid, str(self.secret), log, str(self.fed.ca)))
 
     def _start_proxy(self) -> None:
         if self.proxy is not None:
@@ -142,8 +135,6 @@ class LocalFederation:
 
     def _register(self) -> None:
         """Register the sites' public keys with the SuperLink, which refuses all others."""
-        if not self.secure:
-            return
         keys = {f"register-{site.name}": site.public_key for site in self.sites}
         started = {name: self.processes.start(name, commands.register(key, "local")) for name, key in keys.items()}
         while any(process.poll() is None for process in started.values()):
@@ -156,17 +147,12 @@ class LocalFederation:
 
     def _start_supernode(self, number: int) -> None:
         site, port = self.sites[number], self.ports[number]
-        ca, key = (site.ca, site.key) if self.secure else (None, None)
         node_config = self._node_config(site)
-        command = commands.supernode(self.door, node_config, port, ca, key, self.secret)
-        if self.secret is None:
-            self.processes.start(site.name, command, site.path)
-        else:
-            process = self.supernodes.start(site.name, command[3:], site.path)
-            address, log = f"{commands.LOOPBACK}:{port}", str(self.processes.log(site.name))
-            own = {"approved": str(self.approved), "told": str(node_config)}
-            job = Job(address, str(site.path), process.pid, str(self.secret), log, **own)
-            self.executor.serve(job)
+        command = commands.supernode(self.door, node_config, port, site.ca, site.key, self.secret)
+        process = self.supernodes.start(site.name, command[3:], site.path)
+        address, log = f"{commands.LOOPBACK}:{port}", str(self.processes.log(site.name))
+        own = {"approved": str(self.approved), "told": str(node_config)}
+        self.executor.serve(Job(address, str(site.path), process.pid, str(self.secret), log, **own))
 
     def _node_config(self, site: SiteFolder) -> Path:
         """Write a copy of the site's site.toml with the trial's folder for its state."""
