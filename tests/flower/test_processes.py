@@ -131,10 +131,10 @@ def test_a_supernode_waits_shorter_than_flowers(monkeypatch: pytest.MonkeyPatch)
     """Soon after an order it looks often, later every 3 s as Flower does; a missing part is asked for soon."""
     now, slept = [100.0], list[float]()
     monkeypatch.setattr(supernode, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append))
+    flower: Any = supernode.compat.supernode_loop
     for name in ("time", "pull_objects"):
-        monkeypatch.setattr(supernode.flower, name, getattr(supernode.flower, name))  # put back afterwards
+        monkeypatch.setattr(flower, name, getattr(flower, name))  # put back afterwards
     supernode.hasten()
-    flower: Any = supernode.flower
     flower.time.sleep(0.5)
     for later in (0.0, 5.0, 60.0):
         now[0] = 100.0 + later

@@ -260,7 +260,7 @@ def test_an_order_of_a_run_that_has_ended_is_gone(state: Any) -> None:
 def test_flowers_server_calls_the_handlers_that_are_replaced() -> None:
     """What the wrapper relies on: routes look the handlers up when they are called."""
     text = inspect.getsource(router)
-    assert all(f"fleet_handlers.{name}(" in text for name in superlink.REPLACED)
+    assert all(f"fleet_handlers.{name}(" in text for name in superlink.compat.REPLACED[fleet_handlers])
 
 
 @pytest.mark.soak

@@ -12,16 +12,12 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from flwr.app import Message, MessageType, RecordDict
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, PullObjectRequest
-from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_object import get_object_head_values_from_object_content as head_of
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
-from flwr.superlink.grid import HttpGrid
 
 from fednh import machine
 from fednh.errors import Interrupted
+from fednh.flower import compat
+from fednh.flower.compat import HttpGrid, ObjectTree, inflate_object_from_contents, iterate_object_tree, object_head
 from fednh.text import one_line
 
 if TYPE_CHECKING:
@@ -132,7 +128,6 @@ CHILDREN = {  # which objects may contain which
 
 
 PATIENCE = 600.0  # seconds that a site waits for the parts of an order
-BACKOFF = 0.05  # seconds until a part that is not there yet is asked for again, doubled up to 5; Flower begins with 1
 
 
 @dataclass(frozen=True)
@@ -155,8 +150,10 @@ class Parcels:
             for message in self.grid.pull_messages(list(limits)):
                 yield message.metadata.reply_to_message_id, message
             return
-        link, run = self.grid._runtime_client, self.grid.run.run_id
-        found = link.PullMessages(PullAppMessagesRequest(message_ids=sorted(limits.keys() - self._waiting.keys())))
+        link, run = compat.runtime_client(self.grid), self.grid.run.run_id
+        found = link.PullMessages(
+            compat.PullAppMessagesRequest(message_ids=sorted(limits.keys() - self._waiting.keys()))
+        )
         for proto, tree in zip(found.messages_list, found.message_object_trees, strict=True):
             name = proto.metadata.reply_to_message_id
             if name in limits:
@@ -168,7 +165,7 @@ class Parcels:
                 reply = FetchError(error)
             if reply is not None:
                 del self._waiting[name]
-                received = ConfirmMessageReceivedRequest(
+                received = compat.ConfirmMessageReceivedRequest(
                     node=self.grid.node, run_id=run, message_object_id=parcel.tree.object_id
                 )
                 link.ConfirmMessageReceived(received)
@@ -200,12 +197,12 @@ class _Parcel:
         reply = inflate_object_from_contents(self.tree.object_id, self.there)
         if not isinstance(reply, Message):
             raise ValueError(f"it is a {type(reply).__name__}, not a message")
-        reply.metadata.__dict__["_message_id"] = self.tree.object_id
+        compat.set_message_id(reply, self.tree.object_id)
         return reply
 
     def _fetch(self, name: str) -> bool:
-        question = PullObjectRequest(node=self.grid.node, run_id=self.grid.run.run_id, object_id=name)
-        found = self.grid._runtime_client.PullObject(question)
+        request = compat.PullObjectRequest(node=self.grid.node, run_id=self.grid.run.run_id, object_id=name)
+        found = compat.runtime_client(self.grid).PullObject(request)
         if not found.object_found:
             raise ValueError("a part of it is gone: it was not sent in time")
         if not found.object_available:
@@ -231,7 +228,9 @@ def take_order(
     If a server ends while it sends, parts of the order never arrive; Flower waits for them for over an hour.
     """
     names = list(dict.fromkeys(each.object_id for each in iterate_object_tree(tree)))
-    there = pull_objects(names, pull, max_time=patience, initial_backoff=BACKOFF, backoff_cap=min(5.0, patience))
+    there = compat.pull_objects(
+        names, pull, max_time=patience, initial_backoff=compat.BACKOFF, backoff_cap=min(5.0, patience)
+    )
     confirm(tree.object_id)
     size, most = joined_size(tree.object_id, there), machine.total_memory() // 4
     if size > most:
@@ -249,11 +248,11 @@ def joined_size(root: str, contents: Mapping[str, bytes]) -> int:
     while level:
         below: list[str] = []
         for name in level:
-            kind, children, length = head_of(contents[name])
+            kind, children, length = object_head(contents[name])
             if kind != kinds[name]:
                 raise ValueError(f"it holds {quoted(kind)} where {kinds[name]} belongs")
             for child in children:
-                theirs = head_of(contents[child])[0]
+                theirs = object_head(contents[child])[0]
                 if theirs not in CHILDREN[kind] or kinds.setdefault(child, theirs) != theirs:
                     raise ValueError(f"it holds {quoted(theirs)} in {kind}")
             total += _array_size(contents[name], children, contents) if kind == "Array" else length

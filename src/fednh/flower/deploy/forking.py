@@ -40,22 +40,21 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import httpx
-from flwr.app import Context, Message
-from flwr.app.error import Error
-from flwr.common.constant import ErrorCode, SubStatus
-from flwr.proto.runtime_pb2 import AcquireTaskRequest, AcquireTaskResponse, PushTaskOutputRequest
-from flwr.supercore.constant import TASK_TYPE_TO_APPIO_API_ADDRESS_ARG, TASK_TYPE_TO_COMMAND, TaskType
-from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
-from flwr.supercore.runtime import RuntimeHttpClient
-from flwr.supercore.superexec import run_superexec as superexec
-from flwr.supercore.superexec.executor import SubprocessExecutor
-from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResult
-from flwr.supernode.runtime import run_clientapp as clientapp
+from flwr.app import Context, Error, Message
 
 import fednh.flower.client_app  # noqa: F401  imported before the fork, for ClientApps
 from fednh.config import flat
 from fednh.errors import UserError
-from fednh.flower import audit
+from fednh.flower import audit, compat
+from fednh.flower.compat import (
+    ExecutionSpec,
+    LaunchResult,
+    RuntimeHttpClient,
+    SubprocessExecutor,
+    TaskType,
+    clientapp,
+    superexec,
+)
 from fednh.flower.deploy import scaffold
 from fednh.flower.deploy.commands import Job
 from fednh.flower.deploy.processes import alive
@@ -146,12 +145,13 @@ class Forking(SubprocessExecutor):
             insecure=self.job.root is None,
             root_certificates=None if self.job.root is None else Path(self.job.root).read_bytes(),
             interceptors=[
-                RuntimeVersionHttpInterceptor(component_name="SuperExec"),
-                RuntimeTokenHttpInterceptor(token),
+                compat.RuntimeVersionHttpInterceptor(component_name="SuperExec"),
+                compat.RuntimeTokenHttpInterceptor(token),
             ],
         )
         with suppress(httpx.HTTPError):
-            client.PushTaskOutput(PushTaskOutputRequest(sub_status=SubStatus.FAILED, details="the ServerApp ended"))
+            failed = compat.SubStatus.FAILED
+            client.PushTaskOutput(compat.PushTaskOutputRequest(sub_status=failed, details="the ServerApp ended"))
         client.close()
 
 
@@ -159,9 +159,9 @@ def remembering(client: type[RuntimeHttpClient], hands: Hands) -> type[RuntimeHt
     """Flower's client of a SuperExec; while it asks for a task, `hands` says so."""
 
     class Remembering(client):  # type: ignore[valid-type, misc]
-        def AcquireTask(self, request: AcquireTaskRequest) -> AcquireTaskResponse:
+        def AcquireTask(self, request: compat.AcquireTaskRequest) -> compat.AcquireTaskResponse:
             hands.write(True, hands.read()[1])
-            answer: AcquireTaskResponse = super().AcquireTask(request)
+            answer: compat.AcquireTaskResponse = super().AcquireTask(request)
             if not answer.HasField("task"):
                 hands.write(False, hands.read()[1])
             return answer
@@ -172,8 +172,8 @@ def remembering(client: type[RuntimeHttpClient], hands: Hands) -> type[RuntimeHt
 def _client_app(spec: ExecutionSpec, job: Job, hands: Hands) -> None:
     """Run Flower's ClientApp program; the app itself is called in a child of this process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    load: Any = getattr(clientapp, "get_load_client_app_fn")  # noqa: B009
-    send = clientapp.push_message
+    load = compat.original(clientapp, "get_load_client_app_fn")
+    send = compat.original(clientapp, "push_message")
     settled: list[bool] = []  # not empty: the SuperNode does not wait for this ClientApp's reply
 
     def push(*args: Any, **options: Any) -> None:
@@ -189,10 +189,9 @@ def _client_app(spec: ExecutionSpec, job: Job, hands: Hands) -> None:
             settled.extend([True] if "timeout" not in str(error) else [])
             raise
 
-    # Flower has no option for these.
-    setattr(clientapp, "pull_and_inflate_object_from_tree", take)  # noqa: B010
-    setattr(clientapp, "get_load_client_app_fn", lambda **options: _loads_apart(load(**options), job))  # noqa: B010
-    setattr(clientapp, "push_message", push)  # noqa: B010
+    compat.replace(clientapp, "pull_and_inflate_object_from_tree", take)
+    compat.replace(clientapp, "get_load_client_app_fn", lambda **options: _loads_apart(load(**options), job))
+    compat.replace(clientapp, "push_message", push)
     try:
         clientapp.run_clientapp(spec.runtime_api_address, spec.token, spec.insecure, parent_pid=job.pid)
     finally:  # Flower leaves with SystemExit
@@ -217,7 +216,7 @@ def _loads_apart(load: Callable[..., Any], job: Job) -> Callable[..., Any]:
                 assert job.told is not None
                 place = read_place(flat(tomllib.loads(Path(job.told).read_text(encoding="utf-8"))))
                 audit.refuse(place.home, place.site, "killed", "the server", str(error))
-                reply = Message(Error(code=ErrorCode.CLIENT_APP_CRASHED, reason=str(error)), reply_to=message)
+                reply = Message(Error(code=compat.ErrorCode.CLIENT_APP_CRASHED, reason=str(error)), reply_to=message)
             return reply
 
         return call
@@ -299,7 +298,8 @@ def _server_app(spec: ExecutionSpec, job: Job) -> int:
     """Start a ServerApp; its token is in an anonymous file that only this user can open."""
     token = os.memfd_create("token")
     os.write(token, spec.token.encode())
-    command = [TASK_TYPE_TO_COMMAND[spec.task_type], TASK_TYPE_TO_APPIO_API_ADDRESS_ARG[spec.task_type]]
+    program, address = compat.TASK_TYPE_TO_COMMAND, compat.TASK_TYPE_TO_APPIO_API_ADDRESS_ARG
+    command = [program[spec.task_type], address[spec.task_type]]
     command += [spec.runtime_api_address, "--token-file", f"/proc/self/fd/{token}"]
     command += ["--insecure"] if spec.insecure else ["--root-certificates", str(spec.root_certificates_path)]
     command += ["--parent-pid", str(job.pid)]
@@ -318,13 +318,11 @@ def _serve(job: Job, hands: Hands) -> None:
         os.dup2(os.open(path, flags), number)
     os.dup2(1, 2)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children that have ended
-    # Flower has no option for these.
-    setattr(superexec, "RuntimeHttpClient", remembering(RuntimeHttpClient, hands))  # noqa: B010
-    setattr(superexec, "get_executor", lambda *_, **__: Forking(job, hands))  # noqa: B010
+    compat.replace(superexec, "RuntimeHttpClient", remembering(RuntimeHttpClient, hands))
+    compat.replace(superexec, "get_executor", lambda *_, **__: Forking(job, hands))
     if job.approved is not None:
-        assert hasattr(clientapp, "install_from_fab"), "this Flower does not unpack apps where we check them"
         assert job.told is not None
-        setattr(clientapp, "install_from_fab", _only_approved(Path(job.approved), Path(job.told)))  # noqa: B010
+        compat.replace(clientapp, "install_from_fab", _only_approved(Path(job.approved), Path(job.told)))
     superexec.run_superexec(
         job.address,
         insecure=job.root is None,
@@ -336,7 +334,6 @@ def _serve(job: Job, hands: Hands) -> None:
 
 def _only_approved(file: Path, told: Path) -> Any:
     """Flower's installation of an app, for approved apps only; a refusal goes to the audit log."""
-    from flwr.cli.install import install_from_fab as install
 
     def check_and_install(content: bytes, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -346,7 +343,7 @@ def _only_approved(file: Path, told: Path) -> Any:
             by = "whoever started an app at the server"
             audit.refuse(place.home, place.site, "app", by, str(error))
             raise
-        return install(content, *args, **kwargs)
+        return compat.install_from_fab(content, *args, **kwargs)
 
     return check_and_install
 

@@ -46,7 +46,8 @@ class App:
 def app_of(folder: Path) -> App:
     """The app that `flwr run` would send from this folder now."""
     from click import ClickException
-    from flwr.cli.build import build_fab_from_disk
+
+    from fednh.flower.compat import build_fab_from_disk
 
     try:
         content = build_fab_from_disk(folder)
