@@ -12,7 +12,8 @@ from wire import federate, simulate
 
 from conftest import identical
 from fednh.config import Config, dump, load
-from fednh.flower.site import Site, read_place
+from fednh.flower.site import Site
+from fednh.flower.site_config import read_site_config
 from fednh.io.files import read_tree
 from fednh.methods import METHODS
 
@@ -85,7 +86,7 @@ def test_a_site_measures_on_all_of_its_own_test_part(tmp_path: Path) -> None:
     x, y = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32), np.arange(60) % 3
     np.savez(tmp_path / "a.npz", x_train=x, y_train=y, x_test=x[:30], y_test=y[:30])
     settings = {"data.name": "own", "partition.name": "site", "eval.samples": 6, "model.name": "mlp"}
-    place = read_place({"site": "a", "state": str(tmp_path / "state"), "data": f"npz:{tmp_path}/a.npz"})
+    place = read_site_config({"site": "a", "state": str(tmp_path / "state"), "data": f"npz:{tmp_path}/a.npz"})
     site = Site(place, dump(load("digits", settings)), None)
     assert (len(site.fed.test), len(site._held_out())) == (6, 30)
 

@@ -19,7 +19,7 @@ import pytest
 from fednh.errors import RunError
 from fednh.flower.deploy import commands, supernode
 from fednh.flower.deploy import processes as module
-from fednh.flower.deploy.commands import Executor, Job, SuperNodes
+from fednh.flower.deploy.commands import AppExecutor, ExecutorTarget, SuperNodes
 from fednh.flower.deploy.processes import MARK, RESTARTS, Processes, answers, end_marked, free_ports, marked
 
 
@@ -86,13 +86,13 @@ def test_a_full_disk_is_said(processes: Processes, tmp_path: Path, monkeypatch: 
 
 def test_a_killed_executor_gets_its_jobs_again(processes: Processes, tmp_path: Path) -> None:
     """A stand-in that writes down what it is told."""
-    executor = Executor(processes)
+    executor = AppExecutor(processes)
     heard = tmp_path / "heard"
     stand_in = [sys.executable, "-c", f"import sys\nfor line in sys.stdin: open({str(heard)!r}, 'a').write(line)"]
     start = processes.start
     processes.start = lambda name, command, **more: start(name, stand_in, **more)  # type: ignore[method-assign]
-    executor.serve(Job("127.0.0.1:1", "/", os.getpid(), "secret"))
-    executor.serve(Job("127.0.0.1:2", "/", 2**22 + 1, "secret"))  # its program has ended
+    executor.serve(ExecutorTarget("127.0.0.1:1", "/", os.getpid(), "secret"))
+    executor.serve(ExecutorTarget("127.0.0.1:2", "/", 2**22 + 1, "secret"))  # its program has ended
     processes.running["executor"].send_signal(signal.SIGKILL)
     processes.running["executor"].wait()
     heard.unlink(missing_ok=True)
@@ -134,7 +134,7 @@ def test_a_supernode_waits_shorter_than_flowers(monkeypatch: pytest.MonkeyPatch)
     flower: Any = supernode.compat.supernode_loop
     for name in ("time", "pull_objects"):
         monkeypatch.setattr(flower, name, getattr(flower, name))  # put back afterwards
-    supernode.hasten()
+    supernode.shorten_waits()
     flower.time.sleep(0.5)
     for later in (0.0, 5.0, 60.0):
         now[0] = 100.0 + later

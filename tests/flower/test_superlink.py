@@ -59,7 +59,7 @@ def test_the_database_has_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(utils, "ALEMBIC_DIR", place)
     engine = create_engine(f"sqlite:///{tmp_path / 'link.db'}")
     try:
-        alembic.upgrade(superlink.mended(engine), "heads")
+        alembic.upgrade(superlink.migrations_config(engine), "heads")
         assert {"node", "run", "message_ins", "alembic_version"} <= set(inspect_database(engine).get_table_names())
     finally:
         engine.dispose()

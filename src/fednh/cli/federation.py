@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from fednh.flower.layout import SiteFolder
 
 
-# --- federation -----------------------------------------------------------------------------------------------------
-# Commands about real federations: a folder to start from, its keys, and a trial on this machine.
-
-
 federation_app = typer.Typer(help="Federations of sites that keep their data, on Flower.", no_args_is_help=True)
 app.add_typer(federation_app, name="federation")
 
@@ -145,10 +141,10 @@ def status(
 ) -> None:
     """Show the sites of a federation: names, keys, when each last answered, and in which rounds it took part."""
     need_extra()
-    from fednh.flower.status import lines, of
+    from fednh.flower.status import lines, read_status
     from fednh.text import one_line
 
-    rows, said = of(folder.absolute())
+    rows, said = read_status(folder.absolute())
     for line in lines(rows):
         typer.echo(line)
     for sentence in said:
@@ -221,7 +217,7 @@ def need_extra() -> None:
     extras.need("flower", "a federation")
 
 
-# --- deployment -----------------------------------------------------------------------------------------------------
+# --- on several machines --------------------------------------------------------------------------------------------
 
 
 SiteArgument = Annotated[

@@ -1,7 +1,11 @@
 """The ServerApp: `flwr run` starts it, with fednh's own settings as the app's run-config.
 
-All of them are flat dotted keys, as `--set` takes them: `rounds`, `method.name`, `train.lr`, ... (see runconfig.py).
+All of them are flat dotted keys, as `--set` takes them: `rounds`, `method.name`, `train.lr`, ... (see run_config.py).
 `federation.folder` is the run folder. A stopped federation continues when it is started again with the same settings.
+
+`Sites` is the executor of the run: orders go out as messages, answers come back, late, wrong or never. An order asks a
+site to evaluate the state after the last round, to train the next round, or both in one message. A wrong answer is
+refused, with the reason in the log; the rounds go on without it (federated/rounds.py).
 """
 
 from __future__ import annotations
@@ -29,12 +33,22 @@ from fednh.federated.protocol import Exchange, Missing, Outcome, Watcher
 from fednh.federated.rounds import Rounds
 from fednh.federated.setup import Federation, ServerSide, build_federation, network
 from fednh.flower import audit, layout
-from fednh.flower.admission import Membership, Reception
+from fednh.flower.admission import Admission, Membership
 from fednh.flower.audit import head_of
-from fednh.flower.protocol import NOTICE, Answer, Number, Order, SiteProblem, Task, read_answer, to_arrays, why
+from fednh.flower.protocol import (
+    NOTICE,
+    Answer,
+    Number,
+    Order,
+    SiteProblem,
+    Task,
+    describe_error,
+    read_answer,
+    to_arrays,
+)
 from fednh.flower.run_config import read_config
-from fednh.flower.signing import Identity, of_server
-from fednh.flower.site import balanced
+from fednh.flower.signing import Identity, server_identity
+from fednh.flower.site import load_test_set
 from fednh.flower.site_config import for_sites
 from fednh.flower.transport import FetchError, Limit, Mailbox, Reply, Request
 from fednh.io.files import keep_private
@@ -44,12 +58,6 @@ from fednh.runs.model_file import card_of
 from fednh.runs.run_folder import RunFolder
 from fednh.text import one_line
 from fednh.tree import Tree
-
-# --- executor -------------------------------------------------------------------------------------------------------
-# Sites on Flower as the executor of a run: orders go out as messages, answers come back, late, wrong or never.
-#
-# An order asks a site to evaluate the state after the last round, to train the next round, or both in one message. A
-# wrong answer is refused, with the reason in the log; the rounds go on without it (federated/rounds.py).
 
 
 @dataclass(frozen=True)
@@ -97,19 +105,19 @@ class Sites:
         self.identity, self.least = identity, transport.least
         self.toml = dump(for_sites(config))
         self.method = config.build_method()
-        self.mailbox = Mailbox(grid, stop, self._stray, transport.pause, identity.sign)
+        self.mailbox = Mailbox(grid, stop, self._on_unexpected, transport.pause, identity.sign)
         # Sites keep their personal states; a checkpoint records only the round of each.
         self.store = Store(folder.checkpoints / folder.clients.name, 0, {})
-        self.events = audit.Writer(folder.audit_file, identity.run)
+        self.events = audit.AuditWriter(folder.audit_file, identity.run)
         tell, timeout = self._tell, transport.timeout
-        self.reception = Reception(config, grid, self.mailbox, tell, self.events, self.toml, timeout, identity)
+        self.admission = Admission(config, grid, self.mailbox, tell, self.events, self.toml, timeout, identity)
 
     task: Task
     initial: Tree
 
     @property
     def membership(self) -> Membership:
-        return self.reception.membership
+        return self.admission.membership
 
     def __enter__(self) -> Sites:
         return self
@@ -121,10 +129,10 @@ class Sites:
     def open(self, books: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> ServerSide:
         """Wait for the sites, and find out what they agree on."""
         if books:
-            self.reception.membership = Membership(books["sites"], records)
-            self.reception.task = Task.read(books["task"])
+            self.admission.membership = Membership(books["sites"], records)
+            self.admission.task = Task.read(books["task"])
             self.identity.keys |= {member.site: member.key for member in self.membership}
-        self.task = self.reception.gather(self.transport.enough, self.transport.wait)
+        self.task = self.admission.wait_for_sites(self.transport.enough, self.transport.wait)
         check_machine(self.config.device, self.config.precision)
         return self._server_side(self.task)
 
@@ -138,7 +146,7 @@ class Sites:
             card = card_of(config, net, task.shape, task.classes, task.data, task.recipe)
             side = ServerSide(task.data, task.classes, net, self.method, None, card)
         if config.federation.test is not None:
-            side = replace(side, test=balanced(config, config.federation.test, task), notes=())
+            side = replace(side, test=load_test_set(config, config.federation.test, task), notes=())
         return side
 
     def _divided_federation(self, task: Task) -> Federation | None:
@@ -167,11 +175,12 @@ class Sites:
             if len(here) >= self.least or time.monotonic() > deadline:
                 break
             words = f"{len(here)} of {self.least} sites are online; waiting"
-            self.reception.once(f"after round {self.done}: {words}")
-            self.reception.greet(online)
-            self.mailbox.rest()
-            self.reception.welcome()
-        self.reception.greet(online)  # newcomers introduce themselves while others work, and join in the next round
+            self.admission.note_once(f"after round {self.done}: {words}")
+            self.admission.query_new_nodes(online)
+            self.mailbox.poll()
+            self.admission.admit_arrivals()
+        # Newcomers introduce themselves while others work, and join in the next round.
+        self.admission.query_new_nodes(online)
         return here
 
     done = 0  # completed rounds
@@ -181,7 +190,7 @@ class Sites:
         train, look = set(asked.train), set(asked.evaluate)
         orders = [self._order(k, asked, k in train, k in look) for k in sorted(train | look)]
         answers = self._ask(orders, asked)
-        self.reception.welcome()
+        self.admission.admit_arrivals()
         return answers
 
     def _order(self, client: int, asked: Exchange, trains: bool, evaluates: bool) -> Order:
@@ -199,32 +208,32 @@ class Sites:
         )
 
     def _ask(self, orders: list[Order], asked: Exchange) -> SiteAnswers:
-        common = self._sent(asked, asked.down)
-        letters = []
+        common = self._broadcast_records(asked, asked.down)
+        requests = []
         for order in orders:
             own = order.client in asked.records
-            arrays, more = self._sent(asked, asked.received(order.client)) if own else common
-            letters.append((self._letter(order), order.write(self.toml, self.task, arrays, more)))
-        if letters:
-            sites = {letter.site: letter.kind for letter, _ in letters}
+            arrays, more = self._broadcast_records(asked, asked.received(order.client)) if own else common
+            requests.append((self._request(order), order.write(self.toml, self.task, arrays, more)))
+        if requests:
+            sites = {request.site: request.kind for request, _ in requests}
             round_ = asked.done + 1 if asked.train else 0
-            self.events("asked", kind="train", round=round_, sites=sites, sent=letters[0][1])
-        sent = self.mailbox.send(letters, keep=2 * self.transport.timeout)
+            self.events("asked", kind="train", round=round_, sites=sites, sent=requests[0][1])
+        sent = self.mailbox.send(requests, keep=2 * self.transport.timeout)
         waiting = {order.client: order for order in orders}
         answers, missing = list[Answer](), dict[int, Missing]()
-        for letter, reply in self.mailbox.replies(sent, self.transport.timeout):
-            order = waiting.pop(letter.client)
-            found = self._read(letter, order, reply)
+        for request, reply in self.mailbox.replies(sent, self.transport.timeout):
+            order = waiting.pop(request.client)
+            found = self._read(request, order, reply)
             if isinstance(found, Answer):
                 answers.append(found)
             else:
-                self._lacks(order, found, missing)
+                self._record_missing(order, found, missing)
         for client, order in sorted(waiting.items()):
             words = f"round {_when(order)}: {self.name(client)} did not answer in {self.transport.timeout:g} s"
-            self._lacks(order, Missing("silent", words), missing)
+            self._record_missing(order, Missing("silent", words), missing)
         return SiteAnswers(self, answers, missing)
 
-    def _letter(self, order: Order) -> Request:
+    def _request(self, order: Order) -> Request:
         trains, membership = bool(order.round), self.membership
         return Request(
             membership.node(order.client),
@@ -235,27 +244,27 @@ class Sites:
             membership.site(order.client),
         )
 
-    def _sent(self, asked: Exchange, down: Tree) -> tuple[ArrayRecord, ArrayRecord]:
+    def _broadcast_records(self, asked: Exchange, down: Tree) -> tuple[ArrayRecord, ArrayRecord]:
         """What a site receives, and the part of the global model that it cannot rebuild from that and the config."""
         model = self.method.global_model(asked.server) or {}
         theirs = self.method.global_model({**self.initial, **down}) or {}
         more = {n: v for n, v in model.items() if n not in theirs or not torch.equal(v, theirs[n])}
         return to_arrays(down), to_arrays(more)
 
-    def _read(self, letter: Request, order: Order, reply: Reply) -> Answer | Missing:
+    def _read(self, request: Request, order: Order, reply: Reply) -> Answer | Missing:
         """The answer, or the reason why there is none that can be used."""
         who, when = self.name(order.client), f"round {_when(order)}"
         try:
-            answer, content = read_answer(letter, order, reply, self.upload_form, self.config.device, self.identity)
+            answer, content = read_answer(request, order, reply, self.upload_form, self.config.device, self.identity)
         except SiteProblem as error:
             return Missing("failed", f"{when}: {who} failed: {error}")
         except Exception as error:  # whatever reading it raises is this site's problem, not the server's
-            return Missing("refused", f"{when}: the answer of {who} was refused: {why(error)}")
-        facts = {"site": letter.site, "kind": letter.kind, "round": letter.round, "head": head_of(content)}
+            return Missing("refused", f"{when}: the answer of {who} was refused: {describe_error(error)}")
+        facts = {"site": request.site, "kind": request.kind, "round": request.round, "head": head_of(content)}
         self.events("took", **facts, sent=content)
         return answer
 
-    def _lacks(self, order: Order, what: Missing, missing: dict[int, Missing]) -> None:
+    def _record_missing(self, order: Order, what: Missing, missing: dict[int, Missing]) -> None:
         """Hand a missing upload to the round loop, which counts them; report a missing evaluation here."""
         if order.round:
             missing[order.client] = what
@@ -292,18 +301,17 @@ class Sites:
         if who:
             self.events("refused", **who, why=one_line(text))
 
-    def _stray(self, letter: Request, reply: Reply) -> None:
+    def _on_unexpected(self, request: Request, reply: Reply) -> None:
         """Handle a reply that no exchange waits for: from a newcomer, or too late."""
-        if letter.kind == NOTICE:
+        if request.kind == NOTICE:
             return
-        if letter.kind != MessageType.QUERY:
-            if (
-                isinstance(reply, FetchError) or not reply.has_error()
-            ):  # an error is Flower's own: the letter has expired
-                told = f"round {letter.round}: {self.name(letter.client)} answered too late; refused"
-                self._tell(told, site=letter.site, node=letter.node, round=letter.round)
+        if request.kind != MessageType.QUERY:
+            # An error is Flower's own: the request has expired.
+            if isinstance(reply, FetchError) or not reply.has_error():
+                told = f"round {request.round}: {self.name(request.client)} answered too late; refused"
+                self._tell(told, site=request.site, node=request.node, round=request.round)
             return
-        self.reception.heard(letter, reply)
+        self.admission.on_hello(request, reply)
 
 
 @dataclass(frozen=True)
@@ -324,10 +332,10 @@ class SiteAnswers:
 
     def people(self) -> list[Personal]:
         classes = len(self.sites.task.classes)
-        return [_person(answer, classes) for answer in self._by_client() if answer.figures]
+        return [_personal_metrics(answer, classes) for answer in self._by_client() if answer.metrics]
 
     def novelty(self) -> dict[str, Any] | None:
-        return similarity.merged([_levels(answer.figures) for answer in self._by_client()])
+        return similarity.merged([_quantiles(answer.metrics) for answer in self._by_client()])
 
     def _by_client(self) -> list[Answer]:
         return sorted(self.answers, key=lambda answer: answer.client)
@@ -337,9 +345,9 @@ def _when(order: Order) -> int:
     return order.round or order.evaluate
 
 
-def _person(answer: Answer, classes: int) -> Personal:
+def _personal_metrics(answer: Answer, classes: int) -> Personal:
     """A site's metrics, without implausible values: accuracies lie between 0 and 100 percent."""
-    found, samples = answer.figures, answer.figures.get("samples")
+    found, samples = answer.metrics, answer.metrics.get("samples")
     percent: dict[str, Any] = {
         key: float(value)
         for key in ("pm_v", "pm_l", *HELD)
@@ -358,9 +366,9 @@ def _person(answer: Answer, classes: int) -> Personal:
     )
 
 
-def _levels(figures: Mapping[str, Number]) -> tuple[list[float], int] | None:
+def _quantiles(metrics: Mapping[str, Number]) -> tuple[list[float], int] | None:
     """A site's quantiles of cosines and the number of samples they come from; None if they are implausible."""
-    levels, samples = figures.get("novelty"), figures.get("samples")
+    levels, samples = metrics.get("novelty"), metrics.get("samples")
     if not isinstance(levels, list) or len(levels) != len(similarity.QUANTILES) or not isinstance(samples, int):
         return None
     return (levels, samples) if samples > 0 and all(abs(level) <= 1.001 for level in levels) else None
@@ -381,7 +389,7 @@ def main(grid: Grid, context: Context) -> None:
     assert federation.folder is not None
     folder = RunFolder(Path(federation.folder))
     transport = Transport(federation.timeout, federation.enough, least=federation.min_clients, wait=federation.wait)
-    identity = of_server(config, context.run_id)
+    identity = server_identity(config, context.run_id)
     with folder.opened(config, "flower", extend=True) as unfinished:
         if not unfinished:
             raise UserError(f"{folder.path} holds a finished run; move it away, or choose another federation.folder")

@@ -54,7 +54,7 @@ class Node:
     key: str  # fingerprint; empty: the node has no key
 
 
-def of(folder: Path) -> tuple[list[SiteStatus], list[str]]:
+def read_status(folder: Path) -> tuple[list[SiteStatus], list[str]]:
     """The sites of a federation's folder or a run folder, and further remarks."""
     run, files = _places(folder)
     rows = {site: SiteStatus(site, ssh_fingerprint(_read(path))) for site, path in files.items()}

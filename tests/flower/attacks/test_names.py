@@ -21,7 +21,7 @@ from fednh.flower import layout
 from fednh.flower.deploy import scaffold
 from fednh.flower.deploy.local import LocalFederation
 from fednh.flower.protocol import FORMAT, Hello, Task
-from fednh.flower.site import read_place
+from fednh.flower.site_config import read_site_config
 from fednh.runs.layout import RunLayout
 from forked import fednh
 
@@ -40,12 +40,12 @@ FORGED = {
 @pytest.mark.parametrize("name", FORGED.values(), ids=FORGED)
 def test_a_site_refuses_such_a_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be the site's name"):
-        read_place({"site": name, "data": "npz:x.npz", "state": str(tmp_path)})
+        read_site_config({"site": name, "data": "npz:x.npz", "state": str(tmp_path)})
 
 
 @pytest.mark.parametrize("name", ["Köln", "St. Mary's (north)", "病院 1", "site-1", "[red]x[/red]"])
 def test_ordinary_names_are_taken(name: str, tmp_path: Path) -> None:
-    assert read_place({"site": name, "data": "npz:x.npz", "state": str(tmp_path)}).site == name
+    assert read_site_config({"site": name, "data": "npz:x.npz", "state": str(tmp_path)}).site == name
 
 
 @pytest.mark.parametrize("name", FORGED.values(), ids=FORGED)
@@ -138,13 +138,13 @@ def test_the_screen_shows_sentences(tmp_path: Path) -> None:
     """`up` reads the log as it grows; lines of an earlier version are shown too."""
     shown: list[str] = []
     local = cast(Any, object.__new__(LocalFederation))
-    local.run_folder, local.seen, local.hopeless = RunLayout(tmp_path), {}, None
-    local.told = SimpleNamespace(note=shown.append)
+    local.run_folder, local.lines_shown, local.fatal_problem = RunLayout(tmp_path), {}, None
+    local.display = SimpleNamespace(note=shown.append)
     RunLayout(tmp_path).log_file.write_text("2026-11-16 10:00:00 going on after round 3\n")
     layout.add_note(tmp_path, 'site "Köln" cannot take part:\nno \x1b data')
     local._show()
     assert shown == ["going on after round 3", 'site "Köln" cannot take part: no \\x1b data']
-    assert local.hopeless[1] == shown[1]
+    assert local.fatal_problem[1] == shown[1]
 
 
 class Registered(Wire):

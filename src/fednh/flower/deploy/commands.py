@@ -29,17 +29,14 @@ from fednh.flower.deploy.processes import PATIENCE, RESTARTS, Child, Process, Pr
 from fednh.flower.layout import FederationFolder, FlowerHome
 from fednh.io.files import private_folder, write_bytes, write_private
 
-# --- templates ------------------------------------------------------------------------------------------------------
-# Files that `fednh federation init` writes, with $words to fill in.
-
 
 def fill_template(template: str, /, **words: str) -> str:
+    """A file that `fednh federation init` writes, with its $words filled in."""
     text = resources.files("fednh.flower.deploy").joinpath("templates", template).read_text(encoding="utf-8")
     return Template(text).substitute(words)
 
 
-# --- proxy ----------------------------------------------------------------------------------------------------------
-# nginx in front of a SuperLink: its configuration, and the command that runs it.
+# --- nginx in front of a SuperLink ----------------------------------------------------------------------------------
 
 
 def write_proxy_config(folder: Path, fed: FederationFolder, listen: str, port: int) -> Path:
@@ -78,14 +75,14 @@ def _quoted(path: Path, folder: Path) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"')
 
 
-# --- commands -------------------------------------------------------------------------------------------------------
+# --- Flower's programs ----------------------------------------------------------------------------------------------
 
 
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Job:
+class ExecutorTarget:
     """A SuperLink or SuperNode for an executor to serve; sent as one line of JSON."""
 
     address: str
@@ -95,7 +92,7 @@ class Job:
     log: str | None = None
     root: str | None = None  # the certificate authority of a SuperLink's TLS; None: a SuperNode, which has none
     approved: str | None = None  # a site's list of apps that may run; None: at the server
-    told: str | None = None  # a site's site.toml
+    site_toml: str | None = None  # a site's site.toml
 
 
 def superlink(keys: FederationFolder, port: int, database: Path, secret: Path, limit: int) -> list[str]:
@@ -134,12 +131,12 @@ def new_secret(home: FlowerHome) -> Path:
     return home.secret_file
 
 
-class Executor:
+class AppExecutor:
     """The process that runs the tasks of SuperLink and SuperNodes (forking.py)."""
 
     def __init__(self, processes: Processes):
         self.processes = processes
-        self.jobs: dict[str, Job] = {}  # by address
+        self.targets: dict[str, ExecutorTarget] = {}  # by address
 
     def start(self) -> Process:
         """Start it, if it does not run; its imports take a while."""
@@ -149,13 +146,13 @@ class Executor:
         command = [sys.executable, "-m", "fednh.flower.deploy.forking"]
         return self.processes.start("executor", command, stdin=subprocess.PIPE)
 
-    def serve(self, job: Job) -> None:
+    def serve(self, target: ExecutorTarget) -> None:
         """Let it run the tasks of a SuperLink or SuperNode, in place of an earlier one at the same address."""
-        self.jobs[job.address] = job
+        self.targets[target.address] = target
         talk = self.start().stdin
         assert talk is not None
         with suppress(BrokenPipeError):  # it has just been killed: `check` will see
-            talk.write(json.dumps(asdict(job)).encode() + b"\n")
+            talk.write(json.dumps(asdict(target)).encode() + b"\n")
             talk.flush()
 
     def check(self) -> None:
@@ -167,9 +164,9 @@ class Executor:
             self.processes.check("executor", "what runs apps")
         if not self.processes.may_restart("executor"):
             raise RunError(f"what runs apps was killed {1 + RESTARTS} times; {self.processes.where('executor')}")
-        for job in list(self.jobs.values()):
-            if alive(job.pid):
-                self.serve(job)
+        for target in list(self.targets.values()):
+            if alive(target.pid):
+                self.serve(target)
 
 
 class SuperNodes:

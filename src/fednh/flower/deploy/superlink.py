@@ -12,8 +12,8 @@ Flower takes a killed SuperNode for online until its heartbeats have been missin
 with its key. `Gate` lets it in as soon as the old one, by what it does, must have been heard again.
 
 Flower also passes the path of its database migrations to Alembic unescaped, in a list separated by blanks. If the path
-has a blank or a percent sign, it creates a database without tables, and every call to the server fails. `mended` builds
-that list with escaped paths.
+has a blank or a percent sign, it creates a database without tables, and every call to the server fails.
+`migrations_config` builds that list with escaped paths.
 """
 
 from __future__ import annotations
@@ -56,27 +56,27 @@ class Gate:
         self._pull_messages, self._pull_object = handlers.pull_messages, handlers.pull_object
         self._confirm, self._heartbeat = handlers.confirm_message_received, handlers.send_node_heartbeat
         self._activate = handlers.activate_node
-        self._gone: dict[int, float] = {}  # node -> when it is gone if nothing more is heard of it
-        self._silent: dict[int, float] = {}  # node -> seconds for which it may be silent
+        self._offline_at: dict[int, float] = {}  # node -> when it is gone if nothing more is heard of it
+        self._max_silence: dict[int, float] = {}  # node -> seconds for which it may be silent
 
     def activate_node(self, request: compat.ActivateNodeRequest, state: LinkState) -> compat.ActivateNodeResponse:
         """Flower has verified the key, so whoever asks could as well deactivate the old SuperNode first."""
         node = state.get_node_id_by_public_key(request.public_key)
-        if node is not None and time.monotonic() >= self._gone.get(node, 0.0):
+        if node is not None and time.monotonic() >= self._offline_at.get(node, 0.0):
             state.deactivate_node(node)
         answer: compat.ActivateNodeResponse = self._activate(request=request, state=state)
-        self._heard(answer.node_id)
+        self._mark_alive(answer.node_id)
         return answer
 
     def send_node_heartbeat(
         self, request: compat.SendNodeHeartbeatRequest, state: LinkState
     ) -> compat.SendNodeHeartbeatResponse:
-        self._heard(request.node.node_id, self._silent.get(request.node.node_id, WORKING))
+        self._mark_alive(request.node.node_id, self._max_silence.get(request.node.node_id, WORKING))
         answer: compat.SendNodeHeartbeatResponse = self._heartbeat(request=request, state=state)
         return answer
 
-    def _heard(self, node: int, silent: float = SILENT) -> None:
-        self._gone[node], self._silent[node] = time.monotonic() + silent, silent
+    def _mark_alive(self, node: int, silent: float = SILENT) -> None:
+        self._offline_at[node], self._max_silence[node] = time.monotonic() + silent, silent
 
     def push_messages(self, request: compat.PushMessagesRequest, state: LinkState) -> compat.PushMessagesResponse:
         node = request.node.node_id
@@ -119,7 +119,7 @@ class Gate:
         if answer.messages_list:
             with self._lock:
                 self._order[request.node.node_id] = 0
-        self._heard(request.node.node_id, WORKING if answer.messages_list else SILENT)
+        self._mark_alive(request.node.node_id, WORKING if answer.messages_list else SILENT)
         return answer
 
     def pull_object(self, request: compat.PullObjectRequest, state: LinkState) -> compat.PullObjectResponse:
@@ -157,7 +157,7 @@ def _refuse(node: int, why: str, status: int = 400) -> NoReturn:
     raise HTTPException(status, why)
 
 
-def mended(engine: Engine) -> Config:
+def migrations_config(engine: Engine) -> Config:
     """The config that Flower's own function builds, with paths escaped."""
     config = Config()
     url = engine.url.render_as_string(hide_password=False)
@@ -174,7 +174,7 @@ def mended(engine: Engine) -> Config:
 
 
 if __name__ == "__main__":
-    compat.replace(migrations, "build_alembic_config", mended)
+    compat.replace(migrations, "build_alembic_config", migrations_config)
     gate = Gate(int(sys.argv.pop(1)))
     for handler in compat.REPLACED[fleet_handlers]:
         compat.replace(fleet_handlers, handler, getattr(gate, handler))

@@ -44,7 +44,7 @@ class Clock:
             time.sleep(min(IDLE, max(SOON, SHARE * (time.monotonic() - self.busy))))
 
 
-def hasten() -> None:
+def shorten_waits() -> None:
     """Replace the waits of Flower's loop in this process."""
     compat.replace(compat.supernode_loop, "time", Clock())
     sooner = partial(compat.pull_objects, initial_backoff=compat.BACKOFF)
@@ -99,7 +99,7 @@ def _become_supernode(requests: socket.socket, log: str, arguments: list[str]) -
 
 
 if __name__ == "__main__":
-    hasten()
+    shorten_waits()
     if sys.argv[1:]:
         flower_supernode()
     else:
