@@ -22,6 +22,7 @@ from fednh.inference.eval_data import load_for
 from forked import fednh as command
 
 flower = pytest.importorskip("fednh.flower.site")
+site_config = pytest.importorskip("fednh.flower.site_config")
 
 
 def own(source: str, **options: Any) -> Any:
@@ -212,13 +213,13 @@ def test_a_flower_site_reads_as_agreed_and_tells_its_owner(tmp_path: Path, caplo
     node |= {"encoding": "cp1252", "columns": "köde"}
     with caplog.at_level(logging.WARNING, "flwr"):
         logging.getLogger("flwr").addHandler(caplog.handler)
-        site = flower.Site(flower.read_place(node), toml, None)
+        site = flower.Site(site_config.read_site_config(node), toml, None)
         logging.getLogger("flwr").removeHandler(caplog.handler)
     assert site.fed.dataset.preprocessing["columns"][0]["values"] == ["01", "02", "A1"]
     assert site.fed.dataset.x_train[:3].tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1]]
     assert "10 of 30 values of 'köde' were never seen in training or data.columns ('5')" in caplog.text
     with pytest.raises(UserError, match="node-config: encoding = 'klingon' is not an encoding"):
-        flower.read_place({**node, "encoding": "klingon"})
+        site_config.read_site_config({**node, "encoding": "klingon"})
 
 
 # --- encodings -------------------------------------------------------------------------------------------------------

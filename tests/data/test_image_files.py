@@ -318,8 +318,8 @@ def test_a_model_remembers_the_layout(tmp_path: Path) -> None:
 
 def test_a_site_says_how_its_own_files_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The federation decides how samples are made (data.fit); what may be left out, and what folders mean, does not."""
-    from fednh.flower.site import Site, read_place
-    from fednh.flower.site_config import site_toml
+    from fednh.flower.site import Site
+    from fednh.flower.site_config import read_site_config, site_toml
 
     root = tmp_path / "photos"
     for k in range(4):
@@ -330,19 +330,19 @@ def test_a_site_says_how_its_own_files_are_read(tmp_path: Path, caplog: pytest.L
     config = load_config(None, asked)
     node = {"data": f"folder:{root}", "site": "ward", "state": str(tmp_path / "state"), "allow.samples": 2}
     with pytest.raises(UserError, match="its data cannot be used"):
-        Site(read_place(node), dump(config), None)
+        Site(read_site_config(node), dump(config), None)
     assert "holds the class 'p0'" in caplog.text
     with pytest.raises(UserError, match="its data cannot be used"):
-        Site(read_place({**node, "layout": "CLASS/*"}), dump(config), None)
+        Site(read_site_config({**node, "layout": "CLASS/*"}), dump(config), None)
     assert "1 of 5 images cannot be read" in caplog.text
-    site = Site(read_place({**node, "layout": "CLASS/*", "on-bad": "skip"}), dump(config), None)
+    site = Site(read_site_config({**node, "layout": "CLASS/*", "on-bad": "skip"}), dump(config), None)
     assert site.fed.dataset.x_train[:, 0, 0, 0].tolist() == [101, 103, 100, 102]  # the middle of each
     assert "left out: well/p0/bad.png" in caplog.text
     task = site.hello()[0].task
     assert (json.loads(task.preprocessing)["fit"], "well/p0" in task.text()) == ("crop", False)
     for key, words in {"on-bad": "should be 'refuse' or 'skip'", "layout": "should be a path of the words"}.items():
         with pytest.raises(UserError, match=f"node-config: {key} = 'ignore' {words}"):
-            read_place({**node, key: "ignore"})
+            read_site_config({**node, key: "ignore"})
     written = tomllib.loads(site_toml({"data": "folder:x"}, config))
     assert (written["layout"], written["on-bad"]) == ("CLASS/*", "skip")
     assert "on-bad" not in tomllib.loads(site_toml({"data": "folder:x"}, load_config(None, agreed)))

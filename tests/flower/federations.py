@@ -20,7 +20,7 @@ from fednh.callbacks.base import Callback
 from fednh.config import Config
 from fednh.federated.setup import build_federation
 from fednh.flower.deploy import local, scaffold
-from fednh.flower.layout import sentence
+from fednh.flower.layout import note_text
 from fednh.io.files import read_tree
 from fednh.runs.run_folder import RunFolder
 from forked import Process
@@ -91,7 +91,7 @@ class Trial:
         timer.start()
         try:
             config, sites = scaffold.read(self.folder)
-            local.LocalFederation(self.folder, config, sites, Quiet(), stop, secure=True, warm=True).run()
+            local.LocalFederation(self.folder, config, sites, Quiet(), stop).run()
         finally:
             timer.cancel()
 
@@ -101,7 +101,7 @@ class Trial:
     def notes(self) -> str:
         file = self.run / "federation.log"
         lines = file.read_bytes().splitlines() if file.exists() else []
-        return "\n".join(sentence(line) for line in lines)
+        return "\n".join(note_text(line) for line in lines)
 
     def lines(self) -> list[dict[str, Any]]:
         file = self.run / "metrics.jsonl"

@@ -88,13 +88,6 @@ def test_the_simulators_numbers(method: str, fed: Trial, tmp_path: Path) -> None
 
 
 @pytest.mark.soak
-def test_flowers_own_way_of_starting_sites_without_tls(fed: Trial, tmp_path: Path) -> None:
-    assert fed.init(2, rounds=2).up("--plain", "--insecure").wait(400).code == 0, fed.said()
-    assert "Option `--insecure` was set" in (fed.folder / "logs/superlink.log").read_text()
-    assert_same_as_simulated(fed, tmp_path / "simulated")
-
-
-@pytest.mark.soak
 @pytest.mark.skipif(shutil.which("nginx", path="/usr/sbin:/usr/bin") is None, reason="nginx is not installed")
 def test_behind_the_proxy(fed: Trial, tmp_path: Path) -> None:
     process = fed.init(2, rounds=2).up("--proxy")

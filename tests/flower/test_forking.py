@@ -20,8 +20,17 @@ from flwr.proto.task_pb2 import Task
 
 from fednh.flower import audit
 from fednh.flower.deploy import forking
-from fednh.flower.deploy.commands import Job
-from fednh.flower.deploy.forking import ENDS, WITHIN, Forking, Hands, Killed, Served, again, in_child
+from fednh.flower.deploy.commands import ExecutorTarget
+from fednh.flower.deploy.forking import (
+    ENDS,
+    WITHIN,
+    ChildKilled,
+    ForkingExecutor,
+    Served,
+    TaskRegistry,
+    again,
+    in_child,
+)
 from fednh.flower.deploy.processes import alive
 
 
@@ -33,9 +42,9 @@ def until(condition: Callable[[], Any], seconds: float = 20) -> Any:
     return found
 
 
-def job(pid: int, site: bool = True) -> Job:
+def job(pid: int, site: bool = True) -> ExecutorTarget:
     own = {"approved": "approved", "told": "site.toml"} if site else {}
-    return Job("127.0.0.1:1", "/", pid, "secret", **own)
+    return ExecutorTarget("127.0.0.1:1", "/", pid, "secret", **own)
 
 
 @pytest.fixture
@@ -70,7 +79,7 @@ def test_a_childs_result_and_its_error() -> None:
 )
 def test_a_child_that_is_killed(work: Callable[[], None], words: str) -> None:
     began = time.monotonic()
-    with pytest.raises(Killed, match=words):
+    with pytest.raises(ChildKilled, match=words):
         in_child(work)
     assert time.monotonic() - began < 5
 
@@ -83,7 +92,7 @@ def test_what_a_killed_child_started_does_not_keep_its_parent_waiting() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     began = time.monotonic()
-    with pytest.raises(Killed):
+    with pytest.raises(ChildKilled):
         in_child(work)
     assert time.monotonic() - began < 4
 
@@ -103,15 +112,15 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_is_an_answer_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forking, "read_place", lambda _: type("Place", (), {"home": tmp_path, "site": "site-1"}))
+    monkeypatch.setattr(forking, "read_site_config", lambda _: type("Place", (), {"home": tmp_path, "site": "site-1"}))
     (tmp_path / "site.toml").write_text("")
 
     def app(message: Message, context: Context) -> Message:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
-    served = Job("127.0.0.1:1", "/", 1, "secret", approved="x", told=str(tmp_path / "site.toml"))
-    load = forking._loads_apart(lambda *_: app, served)
+    served = ExecutorTarget("127.0.0.1:1", "/", 1, "secret", approved="x", site_toml=str(tmp_path / "site.toml"))
+    load = forking._load_in_child(lambda *_: app, served)
     from flwr.supercore.task_identity import TaskIdentity
 
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, SUPERLINK_NODE_ID
@@ -133,66 +142,66 @@ def ended_pid() -> int:
 
 
 def test_a_clientapp_without_a_reply_ends_its_supernode(sleeper: subprocess.Popen[bytes]) -> None:
-    hands = Hands()
-    served = Forking(job(sleeper.pid), hands)
+    registry = TaskRegistry()
+    served = ForkingExecutor(job(sleeper.pid), registry)
     served.reconcile()
-    hands.add(gone := ended_pid(), "token")
-    hands.finish(gone)
+    registry.add(gone := ended_pid(), "token")
+    registry.finish(gone)
     served.reconcile()
-    assert hands.read() == (False, {})
+    assert registry.read() == (False, {})
     assert sleeper.poll() is None, "that one had sent its reply"
-    hands.add(ended_pid(), "token")
+    registry.add(ended_pid(), "token")
     served.reconcile()
     assert sleeper.wait(5) == -signal.SIGTERM
 
 
 def test_a_clientapp_that_works_is_left_alone(sleeper: subprocess.Popen[bytes]) -> None:
-    hands = Hands()
-    hands.add(os.getpid(), "token")
-    Forking(job(sleeper.pid), hands).reconcile()
-    assert hands.read() == (False, {os.getpid(): "token"})
+    registry = TaskRegistry()
+    registry.add(os.getpid(), "token")
+    ForkingExecutor(job(sleeper.pid), registry).reconcile()
+    assert registry.read() == (False, {os.getpid(): "token"})
     assert sleeper.poll() is None
 
 
 def test_a_task_that_a_killed_superexec_may_have_taken_ends_the_supernode(sleeper: subprocess.Popen[bytes]) -> None:
-    hands = Hands()
-    first = Forking(job(sleeper.pid), hands)
+    registry = TaskRegistry()
+    first = ForkingExecutor(job(sleeper.pid), registry)
     first.reconcile()
-    hands.write(True, {})
+    registry.write(True, {})
     first.reconcile()
     assert sleeper.poll() is None, "it asked itself, and knows that nothing was handed out"
-    hands.write(True, {os.getpid(): "token"})
-    Forking(job(sleeper.pid), hands).reconcile()
+    registry.write(True, {os.getpid(): "token"})
+    ForkingExecutor(job(sleeper.pid), registry).reconcile()
     assert sleeper.poll() is None, "there is no other task while one is at work"
-    hands.write(True, {})
-    Forking(job(sleeper.pid), hands).reconcile()
+    registry.write(True, {})
+    ForkingExecutor(job(sleeper.pid), registry).reconcile()
     assert sleeper.wait(5) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("task", [None, Task(task_id=1)])
 def test_while_a_superexec_asks_its_hands_say_so(task: Task | None) -> None:
-    hands, during = Hands(), []
+    registry, during = TaskRegistry(), []
 
     class Client:
         def AcquireTask(self, request: AcquireTaskRequest) -> AcquireTaskResponse:
-            during.append(hands.read()[0])
+            during.append(registry.read()[0])
             return AcquireTaskResponse(task=task)
 
-    hands.add(os.getpid(), "token")
-    forking.remembering(Client, hands)().AcquireTask(AcquireTaskRequest())  # type: ignore[arg-type, call-arg]
+    registry.add(os.getpid(), "token")
+    forking.recording_client(Client, registry)().AcquireTask(AcquireTaskRequest())  # type: ignore[arg-type, call-arg]
     assert during == [True]
-    assert hands.read() == (task is not None, {os.getpid(): "token"})
+    assert registry.read() == (task is not None, {os.getpid(): "token"})
 
 
 def test_the_run_of_an_ended_serverapp_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens: list[str] = []
-    monkeypatch.setattr(Forking, "_end_run", lambda _, token: tokens.append(token))
-    hands = Hands()
-    hands.add(ended_pid(), "first")
-    hands.add(os.getpid(), "second")
-    Forking(job(os.getpid(), site=False), hands).reconcile()
+    monkeypatch.setattr(ForkingExecutor, "_end_run", lambda _, token: tokens.append(token))
+    registry = TaskRegistry()
+    registry.add(ended_pid(), "first")
+    registry.add(os.getpid(), "second")
+    ForkingExecutor(job(os.getpid(), site=False), registry).reconcile()
     assert tokens == ["first"]
-    assert hands.read() == (False, {os.getpid(): "second"})
+    assert registry.read() == (False, {os.getpid(): "second"})
 
 
 # --- the process that watches ----------------------------------------------------------------------------------------
@@ -201,7 +210,7 @@ def test_the_run_of_an_ended_serverapp_is_ended(monkeypatch: pytest.MonkeyPatch)
 def test_a_killed_superexec_is_forked_again_while_its_job_lives(
     tmp_path: Path, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def serve(job: Job, hands: Hands) -> None:
+    def serve(job: ExecutorTarget, registry: TaskRegistry) -> None:
         (tmp_path / str(os.getpid())).write_text(job.address)
         parent = os.getppid()
         while os.getppid() == parent:
@@ -234,7 +243,7 @@ def test_a_killed_superexec_is_forked_again_while_its_job_lives(
 
 
 def test_one_that_keeps_ending_is_given_up() -> None:
-    served = Served(job(1), Hands())
+    served = Served(job(1), TaskRegistry())
     for then in range(ENDS - 1):
         served = again(served, float(then))
     with pytest.raises(SystemExit, match=rf"127.0.0.1:1 ended {ENDS} times"):

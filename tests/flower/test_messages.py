@@ -37,14 +37,15 @@ def test_exactly_the_declared_upload_leaves_a_site(method: str, tmp_path: Path) 
         assert reply is not None
         content, kind = reply.content, request.metadata.message_type
         if kind == "query":
-            assert set(content) == {"said"}
-            assert set(content["said"]) == {"format", "site", "number", "task"}
+            assert set(content) == {"said", "seal"}
+            assert set(content["said"]) == {"format", "site", "number", "task", "audit"}
             continue
         first = kind == "train" and request.metadata.group_id == "1"
-        assert set(content) == {"said", "facts"} | ({"upload"} if kind == "train" else set()) | (
+        assert set(content) == {"said", "facts", "seal"} | ({"upload"} if kind == "train" else set()) | (
             set() if first else {"figures"}
         )
-        assert dict(content["said"]) == {"format": FORMAT}
+        assert set(content["said"]) == {"format", "audit"}
+        assert content["said"]["format"] == FORMAT
         assert set(content["facts"]) == (FACTS if kind == "train" else {"client", "round"})
         if kind == "train":
             upload = to_tree(content["upload"])
@@ -54,14 +55,14 @@ def test_exactly_the_declared_upload_leaves_a_site(method: str, tmp_path: Path) 
 
 
 def test_messages_have_as_many_objects_as_the_page_says(tmp_path: Path) -> None:
-    """docs/deployment.md: a call for every object. Signatures, which are not on this wire, are one more."""
+    """docs/deployment.md: a call for every object."""
     page = (PAGE.parent / "deployment.md").read_text(encoding="utf-8")
     told = re.search(r"an order is (\d+)\s+objects and a reply up to (\d+)", page)
     config = small("fednh", rounds=2, **{"eval.every": 1, "participation.rate": 1.0, "partition.clients": 2})
     wire, _ = federate(config, tmp_path)
     trained = [pair for pair in wire.seen if pair[0].metadata.message_type == "train"]
-    orders = {len(get_all_nested_objects(order)) + 1 for order, _ in trained}
-    replies = [len(get_all_nested_objects(reply)) + 1 for _, reply in trained if reply is not None]
+    orders = {len(get_all_nested_objects(order)) for order, _ in trained}
+    replies = [len(get_all_nested_objects(reply)) for _, reply in trained if reply is not None]
     assert told is not None
     assert (orders, max(replies)) == ({int(told[1])}, int(told[2]))
 

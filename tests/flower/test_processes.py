@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -19,7 +19,7 @@ import pytest
 from fednh.errors import RunError
 from fednh.flower.deploy import commands, supernode
 from fednh.flower.deploy import processes as module
-from fednh.flower.deploy.commands import Executor, Job, SuperNodes
+from fednh.flower.deploy.commands import AppExecutor, ExecutorTarget, SuperNodes
 from fednh.flower.deploy.processes import MARK, RESTARTS, Processes, answers, end_marked, free_ports, marked
 
 
@@ -86,13 +86,13 @@ def test_a_full_disk_is_said(processes: Processes, tmp_path: Path, monkeypatch: 
 
 def test_a_killed_executor_gets_its_jobs_again(processes: Processes, tmp_path: Path) -> None:
     """A stand-in that writes down what it is told."""
-    executor = Executor(processes)
+    executor = AppExecutor(processes)
     heard = tmp_path / "heard"
     stand_in = [sys.executable, "-c", f"import sys\nfor line in sys.stdin: open({str(heard)!r}, 'a').write(line)"]
     start = processes.start
     processes.start = lambda name, command, **more: start(name, stand_in, **more)  # type: ignore[method-assign]
-    executor.serve(Job("127.0.0.1:1", "/", os.getpid(), "secret"))
-    executor.serve(Job("127.0.0.1:2", "/", 2**22 + 1, "secret"))  # its program has ended
+    executor.serve(ExecutorTarget("127.0.0.1:1", "/", os.getpid(), "secret"))
+    executor.serve(ExecutorTarget("127.0.0.1:2", "/", 2**22 + 1, "secret"))  # its program has ended
     processes.running["executor"].send_signal(signal.SIGKILL)
     processes.running["executor"].wait()
     heard.unlink(missing_ok=True)
@@ -131,17 +131,20 @@ def test_a_supernode_waits_shorter_than_flowers(monkeypatch: pytest.MonkeyPatch)
     """Soon after an order it looks often, later every 3 s as Flower does; a missing part is asked for soon."""
     now, slept = [100.0], list[float]()
     monkeypatch.setattr(supernode, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append))
+    flower: Any = supernode.compat.supernode_loop
     for name in ("time", "pull_objects"):
-        monkeypatch.setattr(supernode.flower, name, getattr(supernode.flower, name))  # put back afterwards
-    supernode.hasten()
-    flower: Any = supernode.flower
+        monkeypatch.setattr(flower, name, getattr(flower, name))  # put back afterwards
+    supernode.shorten_waits()
     flower.time.sleep(0.5)
     for later in (0.0, 5.0, 60.0):
         now[0] = 100.0 + later
         flower.time.sleep(3)
     assert slept == [0.05, 0.25, 1.0, 3.0]
     assert flower.pull_objects.keywords == {"initial_backoff": 0.05}
-    assert commands.supernode("s:1", Path("site.toml"), 1, None, None, None)[1:3] == ["-m", supernode.__name__]
+    assert commands.supernode("s:1", Path("site.toml"), 1, Path("ca"), Path("key"), Path("s"))[1:3] == [
+        "-m",
+        supernode.__name__,
+    ]
 
 
 def test_forked_supernodes_are_supervised_like_programs(processes: Processes, tmp_path: Path) -> None:
@@ -190,7 +193,7 @@ def test_a_trial_does_not_wait_for_a_site_that_never_comes(tmp_path: Path) -> No
     from fednh.flower.deploy import local, scaffold
 
     config, sites = scaffold.read(Trial(tmp_path).init(2).folder)
-    fed = local.LocalFederation(tmp_path / "fed", config, sites, Quiet(), threading.Event(), secure=True, warm=True)
+    fed = local.LocalFederation(tmp_path / "fed", config, sites, Quiet(), threading.Event())
     with Processes(tmp_path, tmp_path / "home", tmp_path / "logs") as fed.processes:
         words = "waiting for sites: 1 of 2 are here (site-1)"
         for note, since in ((words, local.ALL_HERE - 5), ("going on after round 1", local.ALL_HERE + 5)):
@@ -208,7 +211,7 @@ def test_a_serverapp_that_nobody_starts_has_an_end(tmp_path: Path, monkeypatch: 
     from fednh.flower.deploy import local, scaffold
 
     config, sites = scaffold.read(Trial(tmp_path).init(2).folder)
-    fed = local.LocalFederation(tmp_path / "fed", config, sites, Quiet(), threading.Event(), secure=True, warm=True)
+    fed = local.LocalFederation(tmp_path / "fed", config, sites, Quiet(), threading.Event())
     monkeypatch.setattr(local.commands, "run", lambda *_: ["sleep", "60"])
     monkeypatch.setattr(local, "PATIENCE", -1.0)
     with Processes(tmp_path / "fed", fed.home.path, tmp_path / "logs") as fed.processes:
@@ -266,7 +269,8 @@ def test_a_superlink_that_is_killed_while_keys_are_registered_is_started_anew(
 
     config, sites = scaffold.read(Trial(tmp_path).init(2).folder)
     told = Notes()
-    fed = local.LocalFederation(tmp_path / "fed", config, sites, told, threading.Event(), secure=True, warm=False)
+    fed = local.LocalFederation(tmp_path / "fed", config, sites, told, threading.Event())
+    fed.executor = cast(Any, SimpleNamespace(serve=lambda job: None))
     code = "import socket, sys, time; held = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(60)"
     database = fed.home.database_file
     seen = list[bool]()

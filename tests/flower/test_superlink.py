@@ -59,7 +59,7 @@ def test_the_database_has_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(utils, "ALEMBIC_DIR", place)
     engine = create_engine(f"sqlite:///{tmp_path / 'link.db'}")
     try:
-        alembic.upgrade(superlink.mended(engine), "heads")
+        alembic.upgrade(superlink.migrations_config(engine), "heads")
         assert {"node", "run", "message_ins", "alembic_version"} <= set(inspect_database(engine).get_table_names())
     finally:
         engine.dispose()
@@ -260,7 +260,7 @@ def test_an_order_of_a_run_that_has_ended_is_gone(state: Any) -> None:
 def test_flowers_server_calls_the_handlers_that_are_replaced() -> None:
     """What the wrapper relies on: routes look the handlers up when they are called."""
     text = inspect.getsource(router)
-    assert all(f"fleet_handlers.{name}(" in text for name in superlink.REPLACED)
+    assert all(f"fleet_handlers.{name}(" in text for name in superlink.compat.REPLACED[fleet_handlers])
 
 
 @pytest.mark.soak

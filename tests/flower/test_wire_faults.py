@@ -11,12 +11,13 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from test_messages import own_sites
 from test_parity import compare, small
-from wire import RUN, Wire, deployed, federate, serve, server_identity, simulate
+from wire import Wire, collect_models, deployed, divided, federate, serve, server_identity, simulate
 
 from conftest import identical
 from fednh.errors import RunError
-from fednh.flower.client_app import client_app
+from fednh.flower import signing
 from fednh.flower.protocol import FORMAT, to_arrays, to_tree
+from fednh.flower.transport import GREETING, Request
 from fednh.io.files import read_tree
 from fednh.runs.model_file import read_outcomes
 from forked import fednh
@@ -90,7 +91,7 @@ def test_a_wrong_answer_is_refused_and_told(wrong: Callable[[Message], None], tm
             wrong(reply)
         return reply
 
-    _, watcher = federate(config, tmp_path, tamper, simulated=False)
+    _, watcher = federate(config, tmp_path, tamper)
     kind, words = WRONG[wrong]
     rounds = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [r["clients"] for r in rounds] == [[0, 1, 2], [0, 2], [0, 1, 2]]
@@ -107,7 +108,7 @@ def test_a_state_that_is_not_finite_is_not_kept_and_the_server_refuses_the_uploa
     one_step = {"train.batch_size": 2000, "train.weight_decay": 1e38, "train.lr": 1e3, "train.clip": 0.0, "rounds": 2}
     config = small("local", **{"partition.clients": 3, "participation.rate": 1.0, "eval.every": 0, **one_step})
     with pytest.raises(RunError, match="2 of 2 rounds changed nothing"):
-        federate(config, tmp_path, simulated=False)
+        federate(config, tmp_path)
     rounds = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(r["clients"], r["refused"]) for r in rounds] == [([], [0, 1, 2])] * 2
     notes = (tmp_path / "federation.log").read_text().splitlines()
@@ -125,9 +126,7 @@ def test_who_does_not_answer_is_left_out_and_late_answers_are_refused(tmp_path: 
             return None
         return reply
 
-    wire = Wire(
-        {1000 + k: {"partition-id": k, "num-partitions": 3} for k in range(3)}, client_app(tmp_path / "s"), tamper
-    )
+    wire = divided(config, tmp_path, hostile=tamper)
     pull = wire.pull_messages
 
     def pull_with_late(ids: list[str]) -> list[Message]:
@@ -136,7 +135,7 @@ def test_who_does_not_answer_is_left_out_and_late_answers_are_refused(tmp_path: 
         return [*pull(ids), *late]
 
     wire.pull_messages = pull_with_late  # type: ignore[method-assign, assignment]
-    watcher = serve(config, wire, tmp_path / "run")
+    watcher = serve(config, wire, tmp_path / "run", server_identity(tmp_path / "fed"))
     first, second, _ = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert first["clients"] == [0, 1]
     assert first["dropped"] == [2]
@@ -160,13 +159,12 @@ def test_a_killed_server_goes_on_and_ends_as_if_nothing_had_happened(method: str
         return reply
 
     out = tmp_path / "flower"
-    nodes = {1000 + k: {"partition-id": k, "num-partitions": 5} for k in range(5)}
-    app = client_app(out / "clients", out)
-    wire_of = [Wire(nodes, app, kill)]
+    wire_of = [divided(config, out, hostile=kill)]
     with pytest.raises(Killed):
-        serve(config, wire_of[0], out, simulated=True)
-    renamed = {node + 50: place for node, place in nodes.items()}  # nodes come back under other ids
-    watcher = serve(config, Wire(renamed, app), out, simulated=True)
+        serve(config, wire_of[0], out, server_identity(out / "fed"))
+    renamed = {node + 50: place for node, place in wire_of[0].nodes.items()}  # nodes come back under other ids
+    watcher = serve(config, Wire(renamed), out, server_identity(out / "fed"))
+    collect_models(out)
     assert "going on after round 2" in watcher.notes
     compare(tmp_path / "simulator", out)
 
@@ -176,23 +174,23 @@ def test_an_order_that_comes_twice_gives_the_same_answer(tmp_path: Path) -> None
     federate(config, tmp_path / "once")
 
     def twice(node: int, request: Message, reply: Message) -> Message:
-        again = wire_of[0].app(request, context_of(wire_of[0], node))
+        data = request.metadata
+        site = "" if data.message_type == "query" else wire_of[0].nodes[node]["site"]
+        same = Request(node, data.message_type, GREETING, round=int(data.group_id), site=site)
+        _, sealed = identity.sign(same, signing.without_signature(request.content))  # with the next number
+        again = Message(sealed, node, data.message_type, ttl=60.0, group_id=data.group_id)
+        again.metadata.__dict__["_message_id"] = data.message_id
+        again = wire_of[0].deliver(node, again)
         if "upload" in reply.content:
             identical(upload_of(reply), upload_of(again))
         assert again.content.get("figures") == reply.content.get("figures")
         return again
 
     out = tmp_path / "twice"
-    nodes = {1000 + k: {"partition-id": k, "num-partitions": 5} for k in range(5)}
-    wire_of = [Wire(nodes, client_app(out / "clients", out), twice)]
-    serve(config, wire_of[0], out, simulated=True)
+    wire_of, identity = [divided(config, out, hostile=twice)], server_identity(out / "fed")
+    serve(config, wire_of[0], out, identity)
+    collect_models(out)
     compare(tmp_path / "once", out)
-
-
-def context_of(wire: Wire, node: int):  # type: ignore[no-untyped-def]
-    from flwr.app import Context
-
-    return Context(RUN, node, wire.nodes[node], RecordDict(), {})
 
 
 def test_sites_with_data_of_their_own(tmp_path: Path) -> None:
@@ -352,7 +350,7 @@ def test_a_round_most_of_whose_uploads_are_refused_is_given_up(tmp_path: Path) -
         return reply
 
     with pytest.raises(RunError, match=r"1 of 3 rounds changed nothing \(round 2\)"):
-        federate(config, tmp_path, tamper, simulated=False)
+        federate(config, tmp_path, tamper)
     rounds = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(r["clients"], r["refused"]) for r in rounds] == [([0, 1, 2], []), ([], [1, 2]), ([0, 1, 2], [])]
     assert "2 of 3 uploads were not finite or refused" in rounds[1]["lost"]
@@ -362,7 +360,7 @@ def test_a_round_most_of_whose_uploads_are_refused_is_given_up(tmp_path: Path) -
 def test_a_checkpoint_adds_what_is_new(tmp_path: Path) -> None:
     """Finished rounds are in the journal, once; who took part in which is read from them."""
     config = small("fedavg", **{"rounds": 4, "eval.every": 0, "checkpoint.every": 1})
-    federate(config, tmp_path, simulated=False)
+    federate(config, tmp_path)
     newest = json.loads(sorted((tmp_path / "checkpoints").glob("round-*.json"))[-1].read_text())["body"]["progress"]
     assert [record["round"] for record in newest["records"]] == [4], "the last one is not evaluated yet"
     assert all(set(row) == {"number", "site", "key"} for row in newest["sites"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from fednh.backends import threads
 from fednh.callbacks.base import Callback
 from fednh.config import Config
 from fednh.flower import signing
-from fednh.flower.client_app import client_app
+from fednh.flower.client_app import app
 from fednh.flower.deploy import certificates as certs
 from fednh.flower.layout import FederationFolder
 from fednh.flower.server_app import Transport, make_run
 from fednh.flower.signing import Identity
+from fednh.runs.layout import RunLayout
 from fednh.runs.run_folder import RunFolder
 
 RUN = 1  # Flower's number of the run
@@ -32,10 +34,17 @@ Tamper = Callable[[int, Message, Message], Message | None]  # (node, request, re
 
 
 class Wire(Grid):
-    """Nodes with their node-configs; `tamper` may change or swallow a reply."""
+    """Nodes with their node-configs. A reply may be changed or swallowed: by a hostile site before it signs it, or
+    by `tamper` on its way."""
 
-    def __init__(self, nodes: dict[int, dict[str, Any]], app: ClientApp, tamper: Tamper | None = None):
-        self.nodes, self.app, self.tamper = nodes, app, tamper
+    def __init__(
+        self,
+        nodes: dict[int, dict[str, Any]],
+        tamper: Tamper | None = None,
+        hostile: Tamper | None = None,
+        client: ClientApp = app,
+    ):
+        self.nodes, self.app, self.tamper, self.hostile = nodes, client, tamper, hostile
         self.seen: list[tuple[Message, Message | None]] = []  # every request with its reply, as they travelled
         self._replies: list[Message] = []
         TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, RUN, 1  # who sends, as Flower has it
@@ -51,7 +60,9 @@ class Wire(Grid):
             node = message.metadata.dst_node_id
             request = travelled(message)
             reply: Message | None = travelled(self.deliver(node, request))
-            if self.tamper is not None:
+            if self.hostile is not None:
+                reply = self._signed_again(node, request, self.hostile(node, request, _unsigned(reply)))
+            if self.tamper is not None and reply is not None:
                 reply = self.tamper(node, request, reply)
             self.seen.append((request, reply))
             if reply is not None:
@@ -61,6 +72,16 @@ class Wire(Grid):
     def deliver(self, node: int, request: Message) -> Message:
         """What a node answers to a message, wherever that comes from."""
         return self.app(request, Context(RUN, node, self.nodes[node], RecordDict(), {}))
+
+    def _signed_again(self, node: int, request: Message, reply: Message | None) -> Message | None:
+        """The reply with the seal that the site itself puts on it."""
+        if reply is None or reply.has_error():
+            return reply
+        place, data, seal = self.nodes[node], request.metadata, request.content[signing.SEAL]
+        where = (data.message_type, data.group_id, node, place["site"], seal["counter"])
+        envelope = signing.Envelope(str(seal["federation"]), RUN, *where)  # type: ignore[arg-type]
+        reply.content = signing.sign_reply(reply.content, signing.read_site_private(Path(place["key"])), envelope)
+        return reply
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         wanted = set(message_ids)
@@ -77,6 +98,12 @@ class Wire(Grid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         raise NotImplementedError
+
+
+def _unsigned(reply: Message) -> Message:
+    if not reply.has_error():
+        reply.content = signing.without_signature(reply.content)
+    return reply
 
 
 def travelled(message: Message) -> Message:
@@ -98,32 +125,51 @@ class Quiet(Callback):
         self.notes.append(text)
 
 
-def federate(config: Config, out: Path, tamper: Tamper | None = None, simulated: bool = True) -> tuple[Wire, Quiet]:
+def federate(config: Config, out: Path, hostile: Tamper | None = None) -> tuple[Wire, Quiet]:
     """The config as a federation of divided sites over a Wire, in the run folder `out`."""
+    wire = divided(config, out, hostile=hostile)
+    watcher = serve(config, wire, out, identity=server_identity(out / "fed"))
+    collect_models(out)
+    return wire, watcher
+
+
+def divided(config: Config, out: Path, *, parts: int | None = None, hostile: Tamper | None = None) -> Wire:
+    """A site for each of the first `parts` parts, default all, of a divided set; they allow what the config asks."""
     sites = config.partition.clients
-    nodes = {1000 + k: {"partition-id": k, "num-partitions": sites} for k in range(sites)}
-    wire = Wire(nodes, client_app(out / "clients", out if simulated else None), tamper)
-    return wire, serve(config, wire, out, simulated)
+    nodes = {1000 + k: part_of(config, k) for k in range(parts or sites)}
+    return deployed(out / "fed", nodes, hostile=hostile)
+
+
+def part_of(config: Config, part: int) -> dict[str, Any]:
+    """The node-config of a site that has a part of a divided set, without its keys."""
+    allow = {"allow.methods": config.method["name"], "allow.models": config.model.name, "allow.counts": True}
+    place = {"partition-id": part, "num-partitions": config.partition.clients, "site": f"client-{part:06d}"}
+    return {**place, **allow}
+
+
+def collect_models(run: Path) -> None:
+    """Copy the personal models of the sites in the summary to where a simulator has them, to compare them."""
+    for row in json.loads((run / "summary.json").read_text())["clients"]:
+        model = run / f"fed/state/fednh/client-{row['client']:06d}/personal.safetensors"
+        copy = RunLayout(run).personal_model(row["client"])
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(model.read_bytes())
 
 
 def serve(
-    config: Config,
-    wire: Wire,
-    out: Path,
-    simulated: bool = False,
-    enough: int | None = None,
-    identity: Identity | None = None,
-    wait: float = 60.0,
+    config: Config, wire: Wire, out: Path, identity: Identity, enough: int | None = None, wait: float = 60.0
 ) -> Quiet:
     watcher = Quiet()
     with RunFolder(out) as folder:
-        least = 1 if simulated else min(config.federation.min_clients, enough or len(wire.nodes))
-        manner = Transport(0.2, enough or len(wire.nodes), simulated, 0.001, least, wait)
-        make_run(config, wire, folder, watcher, manner, identity=identity).run()
+        least = min(config.federation.min_clients, enough or len(wire.nodes))
+        transport = Transport(0.2, enough or len(wire.nodes), 0.001, least, wait)
+        make_run(config, wire, folder, watcher, transport, identity).run()
     return watcher
 
 
-def deployed(folder: Path, nodes: dict[int, dict[str, Any]], tamper: Tamper | None = None) -> Wire:
+def deployed(
+    folder: Path, nodes: dict[int, dict[str, Any]], tamper: Tamper | None = None, hostile: Tamper | None = None
+) -> Wire:
     """Real sites, which obey signed orders only; the key of a site lies in sites/NAME of `folder`, as after `certs`."""
     for place in nodes.values():
         own = folder / "sites" / place["site"]
@@ -131,7 +177,7 @@ def deployed(folder: Path, nodes: dict[int, dict[str, Any]], tamper: Tamper | No
             write_site_key(own)
             certs.make_orders(folder, [place["site"]])
         place |= {"orders": str(own / "orders.pub"), "key": str(own / "key"), "state": str(folder / "state")}
-    return Wire(nodes, client_app(), tamper)
+    return Wire(nodes, tamper, hostile)
 
 
 def write_site_key(folder: Path) -> None:

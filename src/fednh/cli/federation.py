@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from fednh.flower.layout import SiteFolder
 
 
-# --- federation -----------------------------------------------------------------------------------------------------
-# Commands about real federations: a folder to start from, its keys, and a trial on this machine.
-
-
 federation_app = typer.Typer(help="Federations of sites that keep their data, on Flower.", no_args_is_help=True)
 app.add_typer(federation_app, name="federation")
 
@@ -96,10 +92,6 @@ def certs(
 def up(
     folder: FederationArgument,
     local: Annotated[bool, typer.Option("--local", help="All of it on this machine, over the loopback.")] = False,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Without TLS and without the sites' keys.")] = False,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="A new Python for every message, as Flower does by itself; slower.")
-    ] = False,
     proxy: Annotated[
         bool, typer.Option("--proxy", help="Sites come in through nginx, as on several machines; it must be installed.")
     ] = False,
@@ -136,7 +128,7 @@ def up(
             with screen_for(console, config.rounds, name, quiet) as screen:
                 screen.on_note(f"starting the server and {len(sites)} sites; logs: {FederationFolder(folder).logs}")
                 try:
-                    LocalFederation(folder, config, sites, screen, stop, not insecure, not plain, proxy).run()
+                    LocalFederation(folder, config, sites, screen, stop, proxy).run()
                 except Stopped:
                     typer.echo(f"fednh: interrupted; go on with: fednh federation up {folder} --local", err=True)
                     raise typer.Exit(130) from None
@@ -149,10 +141,10 @@ def status(
 ) -> None:
     """Show the sites of a federation: names, keys, when each last answered, and in which rounds it took part."""
     need_extra()
-    from fednh.flower.status import lines, of
+    from fednh.flower.status import lines, read_status
     from fednh.text import one_line
 
-    rows, said = of(folder.absolute())
+    rows, said = read_status(folder.absolute())
     for line in lines(rows):
         typer.echo(line)
     for sentence in said:
@@ -225,7 +217,7 @@ def need_extra() -> None:
     extras.need("flower", "a federation")
 
 
-# --- deployment -----------------------------------------------------------------------------------------------------
+# --- on several machines --------------------------------------------------------------------------------------------
 
 
 SiteArgument = Annotated[

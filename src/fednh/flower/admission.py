@@ -1,4 +1,8 @@
-"""Admission: the server asks unknown nodes who they are, and admits those whose data fits the federation."""
+"""Admission: the server asks unknown nodes who they are, and admits those whose data fits the federation.
+
+`Membership` is who takes part: sites by name and number, and the nodes that speak for them. `Admission` also has the
+task that they agreed on, and the sites that wait to be admitted.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,9 @@ from fednh.errors import RunError
 from fednh.flower import audit, protocol
 from fednh.flower.audit import head_of
 from fednh.flower.layout import WAITING
-from fednh.flower.protocol import NOTICE, Hello, Task, content_of, why
+from fednh.flower.protocol import NOTICE, Hello, Task, content_of, describe_error
 from fednh.flower.signing import Identity, fingerprint_of_pem, ssh_fingerprint
 from fednh.flower.transport import GREETING, FetchError, Mailbox, Reply, Request
-
-# --- membership -----------------------------------------------------------------------------------------------------
-# Who takes part: sites by name and number, the nodes that speak for them, and the task that they agreed on.
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Member:
     number: int
     site: str
     rounds: list[int] = field(default_factory=list)  # in which its upload was taken
-    key: str = ""  # its public key; empty where nothing is signed
+    key: str = ""  # its public key
 
     @property
     def last(self) -> int:
@@ -48,7 +49,7 @@ class Membership:
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = (), records: Iterable[Mapping[str, Any]] = ()):
         """From a checkpoint's rows, and the records of its rounds, which list the clients that took part."""
-        self.members = {row["number"]: Member(row["number"], row["site"], key=row.get("key", "")) for row in rows}
+        self.members = {row["number"]: Member(row["number"], row["site"], key=row["key"]) for row in rows}
         for record in records:
             for client in record["clients"]:
                 self.members[client].rounds.append(record["round"])
@@ -142,14 +143,11 @@ def _form(task: Task) -> tuple[Any, ...]:
     return task.divided, task.classes, *form
 
 
-# --- reception ------------------------------------------------------------------------------------------------------
-
-
 AGAIN = 10.0  # seconds until a node that cannot take part is asked again
 REMINDER = 60.0  # seconds between two notes that sites are missing
 
 
-class Reception:
+class Admission:
     """The known sites, the task they agreed on, and the sites that wait to be admitted."""
 
     def __init__(
@@ -158,41 +156,41 @@ class Reception:
         grid: Grid,
         mailbox: Mailbox,
         tell: Callable[..., None],  # takes a sentence and, for the audit log, the site it is about
-        events: audit.Writer,
+        events: audit.AuditWriter,
         toml: str,
         timeout: float,
-        identity: Identity | None,
+        identity: Identity,
     ):
         self.config, self.grid, self.mailbox, self.tell, self.identity = config, grid, mailbox, tell, identity
         self.events = events
-        self.question, self.timeout = protocol.hello_request(toml), timeout
+        self.hello_request, self.timeout = protocol.hello_request(toml), timeout
         self.membership = Membership()
         self.task: Task | None = None
         self._arrivals: list[tuple[int, Hello]] = []
         self._told: set[str] = set()
         self._again: dict[int, float] = {}  # node -> when to ask it again, if it could not take part
 
-    def once(self, words: str, **who: Any) -> None:
+    def note_once(self, words: str, **who: Any) -> None:
         if words not in self._told:
             self._told.add(words)
             self.tell(words, **who)
 
-    def gather(self, enough: int, aloud: bool, wait: float) -> Task:
+    def wait_for_sites(self, enough: int, wait: float) -> Task:
         """Wait until `enough` sites with fitting data have introduced themselves; returns the task they agree on.
 
         RunError if they have not after `wait` seconds.
         """
         told, last, deadline = 0.0, "", time.monotonic() + wait
         while True:
-            self.greet(set(self.grid.get_node_ids()))
-            self.mailbox.rest()
+            self.query_new_nodes(set(self.grid.get_node_ids()))
+            self.mailbox.poll()
             here = {hello.site for _, hello in self._arrivals}
             if len(here) >= enough and (task := self._agreed(enough)):
                 self.task = task
-                self.welcome()
+                self.admit_arrivals()
                 return task
             words = f"{WAITING}: {len(here)} of {enough} are here ({', '.join(sorted(here)) or 'none'})"
-            if aloud and (words != last or time.monotonic() - told > REMINDER):
+            if words != last or time.monotonic() - told > REMINDER:
                 told, last = time.monotonic(), words
                 self.tell(words)
             if time.monotonic() > deadline:
@@ -207,7 +205,7 @@ class Reception:
             return task
         for node, hello in rows:
             if problem := self._problem(task, hello):
-                self.once(f"site {hello.site} cannot take part: {problem}", site=hello.site, node=node)
+                self.note_once(f"site {hello.site} cannot take part: {problem}", site=hello.site, node=node)
         return None
 
     @staticmethod
@@ -217,23 +215,23 @@ class Reception:
     def _problem(self, task: Task, hello: Hello) -> str | None:
         return disagreement(task, hello.task) or number_problem(hello, self.config.partition.clients)
 
-    def greet(self, online: set[int]) -> None:
+    def query_new_nodes(self, online: set[int]) -> None:
         """Ask unknown nodes who they are."""
         met = self.mailbox.asked() | {node for node, _ in self._arrivals}
         met |= {node for node, then in self._again.items() if then > time.monotonic()}
         strangers = [node for node in sorted(online - met) if not self.membership.knows(node)]
         if strangers:
-            self.events("asked", kind="query", nodes=strangers, sent=self.question)
-        letters = [(Request(node, MessageType.QUERY, GREETING), self.question) for node in strangers]
-        self.mailbox.send(letters, self.timeout)
+            self.events("asked", kind="query", nodes=strangers, sent=self.hello_request)
+        requests = [(Request(node, MessageType.QUERY, GREETING), self.hello_request) for node in strangers]
+        self.mailbox.send(requests, self.timeout)
 
-    def welcome(self) -> None:
+    def admit_arrivals(self) -> None:
         """Admit the sites that introduced themselves, if their data fits."""
         assert self.task is not None
         fitting = []
         for node, hello in self._arrivals:
             if problem := self._problem(self.task, hello):
-                self.once(f"site {hello.site} cannot take part: {problem}", site=hello.site, node=node)
+                self.note_once(f"site {hello.site} cannot take part: {problem}", site=hello.site, node=node)
             else:
                 fitting.append((node, hello))
         self._arrivals = []
@@ -244,39 +242,37 @@ class Reception:
                 facts = {"site": hello.site, "node": node, "key": ssh_fingerprint(hello.key)}
                 self.events("joined", **facts, head=hello.audit)
 
-    def heard(self, letter: Request, reply: Reply) -> None:
+    def on_hello(self, request: Request, reply: Reply) -> None:
         """Handle a site's introduction."""
         try:
-            hello = self._hello(letter, reply)
+            hello = self._hello(request, reply)
         except Exception as error:  # whatever reading it raises is that site's problem, not the server's
-            self._again[letter.node] = time.monotonic() + min(AGAIN, self.timeout)
-            who, facts = self._stranger(letter.node, reply)
-            self.once(f"{who} cannot take part: {why(error)}", **facts)
+            self._again[request.node] = time.monotonic() + min(AGAIN, self.timeout)
+            who, facts = self._describe_node(request.node, reply)
+            self.note_once(f"{who} cannot take part: {describe_error(error)}", **facts)
             return
-        if self.identity is not None and (problem := self.identity.claim(hello.site, hello.key)):
+        if problem := self.identity.bind_key(hello.site, hello.key):
             if problem not in self._told:
                 spokesmen = [node for node, other in self._arrivals if other.site == hello.site]
-                self._notify({letter.node, *spokesmen, *self.membership.nodes(hello.site)}, problem)
-            self.once(problem, site=hello.site, node=letter.node, key=ssh_fingerprint(hello.key))
+                self._notify({request.node, *spokesmen, *self.membership.nodes(hello.site)}, problem)
+            self.note_once(problem, site=hello.site, node=request.node, key=ssh_fingerprint(hello.key))
             return
-        self._arrivals.append((letter.node, hello))
+        self._arrivals.append((request.node, hello))
 
-    def _hello(self, letter: Request, reply: Reply) -> Hello:
-        """Read a newcomer's introduction, and verify its signature where messages are signed."""
+    def _hello(self, request: Request, reply: Reply) -> Hello:
+        """Read a newcomer's introduction, and verify its signature."""
         content = content_of(reply)
-        if self.identity is None:
-            return Hello.read(content)
         protocol.check_problem(content)
-        content, site, key = self.identity.opened(letter, content)
+        content, site, key = self.identity.verify_reply(request, content)
         hello = Hello.read(content)
         if hello.site != site:
             raise ValueError("it signs for one site and speaks for another")
         return replace(hello, key=key, audit=head_of(content) or "")
 
-    def _stranger(self, node: int, reply: Reply) -> tuple[str, dict[str, Any]]:
+    def _describe_node(self, node: int, reply: Reply) -> tuple[str, dict[str, Any]]:
         """What is known of a node that has not proven who it is: as text, and as facts for the audit log."""
         key = next((fingerprint_of_pem(info.public_key) for info in self.grid.get_nodes() if info.node_id == node), "")
-        owner = self.identity.owner(key) if self.identity is not None and key else None
+        owner = self.identity.owner(key) if key else None
         known = f"node {node}, key {key}" if key else f"node {node}"
         facts = {"node": node, "key": key}
         if owner is not None:

@@ -1,10 +1,18 @@
-"""What a site writes into its audit log: who asked, what left, what was refused and why.
+"""The audit log of a site or a server: one JSON line per event, each chained to the one before it by SHA-256.
 
-A line is on disk before the answer that it describes is sent: if it cannot be written, nothing leaves. The answer
-carries the hash of that line, and the server keeps it, so that nobody can cut lines off the log unnoticed.
+    {"line": 3, "time": "2026-11-16T10:41:07.125Z", "event": "left", ..., "before": HASH OF LINE 2, "hash": HASH}
 
-What says nothing new, because it was said before or refused, has lines for the first `EACH` messages of a kind and
-key, and then for every doubling of their number, with how many they stand for (`times`). So nobody can fill the disk.
+A hash covers its line up to the hash itself, and so, by the chain, all lines before it. Lines are only ever added: the
+file may have the file system's append-only attribute. A line that a crash cut short stays where it is, and the next
+line, "torn", records it.
+
+Whoever can write the file can also rewrite all of it, or cut lines off its end; only somebody who knows an earlier hash
+can notice that. So a site sends its newest hash with every answer, and the server writes it into its own log.
+
+A site's log says who asked, what left, what was refused and why. A line is on disk before the answer that it describes
+is sent: if it cannot be written, nothing leaves. What says nothing new, because it was said before or refused, has
+lines for the first `EACH` messages of a kind and key, and then for every doubling of their number, with how many they
+stand for (`times`). So nobody can fill the disk.
 """
 
 from __future__ import annotations
@@ -21,32 +29,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from filelock import FileLock
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fednh.flower.layout import StateFolder
 from fednh.io.files import sync_path, write_json
 from fednh.text import one_line
-
-if TYPE_CHECKING:
-    from flwr.app import RecordDict
-
-
-# --- audit ----------------------------------------------------------------------------------------------------------
-# The audit log of a site or a server: one JSON line per event, each chained to the one before it by SHA-256.
-#
-# {"line": 3, "time": "2026-11-16T10:41:07.125Z", "event": "left", ..., "before": HASH OF LINE 2, "hash": HASH OF LINE
-# 3}
-#
-# A hash covers its line up to the hash itself, and so, by the chain, all lines before it. Lines are only ever added:
-# the file may have the file system's append-only attribute. A line that a crash cut short stays where it is, and the
-# next line, "torn", records it.
-#
-# Whoever can write the file can also rewrite all of it, or cut lines off its end; only somebody who knows an earlier
-# hash can notice that. So a site sends its newest hash with every answer, and the server writes it into its own log.
-
 
 START = "0" * 64  # what the first line has in place of the hash of the one before
 LONGEST = 100_000  # characters of what a line says of a message
@@ -124,15 +114,13 @@ def newest_head(path: Path) -> Head | None:
     return found if found.line else None
 
 
-class Writer:
-    """Appends to one log, or to none: a simulation has no log. Every line has Flower's number of the `run`."""
+class AuditWriter:
+    """Appends to one log. Every line has Flower's number of the `run`."""
 
-    def __init__(self, path: Path | None, run: int = 0):
+    def __init__(self, path: Path, run: int):
         self.path, self.run = path, run
 
     def __call__(self, event: str, **facts: Any) -> None:
-        if self.path is None:
-            return
         if "sent" in facts:
             facts["sent"] = contents(facts["sent"])
         facts = {key: value for key, value in facts.items() if value not in (None, "")}
@@ -231,8 +219,6 @@ def _row(text: bytes) -> dict[str, Any] | None:
 
 def contents(content: RecordDict) -> list[dict[str, Any]]:
     """A description of a message for the log: names, shapes, bytes and SHA-256 of every record."""
-    from flwr.app import ArrayRecord
-
     from fednh.flower.protocol import form_of
 
     found = []
@@ -267,7 +253,7 @@ def _short(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"record": f"{len(found)} records", "bytes": total, "sha256": digest, "names": {}}]
 
 
-# --- audit events ---------------------------------------------------------------------------------------------------
+# --- a site's events ------------------------------------------------------------------------------------------------
 
 
 log = logging.getLogger("flwr")
@@ -275,7 +261,7 @@ HEAD = "audit"  # key in a reply's record `said`: the newest line of the site's 
 EACH = 100  # messages of a kind that have a line each, though they ask for nothing new
 
 
-class Tally:
+class MessageCounter:
     """Counts, on disk, messages that asked for nothing new."""
 
     def __init__(self, file: Path):
@@ -305,7 +291,7 @@ class SiteEvents:
     def __init__(self, home: Path, site: str, message: Message):
         data, folder = message.metadata, StateFolder(home)
         self.path, self.kind = folder.audit_file(site), data.message_type[:50]
-        self._tally = Tally(folder.tally(site))
+        self._counter = MessageCounter(folder.tally(site))
         group = int(data.group_id) if data.group_id.isdecimal() and len(data.group_id) < 20 else 0
         self.facts: dict[str, Any] = {"own": site, "kind": self.kind, "round": group, "run": data.run_id}
         self.by = f"node {data.src_node_id}, which has not proven who it is"
@@ -323,7 +309,7 @@ class SiteEvents:
 
     def new(self) -> None:
         """What the message asks for was not said before: it has lines of its own, whatever its number."""
-        self._tally.add(self._counted, -1)
+        self._counter.add(self._counted, -1)
         self.times = 1
         if self._asked is not None:
             self._write_asked()
@@ -351,7 +337,7 @@ class SiteEvents:
         return with_head(content, head)
 
     def _count(self, kind: str) -> None:
-        self._counted, self.times = kind, self._tally.add(kind)
+        self._counted, self.times = kind, self._counter.add(kind)
 
     def _write_asked(self) -> None:
         append(self.path, "asked", **self._facts(), **(self._asked or {}))
@@ -361,10 +347,10 @@ class SiteEvents:
         return self.facts if self.times == 1 else {**self.facts, "times": self.times}
 
 
-def refuse(home: Path, site: str, kind: str, by: str, why: str) -> None:
+def log_refusal(home: Path, site: str, kind: str, by: str, why: str) -> None:
     """Log a refusal that did not come from reading a message: an app that is not approved, work that was killed."""
     folder = StateFolder(home)
-    if times := Tally(folder.tally(site)).add(kind):
+    if times := MessageCounter(folder.tally(site)).add(kind):
         more = {} if times == 1 else {"times": times}
         append(folder.audit_file(site), "refused", own=site, by=by, why=one_line(why), **more)
 

@@ -1,9 +1,9 @@
 """The ClientApp: a site that Flower calls; start it with `flower-supernode --node-config site.toml`.
 
 An order is obeyed only if the federation's server has signed it for this site (signing.py) and the site's own rules
-allow it (policy.py). Otherwise it is refused and logged before its content is read. A site that cannot carry out an
-order replies with a problem. The text of an error may quote data, so it goes to the site's own log only; the text of a
-refusal quotes nothing but the request, so it is sent.
+allow it (site_config.py). Otherwise it is refused and logged before its content is read. A site that cannot carry out
+an order replies with a problem. The text of an error may quote data, so it goes to the site's own log only; the text
+of a refusal quotes nothing but the request, so it is sent.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fednh.errors import Refused, RunError, UserError
+from fednh.errors import Refused
 from fednh.flower import protocol, signing
 from fednh.flower.audit import SiteEvents
 from fednh.flower.layout import StateFolder
 from fednh.flower.signing import ssh_fingerprint
-from fednh.flower.site import Place, Seal, Site, finalize_reply, read_place
-from fednh.flower.site_config import Agreement
+from fednh.flower.site import Seal, Site, finalize_reply
+from fednh.flower.site_config import Agreement, SiteConfig, read_site_config
 from fednh.io.files import keep_private
 from fednh.machine import one_thread
 from fednh.text import one_line
@@ -32,96 +31,66 @@ log = logging.getLogger("flwr")
 
 
 @dataclass(frozen=True)
-class Job:
+class VerifiedMessage:
     """One message to work on."""
 
-    place: Place
+    site_config: SiteConfig
     content: RecordDict
-    # None in a simulation:
-    book: signing.ReplayGuard | None = None
-    agreement: Agreement | None = None
-    events: SiteEvents | None = None
+    guard: signing.ReplayGuard
+    agreement: Agreement
+    events: SiteEvents
 
     def site(self) -> Site:
-        return Site(self.place, *protocol.read_config(self.content), self.agreement)
+        return Site(self.site_config, *protocol.read_config(self.content), self.agreement)
 
 
-Handler = Callable[[Job], RecordDict]
+Handler = Callable[[VerifiedMessage], RecordDict]
 
 
-def client_app(home: Path | None = None, run: Path | None = None) -> ClientApp:
-    """A ClientApp. A simulation passes a folder for its sites' states, and its run folder; orders need no signature."""
-    app = ClientApp()
-    handle = partial(_simulated, home, run) if home is not None else _deployed
-    app.query()(partial(handle, _hello))
-    app.query(protocol.NOTICE.partition(".")[2])(partial(handle, _notice))
-    app.train()(partial(handle, _answer))
-    app.evaluate()(partial(handle, _answer))
-    return app
-
-
-def _hello(duty: Job) -> RecordDict:
-    hello, times = duty.site().hello()
-    if duty.events is not None:
-        duty.events.facts["greeting"] = times
-        if times == 1 and not duty.place.divided:
-            duty.events.new()
+def _hello(message: VerifiedMessage) -> RecordDict:
+    hello, times = message.site().hello()
+    message.events.facts["greeting"] = times
+    if times == 1 and not message.site_config.divided:
+        message.events.new()
     return hello.write()
 
 
-def _notice(duty: Job) -> RecordDict:
-    words = protocol.read_notice(duty.content)
-    if duty.events is None or duty.events.times:
+def _notice(message: VerifiedMessage) -> RecordDict:
+    words = protocol.read_notice(message.content)
+    if message.events.times:
         log.warning("the server says: %s", words)
     return protocol.ack()
 
 
-def _answer(duty: Job) -> RecordDict:
-    order, policy = protocol.Order.read(duty.content), duty.place.policy
-    if policy is None or duty.book is None:
-        site = duty.site()
-        return site.answer(order, *site.read(duty.content)).write()
+def _answer(message: VerifiedMessage) -> RecordDict:
+    order, policy = protocol.Order.read(message.content), message.site_config.policy
     policy.check_order(order)
-    site = duty.site()
-    received = site.read(duty.content)
+    site = message.site()
+    received = site.read(message.content)
     # From here on the samples are used. That this fails may say something about them, so it counts, too.
-    new = duty.book.count(signing.Work.of(duty.content, site.basis(order)), policy.rounds)
-    if new and duty.events is not None:
-        duty.events.new()
+    if message.guard.count(signing.Work.of(message.content, site.basis(order)), policy.rounds):
+        message.events.new()
     return site.answer(order, *received).write()
 
 
-def _simulated(home: Path, run: Path | None, work: Handler, message: Message, context: Context) -> Message:
-    """In a simulation the user is server and sites at once: nothing is signed, and errors are sent in full."""
-    try:
-        with one_thread():
-            content = work(Job(read_place(context.node_config, home, run), message.content))
-    except (UserError, RunError) as error:
-        content = protocol.error_reply(str(error))
-    except Exception as error:
-        log.exception("this site could not do what it was asked")
-        content = protocol.error_reply(f"{type(error).__name__}: {error}")
-    return Message(content, reply_to=message)
-
-
-def _deployed(work: Handler, message: Message, context: Context) -> Message:
+def _handle(work: Handler, message: Message, context: Context) -> Message:
     """Check the order, do it, sign the reply."""
     seal: Seal | None = None  # a reply to a forged order is not signed
     events: SiteEvents | None = None
     name = str(context.node_config.get("site", ""))
     try:
-        place = read_place(context.node_config)
-        name = place.site
-        keep_private(place.home)
-        events = SiteEvents(place.home, name, message)
-        envelope, book = _accepted(place, message, context)
-        seal = partial(signing.sign_reply, key=signing.read_site_private(place.key), envelope=envelope)
+        site_config = read_site_config(context.node_config)
+        name = site_config.site
+        keep_private(site_config.home)
+        events = SiteEvents(site_config.home, name, message)
+        envelope, guard = _accepted(site_config, message, context)
+        seal = partial(signing.sign_reply, key=signing.read_site_private(site_config.key), envelope=envelope)
         order = signing.without_signature(message.content)
-        events.asked(ssh_fingerprint(place.orders.read_text()), envelope.federation, order)
-        key = signing.key_fingerprint(signing.read_orders_public(place.orders))
-        agreement = Agreement(StateFolder(place.home).agreement(place.site, key))
+        events.asked(ssh_fingerprint(site_config.orders.read_text()), envelope.federation, order)
+        key = signing.key_fingerprint(signing.read_orders_public(site_config.orders))
+        agreement = Agreement(StateFolder(site_config.home).agreement(site_config.site, key))
         with one_thread():
-            content = work(Job(place, order, book, agreement, events))
+            content = work(VerifiedMessage(site_config, order, guard, agreement, events))
         reply = finalize_reply(content, events, seal)
     except Refused as error:
         data, cause = message.metadata, error.__cause__  # the cause may quote data: it stays in the site's own logs
@@ -130,24 +99,30 @@ def _deployed(work: Handler, message: Message, context: Context) -> Message:
         if events is None or events.times:
             log.error("refused: %s (message %r of node %d)", one_line(why), data.message_type[:50], data.src_node_id)
     except Exception as error:
-        sorry = protocol.error_reply(f"{type(error).__name__}; the site's own log says more", name)
-        reply = finalize_reply(sorry, events, seal, refused=f"{type(error).__name__}: {error}")
+        problem = protocol.error_reply(f"{type(error).__name__}; the site's own log says more", name)
+        reply = finalize_reply(problem, events, seal, refused=f"{type(error).__name__}: {error}")
         if events is None or events.times:
             log.error("this site could not do what it was asked", exc_info=error)
     return Message(reply, reply_to=message)
 
 
-def _accepted(place: Place, message: Message, context: Context) -> tuple[signing.Envelope, signing.ReplayGuard]:
+def _accepted(
+    site_config: SiteConfig, message: Message, context: Context
+) -> tuple[signing.Envelope, signing.ReplayGuard]:
     """The order's envelope, with this site's name; Refused unless the server signed it and it is new."""
     data = message.metadata
     if data.dst_node_id != context.node_id or data.run_id != context.run_id:
         raise Refused("the message is for another node or run")
-    known = signing.Envelope("", context.run_id, data.message_type, data.group_id, context.node_id, place.site)
-    public = signing.read_orders_public(place.orders)
+    known = signing.Envelope("", context.run_id, data.message_type, data.group_id, context.node_id, site_config.site)
+    public = signing.read_orders_public(site_config.orders)
     envelope = signing.check_order(message.content, public, known)
-    book = signing.ReplayGuard(place.home, place.site, public)
-    book.accept(envelope.counter)
-    return replace(envelope, site=place.site), book
+    guard = signing.ReplayGuard(site_config.home, site_config.site, public)
+    guard.accept(envelope.counter)
+    return replace(envelope, site=site_config.site), guard
 
 
-app = client_app()
+app = ClientApp()
+app.query()(partial(_handle, _hello))
+app.query(protocol.NOTICE.partition(".")[2])(partial(_handle, _notice))
+app.train()(partial(_handle, _answer))
+app.evaluate()(partial(_handle, _answer))

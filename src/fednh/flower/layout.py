@@ -1,4 +1,4 @@
-"""The layouts of a federation's folder, of a site's folder, and of what a site keeps. Nothing is read or written here.
+"""The layouts of a federation's folder, of a site's folder, and of what a site keeps; and the server's notes.
 
 A federation's folder, as `fednh federation init` writes it:
   pyproject.toml   the app and all settings          sites/NAME/   a folder for every site, to be handed over
@@ -36,23 +36,20 @@ from fednh.federated.results import check_lost
 from fednh.runs.layout import Inside, Layout, RunLayout
 from fednh.text import one_line
 
-# --- notes ----------------------------------------------------------------------------------------------------------
-# federation.log: the server's notes about its sites, one JSON line each, `{"time": ..., "text": ...}`.
-#
-# Notes quote what sites sent. Written as JSON, no such text can break a line and forge another note.
+# --- notes: federation.log ------------------------------------------------------------------------------------------
 
 
 WAITING = "waiting for sites"  # how the note begins that too few sites are there
 
 
 def add_note(run: Path, text: str) -> None:
-    """Add a note to a run folder's log."""
+    """Add a note about sites to a run folder's log: as JSON, so that no text of a site can forge another line."""
     line = {"time": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}", "text": one_line(text)}
     with RunLayout(run).log_file.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
-def sentence(line: bytes) -> str:
+def note_text(line: bytes) -> str:
     """The text of a line, safe to print; earlier versions wrote plain text after the time."""
     try:
         return one_line(str(json.loads(line)["text"]))
@@ -65,7 +62,7 @@ def check_end(run: Path) -> None:
     check_lost(json.loads(RunLayout(run).summary_file.read_text(encoding="utf-8")))
 
 
-# --- layout ---------------------------------------------------------------------------------------------------------
+# --- folders --------------------------------------------------------------------------------------------------------
 
 
 class FlowerHome(Layout):

@@ -1,4 +1,19 @@
-"""Reads the replies of sites, and says what is wrong with those that cannot be used."""
+"""All that server and sites exchange: trees as arrays of bytes, facts as small records.
+
+    server ---query    {config}                                     --->  site: who are you, what is your data like
+    server ---train    {config, order, down, [global]}              --->  site: evaluate the last round, train next
+    server ---evaluate {config, order, down, [global]}              --->  site: only evaluate
+    server ---query.notice {notice}                                 --->  site: something for its log
+    server <--reply    {said} or {said, facts, [upload], [figures]} ----  site
+
+Every message also has a `seal`: see signing.py. Anything else is a `ValueError` that says what is wrong: a message may
+come from anybody. Sizes and kinds are checked before anything is allocated (transport.py).
+
+A whole tree is one array of bytes in the safetensors format: Flower sends every array of a record as two objects of its
+own, each with a call on every hop. The header of the bytes declares the name, type and shape of every tensor. Before
+any number is read, they are compared with the expected form, and the number of bytes received with the number that they
+need: a small message cannot claim a large tree.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +37,7 @@ from fednh.metric_names import HELD
 from fednh.text import name_problem, one_line
 from fednh.tree import Tree, canonical
 
-# --- arrays ---------------------------------------------------------------------------------------------------------
-# Trees in messages: a whole tree is one array of bytes in the safetensors format; what arrives is not trusted.
-#
-# Flower sends every array of a record as two objects of its own, each with a call on every hop, so a tree travels as
-# one. The header of the bytes declares the name, type and shape of every tensor. Before any number is read, they are
-# compared with the expected form, and the number of bytes received with the number that they need: a small message
-# cannot claim a large tree.
+# --- trees ----------------------------------------------------------------------------------------------------------
 
 
 TREE = "tree"  # the name of the one array
@@ -116,17 +125,6 @@ def _tensor(name: str, row: object) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 # --- messages -------------------------------------------------------------------------------------------------------
-# All that server and sites exchange: a tree as one array of an ArrayRecord, facts as small records.
-#
-#     server ---query    {config}                                     --->  site: who are you, what is your data like
-#     server ---train    {config, order, down, [global]}              --->  site: evaluate the last round, train next
-#     server ---evaluate {config, order, down, [global]}              --->  site: only evaluate
-#     server ---query.notice {notice}                                 --->  site: something for its log
-#     server <--reply    {said} or {said, facts, [upload], [figures]} ----  site
-#
-# In a deployment every message also has a `seal`: see signing.py. Anything else is a `ValueError` that says what is
-# wrong: a message may come from anybody. Sizes and kinds are checked before anything is allocated (bounds.py,
-# arrays.py).
 
 
 FORMAT = 3  # version of these messages; server and sites must have the same
@@ -227,7 +225,7 @@ class Hello:
     site: str
     task: Task
     number: int = -1  # -1: the server gives it one
-    key: str = ""  # the public key that signed it, filled in by the server; empty in a simulation
+    key: str = ""  # the public key that signed it, filled in by the server
     audit: str = ""  # the newest line of the site's audit log, filled in by the server
 
     def write(self) -> RecordDict:
@@ -286,17 +284,17 @@ class Answer:
     samples: int | None = None  # training samples processed; None: not disclosed
     loss_sum: float | None = None  # None: not disclosed
     gradient_norm: float | None = None
-    figures: dict[str, Number] = field(default_factory=dict)  # accuracies; empty: it was not asked to evaluate
+    metrics: dict[str, Number] = field(default_factory=dict)  # accuracies; empty: it was not asked to evaluate
 
-    def without(self, metrics: Set[str]) -> Answer:
-        """The same answer without the given metrics, of training or of evaluation."""
+    def without_metrics(self, names: Set[str]) -> Answer:
+        """The same answer without the metrics of these names, of training or of evaluation."""
         return replace(
             self,
-            samples=None if "samples" in metrics else self.samples,
+            samples=None if "samples" in names else self.samples,
             # A loss that is not finite tells the server to leave this client out: it is sent in any case.
-            loss_sum=None if "loss" in metrics and math.isfinite(self.loss_sum or 0.0) else self.loss_sum,
-            gradient_norm=None if "gradient_norm" in metrics else self.gradient_norm,
-            figures={key: value for key, value in self.figures.items() if key not in metrics},
+            loss_sum=None if "loss" in names and math.isfinite(self.loss_sum or 0.0) else self.loss_sum,
+            gradient_norm=None if "gradient_norm" in names else self.gradient_norm,
+            metrics={key: value for key, value in self.metrics.items() if key not in names},
         )
 
     def write(self) -> RecordDict:
@@ -309,8 +307,8 @@ class Answer:
         content = RecordDict({"said": ConfigRecord({"format": FORMAT}), "facts": MetricRecord(facts)})
         if self.upload is not None:
             content["upload"] = to_arrays(self.upload)
-        if self.figures:
-            content["figures"] = MetricRecord(dict(self.figures))
+        if self.metrics:
+            content["figures"] = MetricRecord(dict(self.metrics))
         return content
 
     @classmethod
@@ -327,7 +325,7 @@ class Answer:
             samples=_integer(facts, "samples", 1, SAMPLES) if "samples" in facts else None,
             loss_sum=_number(facts, "loss_sum", -LARGE) if "loss_sum" in facts else None,
             gradient_norm=_number(facts, "gradient_norm", 0) if "gradient_norm" in facts else None,
-            figures=_figures(_record(content, "figures", MetricRecord)) if "figures" in content else {},
+            metrics=_read_metrics(_record(content, "figures", MetricRecord)) if "figures" in content else {},
         )
 
 
@@ -439,7 +437,7 @@ def _text(record: ConfigRecord, key: str, longest: int = transport.TEXT) -> str:
     return value
 
 
-def _figures(record: MetricRecord) -> dict[str, Number]:
+def _read_metrics(record: MetricRecord) -> dict[str, Number]:
     """Metrics by their names, each in its range."""
     found: dict[str, Number] = {}
     for key, value in record.items():
@@ -470,23 +468,22 @@ def content_of(reply: Reply) -> RecordDict:
     return reply.content
 
 
-def why(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """What was wrong with a received message; an unexpected error is named with its type."""
     foreseen = isinstance(error, ValueError | SiteProblem)
     return str(error) if foreseen else f"{type(error).__name__}: {one_line(str(error), 200)}"
 
 
 def read_answer(
-    letter: Request, order: Order, reply: Reply, form: TensorSpecs, device: str, identity: Identity | None
+    request: Request, order: Order, reply: Reply, form: TensorSpecs, device: str, identity: Identity
 ) -> tuple[Answer, RecordDict]:
     """The answer to this order, and the records that it came in.
 
     A wrong answer raises; `SiteProblem` if the site itself reports a problem.
     """
     content = content_of(reply)
-    if identity is not None:
-        check_problem(content)
-        content, *_ = identity.opened(letter, content)
+    check_problem(content)
+    content, *_ = identity.verify_reply(request, content)
     answer = Answer.read(content, form if order.round else None, device)
     if (answer.client, answer.round) != (order.client, order.round):
         raise ValueError(f"it is for client {answer.client} and round {answer.round}")

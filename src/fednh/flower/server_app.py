@@ -1,7 +1,11 @@
 """The ServerApp: `flwr run` starts it, with fednh's own settings as the app's run-config.
 
-All of them are flat dotted keys, as `--set` takes them: `rounds`, `method.name`, `train.lr`, ... (see runconfig.py).
+All of them are flat dotted keys, as `--set` takes them: `rounds`, `method.name`, `train.lr`, ... (see run_config.py).
 `federation.folder` is the run folder. A stopped federation continues when it is started again with the same settings.
+
+`Sites` is the executor of the run: orders go out as messages, answers come back, late, wrong or never. An order asks a
+site to evaluate the state after the last round, to train the next round, or both in one message. A wrong answer is
+refused, with the reason in the log; the rounds go on without it (federated/rounds.py).
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from flwr.serverapp import Grid, ServerApp
 from fednh.callbacks.base import Callback
 from fednh.callbacks.screen import metric_words
 from fednh.config import Config, dump
-from fednh.errors import RunError, UserError
+from fednh.errors import UserError
 from fednh.federated import checks, similarity
 from fednh.federated.client import ClientResult
 from fednh.federated.evaluate import Personal
@@ -30,12 +34,22 @@ from fednh.federated.protocol import RoundPolicy, RoundTask
 from fednh.federated.rounds import RoundLoop
 from fednh.federated.setup import Federation, ServerSide, build_federation, network
 from fednh.flower import audit, layout
-from fednh.flower.admission import Membership, Reception
+from fednh.flower.admission import Admission, Membership
 from fednh.flower.audit import head_of
-from fednh.flower.protocol import NOTICE, Answer, Number, Order, SiteProblem, Task, read_answer, to_arrays, why
+from fednh.flower.protocol import (
+    NOTICE,
+    Answer,
+    Number,
+    Order,
+    SiteProblem,
+    Task,
+    describe_error,
+    read_answer,
+    to_arrays,
+)
 from fednh.flower.run_config import read_config
-from fednh.flower.signing import Identity, of_server
-from fednh.flower.site import balanced
+from fednh.flower.signing import Identity, server_identity
+from fednh.flower.site import load_test_set
 from fednh.flower.site_config import for_sites
 from fednh.flower.transport import FetchError, Limit, Mailbox, Reply, Request
 from fednh.io.files import keep_private
@@ -47,20 +61,13 @@ from fednh.runs.run_folder import RunFolder
 from fednh.text import one_line
 from fednh.tree import Tree
 
-# --- executor -------------------------------------------------------------------------------------------------------
-# Sites on Flower as the executor of a run: orders go out as messages, answers come back, late, wrong or never.
-#
-# An order asks a site to evaluate the state after the last round, to train the next round, or both in one message. A
-# wrong answer is refused, with the reason in the log; the rounds go on without it (federated/rounds.py).
-
 
 @dataclass(frozen=True)
 class Transport:
-    """How the sites are reached: over a network, or as a simulation on this machine or cluster."""
+    """How long the server waits for sites, and how many it needs."""
 
     timeout: float  # seconds for an answer
     enough: int  # sites that must be present before the first round
-    simulated: bool = False  # then on_error decides whether an error at a client stops the run
     pause: float = 0.5  # seconds between two polls for answers
     least: int = 1  # uploads that a round needs; with fewer it is abandoned
     wait: float = math.inf  # seconds to wait for enough sites
@@ -71,14 +78,13 @@ def make_run(
     grid: Grid,
     folder: RunFolder,
     callback: Callback,
-    manner: Transport,
+    transport: Transport,
+    identity: Identity,
     stop: threading.Event | None = None,
-    federation: Federation | None = None,
-    identity: Identity | None = None,
 ) -> RoundLoop:
     """The round loop of a run on the sites behind `grid`; call its `run`."""
     stop = stop or threading.Event()
-    sites = Sites(config, grid, folder, callback, manner, stop, federation, identity)
+    sites = Sites(config, grid, folder, callback, transport, stop, identity)
     return RoundLoop(config, folder, sites, callback, stop)
 
 
@@ -93,40 +99,35 @@ class Sites:
         grid: Grid,
         folder: RunFolder,
         callback: Callback,
-        manner: Transport,
+        transport: Transport,
         stop: threading.Event,
-        federation: Federation | None = None,
-        identity: Identity | None = None,
+        identity: Identity,
     ):
-        """A simulation passes the `federation` it has built. Without an `identity` messages are not signed."""
-        self.config, self.grid, self.folder, self.callback, self.manner = config, grid, folder, callback, manner
-        self.fed, self.identity = federation, identity
-        self.deployed, self.least = not manner.simulated, manner.least
+        self.config, self.grid, self.folder, self.callback, self.transport = config, grid, folder, callback, transport
+        self.identity, self.least = identity, transport.least
         self.policy = RoundPolicy(
-            min_uploads=manner.least,
-            norm_bound=config.upload_bound(deployed=self.deployed),
-            bad_round="skip" if self.deployed else "stop",
-            client_error="skip" if self.deployed else config.on_error,
-            evaluate="present" if self.deployed else "sampled",
-            trusts_counts=not self.deployed,
+            min_uploads=transport.least,
+            norm_bound=config.upload_bound(deployed=True),
+            bad_round="skip",
+            client_error="skip",
+            evaluate="present",
+            trusts_counts=False,
         )
-        self.toml = dump(config if manner.simulated else for_sites(config))
+        self.toml = dump(for_sites(config))
         self.method = config.build_method()
-        sign = identity.sign if identity is not None else None
-        self.mailbox = Mailbox(grid, stop, self._stray, manner.pause, sign)
+        self.mailbox = Mailbox(grid, stop, self._on_unexpected, transport.pause, identity.sign)
         # Sites keep their personal states; a checkpoint records only the round of each.
         self.store = Store(folder.checkpoints / folder.clients.name, 0, {})
-        path = None if manner.simulated else folder.audit_file
-        self.events = audit.Writer(path, 0 if identity is None else identity.run)
-        tell, timeout = self._tell, manner.timeout
-        self.reception = Reception(config, grid, self.mailbox, tell, self.events, self.toml, timeout, identity)
+        self.events = audit.AuditWriter(folder.audit_file, identity.run)
+        tell, timeout = self._tell, transport.timeout
+        self.admission = Admission(config, grid, self.mailbox, tell, self.events, self.toml, timeout, identity)
 
     task: Task
     initial: Tree
 
     @property
     def membership(self) -> Membership:
-        return self.reception.membership
+        return self.admission.membership
 
     def __enter__(self) -> Sites:
         return self
@@ -138,26 +139,24 @@ class Sites:
     def open(self, extras: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> ServerSide:
         """Wait for the sites, and find out what they agree on."""
         if extras:
-            self.reception.membership = Membership(extras["sites"], records)
-            self.reception.task = Task.read(extras["task"])
-            if self.identity is not None:
-                self.identity.keys |= {member.site: member.key for member in self.membership if member.key}
-        self.task = self.reception.gather(self.manner.enough, self.deployed, self.manner.wait)
+            self.admission.membership = Membership(extras["sites"], records)
+            self.admission.task = Task.read(extras["task"])
+            self.identity.keys |= {member.site: member.key for member in self.membership}
+        self.task = self.admission.wait_for_sites(self.transport.enough, self.transport.wait)
         check_machine(self.config.device, self.config.precision)
         return self._server_side(self.task)
 
     def _server_side(self, task: Task) -> ServerSide:
         """The server's model, method and test set for the agreed task."""
         config = self.config
-        self.fed = self.fed or self._divided_federation(task)
-        if self.fed is not None:
-            side = self.fed.server_side(config)
+        if (federation := self._divided_federation(task)) is not None:
+            side = federation.server_side(config)
         else:  # the server does not know how the samples of sites with their own data are distributed
             net = network(config, task.shape, len(task.classes))
             card = card_of(config, net, task.shape, task.classes, task.data, task.recipe)
             side = ServerSide(task.data, task.classes, net, self.method, None, card)
         if config.federation.test is not None:
-            side = replace(side, test=balanced(config, config.federation.test, task), notes=())
+            side = replace(side, test=load_test_set(config, config.federation.test, task), notes=())
         return side
 
     def _divided_federation(self, task: Task) -> Federation | None:
@@ -179,18 +178,19 @@ class Sites:
 
     def present(self) -> list[int]:
         """The clients whose nodes are online; if there are too few, wait up to the timeout for more."""
-        deadline = time.monotonic() + self.manner.timeout
+        deadline = time.monotonic() + self.transport.timeout
         while True:
             online = set(self.grid.get_node_ids())
             here = self.membership.present(online)
             if len(here) >= self.least or time.monotonic() > deadline:
                 break
             words = f"{len(here)} of {self.least} sites are online; waiting"
-            self.reception.once(f"after round {self.done}: {words}")
-            self.reception.greet(online)
-            self.mailbox.rest()
-            self.reception.welcome()
-        self.reception.greet(online)  # newcomers introduce themselves while others work, and join in the next round
+            self.admission.note_once(f"after round {self.done}: {words}")
+            self.admission.query_new_nodes(online)
+            self.mailbox.poll()
+            self.admission.admit_arrivals()
+        # Newcomers introduce themselves while others work, and join in the next round.
+        self.admission.query_new_nodes(online)
         return here
 
     done = 0  # completed rounds
@@ -200,7 +200,7 @@ class Sites:
         train, look = set(asked.train), set(asked.evaluate)
         orders = [self._order(k, asked, k in train, k in look) for k in sorted(train | look)]
         answers = self._ask(orders, asked)
-        self.reception.welcome()
+        self.admission.admit_arrivals()
         return answers
 
     def _order(self, client: int, asked: RoundTask, trains: bool, evaluates: bool) -> Order:
@@ -218,32 +218,32 @@ class Sites:
         )
 
     def _ask(self, orders: list[Order], asked: RoundTask) -> SiteAnswers:
-        common = self._sent(asked, asked.down)
-        letters = []
+        common = self._broadcast_records(asked, asked.down)
+        requests = []
         for order in orders:
             own = order.client in asked.overrides
-            arrays, more = self._sent(asked, asked.received(order.client)) if own else common
-            letters.append((self._letter(order), order.write(self.toml, self.task, arrays, more)))
-        if letters:
-            sites = {letter.site: letter.kind for letter, _ in letters}
+            arrays, more = self._broadcast_records(asked, asked.received(order.client)) if own else common
+            requests.append((self._request(order), order.write(self.toml, self.task, arrays, more)))
+        if requests:
+            sites = {request.site: request.kind for request, _ in requests}
             round_ = asked.done + 1 if asked.train else 0
-            self.events("asked", kind="train", round=round_, sites=sites, sent=letters[0][1])
-        sent = self.mailbox.send(letters, keep=2 * self.manner.timeout)
+            self.events("asked", kind="train", round=round_, sites=sites, sent=requests[0][1])
+        sent = self.mailbox.send(requests, keep=2 * self.transport.timeout)
         waiting = {order.client: order for order in orders}
         answers, missing = list[Answer](), dict[int, ClientResult]()
-        for letter, reply in self.mailbox.replies(sent, self.manner.timeout):
-            order = waiting.pop(letter.client)
-            found = self._read(letter, order, reply)
+        for request, reply in self.mailbox.replies(sent, self.transport.timeout):
+            order = waiting.pop(request.client)
+            found = self._read(request, order, reply)
             if isinstance(found, Answer):
                 answers.append(found)
             else:
-                self._lacks(order, found, missing)
+                self._record_missing(order, found, missing)
         for client, order in sorted(waiting.items()):
-            words = f"round {_when(order)}: {self.name(client)} did not answer in {self.manner.timeout:g} s"
-            self._lacks(order, ClientResult(client=client, status="silent", problem=words), missing)
+            words = f"round {_when(order)}: {self.name(client)} did not answer in {self.transport.timeout:g} s"
+            self._record_missing(order, ClientResult(client=client, status="silent", problem=words), missing)
         return SiteAnswers(self, answers, missing)
 
-    def _letter(self, order: Order) -> Request:
+    def _request(self, order: Order) -> Request:
         trains, membership = bool(order.round), self.membership
         return Request(
             membership.node(order.client),
@@ -254,35 +254,31 @@ class Sites:
             membership.site(order.client),
         )
 
-    def _sent(self, asked: RoundTask, down: Tree) -> tuple[ArrayRecord, ArrayRecord]:
+    def _broadcast_records(self, asked: RoundTask, down: Tree) -> tuple[ArrayRecord, ArrayRecord]:
         """What a site receives, and the part of the global model that it cannot rebuild from that and the config."""
         model = self.method.global_model(asked.server) or {}
         theirs = self.method.global_model({**self.initial, **down}) or {}
         more = {n: v for n, v in model.items() if n not in theirs or not torch.equal(v, theirs[n])}
         return to_arrays(down), to_arrays(more)
 
-    def _read(self, letter: Request, order: Order, reply: Reply) -> Answer | ClientResult:
+    def _read(self, request: Request, order: Order, reply: Reply) -> Answer | ClientResult:
         """The answer, or the reason why there is none that can be used."""
         who, when = self.name(order.client), f"round {_when(order)}"
         try:
-            answer, content = read_answer(letter, order, reply, self.upload_form, self.config.device, self.identity)
+            answer, content = read_answer(request, order, reply, self.upload_form, self.config.device, self.identity)
         except SiteProblem as error:
-            method = "" if self.deployed else f"{type(self.method).__name__}: "
-            return ClientResult(client=order.client, status="failed", problem=f"{method}{when}: {who} failed: {error}")
+            return ClientResult(client=order.client, status="failed", problem=f"{when}: {who} failed: {error}")
         except Exception as error:  # whatever reading it raises is this site's problem, not the server's
-            return ClientResult(
-                client=order.client, status="refused", problem=f"{when}: the answer of {who} was refused: {why(error)}"
-            )
-        facts = {"site": letter.site, "kind": letter.kind, "round": letter.round, "head": head_of(content)}
+            problem = f"{when}: the answer of {who} was refused: {describe_error(error)}"
+            return ClientResult(client=order.client, status="refused", problem=problem)
+        facts = {"site": request.site, "kind": request.kind, "round": request.round, "head": head_of(content)}
         self.events("took", **facts, sent=content)
         return answer
 
-    def _lacks(self, order: Order, what: ClientResult, missing: dict[int, ClientResult]) -> None:
+    def _record_missing(self, order: Order, what: ClientResult, missing: dict[int, ClientResult]) -> None:
         """Hand a missing upload to the round loop, which counts them; report a missing evaluation here."""
         if order.round:
             missing[order.client] = what
-        elif what.status == "failed" and not self.deployed and self.config.on_error == "stop":
-            raise RunError(what.problem)
         else:
             self.note(what.problem, order.client, order.evaluate)
 
@@ -304,9 +300,7 @@ class Sites:
         return {"sites": [{"client": m.number, "site": m.site, "rounds": len(m.rounds)} for m in self.membership]}
 
     def name(self, client: int) -> str:
-        if self.deployed or self.fed is None:
-            return f"site {self.membership.site(client)} (client {client})"
-        return self.fed.name(client)
+        return f"site {self.membership.site(client)} (client {client})"
 
     def note(self, text: str, client: int | None = None, round_: int = 0) -> None:
         """Write to the log and to the run folder's federation.log; about a client, to the audit log too."""
@@ -318,18 +312,17 @@ class Sites:
         if who:
             self.events("refused", **who, why=one_line(text))
 
-    def _stray(self, letter: Request, reply: Reply) -> None:
+    def _on_unexpected(self, request: Request, reply: Reply) -> None:
         """Handle a reply that no exchange waits for: from a newcomer, or too late."""
-        if letter.kind == NOTICE:
+        if request.kind == NOTICE:
             return
-        if letter.kind != MessageType.QUERY:
-            if (
-                isinstance(reply, FetchError) or not reply.has_error()
-            ):  # an error is Flower's own: the letter has expired
-                told = f"round {letter.round}: {self.name(letter.client)} answered too late; refused"
-                self._tell(told, site=letter.site, node=letter.node, round=letter.round)
+        if request.kind != MessageType.QUERY:
+            # An error is Flower's own: the request has expired.
+            if isinstance(reply, FetchError) or not reply.has_error():
+                told = f"round {request.round}: {self.name(request.client)} answered too late; refused"
+                self._tell(told, site=request.site, node=request.node, round=request.round)
             return
-        self.reception.heard(letter, reply)
+        self.admission.on_hello(request, reply)
 
 
 @dataclass(frozen=True)
@@ -350,10 +343,10 @@ class SiteAnswers:
 
     def personal_metrics(self) -> list[Personal]:
         classes = len(self.sites.task.classes)
-        return [_person(answer, classes) for answer in self._by_client() if answer.figures]
+        return [_personal_metrics(answer, classes) for answer in self._by_client() if answer.metrics]
 
     def similarity(self) -> dict[str, Any] | None:
-        return similarity.merged([_levels(answer.figures) for answer in self._by_client()])
+        return similarity.merged([_quantiles(answer.metrics) for answer in self._by_client()])
 
     def _by_client(self) -> list[Answer]:
         return sorted(self.answers, key=lambda answer: answer.client)
@@ -363,9 +356,9 @@ def _when(order: Order) -> int:
     return order.round or order.evaluate
 
 
-def _person(answer: Answer, classes: int) -> Personal:
+def _personal_metrics(answer: Answer, classes: int) -> Personal:
     """A site's metrics, without implausible values: accuracies lie between 0 and 100 percent."""
-    found, samples = answer.figures, answer.figures.get("samples")
+    found, samples = answer.metrics, answer.metrics.get("samples")
     percent: dict[str, Any] = {
         key: float(value)
         for key in ("pm_v", "pm_l", *HELD)
@@ -384,9 +377,9 @@ def _person(answer: Answer, classes: int) -> Personal:
     )
 
 
-def _levels(figures: Mapping[str, Number]) -> tuple[list[float], int] | None:
+def _quantiles(metrics: Mapping[str, Number]) -> tuple[list[float], int] | None:
     """A site's quantiles of cosines and the number of samples they come from; None if they are implausible."""
-    levels, samples = figures.get("novelty"), figures.get("samples")
+    levels, samples = metrics.get("novelty"), metrics.get("samples")
     if not isinstance(levels, list) or len(levels) != len(similarity.QUANTILES) or not isinstance(samples, int):
         return None
     return (levels, samples) if samples > 0 and all(abs(level) <= 1.001 for level in levels) else None
@@ -406,13 +399,13 @@ def main(grid: Grid, context: Context) -> None:
     federation = config.federation
     assert federation.folder is not None
     folder = RunFolder(Path(federation.folder))
-    manner = Transport(federation.timeout, federation.enough, least=federation.min_clients, wait=federation.wait)
-    identity = of_server(config, context.run_id)
+    transport = Transport(federation.timeout, federation.enough, least=federation.min_clients, wait=federation.wait)
+    identity = server_identity(config, context.run_id)
     with folder.opened(config, "flower", extend=True) as unfinished:
         if not unfinished:
             raise UserError(f"{folder.path} holds a finished run; move it away, or choose another federation.folder")
         keep_private(folder.path)
-        make_run(config, grid, folder, LogCallback(config.rounds), manner, identity=identity).run()
+        make_run(config, grid, folder, LogCallback(config.rounds), transport, identity).run()
     log.info("run folder: %s", folder.path)
 
 

@@ -1,4 +1,10 @@
-"""Identities at the server: it signs its orders, and knows which public key belongs to which site.
+"""Signed messages: a site obeys only its federation's server, and the server knows which site has answered.
+
+Flower lets every registered node send messages to every other node, so arrival does not prove who sent a message. The
+server signs orders with the federation's Ed25519 key, whose public half each site has as `orders.pub`; a site signs its
+replies with the key of its SuperNode. A signature is a record `seal` beside the others. It covers every record to the
+last byte, and the `Envelope`: which federation, run, round and kind of message, from or to which node and site, and a
+counter that only grows. So a message cannot be forged, changed, sent again, or redirected to somebody else.
 
 A site's key is `sites/NAME/key.pub` in the federation's folder; if that file does not exist, the first key that the
 site uses. A key belongs to one site, and a site has one key, until somebody changes that by hand.
@@ -30,8 +36,7 @@ from fednh.flower.layout import FederationFolder, StateFolder
 from fednh.flower.transport import Request
 from fednh.io.files import expanded, write_json
 
-# --- keys -----------------------------------------------------------------------------------------------------------
-# Fingerprints of public keys, as `ssh-keygen -l` prints them, for people to compare.
+# --- fingerprints, as `ssh-keygen -l` prints them --------------------------------------------------------------------
 
 
 def ssh_fingerprint(text: str) -> str:
@@ -53,15 +58,7 @@ def fingerprint_of_pem(key: bytes) -> str:
     return ssh_fingerprint(text.decode())
 
 
-# --- signing --------------------------------------------------------------------------------------------------------
-# Signed messages: a site obeys only its federation's server, and the server knows which site has answered.
-#
-# Flower lets every registered node send messages to every other node, so arrival does not prove who sent a message.
-# The server signs orders with the federation's Ed25519 key, whose public half each site has as `orders.pub`; a site
-# signs its replies with the key of its SuperNode. A signature is a record `seal` beside the others. It covers every
-# record to the last byte, and the `Envelope`: which federation, run, round and kind of message, from or to which node
-# and site, and a counter that only grows. So a message cannot be forged, changed, sent again, or redirected to
-# somebody else.
+# --- envelopes ------------------------------------------------------------------------------------------------------
 
 
 SEAL = "seal"  # the record that holds a signature
@@ -157,7 +154,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class _Page:
+class _GuardState:
     """What the book's file holds."""
 
     counter: int = 0  # of the last order
@@ -178,8 +175,8 @@ class ReplayGuard:
     def accept(self, counter: int) -> None:
         """Accept an order once; one with an old counter, or one of the far future, is Refused."""
         with self._lock:
-            page = self._read()
-            if counter <= page.counter:
+            state = self._read()
+            if counter <= state.counter:
                 raise Refused(
                     "the order was given before, or is older than the last one: it was sent again, or the server's "
                     "clock has been set back"
@@ -188,7 +185,7 @@ class ReplayGuard:
                 raise Refused(
                     "the order is dated more than a day ahead of this site's clock; set the server's clock, or this one"
                 )
-            self._write(replace(page, counter=counter))
+            self._write(replace(state, counter=counter))
 
     def count(self, work: Work, most: int | None) -> bool:
         """Count work before it is done; returns whether it is new: a repeated order counts once.
@@ -197,36 +194,36 @@ class ReplayGuard:
         So is a repeated order after twice as many: it says nothing new, but takes as long.
         """
         with self._lock:
-            page = self._counted(before := self._read(), work, most)
-            self._write(page)
-            return page.repeated == before.repeated
+            state = self._counted(before := self._read(), work, most)
+            self._write(state)
+            return state.repeated == before.repeated
 
     @staticmethod
-    def _counted(page: _Page, work: Work, most: int | None) -> _Page:
-        if work.digest in page.answered:
-            if most is not None and page.repeated >= max(REPEATS, 2 * most):
-                raise Refused(f"this site has answered {page.repeated} repeated orders, and answers no more of them")
-            return replace(page, repeated=page.repeated + 1)
-        if most is not None and work.trains and page.trained >= most:
-            raise Refused(f"this site has trained {page.trained} rounds, and its site.toml allows no more")
-        if most is not None and work.evaluates and page.evaluated >= 2 * most:  # a run that goes on evaluates again
-            raise Refused(f"this site has evaluated {page.evaluated} rounds, and its site.toml allows no more")
-        answered = (*page.answered, work.digest)[-REPEATS:]
-        counts = {"trained": page.trained + work.trains, "evaluated": page.evaluated + work.evaluates}
-        return replace(page, answered=answered, **counts)
+    def _counted(state: _GuardState, work: Work, most: int | None) -> _GuardState:
+        if work.digest in state.answered:
+            if most is not None and state.repeated >= max(REPEATS, 2 * most):
+                raise Refused(f"this site has answered {state.repeated} repeated orders, and answers no more of them")
+            return replace(state, repeated=state.repeated + 1)
+        if most is not None and work.trains and state.trained >= most:
+            raise Refused(f"this site has trained {state.trained} rounds, and its site.toml allows no more")
+        if most is not None and work.evaluates and state.evaluated >= 2 * most:  # a run that goes on evaluates again
+            raise Refused(f"this site has evaluated {state.evaluated} rounds, and its site.toml allows no more")
+        answered = (*state.answered, work.digest)[-REPEATS:]
+        counts = {"trained": state.trained + work.trains, "evaluated": state.evaluated + work.evaluates}
+        return replace(state, answered=answered, **counts)
 
-    def _write(self, page: _Page) -> None:
-        write_json(self._path, asdict(page))
+    def _write(self, state: _GuardState) -> None:
+        write_json(self._path, asdict(state))
 
-    def _read(self) -> _Page:
+    def _read(self) -> _GuardState:
         if not self._path.exists():
-            return _Page()
+            return _GuardState()
         try:
             known = json.loads(self._path.read_text())
-            page = _Page(int(known["counter"]), int(known["trained"]))  # earlier versions wrote no more
+            state = _GuardState(int(known["counter"]), int(known["trained"]))  # earlier versions wrote no more
             answered = tuple(str(each) for each in known.get("answered", ()))
             more = {key: int(known.get(key, 0)) for key in ("evaluated", "repeated")}
-            return replace(page, answered=answered, **more)
+            return replace(state, answered=answered, **more)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{self._path} is damaged; restore it, or delete it to accept old orders again") from error
 
@@ -275,7 +272,7 @@ def public_text(key: Ed25519PublicKey | ec.EllipticCurvePublicKey) -> str:
     return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
 
 
-def is_plain(name: str) -> bool:
+def is_safe_name(name: str) -> bool:
     """Whether a site's name is safe as the name of a folder."""
     return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) is not None
 
@@ -401,50 +398,52 @@ class Identity:
     folder: FederationFolder | None = None  # the federation's folder, with its sites' keys
     keys: dict[str, str] = field(default_factory=dict)  # site -> its public key
 
-    def sign(self, letter: Request, content: RecordDict) -> tuple[Request, RecordDict]:
-        """A letter with its counter, and its content with a seal."""
-        letter = replace(letter, counter=self.signer.next())
-        return letter, self.signer.sign(content, self._envelope(letter))
+    def sign(self, request: Request, content: RecordDict) -> tuple[Request, RecordDict]:
+        """A request with its counter, and its content with a seal."""
+        request = replace(request, counter=self.signer.next())
+        return request, self.signer.sign(content, self._envelope(request))
 
-    def opened(self, letter: Request, content: RecordDict) -> tuple[RecordDict, str, str]:
+    def verify_reply(self, request: Request, content: RecordDict) -> tuple[RecordDict, str, str]:
         """The records of a reply, its site and that site's key; ValueError if the signature does not prove it."""
-        site, key = check_reply(content, self._envelope(letter))
-        if letter.site and key != self.keys.get(site):
+        site, key = check_reply(content, self._envelope(request))
+        if request.site and key != self.keys.get(site):
             raise ValueError("it is signed by another key than the site's")
         return without_signature(content), site, key
 
-    def claim(self, site: str, key: str) -> str | None:
+    def bind_key(self, site: str, key: str) -> str | None:
         """Assign a key to a site; returns the reason if that is not possible, else None."""
         if (known := self._known(site)) is not None and known != key:
             return f"a node with another key than that of site {site} says that it is site {site}; it is left out"
-        if others := sorted(name for name in {*self.keys, *self._filed()} - {site} if self._known(name) == key):
+        if others := sorted(
+            name for name in {*self.keys, *self._sites_with_files()} - {site} if self._known(name) == key
+        ):
             return f"a node with the key of site {others[0]} says that it is site {site}; it is left out"
         self.keys[site] = key
         return None
 
     def owner(self, fingerprint: str) -> str | None:
         """The site whose key has this fingerprint; None if no such key is known."""
-        filed = {name: self._known(name) or "" for name in self._filed()}
+        filed = {name: self._known(name) or "" for name in self._sites_with_files()}
         known = filed | self.keys
         return next((site for site, key in known.items() if ssh_fingerprint(key) == fingerprint), None)
 
     def _known(self, site: str) -> str | None:
         """The site's key in the federation's folder; else the first that it used."""
         filed = None
-        if self.folder is not None and is_plain(site):
+        if self.folder is not None and is_safe_name(site):
             filed = known_site_key(self.folder.site(site).public_key)
         return filed or self.keys.get(site)
 
-    def _filed(self) -> list[str]:
+    def _sites_with_files(self) -> list[str]:
         """Sites whose keys are in the federation's folder, whether they have joined yet or not."""
         return [] if self.folder is None else [site.name for site in self.folder.sites_with_keys()]
 
-    def _envelope(self, letter: Request) -> Envelope:
-        where = (letter.kind, str(letter.round), letter.node, letter.site, letter.counter)
+    def _envelope(self, request: Request) -> Envelope:
+        where = (request.kind, str(request.round), request.node, request.site, request.counter)
         return Envelope(self.federation, self.run, *where)
 
 
-def of_server(config: Config, run: int) -> Identity:
+def server_identity(config: Config, run: int) -> Identity:
     """The identity of a deployed server; its keys lie where `fednh federation certs` puts them."""
     given, folder = config.federation.key, config.federation.folder
     assert folder is not None

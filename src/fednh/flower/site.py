@@ -4,6 +4,14 @@ The layout of its state is in flower/layout.py, StateFolder.
 
 An order names the round whose state to start from: the last whose upload the server accepted. So a repeated order, a
 server restarted from a checkpoint, or an answer that came too late does not change the result.
+
+What leaves a site passes `finalize_reply`, last, where it is checked, logged and signed. It has some of these records
+and nothing else; a personal model, a sample or a path is in none of them:
+
+    said      who the site is and what its data are like (`Hello`), a problem in words, or an acknowledgement
+    facts     its number and the round, samples processed, their loss; as far as the owner's rules allow
+    upload    what the method declares (docs/what-leaves-a-site.md has it by method)
+    figures   metrics of its personal and of the global model; as far as the owner's rules allow
 """
 
 from __future__ import annotations
@@ -11,10 +19,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,50 +29,29 @@ from typing import Any
 from flwr.app import RecordDict
 from safetensors import SafetensorError
 
-from fednh.config import Config, validate
+from fednh.config import Config
 from fednh.data import scaling
 from fednh.data.agreement import not_agreed
 from fednh.data.batches import ClientData, Samples, samples_of, subset
 from fednh.data.dataset import Dataset, digest, one_site
-from fednh.data.sources.registry import with_prefix
 from fednh.errors import Refused, UserError
 from fednh.federated import checks, similarity
 from fednh.federated import client as clients
 from fednh.federated.setup import Federation, build_federation, initial_state, load_data, test_sample
 from fednh.flower import protocol
 from fednh.flower.audit import SiteEvents
-from fednh.flower.layout import SiteFolder, StateFolder
+from fednh.flower.layout import StateFolder
 from fednh.flower.protocol import Answer, Hello, Number, Order, Task
-from fednh.flower.site_config import KEYS, METRICS, Agreement, Policy, read_policy
-from fednh.io.files import expanded, read_tree, write_bytes, write_tree
+from fednh.flower.site_config import METRICS, Agreement, SiteConfig
+from fednh.io.files import read_tree, write_bytes, write_tree
 from fednh.metric_names import HELD
 from fednh.models import count_parameters
 from fednh.runs import fingerprint
-from fednh.runs.layout import RunLayout
-from fednh.runs.model_file import Outcomes, write_model, write_outcomes
-from fednh.text import name_problem
+from fednh.runs.model_file import write_model, write_outcomes
 from fednh.tree import Tree
-
-# --- leaving --------------------------------------------------------------------------------------------------------
-# What leaves a site: every reply passes here, last, before it is sent.
-#
-# A reply holds some of these records and nothing else:
-#
-#     said      who the site is and what its data are like (`Hello`), a problem in words, or an acknowledgement
-#     facts     its number and the round, samples processed, their loss; as far as the owner's rules allow
-#     upload    what the method declares (docs/what-leaves-a-site.md has it by method)
-#     figures   metrics of its personal and of the global model; as far as the owner's rules allow
-#
-# It is written into the site's audit log and signed. A personal model, a sample or a path is in none of them.
-
 
 RECORDS = ("said", "facts", "upload", "figures")
 Seal = Callable[[RecordDict], RecordDict]
-
-
-def allowed(answer: Answer, policy: Policy | None) -> Answer:
-    """The answer without the metrics that the site's owner keeps; without a policy all of it."""
-    return answer if policy is None else answer.without({*METRICS} - {*policy.metrics})
 
 
 def finalize_reply(
@@ -79,120 +65,40 @@ def finalize_reply(
     return seal(content) if seal is not None else content
 
 
-# --- site -----------------------------------------------------------------------------------------------------------
-
-
 log = logging.getLogger("flwr")
 NEWEST = 2  # states that stay, whatever the server says
 STATES = 100  # states that are kept at most, whatever it says
 
 
-@dataclass(frozen=True)
-class Place:
-    """A site's own settings, from Flower's node-config."""
-
-    site: str
-    home: Path  # all that the site keeps is below it
-    data: str | None = None  # the site's own data source; None: its part of the set that the config names
-    part: int = -1
-    parts: int = 0
-    test: str | None = None  # a source whose test part is the balanced test set
-    device: str | None = None
-    reading: tuple[tuple[str, str], ...] = ()  # settings below [data] that say how the site's own files are read
-    run: Path | None = None  # a simulation collects personal models and outcomes in this run folder
-    policy: Policy | None = None  # None in a simulation, where all orders are the user's
-    orders: Path = SiteFolder.orders  # the server's public key, which verifies orders
-    key: Path = SiteFolder.key  # the private key that signs this site's replies
-
-    @property
-    def divided(self) -> bool:
-        """Whether the data is a part of a public set: then nothing about it is secret."""
-        return self.data is None
-
-
-# Keys of a node-config that say how the site's own files are read, and the settings below [data] that they are.
-READING = {"encoding": "encoding", "on-bad": "on_bad", "layout": "layout"}
-# The keys of a node-config that are not rules.
-TEXT = ("data", "site", "state", "test", "device", *READING, "orders", "key")
-
-
-def read_place(node: Mapping[str, Any], home: Path | None = None, run: Path | None = None) -> Place:
-    """Read a node-config; a simulation gives `home`, and then no policy applies."""
-    known = {*TEXT, "partition-id", "num-partitions", *KEYS}
-    if unknown := sorted(set(node) - known):
-        raise UserError(f"node-config: {unknown[0]} is not known; it takes {', '.join(sorted(known))}")
-    part, parts = node.get("partition-id", -1), node.get("num-partitions", 0)
-    text = {key: str(node[key]) for key in TEXT if key in node}
-    policy = read_policy(node) if home is None else None
-    if "data" not in text and not (isinstance(part, int) and isinstance(parts, int) and 0 <= part < parts):
-        raise UserError("node-config: give data=SOURCE, the site's own data, or partition-id=K and num-partitions=N")
-    if "data" in text and "site" not in text:
-        raise UserError(
-            "node-config: data= needs site=NAME beside it; state and numbers of a site are kept by its name"
-        )
-    if "site" in text and (problem := name_problem(text["site"])):
-        raise UserError(f"node-config: site= cannot be the site's name: {problem}")
-    reading = {setting: _checked(key, setting, text[key]) for key, setting in READING.items() if key in text}
-    if "state" in text:
-        home = expanded(text["state"]).absolute()
-    if home is None:
-        raise UserError("node-config: give state=FOLDER, where the site keeps its personal state and model")
-    return Place(
-        site=text.get("site", f"client-{part:06d}"),
-        home=home,
-        data=with_prefix(text["data"]) if "data" in text else None,
-        part=-1 if "data" in text else part,
-        parts=0 if "data" in text else parts,
-        test=with_prefix(text["test"]) if "test" in text else None,
-        device=text.get("device"),
-        reading=tuple(reading.items()),
-        run=run,
-        policy=policy,
-        orders=expanded(text.get("orders", SiteFolder.orders)).absolute(),
-        key=expanded(text.get("key", SiteFolder.key)).absolute(),
-    )
-
-
-def _checked(key: str, setting: str, value: str) -> str:
-    """A value of a node-config that is a setting below [data]."""
-    try:
-        validate({"data": {setting: value}})
-    except UserError as error:
-        raise UserError(f"node-config: {str(error).replace(f'data.{setting}', key)}") from error
-    return value
-
-
 class Site:
     """One site at work on one order. `agreement` has what it agreed on before; None where there is nothing secret."""
 
-    def __init__(self, place: Place, toml: str, task: Task | None, agreement: Agreement | None = None):
-        self.place, self.agreement = place, None if place.divided else agreement
-        self.config = _config(toml, place)
+    def __init__(self, site_config: SiteConfig, toml: str, task: Task | None, agreement: Agreement | None = None):
+        self.site_config, self.agreement = site_config, None if site_config.divided else agreement
+        self.config = _config(toml, site_config)
         if self.agreement is not None:
             self.agreement.check(self.config)
-        self.shared = toml, replace(place, part=-1, site="" if place.divided else place.site), task
+        self.shared = toml, _shared(site_config), task
         self.fed = _federation(*self.shared)
-        if place.policy is not None:
-            net = self.fed.net
-            place.policy.check_numbers(self.fed.method.numbers(net.num_classes, net.dim))
-        self.index = self.fed.parts[max(place.part, 0)]
-        self.kept = StateFolder(place.home).kept(self.config.federation.name, place.site)
+        site_config.policy.check_numbers(self.fed.method.numbers(self.fed.net.num_classes, self.fed.net.dim))
+        self.index = self.fed.parts[max(site_config.part, 0)]
+        self.kept = StateFolder(site_config.home).kept(self.config.federation.name, site_config.site)
         if len(self.index) < self.fewest:
             raise Refused(f"it would train on fewer samples than the {self.fewest} of its policy (allow.samples)")
 
     @property
     def fewest(self) -> int:
         """The fewest samples behind any number that leaves; parts of public sets are no secret."""
-        return 1 if self.place.policy is None or self.place.divided else self.place.policy.samples
+        return 1 if self.site_config.divided else self.site_config.policy.samples
 
     def hello(self) -> tuple[Hello, int]:
         """The site's name and the form of its data, and how often it has said so; file names are not disclosed.
 
         A site with its own data repeats its first greeting, so that no two of them can be compared.
         """
-        divided = self.place.divided
+        divided = self.site_config.divided
         name = self.fed.dataset.name if divided else self.config.federation.name
-        site = self.fed.sites[self.place.part] if divided and self.fed.sites else self.place.site
+        site = self.fed.sites[self.site_config.part] if divided and self.fed.sites else self.site_config.site
         task, times = Task.of(self.fed, name, divided), 1
         if not divided:
             mean, std = statistics(data := _own_data(*self.shared[:2]), self.fewest)
@@ -200,7 +106,7 @@ class Site:
         if self.agreement is not None:
             first, times = self.agreement.keep(self.config, json.loads(task.text()))
             task = self._first(Task.read(json.dumps(first)), task)
-        return Hello(site, task, self.place.part), times
+        return Hello(site, task, self.site_config.part), times
 
     @staticmethod
     def _first(said: Task, task: Task) -> Task:
@@ -211,7 +117,7 @@ class Site:
 
     def read(self, content: RecordDict) -> tuple[Tree, Tree]:
         """The broadcast and the rest of the global model; tensors of another form than the config's are refused."""
-        down, whole = _forms(*self.shared)
+        down, whole = _tensor_specs(*self.shared)
         more = {name: whole[name] for name in protocol.tree_names(content, "global") if name in whole}
         device = self.config.device
         return protocol.read_tree(content, "down", device, down), protocol.read_tree(content, "global", device, more)
@@ -220,27 +126,27 @@ class Site:
         """Evaluate, train, save the state; `more` is the part of the global model that the broadcast lacks."""
         if self.agreement is not None:
             self.agreement.keep(self.config)
-        return allowed(self._answer(order, down, more), self.place.policy)
+        return self._answer(order, down, more).without_metrics({*METRICS} - {*self.site_config.policy.metrics})
 
     def _answer(self, order: Order, down: Tree, more: Tree) -> Answer:
-        self._tell_changed_data(order)
-        kept = self._kept(order.last)
-        figures: dict[str, Number] = {}
+        self._warn_changed_data(order)
+        kept = self._load_state(order.last)
+        metrics: dict[str, Number] = {}
         if order.evaluate:
             if order.final and order.last == 0:  # it joined too late to train in any round
                 late = self._update(order.client, order.evaluate, kept, down)
                 kept = kept if checks.not_finite(late) else late.keep
-            figures = self._figures(order, kept, down, more)
+            metrics = self._evaluate(order, kept, down, more)
         if not order.round:
-            return Answer(order.client, 0, figures=figures)
+            return Answer(order.client, 0, metrics=metrics)
         update = self._update(order.client, order.round, kept, down)
         loss = update.loss_sum
         if what := checks.not_finite(update):
             log.warning("round %d: %s is not finite: no state is saved, and the server refuses it", order.round, what)
             loss = math.nan  # the upload may be finite: the loss tells the server to refuse it
         else:
-            self._keep(order.round, update.keep, order.since)
-        return Answer(order.client, order.round, update.upload, update.samples, loss, update.gradient_norm, figures)
+            self._save_state(order.round, update.keep, order.since)
+        return Answer(order.client, order.round, update.upload, update.samples, loss, update.gradient_norm, metrics)
 
     def _update(self, client: int, round_: int, kept: Tree, down: Tree) -> clients.ClientResult:
         data = self._data(client, round_, "train")
@@ -253,22 +159,23 @@ class Site:
 
     # --- evaluation --------------------------------------------------------------------------------------------
 
-    def _figures(self, order: Order, kept: Tree, down: Tree, more: Tree) -> dict[str, Number]:
+    def _evaluate(self, order: Order, kept: Tree, down: Tree, more: Tree) -> dict[str, Number]:
         """Evaluate the personal and the global model on the site's samples: aggregate numbers only."""
         fed, round_ = self.fed, order.evaluate
         data, test, held = self._data(order.client, round_, "personal"), self._test, self._held_out()
         sgd, how = self.config.train.sgd(round_), self.config.personal
         model = clients.personal_model(fed.method, fed.net, kept, down, data, sgd, how=how)
-        self._save(model, order)
+        self._save_model(model, order)
         shared = fed.method.global_model({**self._initial(), **down})
         shared = None if shared is None else {**shared, **more}
         person = clients.measured(fed.method, fed.net, order.client, data, model, shared, test, held)
-        self._keep_outcomes(person.outcomes, order)
+        if person.outcomes is not None:  # of single held-out samples: no message holds anything of it
+            write_outcomes(self.kept.outcomes_file, person.outcomes)
         keys = (*(("pm_v", "pm_l") if len(test) >= self.fewest else ()), *(HELD if len(held) >= self.fewest else ()))
         numbers: dict[str, Number | None] = {key: getattr(person, key) for key in keys}
-        if self.place.divided and person.per_class is not None:  # -1: the test set lacks the class
+        if self.site_config.divided and person.per_class is not None:  # -1: the test set lacks the class
             numbers["per_class"] = [-1.0 if right is None else right for right in person.per_class]
-        if order.final and shared is not None and not self.place.divided and len(data) >= similarity.FEWEST:
+        if order.final and shared is not None and not self.site_config.divided and len(data) >= similarity.FEWEST:
             about = similarity.similarity_quantiles(
                 fed.method, fed.net, shared, fed.train, self.index, self.config.seed
             )
@@ -278,43 +185,31 @@ class Site:
     @cached_property
     def _test(self) -> Samples:
         """The balanced test set; empty if this site has none."""
-        if self.place.divided:
+        if self.site_config.divided:
             return self.fed.test
-        if self.place.test is None:
+        if self.site_config.test is None:
             return subset(self.fed.test, self.index[:0])
-        return balanced(self.config, self.place.test, self.fed.dataset)
+        return load_test_set(self.config, self.site_config.test, self.fed.dataset)
 
     def _held_out(self) -> Samples:
         """The site's own samples that it does not train on: those held out, or the test part of its own source."""
-        held = self.fed.held_out[max(self.place.part, 0)]
-        if len(held) or self.place.divided:
+        held = self.fed.held_out[max(self.site_config.part, 0)]
+        if len(held) or self.site_config.divided:
             return subset(self.fed.train, held)
         return samples_of(self.fed.dataset, "test", device=self.config.device)  # all of it, whatever eval.samples is
 
-    def _save(self, model: Tree, order: Order) -> None:
+    def _save_model(self, model: Tree, order: Order) -> None:
         fed = self.fed
         about = similarity.similarity_quantiles(fed.method, fed.net, model, fed.train, self.index, self.config.seed)
-        card = {**fed.card(self.config, max(self.place.part, 0)), "client": order.client, "novelty": about}
-        if self.place.run is None:
-            write_model(self.kept.personal_model, model, card)
-        elif order.final:
-            write_model(RunLayout(self.place.run).personal_model(order.client), model, card, sync=False)
-
-    def _keep_outcomes(self, found: Outcomes | None, order: Order) -> None:
-        """Write down what the models make of the site's held-out samples; no message holds anything of it."""
-        if found is None:
-            return
-        if self.place.run is None:
-            write_outcomes(self.kept.outcomes_file, found)
-        elif order.final:
-            write_outcomes(RunLayout(self.place.run).outcomes_of(order.client), found, sync=False)
+        card = {**fed.card(self.config, max(self.site_config.part, 0)), "client": order.client, "novelty": about}
+        write_model(self.kept.personal_model, model, card)
 
     def _initial(self) -> Tree:
         return initial_state(self.fed.method, self.fed.net, self.config.seed, self.config.device)
 
     # --- personal state ----------------------------------------------------------------------------------------
 
-    def _kept(self, last: int) -> Tree:
+    def _load_state(self, last: int) -> Tree:
         """The state that the site kept after round `last`; if it is lost, the newest older one, else a new one."""
         if last > 0:
             for round_, path in sorted(self.kept.states().items(), reverse=True):
@@ -335,15 +230,15 @@ class Site:
 
     def basis(self, order: Order) -> bytes:
         """What the answer to an order depends on at the site: its samples, and the state that it starts from."""
-        own = order.evaluate and self.place.test is not None
+        own = order.evaluate and self.site_config.test is not None
         test = digest(self._test.x.numpy(force=True), self._test.y.numpy(force=True)) if own else None
         samples = json.dumps([self.fed.as_read, test], sort_keys=True).encode()
         state = max(((n, path) for n, path in self.kept.states().items() if n <= order.last), default=None)
         return samples if state is None else samples + state[1].read_bytes()
 
-    def _tell_changed_data(self, order: Order) -> None:
+    def _warn_changed_data(self, order: Order) -> None:
         """Warn in the site's log if its data have changed since earlier rounds: the held-out samples change too."""
-        if self.place.run is not None or self.fed.as_read is None:  # a simulation compares them once, at its start
+        if self.fed.as_read is None:
             return
         told = fingerprint.changed_since(self.kept.fingerprint_file, self.fed.as_read, anew=order.last == 0)
         if told:
@@ -353,7 +248,7 @@ class Site:
                 told,
             )
 
-    def _keep(self, round_: int, tree: Tree, since: int) -> None:
+    def _save_state(self, round_: int, tree: Tree, since: int) -> None:
         """Write a round's state, and delete the oldest one if the server no longer needs it (`since`).
 
         A server must not be able to destroy what a site has learned: one new state pushes out at most one old one, the
@@ -370,14 +265,23 @@ class Site:
             self.kept.replaced(oldest).unlink(missing_ok=True)
 
 
-def _config(toml: str, place: Place) -> Config:
+def _shared(site_config: SiteConfig) -> SiteConfig:
+    """What decides which data and model a site has: all parts of a divided set have it in common."""
+    return replace(
+        site_config,
+        part=-1,
+        site="" if site_config.divided else site_config.site,
+        home=Path(),
+        orders=Path(),
+        key=Path(),
+    )
+
+
+def _config(toml: str, site_config: SiteConfig) -> Config:
     """The server's config as this site applies it."""
-    if place.policy is None:
-        config = validate(tomllib.loads(toml), "the server's config: ")
-    else:
-        config = place.policy.config(toml, place.data)
-    data = _changed(config.data, **dict(place.reading))
-    return config.model_copy(update={"device": place.device or config.device, "data": data})
+    config = site_config.policy.config(toml, site_config.data)
+    data = _updated(config.data, **dict(site_config.reading))
+    return config.model_copy(update={"device": site_config.device or config.device, "data": data})
 
 
 def statistics(data: Dataset, fewest: int) -> scaling.Scaling:
@@ -390,66 +294,67 @@ def statistics(data: Dataset, fewest: int) -> scaling.Scaling:
 
 
 @lru_cache(maxsize=2)
-def _own_data(toml: str, place: Place) -> Dataset:
+def _own_data(toml: str, site_config: SiteConfig) -> Dataset:
     """The samples of a site with its own source, as they were read; loaded once per process."""
-    config = _own_config(toml, place)
-    with _discreet(place):
-        data = one_site(_loaded(config), place.site)
-    if place.policy is not None and (words := not_agreed(data, config.data.classes, config.data.columns)):
+    config = _own_config(toml, site_config)
+    with _hide_data_errors():
+        data = one_site(_loaded(config), site_config.site)
+    if words := not_agreed(data, config.data.classes, config.data.columns):
         raise Refused(f"this site discloses nothing about its data that is not agreed: {words}")
     return data
 
 
-def _own_config(toml: str, place: Place) -> Config:
-    config = _config(toml, place)
-    data, partition = _changed(config.data, name=place.data), _changed(config.partition, name="site")
+def _own_config(toml: str, site_config: SiteConfig) -> Config:
+    config = _config(toml, site_config)
+    data, partition = _updated(config.data, name=site_config.data), _updated(config.partition, name="site")
     return config.model_copy(update={"data": data, "partition": partition})
 
 
 @lru_cache(maxsize=2)
-def _federation(toml: str, place: Place, task: Task | None) -> Federation:
+def _federation(toml: str, site_config: SiteConfig, task: Task | None) -> Federation:
     """The site's data, network and method, loaded once per process; the parts of a divided set share it."""
-    if place.data is None:
-        config = _config(toml, place)
-        config = config.model_copy(update={"partition": _changed(config.partition, clients=place.parts)})
-        with _discreet(place):
+    if site_config.data is None:
+        config = _config(toml, site_config)
+        config = config.model_copy(update={"partition": _updated(config.partition, clients=site_config.parts)})
+        with _hide_data_errors():
             data = load_data(config)
-            _check_size(config, place, data)
+            _check_size(config, site_config, data)
             return build_federation(config, data)
-    config, data = _own_config(toml, place), _own_data(toml, place)
+    config, data = _own_config(toml, site_config), _own_data(toml, site_config)
     if task is not None:
         if (data.shape, data.classes) != (task.shape, task.classes):
             raise Refused("this site's data has another shape or other classes than the federation agreed on")
         data = replace(data, scale=task.scale, mean=task.mean, std=task.std, fitted=False)
-    with _discreet(place):
-        _check_size(config, place, data)
+    with _hide_data_errors():
+        _check_size(config, site_config, data)
         return build_federation(config, data)
 
 
-def _check_size(config: Config, place: Place, data: Dataset) -> None:
+def _check_size(config: Config, site_config: SiteConfig, data: Dataset) -> None:
     """Refuse a model that is larger than the site allows, before any of it is built."""
-    if place.policy is not None:
-        model = config.model
-        place.policy.check_parameters(count_parameters(model.name, data.shape, data.num_classes, model.args))
+    model = config.model
+    site_config.policy.check_parameters(count_parameters(model.name, data.shape, data.num_classes, model.args))
 
 
 @contextmanager
-def _discreet(place: Place) -> Iterator[None]:
+def _hide_data_errors() -> Iterator[None]:
     """Keep errors about a site's data in its own log: their text may quote the data."""
     try:
         yield
+    except Refused:
+        raise
     except UserError as error:
-        if place.policy is None or isinstance(error, Refused):
-            raise
         log.error("%s", error)
         raise Refused("its data cannot be used as the federation's config asks; the site's own log says why") from error
 
 
 @lru_cache(maxsize=2)
-def _forms(toml: str, place: Place, task: Task | None) -> tuple[checks.TensorSpecs, checks.TensorSpecs]:
+def _tensor_specs(
+    toml: str, site_config: SiteConfig, task: Task | None
+) -> tuple[checks.TensorSpecs, checks.TensorSpecs]:
     """The forms of the broadcast and of the global model, computed once per process."""
-    method, net = (fed := _federation(toml, place, task)).method, fed.net
-    config = _config(toml, place)
+    method, net = (fed := _federation(toml, site_config, task)).method, fed.net
+    config = _config(toml, site_config)
     initial = initial_state(method, net, config.seed, config.device)
     return checks.form_of(method.broadcast(initial)), checks.form_of(method.global_model(initial) or {})
 
@@ -462,9 +367,9 @@ def _loaded(config: Config) -> Dataset:
     return data
 
 
-def balanced(config: Config, source: str, task: Task | Dataset) -> Samples:
+def load_test_set(config: Config, source: str, task: Task | Dataset) -> Samples:
     """The test set of a source, or all of it if it has none, scaled as the federation agreed."""
-    whole = _changed(
+    whole = _updated(
         config.data, name=source, sites=None, without=None, group=None, merge_test=False
     )  # nothing of it is divided
     data = _loaded(config.model_copy(update={"data": whole}))
@@ -479,5 +384,5 @@ def balanced(config: Config, source: str, task: Task | Dataset) -> Samples:
     return test_sample(config, samples_of(data, "test", device=config.device))
 
 
-def _changed(section: Any, **values: Any) -> Any:
+def _updated(section: Any, **values: Any) -> Any:
     return section.model_copy(update=values)

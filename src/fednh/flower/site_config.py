@@ -1,4 +1,4 @@
-"""What a site permits. Its owner writes it into `site.toml`, Flower's node-config; no message can change it.
+"""What a site is and permits. Its owner writes it into `site.toml`, Flower's node-config; no message can change it.
 
 A config that the server sends is a request. `Policy.applied` takes from it the settings that the server may decide,
 replaces the others with the site's own, and refuses what the site does not allow, before anything is imported or read.
@@ -24,12 +24,14 @@ from fednh.config.schema import DEFAULT_METHOD
 from fednh.data.published import PUBLISHED
 from fednh.data.sources.builtin import BUILTIN
 from fednh.data.sources.images import KEPT
-from fednh.data.sources.registry import agreed
+from fednh.data.sources.registry import agreed, with_prefix
 from fednh.errors import Refused, UserError
+from fednh.flower.layout import SiteFolder
 from fednh.flower.protocol import RANGES
 from fednh.io.files import expanded, write_json
 from fednh.methods import METHODS
 from fednh.models import MODELS
+from fednh.text import name_problem
 
 if TYPE_CHECKING:
     from fednh.flower.protocol import Order
@@ -247,6 +249,76 @@ def read_policy(node: Mapping[str, Any]) -> Policy:
         pixels=most["pixels"] or usual.pixels,
         counts=counts,
     )
+
+
+@dataclass(frozen=True)
+class SiteConfig:
+    """A site's own settings, from Flower's node-config."""
+
+    site: str
+    home: Path  # all that the site keeps is below it
+    policy: Policy
+    data: str | None = None  # the site's own data source; None: its part of the set that the config names
+    part: int = -1
+    parts: int = 0
+    test: str | None = None  # a source whose test part is the balanced test set
+    device: str | None = None
+    reading: tuple[tuple[str, str], ...] = ()  # settings below [data] that say how the site's own files are read
+    orders: Path = SiteFolder.orders  # the server's public key, which verifies orders
+    key: Path = SiteFolder.key  # the private key that signs this site's replies
+
+    @property
+    def divided(self) -> bool:
+        """Whether the data is a part of a public set: then nothing about it is secret."""
+        return self.data is None
+
+
+# Keys of a node-config that say how the site's own files are read, and the settings below [data] that they are.
+READING = {"encoding": "encoding", "on-bad": "on_bad", "layout": "layout"}
+# Further keys of a node-config whose values are text.
+FACTS = ("data", "site", "state", "test", "device", *READING, "orders", "key")
+
+
+def read_site_config(node: Mapping[str, Any]) -> SiteConfig:
+    """Read a node-config: what the site is, and its rules."""
+    known = {*FACTS, "partition-id", "num-partitions", *KEYS}
+    if unknown := sorted(set(node) - known):
+        raise UserError(f"node-config: {unknown[0]} is not known; it takes {', '.join(sorted(known))}")
+    part, parts = node.get("partition-id", -1), node.get("num-partitions", 0)
+    text = {key: str(node[key]) for key in FACTS if key in node}
+    if "data" not in text and not (isinstance(part, int) and isinstance(parts, int) and 0 <= part < parts):
+        raise UserError("node-config: give data=SOURCE, the site's own data, or partition-id=K and num-partitions=N")
+    if "data" in text and "site" not in text:
+        raise UserError(
+            "node-config: data= needs site=NAME beside it; state and numbers of a site are kept by its name"
+        )
+    if "site" in text and (problem := name_problem(text["site"])):
+        raise UserError(f"node-config: site= cannot be the site's name: {problem}")
+    reading = {setting: _checked(key, setting, text[key]) for key, setting in READING.items() if key in text}
+    if "state" not in text:
+        raise UserError("node-config: give state=FOLDER, where the site keeps its personal state and model")
+    return SiteConfig(
+        site=text.get("site", f"client-{part:06d}"),
+        home=expanded(text["state"]).absolute(),
+        data=with_prefix(text["data"]) if "data" in text else None,
+        part=-1 if "data" in text else part,
+        parts=0 if "data" in text else parts,
+        test=with_prefix(text["test"]) if "test" in text else None,
+        device=text.get("device"),
+        reading=tuple(reading.items()),
+        policy=read_policy(node),
+        orders=expanded(text.get("orders", SiteFolder.orders)).absolute(),
+        key=expanded(text.get("key", SiteFolder.key)).absolute(),
+    )
+
+
+def _checked(key: str, setting: str, value: str) -> str:
+    """A value of a node-config that is a setting below [data]."""
+    try:
+        validate({"data": {setting: value}})
+    except UserError as error:
+        raise UserError(f"node-config: {str(error).replace(f'data.{setting}', key)}") from error
+    return value
 
 
 def about_samples(config: Config) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Node:
     key: str  # fingerprint; empty: the node has no key
 
 
-def of(folder: Path) -> tuple[list[SiteStatus], list[str]]:
+def read_status(folder: Path) -> tuple[list[SiteStatus], list[str]]:
     """The sites of a federation's folder or a run folder, and further remarks."""
     run, files = _places(folder)
     rows = {site: SiteStatus(site, ssh_fingerprint(_read(path))) for site, path in files.items()}
@@ -177,14 +177,12 @@ def _answers(address: str) -> bool:
 
 
 def _nodes(home: Path) -> list[Node]:
-    from flwr.cli.flower_config import read_superlink_connection
-    from flwr.cli.utils import init_http_client_from_connection
-    from flwr.proto.control_pb2 import ListNodesRequest
+    from fednh.flower import compat
 
     with _flower_home(home), redirect_stdout(StringIO()):  # Flower prints which connection it uses
-        client = init_http_client_from_connection(read_superlink_connection(None))
+        client = compat.init_http_client_from_connection(compat.read_superlink_connection(None))
         try:
-            answer = client.ListNodes(ListNodesRequest())
+            answer = client.ListNodes(compat.ListNodesRequest())
         finally:
             client.close()
     return [

@@ -1,4 +1,15 @@
-"""The server's messages: sent through the Grid, answered in any order, too late or never."""
+"""Messages between server and sites: sent and polled for, and read within limits.
+
+`Mailbox` sends signed requests through Flower's Grid; replies come in any order, too late or never.
+
+`BoundedFetch` fetches a reply. The SuperLink stores it as a tree of objects. An array is a list of chunks, and a chunk
+may be listed many times, so a small message can expand to a large array. Flower's own `pull_messages` assembles
+everything before it can be checked, fails for all replies if one is bad, and waits for the slowest. So the objects are
+fetched here, each reply by itself, bounded in number and size, and their sizes are added up before they are joined.
+`take_order` does the same at a site.
+
+Limits on the size, depth and values of what is received are checked before anything is allocated for it.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +23,19 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from flwr.app import Message, MessageType, RecordDict
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, PullObjectRequest
-from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_object import get_object_head_values_from_object_content as head_of
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
-from flwr.superlink.grid import HttpGrid
 
 from fednh import machine
 from fednh.errors import Interrupted
+from fednh.flower import compat
+from fednh.flower.compat import HttpGrid, ObjectTree, inflate_object_from_contents, iterate_object_tree, object_head
 from fednh.text import one_line
 
 if TYPE_CHECKING:
     from fednh.federated.checks import TensorSpecs
 
 
-# --- bounds ---------------------------------------------------------------------------------------------------------
-# Limits on the size, depth and values of received messages, checked before anything is allocated for them.
+# --- limits ---------------------------------------------------------------------------------------------------------
 
 
 WORDS = 1 << 20  # bytes of a message without its arrays
@@ -111,13 +117,7 @@ def quoted(value: Any) -> str:
     return one_line(repr(value if not isinstance(value, list | dict) else list(value)[:8])[:200], 80)
 
 
-# --- parcels --------------------------------------------------------------------------------------------------------
-# Replies as Flower stores them: fetched piece by piece, measured, and only then put together.
-#
-# The SuperLink stores a reply as a tree of objects. An array is a list of chunks, and a chunk may be listed many
-# times, so a small message can expand to a large array. Flower's own `pull_messages` assembles everything before it
-# can be checked, fails for all replies if one is bad, and waits for the slowest. So over a network the pieces are
-# fetched here, each reply by itself, bounded in number and size, and their sizes are added up before they are joined.
+# --- fetching -------------------------------------------------------------------------------------------------------
 
 
 CHILDREN = {  # which objects may contain which
@@ -132,7 +132,6 @@ CHILDREN = {  # which objects may contain which
 
 
 PATIENCE = 600.0  # seconds that a site waits for the parts of an order
-BACKOFF = 0.05  # seconds until a part that is not there yet is asked for again, doubled up to 5; Flower begins with 1
 
 
 @dataclass(frozen=True)
@@ -142,34 +141,36 @@ class FetchError:
     problem: Exception
 
 
-class Parcels:
+class BoundedFetch:
     """The replies that are being fetched."""
 
     def __init__(self, grid: Grid):
         self.grid = grid
-        self._waiting: dict[str, _Parcel] = {}
+        self._waiting: dict[str, _PartialReply] = {}
 
     def pull(self, limits: Mapping[str, Limit]) -> Iterator[tuple[str, Message | FetchError]]:
         """Complete replies, by the id of the message they answer; `limits` has the size limit of each."""
-        if not isinstance(self.grid, HttpGrid):  # a simulation: everything is in this process already
+        if not isinstance(self.grid, HttpGrid):  # everything is in this process already
             for message in self.grid.pull_messages(list(limits)):
                 yield message.metadata.reply_to_message_id, message
             return
-        link, run = self.grid._runtime_client, self.grid.run.run_id
-        found = link.PullMessages(PullAppMessagesRequest(message_ids=sorted(limits.keys() - self._waiting.keys())))
+        link, run = compat.runtime_client(self.grid), self.grid.run.run_id
+        found = link.PullMessages(
+            compat.PullAppMessagesRequest(message_ids=sorted(limits.keys() - self._waiting.keys()))
+        )
         for proto, tree in zip(found.messages_list, found.message_object_trees, strict=True):
             name = proto.metadata.reply_to_message_id
             if name in limits:
-                self._waiting[name] = _Parcel(self.grid, tree, limits[name])
-        for name, parcel in list(self._waiting.items()):
+                self._waiting[name] = _PartialReply(self.grid, tree, limits[name])
+        for name, partial_reply in list(self._waiting.items()):
             try:
-                reply: Message | FetchError | None = parcel.taken()
+                reply: Message | FetchError | None = partial_reply.assembled()
             except Exception as error:
                 reply = FetchError(error)
             if reply is not None:
                 del self._waiting[name]
-                received = ConfirmMessageReceivedRequest(
-                    node=self.grid.node, run_id=run, message_object_id=parcel.tree.object_id
+                received = compat.ConfirmMessageReceivedRequest(
+                    node=self.grid.node, run_id=run, message_object_id=partial_reply.tree.object_id
                 )
                 link.ConfirmMessageReceived(received)
                 yield name, reply
@@ -180,38 +181,38 @@ class Parcels:
 
 
 @dataclass
-class _Parcel:
+class _PartialReply:
     """One reply; some of its objects may still be on their way."""
 
     grid: HttpGrid
     tree: ObjectTree
     limit: Limit
-    there: dict[str, bytes] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)
 
-    def taken(self) -> Message | None:
+    def assembled(self) -> Message | None:
         """The reply if it is complete, else None."""
         names = [each.object_id for each in islice(iterate_object_tree(self.tree), self.limit.parts + 1)]
         if len(names) > self.limit.parts:
             raise ValueError(f"it has more than {self.limit.parts} parts")
         for name in dict.fromkeys(names):
-            if name not in self.there and not self._fetch(name):
+            if name not in self.objects and not self._fetch(name):
                 return None
-        self._check(joined_size(self.tree.object_id, self.there))
-        reply = inflate_object_from_contents(self.tree.object_id, self.there)
+        self._check(joined_size(self.tree.object_id, self.objects))
+        reply = inflate_object_from_contents(self.tree.object_id, self.objects)
         if not isinstance(reply, Message):
             raise ValueError(f"it is a {type(reply).__name__}, not a message")
-        reply.metadata.__dict__["_message_id"] = self.tree.object_id
+        compat.set_message_id(reply, self.tree.object_id)
         return reply
 
     def _fetch(self, name: str) -> bool:
-        question = PullObjectRequest(node=self.grid.node, run_id=self.grid.run.run_id, object_id=name)
-        found = self.grid._runtime_client.PullObject(question)
+        request = compat.PullObjectRequest(node=self.grid.node, run_id=self.grid.run.run_id, object_id=name)
+        found = compat.runtime_client(self.grid).PullObject(request)
         if not found.object_found:
             raise ValueError("a part of it is gone: it was not sent in time")
         if not found.object_available:
             return False
-        self.there[name] = found.object_content
-        self._check(sum(map(len, self.there.values())))
+        self.objects[name] = found.object_content
+        self._check(sum(map(len, self.objects.values())))
         return True
 
     def _check(self, size: int) -> None:
@@ -231,7 +232,9 @@ def take_order(
     If a server ends while it sends, parts of the order never arrive; Flower waits for them for over an hour.
     """
     names = list(dict.fromkeys(each.object_id for each in iterate_object_tree(tree)))
-    there = pull_objects(names, pull, max_time=patience, initial_backoff=BACKOFF, backoff_cap=min(5.0, patience))
+    there = compat.pull_objects(
+        names, pull, max_time=patience, initial_backoff=compat.BACKOFF, backoff_cap=min(5.0, patience)
+    )
     confirm(tree.object_id)
     size, most = joined_size(tree.object_id, there), machine.total_memory() // 4
     if size > most:
@@ -249,11 +252,11 @@ def joined_size(root: str, contents: Mapping[str, bytes]) -> int:
     while level:
         below: list[str] = []
         for name in level:
-            kind, children, length = head_of(contents[name])
+            kind, children, length = object_head(contents[name])
             if kind != kinds[name]:
                 raise ValueError(f"it holds {quoted(kind)} where {kinds[name]} belongs")
             for child in children:
-                theirs = head_of(contents[child])[0]
+                theirs = object_head(contents[child])[0]
                 if theirs not in CHILDREN[kind] or kinds.setdefault(child, theirs) != theirs:
                     raise ValueError(f"it holds {quoted(theirs)} in {kind}")
             total += _array_size(contents[name], children, contents) if kind == "Array" else length
@@ -294,34 +297,35 @@ Sign = Callable[[Request, RecordDict], tuple[Request, RecordDict]]
 
 
 class Mailbox:
-    """Sends and polls. `stray` gets every reply that no caller waits for: to queries, and to letters that timed out.
+    """Sends signed requests and polls for replies.
 
-    With `sign` every letter is signed when it is sent.
+    `on_unexpected` gets every reply that no caller waits for: to queries, and to requests that timed out.
     """
 
     def __init__(
         self,
         grid: Grid,
         stop: threading.Event,
-        stray: Callable[[Request, Reply], None],
+        on_unexpected: Callable[[Request, Reply], None],
         pause: float,
-        sign: Sign | None = None,
+        sign: Sign,
     ):
-        self.grid, self.stop, self.stray, self.pause, self.sign = grid, stop, stray, pause, sign
+        self.grid, self.stop, self.on_unexpected, self.pause, self.sign = grid, stop, on_unexpected, pause, sign
         self._open: dict[str, Request] = {}
-        self._parcels = Parcels(grid)
+        self._fetch = BoundedFetch(grid)
 
     def asked(self) -> set[int]:
         """Nodes that owe an answer to a query."""
-        return {letter.node for letter in self._open.values() if letter.kind == MessageType.QUERY}
+        return {request.node for request in self._open.values() if request.kind == MessageType.QUERY}
 
-    def send(self, letters: Sequence[tuple[Request, RecordDict]], keep: float) -> dict[str, Request]:
-        """Send letters; a reply is valid for `keep` seconds. Returns the letters that could be sent, by message id."""
-        if self.sign is not None:
-            letters = [self.sign(*letter) for letter in letters]
-        messages = [Message(content, row.node, row.kind, ttl=keep, group_id=str(row.round)) for row, content in letters]
+    def send(self, requests: Sequence[tuple[Request, RecordDict]], keep: float) -> dict[str, Request]:
+        """Send requests, whose replies are valid for `keep` seconds; returns those that were sent, by message id."""
+        requests = [self.sign(*request) for request in requests]
+        messages = [
+            Message(content, row.node, row.kind, ttl=keep, group_id=str(row.round)) for row, content in requests
+        ]
         posted = set(self.grid.push_messages(messages)) if messages else set()
-        sent = {m.metadata.message_id: row for m, (row, _) in zip(messages, letters, strict=True)}
+        sent = {m.metadata.message_id: row for m, (row, _) in zip(messages, requests, strict=True)}
         sent = {name: row for name, row in sent.items() if name in posted}
         self._open |= sent
         return sent
@@ -330,28 +334,28 @@ class Mailbox:
         """Replies to what was `sent`, as they arrive, until all are in or the timeout has passed."""
         waiting, deadline = set(sent), time.monotonic() + timeout
         while waiting and time.monotonic() < deadline:
-            for name, letter, reply in self._pull():
+            for name, request, reply in self._pull():
                 if name in waiting:
                     waiting.remove(name)
-                    yield letter, reply
+                    yield request, reply
                 else:
-                    self.stray(letter, reply)
+                    self.on_unexpected(request, reply)
             if waiting:
                 self._wait()
         for name in waiting:
-            self._parcels.drop(name)
+            self._fetch.drop(name)
 
-    def rest(self) -> None:
+    def poll(self) -> None:
         """Handle the replies that have arrived, waiting for none in particular, then pause."""
-        for _, letter, reply in self._pull():
-            self.stray(letter, reply)
+        for _, request, reply in self._pull():
+            self.on_unexpected(request, reply)
         self._wait()
 
     def _pull(self) -> list[tuple[str, Request, Reply]]:
         if not self._open:
             return []
-        limits = {name: letter.limit for name, letter in self._open.items()}
-        replies = [(name, reply) for name, reply in self._parcels.pull(limits) if name in self._open]
+        limits = {name: request.limit for name, request in self._open.items()}
+        replies = [(name, reply) for name, reply in self._fetch.pull(limits) if name in self._open]
         return [(name, self._open.pop(name), reply) for name, reply in replies if name in self._open]
 
     def _wait(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from test_parity import small
 from typer.testing import CliRunner
 from wire import Wire, deployed, serve, server_identity, travelled
@@ -302,16 +302,6 @@ def test_the_command(made: tuple[Path, Wire], tmp_path: Path) -> None:
         ended = fednh(["federation", "audit", str(tmp_path / "io"), *words], tmp_path / "io")
         assert ended.code == 2
         assert told in ended.stderr
-
-
-def test_a_simulation_has_no_audit_log(tmp_path: Path) -> None:
-    from wire import federate
-
-    wire, _ = federate(small("fedavg", rounds=1, **{"partition.clients": 2, "participation.rate": 1.0}), tmp_path)
-    assert list(tmp_path.rglob("audit*")) == []
-    for _, reply in wire.seen:
-        assert reply is not None
-        assert "audit" not in cast(RecordDict, reply.content)["said"]
 
 
 def test_who_takes_part(made: tuple[Path, Wire], tmp_path: Path) -> None:

@@ -18,12 +18,12 @@ from store import Store, grid_of, packed
 from conftest import count
 from fednh.flower import protocol
 from fednh.flower.protocol import Answer, Hello, Order, SiteProblem, Task, to_arrays
-from fednh.flower.transport import GREETING, FetchError, Limit, Parcels
+from fednh.flower.transport import GREETING, BoundedFetch, FetchError, Limit
 
 TREE = {"body.0.weight": torch.arange(12.0).reshape(3, 4), "scale": torch.tensor(20.0)}
 FORM = {name: (tuple(value.shape), value.dtype) for name, value in TREE.items()}
 TASK = Task("digits", True, (64,), ("0", "1"), 16.0, (0.5,), (0.5,), '{"kind": "vector"}')
-ANSWER = Answer(0, 1, TREE, 5, 1.0, figures={"pm_l": 50.0, "per_class": [1.0, 2.0]}).write()
+ANSWER = Answer(0, 1, TREE, 5, 1.0, metrics={"pm_l": 50.0, "per_class": [1.0, 2.0]}).write()
 HELLO = Hello("site-1", TASK, 0).write()
 ORDER = Order(0, 1).write("rounds = 3", TASK, to_arrays(TREE), to_arrays({"scale": TREE["scale"]}))
 
@@ -66,7 +66,7 @@ def through_the_server(content: RecordDict, changes: list[tuple[int, str, bytes]
     """What the server does with a reply; only what it foresees may be raised."""
     store, (tree, contents) = Store(verify=False), packed(content, "letter")
     store.put("letter", tree, changed(contents, changes))
-    for _, reply in Parcels(grid_of(store)).pull({"letter": limit}):
+    for _, reply in BoundedFetch(grid_of(store)).pull({"letter": limit}):
         if isinstance(reply, FetchError) or not reply.has_content():
             continue
         look(reply.content, Hello.read, lambda each: Answer.read(each, FORM), lambda each: Answer.read(each, None))

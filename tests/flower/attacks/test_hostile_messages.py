@@ -21,14 +21,14 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError
 from store import Store, forged, forged_reply, grid_of, packed
 from test_parity import small
-from wire import Wire, federate, serve, travelled
+from wire import deployed, federate, part_of, serve, server_identity, travelled
 
 from fednh.config import dump
-from fednh.flower.client_app import client_app
 from fednh.flower.deploy import forking
 from fednh.flower.protocol import FORMAT, Answer, Task, form_of, to_arrays, to_tree
-from fednh.flower.site import Site, read_place
-from fednh.flower.transport import FetchError, Limit, Parcels, take_order
+from fednh.flower.site import Site
+from fednh.flower.site_config import read_site_config
+from fednh.flower.transport import BoundedFetch, FetchError, Limit, take_order
 
 FORM = {"body.0.weight": ((16, 64), torch.float32)}
 
@@ -174,8 +174,9 @@ def test_greetings_that_cannot_be_true(tmp_path: Path) -> None:
             said["task"] = lies[node]
         return travelled(reply)
 
-    nodes = {node: {"partition-id": node % 2, "num-partitions": 2} for node in (1000, 1001, *lies)}
-    watcher = serve(config, Wire(nodes, client_app(tmp_path / "s"), tamper), tmp_path / "run", enough=2)
+    nodes = {node: {**part_of(config, node % 2), "site": f"site-{node}"} for node in (1000, 1001, *lies)}
+    wire = deployed(tmp_path / "fed", nodes, hostile=tamper)
+    watcher = serve(config, wire, tmp_path / "run", server_identity(tmp_path / "fed"), enough=2)
     told = [note for note in watcher.notes if "the description of its data cannot be" in note]
     assert len(told) == len(set(told)) >= len(GREETINGS) - 2  # two sentences may be the same
     assert all("cannot take part" in note and len(note) < 700 for note in told)
@@ -241,7 +242,7 @@ def test_answers_that_should_never_be_sent(tmp_path: Path) -> None:
             list(ANSWERS.values())[round_ - 1][0](reply)
         return travelled(reply)
 
-    _, watcher = federate(config, tmp_path, tamper, simulated=False)
+    _, watcher = federate(config, tmp_path, tamper)
     wrong, last = watcher.records[:-1], watcher.records[-1]
     assert [(r["clients"], r["refused"]) for r in wrong] == [([0, 2], [1])] * len(ANSWERS)
     assert last["clients"] == [0, 1, 2]
@@ -301,7 +302,7 @@ def test_a_reply_that_cannot_be_put_together(wrong: str) -> None:
     store.put("bad", tree, contents)
     store.put("good", *packed(honest(), "good"))
     tracemalloc.start()
-    replies = dict(Parcels(grid_of(store)).pull({"bad": LIMIT, "good": LIMIT}))
+    replies = dict(BoundedFetch(grid_of(store)).pull({"bad": LIMIT, "good": LIMIT}))
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 12_000_000
@@ -320,7 +321,7 @@ def test_a_reply_on_its_way_holds_nobody_up() -> None:
     last = tree.object_id
     store.put("slow", tree, {name: each for name, each in contents.items() if name != last})
     store.put("good", *packed(RecordDict({"said": ConfigRecord({"format": FORMAT})}), "good"))
-    parcels = Parcels(grid_of(store))
+    parcels = BoundedFetch(grid_of(store))
     limits = {"slow": LIMIT, "good": LIMIT}
     assert [name for name, _ in parcels.pull(limits)] == ["good"]
     before = store.pulled
@@ -336,16 +337,16 @@ def test_a_part_that_never_came() -> None:
     store, (tree, contents) = Store(), packed(honest(), "lost")
     store.put("lost", tree, contents)
     store.objects.clear()
-    ((_, reply),) = Parcels(grid_of(store)).pull({"lost": LIMIT})
+    ((_, reply),) = BoundedFetch(grid_of(store)).pull({"lost": LIMIT})
     assert isinstance(reply, FetchError)
     assert "was not sent in time" in str(reply.problem)
 
 
 def test_orders_to_the_server_are_left_alone() -> None:
-    """Flower hands a ServerApp messages that are no replies; they are not even looked into."""
+    """Flower registry a ServerApp messages that are no replies; they are not even looked into."""
     store = Store()
     store.put("unasked", *STORED["nested JSON"])
-    assert list(Parcels(grid_of(store)).pull({"good": LIMIT})) == []
+    assert list(BoundedFetch(grid_of(store)).pull({"good": LIMIT})) == []
     assert store.pulled == 0
 
 
@@ -408,8 +409,8 @@ def test_the_process_of_an_order_takes_our_function(monkeypatch: pytest.MonkeyPa
     note = lambda *_, **__: getattr(forking.clientapp, fetch)("an order")  # noqa: E731
     monkeypatch.setattr(forking.clientapp, "run_clientapp", note)
     spec = SimpleNamespace(runtime_api_address="", token="", insecure=True, parent_pid=0)
-    served = forking.Job("127.0.0.1:1", "/", 0, "secret")
-    forking._client_app(spec, served, forking.Hands())  # type: ignore[arg-type]
+    served = forking.ExecutorTarget("127.0.0.1:1", "/", 0, "secret")
+    forking._client_app(spec, served, forking.TaskRegistry())  # type: ignore[arg-type]
     assert used == [("an order",)]
     assert inspect.signature(take_order).parameters["patience"].default == 600
 
@@ -418,7 +419,7 @@ def test_the_process_of_an_order_takes_our_function(monkeypatch: pytest.MonkeyPa
 def test_what_the_server_sends_is_read_without_trust_too(name: str, tmp_path: Path) -> None:
     """A site says in words that it cannot do it; nothing is kept."""
     config = small("fedavg", rounds=1, **{"partition.clients": 2, "participation.rate": 1.0})
-    place = read_place({"partition-id": 0, "num-partitions": 2}, home=tmp_path)
+    place = read_site_config({"partition-id": 0, "num-partitions": 2, "state": str(tmp_path)})
     site = Site(place, dump(config), None)
     for wrong in ("2^40 floats", "a zip", "too few numbers", "two arrays"):
         content = RecordDict({name: RECORDS[wrong][0]})

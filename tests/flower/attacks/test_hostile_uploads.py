@@ -12,7 +12,7 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 from test_parity import small
-from wire import Quiet, Wire, federate, serve, travelled
+from wire import Quiet, divided, federate, serve, server_identity, travelled
 
 from fednh.backends import threads
 from fednh.config import Config
@@ -22,7 +22,6 @@ from fednh.federated import checks
 from fednh.federated.setup import build_federation
 from fednh.flower import protocol
 from fednh.flower.admission import agree
-from fednh.flower.client_app import client_app
 from fednh.flower.protocol import Task, to_arrays, to_tree
 from fednh.io.files import read_tree
 from fednh.methods import Method
@@ -75,7 +74,7 @@ def test_one_long_upload_is_refused_and_the_others_are_used(attack: str, tmp_pat
     """In every round; the model is, to the bit, the one of a federation in which that site never answered."""
     change, words = ATTACKS[attack]
     config = sites(4, rounds=2)
-    _, watcher = federate(config, tmp_path / "attacked", hostile(change), simulated=False)
+    _, watcher = federate(config, tmp_path / "attacked", hostile(change))
     assert [(r["clients"], r["refused"]) for r in watcher.records] == [([0, 2, 3], [1])] * 2
     told = [note for note in watcher.notes if "client 1" in note]
     assert len(told) == 2
@@ -84,7 +83,7 @@ def test_one_long_upload_is_refused_and_the_others_are_used(attack: str, tmp_pat
     def silent(node: int, request: Message, reply: Message) -> Message | None:
         return None if node == 1001 and request.metadata.message_type == "train" else reply
 
-    federate(config, tmp_path / "silent", silent, simulated=False)
+    federate(config, tmp_path / "silent", silent)
     one, other = (read_tree(tmp_path / run / "models" / "global.safetensors") for run in ("attacked", "silent"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -92,15 +91,15 @@ def test_one_long_upload_is_refused_and_the_others_are_used(attack: str, tmp_pat
 def test_of_two_sites_the_long_one_is_refused_and_the_run_says_so(tmp_path: Path) -> None:
     """One upload is left and federation.min_clients is 2: such rounds are given up, and the run fails at its end."""
     with pytest.raises(RunError, match=r"2 of 3 rounds changed nothing \(round 2, 3\)"):
-        federate(sites(2), tmp_path, hostile(times(1e30), rounds=(2, 3)), simulated=False)
+        federate(sites(2), tmp_path, hostile(times(1e30), rounds=(2, 3)))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(r["clients"], r["refused"]) for r in lines] == [([0, 1], []), ([], [1]), ([], [1])]
     assert [("lost" in r) for r in lines] == [False, True, True]
     assert json.loads((tmp_path / "summary.json").read_text())["lost"] == [2, 3]
-    states = sorted(path.name for path in (tmp_path / "clients").rglob("state.round-*"))
+    states = sorted(path.name for path in (tmp_path / "fed/state").rglob("state.round-*"))
     assert states  # the sites go on from round 1 when they are asked again: nothing of a lost round counts
     first = read_tree(tmp_path / "models" / "global.safetensors")
-    federate(sites(2, rounds=1), tmp_path / "once", simulated=False)
+    federate(sites(2, rounds=1), tmp_path / "once")
     once = read_tree(tmp_path / "once" / "models" / "global.safetensors")
     assert all(torch.equal(first[name], once[name]) for name in first)
 
@@ -114,7 +113,7 @@ def test_a_round_below_min_clients_is_given_up(tmp_path: Path) -> None:
         return None if lost else reply
 
     with pytest.raises(RunError, match="1 of 3 rounds changed nothing"):
-        federate(config, tmp_path, tamper, simulated=False)
+        federate(config, tmp_path, tamper)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [r["clients"] for r in lines] == [[0, 1, 2, 3], [], [0, 1, 2, 3]]
     assert (
@@ -126,8 +125,7 @@ def test_a_round_below_min_clients_is_given_up(tmp_path: Path) -> None:
 def test_too_few_sites_are_waited_for_and_then_not_asked(tmp_path: Path) -> None:
     """Two of three nodes are gone after round 1: the one that is left is not asked to train alone."""
     config = sites(3, rounds=2)
-    nodes = {1000 + k: {"partition-id": k, "num-partitions": 3} for k in range(3)}
-    wire = Wire(nodes, client_app(tmp_path / "s"))
+    wire = divided(config, tmp_path)
 
     def leave(node: int, request: Message, reply: Message) -> Message:
         if request.metadata.group_id == "1" and node == 1002:
@@ -136,7 +134,7 @@ def test_too_few_sites_are_waited_for_and_then_not_asked(tmp_path: Path) -> None
 
     wire.tamper = leave
     with pytest.raises(RunError, match="1 of 2 rounds changed nothing"):
-        serve(config, wire, tmp_path / "run")
+        serve(config, wire, tmp_path / "run", server_identity(tmp_path / "fed"))
     asked = [(q.metadata.message_type, q.metadata.group_id) for q, _ in wire.seen]
     assert asked.count(("train", "2")) == 0
 
@@ -145,24 +143,24 @@ def test_uploads_that_change_nothing(tmp_path: Path) -> None:
     """Every site sends back what it received: nothing is wrong with any upload, and the round is told as lost."""
     config = small("fedavg", rounds=1, **{"partition.clients": 2, "participation.rate": 1.0, "train.lr": 1e-30})
     with pytest.raises(RunError, match="1 of 1 rounds changed nothing"):
-        federate(config, tmp_path, simulated=False)
+        federate(config, tmp_path)
     assert "the uploads change nothing" in (tmp_path / "federation.log").read_text()
 
 
 def test_misfits_do_not_begin_a_federation(tmp_path: Path) -> None:
     """Two sites that fit are needed. One that does not is there first; the third that fits comes later."""
     config = small("fedavg", rounds=1, **{"partition.clients": 3, "participation.rate": 1.0})
-    nodes: dict[int, dict[str, Any]] = {k + 1: {"partition-id": k, "num-partitions": 3} for k in range(2)}
-    wire = Wire(nodes, client_app(tmp_path / "s"))
+    wire = divided(config, tmp_path)
+    third = wire.nodes.pop(1002)
 
     def tamper(node: int, request: Message, reply: Message) -> Message:
-        if node == 2:
+        if node == 1001:
             reply.content["said"]["task"] = reply.content["said"]["task"].replace('"9"', '"nine"')  # type: ignore
-            wire.nodes[3] = {"partition-id": 2, "num-partitions": 3}
+            wire.nodes[1002] = third
         return travelled(reply)
 
-    wire.tamper = tamper
-    watcher = serve(config, wire, tmp_path / "run", enough=2)
+    wire.hostile = tamper
+    watcher = serve(config, wire, tmp_path / "run", server_identity(tmp_path / "fed"), enough=2)
     assert watcher.records[0]["clients"] == [0, 2]
     assert any("cannot take part: its classes are" in note for note in watcher.notes)
 

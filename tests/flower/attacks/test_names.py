@@ -14,15 +14,14 @@ from cryptography.hazmat.primitives import serialization
 from flwr.app import ConfigRecord, Message
 from flwr.proto.node_pb2 import NodeInfo
 from test_parity import small
-from wire import Wire, deployed, serve, server_identity
+from wire import Wire, deployed, divided, serve, server_identity
 
 from fednh.errors import UserError
 from fednh.flower import layout
-from fednh.flower.client_app import client_app
 from fednh.flower.deploy import scaffold
 from fednh.flower.deploy.local import LocalFederation
 from fednh.flower.protocol import FORMAT, Hello, Task
-from fednh.flower.site import read_place
+from fednh.flower.site_config import read_site_config
 from fednh.runs.layout import RunLayout
 from forked import fednh
 
@@ -41,12 +40,12 @@ FORGED = {
 @pytest.mark.parametrize("name", FORGED.values(), ids=FORGED)
 def test_a_site_refuses_such_a_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be the site's name"):
-        read_place({"site": name, "data": "npz:x.npz", "state": str(tmp_path)})
+        read_site_config({"site": name, "data": "npz:x.npz", "state": str(tmp_path)})
 
 
 @pytest.mark.parametrize("name", ["Köln", "St. Mary's (north)", "病院 1", "site-1", "[red]x[/red]"])
 def test_ordinary_names_are_taken(name: str, tmp_path: Path) -> None:
-    assert read_place({"site": name, "data": "npz:x.npz", "state": str(tmp_path)}).site == name
+    assert read_site_config({"site": name, "data": "npz:x.npz", "state": str(tmp_path)}).site == name
 
 
 @pytest.mark.parametrize("name", FORGED.values(), ids=FORGED)
@@ -68,8 +67,8 @@ def test_the_server_refuses_a_forger_and_goes_on(tmp_path: Path) -> None:
             cast(ConfigRecord, reply.content["said"])["site"] = FORGED["a new line"]
         return reply
 
-    nodes = {1000 + k: {"partition-id": k, "num-partitions": 3} for k in range(3)}
-    watcher = serve(config, Wire(nodes, client_app(tmp_path / "s"), tamper), tmp_path / "run", enough=2)
+    wire = divided(config, tmp_path, hostile=tamper)
+    watcher = serve(config, wire, tmp_path / "run", server_identity(tmp_path / "fed"), enough=2)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert [row["site"] for row in summary["sites"]] == ["client-000000", "client-000001"]
     assert any("its name cannot be used" in note for note in watcher.notes)
@@ -88,8 +87,8 @@ def test_what_a_site_says_does_not_end_a_line(tmp_path: Path) -> None:
             reply.content["said"] = ConfigRecord(cast(dict[str, Any], said))
         return reply
 
-    nodes = {1000 + k: {"partition-id": k, "num-partitions": 2} for k in range(2)}
-    watcher = serve(config, Wire(nodes, client_app(tmp_path / "s"), tamper), tmp_path / "run", enough=2)
+    wire = divided(config, tmp_path, hostile=tamper)
+    watcher = serve(config, wire, tmp_path / "run", server_identity(tmp_path / "fed"), enough=2)
     assert any(r"round 2: all is well\x1b[1A x" in note for note in watcher.notes)
     check_log(tmp_path / "run", watcher.notes)
 
@@ -139,13 +138,13 @@ def test_the_screen_shows_sentences(tmp_path: Path) -> None:
     """`up` reads the log as it grows; lines of an earlier version are shown too."""
     shown: list[str] = []
     local = cast(Any, object.__new__(LocalFederation))
-    local.run_folder, local.seen, local.hopeless = RunLayout(tmp_path), {}, None
-    local.told = SimpleNamespace(note=shown.append)
+    local.run_folder, local.lines_shown, local.fatal_problem = RunLayout(tmp_path), {}, None
+    local.display = SimpleNamespace(note=shown.append)
     RunLayout(tmp_path).log_file.write_text("2026-11-16 10:00:00 going on after round 3\n")
     layout.add_note(tmp_path, 'site "Köln" cannot take part:\nno \x1b data')
     local._show()
     assert shown == ["going on after round 3", 'site "Köln" cannot take part: no \\x1b data']
-    assert local.hopeless[1] == shown[1]
+    assert local.fatal_problem[1] == shown[1]
 
 
 class Registered(Wire):
@@ -169,8 +168,8 @@ def test_who_cannot_take_part_is_named(tmp_path: Path) -> None:
             del cast(ConfigRecord, reply.content["said"])["site"]
         return reply
 
-    made = deployed(tmp_path, nodes)
-    wire = Registered(nodes, made.app, tamper)
+    deployed(tmp_path, nodes)
+    wire = Registered(nodes, tamper)
     public = serialization.load_ssh_public_key((tmp_path / "sites/s1/key.pub").read_bytes())
     form = (serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     wire.keys = {1: public.public_bytes(*form)}

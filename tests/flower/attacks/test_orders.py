@@ -14,7 +14,6 @@ from hostile import Scene, config_of, message, problem, question
 from fednh.config import dump
 from fednh.errors import Refused, UserError
 from fednh.flower import signing
-from fednh.flower.client_app import client_app
 from fednh.flower.deploy import certificates
 from fednh.flower.layout import FederationFolder
 from fednh.flower.protocol import to_arrays, to_tree
@@ -154,7 +153,6 @@ def test_an_order_is_obeyed_once(scene: Scene) -> None:
     first, second = (scene.signed(question(dump(config_of()))) for _ in range(2))
     assert problem(scene.deliver(second)) == ""
     for again in (second, first):  # the same one, and one that was held back
-        scene.wire.app = client_app()  # Flower starts a new process for every message
         assert "given before, or is older" in problem(scene.deliver(again))
     assert scene.asked(config_of()) == ""
 

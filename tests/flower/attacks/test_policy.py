@@ -288,7 +288,7 @@ def test_a_federation_trains_without_the_metrics_of_one_site(tmp_path: Path) -> 
     ],
 )
 def test_rules_that_cannot_hold_are_refused(node: dict[str, Any], words: str, tmp_path: Path) -> None:
-    """A rule that nobody enforces would be worse than none: the site does nothing until it is mended."""
+    """A rule that nobody enforces would be worse than none: the site does nothing until it is migrations_config."""
     with pytest.raises(UserError, match=words):
         read_policy(node)
     assert Scene(tmp_path, **node).asked(config_of()).startswith("UserError")

@@ -908,7 +908,7 @@ def test_metrics_have_names_and_ranges(key: str) -> None:
     def content() -> RecordDict:
         return RecordDict({"said": said, **{name: MetricRecord(dict(row)) for name, row in fine.items()}})
 
-    assert Answer.read(content(), None).figures["pm_v"] == 50.0
+    assert Answer.read(content(), None).metrics["pm_v"] == 50.0
     fine[record][key] = value
     with pytest.raises(ValueError, match="is not a metric" if key == "../x" else key):
         Answer.read(content(), None)

@@ -29,17 +29,14 @@ from fednh.flower.deploy.processes import PATIENCE, RESTARTS, Child, Process, Pr
 from fednh.flower.layout import FederationFolder, FlowerHome
 from fednh.io.files import private_folder, write_bytes, write_private
 
-# --- templates ------------------------------------------------------------------------------------------------------
-# Files that `fednh federation init` writes, with $words to fill in.
-
 
 def fill_template(template: str, /, **words: str) -> str:
+    """A file that `fednh federation init` writes, with its $words filled in."""
     text = resources.files("fednh.flower.deploy").joinpath("templates", template).read_text(encoding="utf-8")
     return Template(text).substitute(words)
 
 
-# --- proxy ----------------------------------------------------------------------------------------------------------
-# nginx in front of a SuperLink: its configuration, and the command that runs it.
+# --- nginx in front of a SuperLink ----------------------------------------------------------------------------------
 
 
 def write_proxy_config(folder: Path, fed: FederationFolder, listen: str, port: int) -> Path:
@@ -78,14 +75,14 @@ def _quoted(path: Path, folder: Path) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"')
 
 
-# --- commands -------------------------------------------------------------------------------------------------------
+# --- Flower's programs ----------------------------------------------------------------------------------------------
 
 
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Job:
+class ExecutorTarget:
     """A SuperLink or SuperNode for an executor to serve; sent as one line of JSON."""
 
     address: str
@@ -93,38 +90,29 @@ class Job:
     pid: int  # the executor stops when this process ends
     secret: str
     log: str | None = None
-    root: str | None = None  # the certificate authority for TLS; None: no TLS
+    root: str | None = None  # the certificate authority of a SuperLink's TLS; None: a SuperNode, which has none
     approved: str | None = None  # a site's list of apps that may run; None: at the server
-    told: str | None = None  # a site's site.toml
+    site_toml: str | None = None  # a site's site.toml
 
 
-def superlink(keys: FederationFolder | None, port: int, database: Path, secret: Path | None, limit: int) -> list[str]:
-    """With keys: TLS, and only SuperNodes whose keys are registered. Without a secret it starts ServerApps itself.
+def superlink(keys: FederationFolder, port: int, database: Path, secret: Path, limit: int) -> list[str]:
+    """With TLS, and only for SuperNodes whose keys are registered.
 
     `limit`: bytes of replies that the SuperLink keeps for a site (superlink.py).
     """
     command = [sys.executable, "-m", "fednh.flower.deploy.superlink", str(limit)]
     command += ["--host", LOOPBACK, "--port", str(port), "--database", str(database)]
     command += ["--disable-runtime-dependency-installation"]
-    if keys is not None:
-        command += ["--ssl-ca-certfile", str(keys.ca), "--ssl-certfile", str(keys.server_certificate)]
-        command += ["--ssl-keyfile", str(keys.server_key), "--enable-supernode-auth"]
-    else:
-        command += ["--insecure"]
+    command += ["--ssl-ca-certfile", str(keys.ca), "--ssl-certfile", str(keys.server_certificate)]
+    command += ["--ssl-keyfile", str(keys.server_key), "--enable-supernode-auth"]
     return command + _isolation(secret)
 
 
-def supernode(
-    server: str, node_config: Path, port: int, ca: Path | None, key: Path | None, secret: Path | None
-) -> list[str]:
-    """Without a secret it starts the ClientApps of any app itself."""
+def supernode(server: str, node_config: Path, port: int, ca: Path, key: Path, secret: Path) -> list[str]:
     command = [sys.executable, "-m", "fednh.flower.deploy.supernode"]
     command += ["--superlink", server, "--node-config", str(node_config)]
     command += ["--host", LOOPBACK, "--port", str(port)]
-    if ca is not None and key is not None:
-        command += ["--root-certificates", str(ca), "--auth-supernode-private-key", str(key)]
-    else:
-        command += ["--insecure"]
+    command += ["--root-certificates", str(ca), "--auth-supernode-private-key", str(key)]
     return command + _isolation(secret)
 
 
@@ -143,12 +131,12 @@ def new_secret(home: FlowerHome) -> Path:
     return home.secret_file
 
 
-class Executor:
+class AppExecutor:
     """The process that runs the tasks of SuperLink and SuperNodes (forking.py)."""
 
     def __init__(self, processes: Processes):
         self.processes = processes
-        self.jobs: dict[str, Job] = {}  # by address
+        self.targets: dict[str, ExecutorTarget] = {}  # by address
 
     def start(self) -> Process:
         """Start it, if it does not run; its imports take a while."""
@@ -158,13 +146,13 @@ class Executor:
         command = [sys.executable, "-m", "fednh.flower.deploy.forking"]
         return self.processes.start("executor", command, stdin=subprocess.PIPE)
 
-    def serve(self, job: Job) -> None:
+    def serve(self, target: ExecutorTarget) -> None:
         """Let it run the tasks of a SuperLink or SuperNode, in place of an earlier one at the same address."""
-        self.jobs[job.address] = job
+        self.targets[target.address] = target
         talk = self.start().stdin
         assert talk is not None
         with suppress(BrokenPipeError):  # it has just been killed: `check` will see
-            talk.write(json.dumps(asdict(job)).encode() + b"\n")
+            talk.write(json.dumps(asdict(target)).encode() + b"\n")
             talk.flush()
 
     def check(self) -> None:
@@ -176,9 +164,9 @@ class Executor:
             self.processes.check("executor", "what runs apps")
         if not self.processes.may_restart("executor"):
             raise RunError(f"what runs apps was killed {1 + RESTARTS} times; {self.processes.where('executor')}")
-        for job in list(self.jobs.values()):
-            if alive(job.pid):
-                self.serve(job)
+        for target in list(self.targets.values()):
+            if alive(target.pid):
+                self.serve(target)
 
 
 class SuperNodes:
@@ -270,5 +258,6 @@ class ForkedSuperNode:
         return code
 
 
-def _isolation(secret: Path | None) -> list[str]:
-    return [] if secret is None else ["--isolation", "process", "--superexec-auth-secret-file", str(secret)]
+def _isolation(secret: Path) -> list[str]:
+    """Apps are started by our executor only, which knows the secret."""
+    return ["--isolation", "process", "--superexec-auth-secret-file", str(secret)]

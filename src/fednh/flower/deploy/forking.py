@@ -10,8 +10,8 @@ with `--isolation process`, which makes them leave the starting of apps to other
 
 Processes, each a fork of the one before it:
 
-    main        reads one line of JSON (commands.Job) for each SuperLink or SuperNode from standard input, forks a
-                SuperExec for it, forks again what was killed, and stops at the end of the input
+    main        reads one line of JSON (commands.ExecutorTarget) for each SuperLink or SuperNode from standard input,
+                forks a SuperExec for it, forks again what was killed, and stops at the end of the input
     SuperExec   asks its SuperLink or SuperNode for tasks
     ClientApp   fetches an order and sends the reply; small, because it does not compute
     worker      computes the reply; if it is killed, the ClientApp says so in the reply
@@ -40,32 +40,31 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import httpx
-from flwr.app import Context, Message
-from flwr.app.error import Error
-from flwr.common.constant import ErrorCode, SubStatus
-from flwr.proto.runtime_pb2 import AcquireTaskRequest, AcquireTaskResponse, PushTaskOutputRequest
-from flwr.supercore.constant import TASK_TYPE_TO_APPIO_API_ADDRESS_ARG, TASK_TYPE_TO_COMMAND, TaskType
-from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
-from flwr.supercore.runtime import RuntimeHttpClient
-from flwr.supercore.superexec import run_superexec as superexec
-from flwr.supercore.superexec.executor import SubprocessExecutor
-from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResult
-from flwr.supernode.runtime import run_clientapp as clientapp
+from flwr.app import Context, Error, Message
 
 import fednh.flower.client_app  # noqa: F401  imported before the fork, for ClientApps
 from fednh.config import flat
 from fednh.errors import UserError
-from fednh.flower import audit
+from fednh.flower import audit, compat
+from fednh.flower.compat import (
+    ExecutionSpec,
+    LaunchResult,
+    RuntimeHttpClient,
+    SubprocessExecutor,
+    TaskType,
+    clientapp,
+    superexec,
+)
 from fednh.flower.deploy import scaffold
-from fednh.flower.deploy.commands import Job
+from fednh.flower.deploy.commands import ExecutorTarget
 from fednh.flower.deploy.processes import alive
-from fednh.flower.site import read_place
+from fednh.flower.site_config import read_site_config
 from fednh.flower.transport import take_order
 
 ENDS, WITHIN = 5, 60.0  # a SuperExec that ends this often in so many seconds is not started again
 
 
-class Hands:
+class TaskRegistry:
     """The tasks that a SuperExec has in hand, in memory that outlives it: another follows it if it is killed."""
 
     def __init__(self) -> None:
@@ -95,31 +94,31 @@ class Hands:
         return bool(self._finished[pid % len(self._finished)])
 
 
-class Forking(SubprocessExecutor):
+class ForkingExecutor(SubprocessExecutor):
     """Runs a ClientApp in a fork of this process, and a ServerApp as a new process; there are no other tasks."""
 
-    def __init__(self, job: Job, hands: Hands):
-        self.job, self.hands, self.parent = job, hands, os.getppid()
-        self.kinds = {TaskType.CLIENT_APP} if job.approved is not None else {TaskType.SERVER_APP}
+    def __init__(self, target: ExecutorTarget, registry: TaskRegistry):
+        self.target, self.registry, self.parent = target, registry, os.getppid()
+        self.kinds = {TaskType.CLIENT_APP} if target.approved is not None else {TaskType.SERVER_APP}
         self.first = True
 
     def reconcile(self) -> None:
         """Look after the tasks in hand; Flower calls this before it asks for a task."""
         if os.getppid() != self.parent:
             raise SystemExit("the process that watches this one has ended")
-        asking, tasks = self.hands.read()
+        asking, tasks = self.registry.read()
         ended = {pid: token for pid, token in tasks.items() if not alive(pid)}
         going = {pid: token for pid, token in tasks.items() if pid not in ended}
         lost = asking and self.first and not going  # the SuperExec before this one was killed while it asked
         self.first = False
-        self.hands.write(False, going)
-        if self.job.approved is None:
+        self.registry.write(False, going)
+        if self.target.approved is None:
             for token in ended.values():
                 self._end_run(token)
-        elif lost or not all(map(self.hands.finished, ended)):
+        elif lost or not all(map(self.registry.finished, ended)):
             print("a ClientApp ended before it had sent its reply; its SuperNode is started again", flush=True)
             with suppress(ProcessLookupError):
-                os.kill(self.job.pid, signal.SIGTERM)
+                os.kill(self.target.pid, signal.SIGTERM)
 
     def get_eligible_capacity(self, *_: Any, **__: Any) -> tuple[set[TaskType], set[str]]:
         return self.kinds, set()
@@ -130,10 +129,10 @@ class Forking(SubprocessExecutor):
         if spec.task_type == TaskType.SERVER_APP:
             if not hasattr(os, "memfd_create"):  # only Linux has it
                 return super().launch(spec)
-            pid = _server_app(spec, self.job)
+            pid = _server_app(spec, self.target)
         elif (pid := os.fork()) == 0:
-            _leave(lambda: _client_app(spec, self.job, self.hands))
-        self.hands.add(pid, spec.token)
+            _leave(lambda: _client_app(spec, self.target, self.registry))
+        self.registry.add(pid, spec.token)
         return LaunchResult.accepted()
 
     def _end_run(self, token: str) -> None:
@@ -142,38 +141,39 @@ class Forking(SubprocessExecutor):
         If the ServerApp has ended its run itself, its token is no longer valid and nothing changes.
         """
         client = RuntimeHttpClient.from_server_address(
-            server_address=self.job.address,
-            insecure=self.job.root is None,
-            root_certificates=None if self.job.root is None else Path(self.job.root).read_bytes(),
+            server_address=self.target.address,
+            insecure=self.target.root is None,
+            root_certificates=None if self.target.root is None else Path(self.target.root).read_bytes(),
             interceptors=[
-                RuntimeVersionHttpInterceptor(component_name="SuperExec"),
-                RuntimeTokenHttpInterceptor(token),
+                compat.RuntimeVersionHttpInterceptor(component_name="SuperExec"),
+                compat.RuntimeTokenHttpInterceptor(token),
             ],
         )
         with suppress(httpx.HTTPError):
-            client.PushTaskOutput(PushTaskOutputRequest(sub_status=SubStatus.FAILED, details="the ServerApp ended"))
+            failed = compat.SubStatus.FAILED
+            client.PushTaskOutput(compat.PushTaskOutputRequest(sub_status=failed, details="the ServerApp ended"))
         client.close()
 
 
-def remembering(client: type[RuntimeHttpClient], hands: Hands) -> type[RuntimeHttpClient]:
-    """Flower's client of a SuperExec; while it asks for a task, `hands` says so."""
+def recording_client(client: type[RuntimeHttpClient], registry: TaskRegistry) -> type[RuntimeHttpClient]:
+    """Flower's client of a SuperExec; while it asks for a task, `registry` says so."""
 
-    class Remembering(client):  # type: ignore[valid-type, misc]
-        def AcquireTask(self, request: AcquireTaskRequest) -> AcquireTaskResponse:
-            hands.write(True, hands.read()[1])
-            answer: AcquireTaskResponse = super().AcquireTask(request)
+    class RecordingClient(client):  # type: ignore[valid-type, misc]
+        def AcquireTask(self, request: compat.AcquireTaskRequest) -> compat.AcquireTaskResponse:
+            registry.write(True, registry.read()[1])
+            answer: compat.AcquireTaskResponse = super().AcquireTask(request)
             if not answer.HasField("task"):
-                hands.write(False, hands.read()[1])
+                registry.write(False, registry.read()[1])
             return answer
 
-    return Remembering
+    return RecordingClient
 
 
-def _client_app(spec: ExecutionSpec, job: Job, hands: Hands) -> None:
+def _client_app(spec: ExecutionSpec, target: ExecutorTarget, registry: TaskRegistry) -> None:
     """Run Flower's ClientApp program; the app itself is called in a child of this process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    load: Any = getattr(clientapp, "get_load_client_app_fn")  # noqa: B009
-    send = clientapp.push_message
+    load = compat.original(clientapp, "get_load_client_app_fn")
+    send = compat.original(clientapp, "push_message")
     settled: list[bool] = []  # not empty: the SuperNode does not wait for this ClientApp's reply
 
     def push(*args: Any, **options: Any) -> None:
@@ -189,18 +189,17 @@ def _client_app(spec: ExecutionSpec, job: Job, hands: Hands) -> None:
             settled.extend([True] if "timeout" not in str(error) else [])
             raise
 
-    # Flower has no option for these.
-    setattr(clientapp, "pull_and_inflate_object_from_tree", take)  # noqa: B010
-    setattr(clientapp, "get_load_client_app_fn", lambda **options: _loads_apart(load(**options), job))  # noqa: B010
-    setattr(clientapp, "push_message", push)  # noqa: B010
+    compat.replace(clientapp, "pull_and_inflate_object_from_tree", take)
+    compat.replace(clientapp, "get_load_client_app_fn", lambda **options: _load_in_child(load(**options), target))
+    compat.replace(clientapp, "push_message", push)
     try:
-        clientapp.run_clientapp(spec.runtime_api_address, spec.token, spec.insecure, parent_pid=job.pid)
+        clientapp.run_clientapp(spec.runtime_api_address, spec.token, spec.insecure, parent_pid=target.pid)
     finally:  # Flower leaves with SystemExit
         if settled:
-            hands.finish(os.getpid())
+            registry.finish(os.getpid())
 
 
-def _loads_apart(load: Callable[..., Any], job: Job) -> Callable[..., Any]:
+def _load_in_child(load: Callable[..., Any], target: ExecutorTarget) -> Callable[..., Any]:
     """Flower's function that loads a ClientApp; the loaded app computes in a child process."""
 
     def loaded(*args: Any) -> Callable[..., Message]:
@@ -213,11 +212,11 @@ def _loads_apart(load: Callable[..., Any], job: Job) -> Callable[..., Any]:
             reply: Message
             try:
                 reply, context.state = in_child(work)
-            except Killed as error:
-                assert job.told is not None
-                place = read_place(flat(tomllib.loads(Path(job.told).read_text(encoding="utf-8"))))
-                audit.refuse(place.home, place.site, "killed", "the server", str(error))
-                reply = Message(Error(code=ErrorCode.CLIENT_APP_CRASHED, reason=str(error)), reply_to=message)
+            except ChildKilled as error:
+                assert target.site_toml is not None
+                site_config = read_site_config(flat(tomllib.loads(Path(target.site_toml).read_text(encoding="utf-8"))))
+                audit.log_refusal(site_config.home, site_config.site, "killed", "the server", str(error))
+                reply = Message(Error(code=compat.ErrorCode.CLIENT_APP_CRASHED, reason=str(error)), reply_to=message)
             return reply
 
         return call
@@ -225,12 +224,12 @@ def _loads_apart(load: Callable[..., Any], job: Job) -> Callable[..., Any]:
     return loaded
 
 
-class Killed(Exception):
+class ChildKilled(Exception):
     """A child process ended before it had a result."""
 
 
 def in_child(work: Callable[[], Any]) -> Any:
-    """Call `work` in a child process and return its result; Killed if the child ends without one.
+    """Call `work` in a child process and return its result; ChildKilled if the child ends without one.
 
     The child ends with this process. What `work` raises is raised here.
     """
@@ -245,9 +244,9 @@ def in_child(work: Callable[[], Any]) -> Any:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         perhaps = ", perhaps out of memory" if number == signal.SIGKILL else ""
-        raise Killed(f"the work was ended by signal {number}{perhaps}")
+        raise ChildKilled(f"the work was ended by signal {number}{perhaps}")
     if not result:
-        raise Killed(f"the work ended with code {os.waitstatus_to_exitcode(status)} and without a result")
+        raise ChildKilled(f"the work ended with code {os.waitstatus_to_exitcode(status)} and without a result")
     found = pickle.loads(result)  # by our own child
     if isinstance(found, Exception):
         raise found
@@ -295,58 +294,56 @@ def _answer(work: Callable[[], Any], writing: int, parent: int) -> None:
         pipe.write(result)
 
 
-def _server_app(spec: ExecutionSpec, job: Job) -> int:
+def _server_app(spec: ExecutionSpec, target: ExecutorTarget) -> int:
     """Start a ServerApp; its token is in an anonymous file that only this user can open."""
     token = os.memfd_create("token")
     os.write(token, spec.token.encode())
-    command = [TASK_TYPE_TO_COMMAND[spec.task_type], TASK_TYPE_TO_APPIO_API_ADDRESS_ARG[spec.task_type]]
+    program, address = compat.TASK_TYPE_TO_COMMAND, compat.TASK_TYPE_TO_APPIO_API_ADDRESS_ARG
+    command = [program[spec.task_type], address[spec.task_type]]
     command += [spec.runtime_api_address, "--token-file", f"/proc/self/fd/{token}"]
     command += ["--insecure"] if spec.insecure else ["--root-certificates", str(spec.root_certificates_path)]
-    command += ["--parent-pid", str(job.pid)]
+    command += ["--parent-pid", str(target.pid)]
     process = subprocess.Popen(command, pass_fds=[token], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     os.close(token)
     return process.pid
 
 
-def _serve(job: Job, hands: Hands) -> None:
+def _serve(target: ExecutorTarget, registry: TaskRegistry) -> None:
     """Act as the SuperExec of one SuperLink or SuperNode until it ends."""
     os.setsid()
-    os.chdir(job.folder)
+    os.chdir(target.folder)
     files = [(0, os.devnull, os.O_RDONLY)]
-    files += [] if job.log is None else [(1, job.log, os.O_WRONLY | os.O_APPEND)]
+    files += [] if target.log is None else [(1, target.log, os.O_WRONLY | os.O_APPEND)]
     for number, path, flags in files:
         os.dup2(os.open(path, flags), number)
     os.dup2(1, 2)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children that have ended
-    # Flower has no option for these.
-    setattr(superexec, "RuntimeHttpClient", remembering(RuntimeHttpClient, hands))  # noqa: B010
-    setattr(superexec, "get_executor", lambda *_, **__: Forking(job, hands))  # noqa: B010
-    if job.approved is not None:
-        assert hasattr(clientapp, "install_from_fab"), "this Flower does not unpack apps where we check them"
-        assert job.told is not None
-        setattr(clientapp, "install_from_fab", _only_approved(Path(job.approved), Path(job.told)))  # noqa: B010
+    compat.replace(superexec, "RuntimeHttpClient", recording_client(RuntimeHttpClient, registry))
+    compat.replace(superexec, "get_executor", lambda *_, **__: ForkingExecutor(target, registry))
+    if target.approved is not None:
+        assert target.site_toml is not None
+        compat.replace(clientapp, "install_from_fab", _only_approved(Path(target.approved), Path(target.site_toml)))
     superexec.run_superexec(
-        job.address,
-        insecure=job.root is None,
-        root_certificates_path=job.root,
-        superexec_auth_secret=Path(job.secret).read_bytes(),
-        parent_pid=job.pid,
+        target.address,
+        insecure=target.root is None,
+        root_certificates_path=target.root,
+        superexec_auth_secret=Path(target.secret).read_bytes(),
+        parent_pid=target.pid,
     )
 
 
-def _only_approved(file: Path, told: Path) -> Any:
+def _only_approved(file: Path, site_toml: Path) -> Any:
     """Flower's installation of an app, for approved apps only; a refusal goes to the audit log."""
-    from flwr.cli.install import install_from_fab as install
 
     def check_and_install(content: bytes, *args: Any, **kwargs: Any) -> Any:
         try:
             scaffold.check_approved(file, content)
         except UserError as error:
-            place = read_place(flat(tomllib.loads(told.read_text(encoding="utf-8"))))
+            site_config = read_site_config(flat(tomllib.loads(site_toml.read_text(encoding="utf-8"))))
             by = "whoever started an app at the server"
-            audit.refuse(place.home, place.site, "app", by, str(error))
+            audit.log_refusal(site_config.home, site_config.site, "app", by, str(error))
             raise
-        return install(content, *args, **kwargs)
+        return compat.install_from_fab(content, *args, **kwargs)
 
     return check_and_install
 
@@ -369,18 +366,18 @@ def _leave(work: Any) -> NoReturn:
 class Served:
     """A SuperExec that `main` has forked."""
 
-    job: Job
-    hands: Hands
+    target: ExecutorTarget
+    registry: TaskRegistry
     ends: list[float] = field(default_factory=list)  # when those before it ended
 
 
 def main() -> None:
     served: dict[int, Served] = {}  # by process id
-    server = Hands()  # a SuperLink that was started again still has the tasks that it handed out before
+    server = TaskRegistry()  # a SuperLink that was started again still has the tasks that it handed out before
 
     def fork(each: Served) -> None:
         if (pid := os.fork()) == 0:
-            _leave(lambda: _serve(each.job, each.hands))
+            _leave(lambda: _serve(each.target, each.registry))
         served[pid] = each
 
     waiting = b""
@@ -389,10 +386,10 @@ def main() -> None:
             if not (more := os.read(0, 1 << 16)):
                 return
             *lines, waiting = (waiting + more).split(b"\n")
-            for job in [Job(**json.loads(line)) for line in lines]:
-                fork(Served(job, server if job.approved is None else Hands()))
+            for target in [ExecutorTarget(**json.loads(line)) for line in lines]:
+                fork(Served(target, server if target.approved is None else TaskRegistry()))
         for pid in list(served):
-            if os.waitpid(pid, os.WNOHANG)[0] and alive((ended := served.pop(pid)).job.pid):
+            if os.waitpid(pid, os.WNOHANG)[0] and alive((ended := served.pop(pid)).target.pid):
                 fork(again(ended, time.monotonic()))
 
 
@@ -400,8 +397,8 @@ def again(ended: Served, now: float) -> Served:
     """The SuperExec that follows one that has ended; if they end too often, the program ends."""
     ends = [then for then in ended.ends if now - then < WITHIN] + [now]
     if len(ends) >= ENDS:
-        sys.exit(f"what runs apps for {ended.job.address} ended {ENDS} times in {WITHIN:g} s; see above")
-    return Served(ended.job, ended.hands, ends)
+        sys.exit(f"what runs apps for {ended.target.address} ended {ENDS} times in {WITHIN:g} s; see above")
+    return Served(ended.target, ended.registry, ends)
 
 
 if __name__ == "__main__":

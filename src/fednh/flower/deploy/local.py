@@ -15,7 +15,6 @@ import tomllib
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import tomli_w
@@ -26,7 +25,7 @@ from fednh.errors import RunError, UserError
 from fednh.flower import layout
 from fednh.flower.deploy import commands, scaffold
 from fednh.flower.deploy import commands as proxy
-from fednh.flower.deploy.commands import Executor, Job, SuperNodes
+from fednh.flower.deploy.commands import AppExecutor, ExecutorTarget, SuperNodes
 from fednh.flower.deploy.processes import PATIENCE, RESTARTS, Processes, end, end_marked, free_ports, marked
 from fednh.flower.deploy.scaffold import connections
 from fednh.flower.layout import WAITING, FederationFolder, SiteFolder
@@ -60,41 +59,37 @@ class LocalFederation:
         folder: Path,
         config: Config,
         sites: list[SiteFolder],
-        told: Callback,
+        display: Callback,
         stop: threading.Event,
-        secure: bool,
-        warm: bool,
         behind_proxy: bool = False,
     ):
-        if behind_proxy and not secure:
-            raise UserError("--proxy is TLS in front of TLS: it does not go with --insecure")
-        self.folder, self.config, self.sites, self.secure = folder, config, sites, secure
-        self.warm = warm and sys.platform == "linux"  # elsewhere forking a process that has loaded PyTorch may fail
+        if sys.platform != "linux":  # elsewhere forking a process that has loaded PyTorch may fail
+            raise UserError("a federation on one machine needs Linux; several machines may have other systems")
+        self.folder, self.config, self.sites = folder, config, sites
         self.run_folder, self.needs = RunFolder(Path(str(config.federation.folder))), config.federation
-        self.told, self.stop, self.fed = told, stop, FederationFolder(folder)
+        self.display, self.stop, self.fed = display, stop, FederationFolder(folder)
         self.home = self.fed.local_home
-        self.secret = self.home.secret_file if self.warm else None
+        self.secret = self.home.secret_file
         self.proxy = self.home.proxy if behind_proxy else None
         self.port, self.front, *self.ports = free_ports(2 + len(sites))
         self.address = f"{commands.LOOPBACK}:{self.port}"
-        self.door = f"{commands.LOOPBACK}:{self.front}" if behind_proxy else self.address  # where sites connect to
-        self.seen: dict[Path, int] = {}  # run folder file -> number of lines shown
+        # Where sites connect to.
+        self.site_address = f"{commands.LOOPBACK}:{self.front}" if behind_proxy else self.address
+        self.lines_shown: dict[Path, int] = {}  # run folder file -> number of lines shown
         for file in (self.run_folder.log_file, self.run_folder.metrics_file):
             self._new(file)
-        self.hopeless: tuple[float, str] | None = None  # when and why a site could not take part
+        self.fatal_problem: tuple[float, str] | None = None  # when and why a site could not take part
 
     def run(self) -> None:
         """Run the federation to its end; raises RunError if it cannot finish, Stopped if asked to stop."""
-        connection: dict[str, Any] = {"address": self.address}
-        connection |= {"root-certificates": str(self.fed.ca)} if self.secure else {"insecure": True}
+        connection = {"address": self.address, "root-certificates": str(self.fed.ca)}
         private_folder(self.home.path)
         write_bytes(self.home.connections_file, connections("local", connection).encode())
         with Processes(self.folder, self.home.path, self.fed.logs) as self.processes:
-            self.executor, self.supernodes = Executor(self.processes), SuperNodes(self.processes)
-            if self.warm:
-                commands.new_secret(self.home)
-                self.executor.start()
-                self.supernodes.load()
+            self.executor, self.supernodes = AppExecutor(self.processes), SuperNodes(self.processes)
+            commands.new_secret(self.home)
+            self.executor.start()
+            self.supernodes.load()
             self._start_anew()
             self._start_proxy()
             self.approved = self.home.approved_file  # whoever starts a trial approves its app
@@ -118,26 +113,24 @@ class LocalFederation:
             except RunError:
                 if not self.processes.was_killed("superlink") or not self.processes.may_restart("superlink"):
                     raise
-            self.told.on_note("the SuperLink was killed; starting it again")
+            self.display.on_note("the SuperLink was killed; starting it again")
 
     def _start_superlink(self) -> None:
-        keys, database, limit = self.fed if self.secure else None, self.home.database_file, self.needs.site_bytes
-        command = commands.superlink(keys, self.port, database, self.secret, limit)
+        database, limit = self.home.database_file, self.needs.site_bytes
+        command = commands.superlink(self.fed, self.port, database, self.secret, limit)
         process = self.processes.start_server("superlink", "the SuperLink", command, self.port, self._pause)
-        if self.secret is not None:
-            root, log = str(self.fed.ca) if self.secure else None, str(self.processes.log("superlink"))
-            job = Job(self.address, str(self.folder), process.pid, str(self.secret), log, root)
-            self.executor.serve(job)
+        log = str(self.processes.log("superlink"))
+        self.executor.serve(
+            ExecutorTarget(self.address, str(self.folder), process.pid, str(self.secret), log, str(self.fed.ca))
+        )
 
     def _start_proxy(self) -> None:
         if self.proxy is not None:
-            proxy.write_proxy_config(self.proxy, self.fed, self.door, self.port)
+            proxy.write_proxy_config(self.proxy, self.fed, self.site_address, self.port)
             self.processes.start_server("proxy", "nginx", proxy.proxy_command(self.proxy), self.front, self._pause)
 
     def _register(self) -> None:
         """Register the sites' public keys with the SuperLink, which refuses all others."""
-        if not self.secure:
-            return
         keys = {f"register-{site.name}": site.public_key for site in self.sites}
         started = {name: self.processes.start(name, commands.register(key, "local")) for name, key in keys.items()}
         while any(process.poll() is None for process in started.values()):
@@ -150,17 +143,12 @@ class LocalFederation:
 
     def _start_supernode(self, number: int) -> None:
         site, port = self.sites[number], self.ports[number]
-        ca, key = (site.ca, site.key) if self.secure else (None, None)
         node_config = self._node_config(site)
-        command = commands.supernode(self.door, node_config, port, ca, key, self.secret)
-        if self.secret is None:
-            self.processes.start(site.name, command, site.path)
-        else:
-            process = self.supernodes.start(site.name, command[3:], site.path)
-            address, log = f"{commands.LOOPBACK}:{port}", str(self.processes.log(site.name))
-            own = {"approved": str(self.approved), "told": str(node_config)}
-            job = Job(address, str(site.path), process.pid, str(self.secret), log, **own)
-            self.executor.serve(job)
+        command = commands.supernode(self.site_address, node_config, port, site.ca, site.key, self.secret)
+        process = self.supernodes.start(site.name, command[3:], site.path)
+        address, log = f"{commands.LOOPBACK}:{port}", str(self.processes.log(site.name))
+        own = {"approved": str(self.approved), "site_toml": str(node_config)}
+        self.executor.serve(ExecutorTarget(address, str(site.path), process.pid, str(self.secret), log, **own))
 
     def _node_config(self, site: SiteFolder) -> Path:
         """Write a copy of the site's site.toml with the trial's folder for its state."""
@@ -200,7 +188,7 @@ class LocalFederation:
                 continue
             try:
                 if words := self.processes.restart_supernode(site.name, partial(self._start_supernode, number)):
-                    self.told.on_note(f"the SuperNode of {site.name} {words}")
+                    self.display.on_note(f"the SuperNode of {site.name} {words}")
                 continue
             except RunError:
                 pass
@@ -212,7 +200,7 @@ class LocalFederation:
                 key, number_needed = "start", self.needs.enough
             if left < number_needed:
                 raise RunError(f"{what}; {left} sites are left, and federation.{key} = {number_needed}")
-            self.told.on_note(f"{what}; going on without it")
+            self.display.on_note(f"{what}; going on without it")
 
     def _look_after_superlink(self) -> None:
         """Restart a SuperLink that was killed, with its database, and then the run, from its checkpoint."""
@@ -224,7 +212,7 @@ class LocalFederation:
             self.processes.check("superlink", "the SuperLink")
         if not self.processes.may_restart("superlink"):
             raise RunError(f"the SuperLink ended {1 + RESTARTS} times; {self.processes.where('superlink')}")
-        self.told.on_note("the SuperLink was killed; starting it again, and the ServerApp with it")
+        self.display.on_note("the SuperLink was killed; starting it again, and the ServerApp with it")
         end([self.processes.running["run"]])
         for process in marked(self.folder, "flwr-serverapp"):
             with suppress(psutil.Error):
@@ -251,7 +239,7 @@ class LocalFederation:
         if not self.processes.may_restart("run"):
             raise RunError(f"the ServerApp ended {1 + RESTARTS} times before its last round; see {self.processes.logs}")
         what = "ended before its last round" if self.server_seen else f"did not start in {PATIENCE:g} s"
-        self.told.on_note(f"the ServerApp {what}; starting it again")
+        self.display.on_note(f"the ServerApp {what}; starting it again")
         end([run])
         self._start_run()
 
@@ -264,10 +252,10 @@ class LocalFederation:
         since, words = self.newest
         if words.startswith(WAITING) and time.monotonic() - since > ALL_HERE:
             raise RunError(f"{words}, and no other came in {ALL_HERE:g} s; see {self.processes.logs}")
-        if self.hopeless and time.monotonic() - self.hopeless[0] > GIVE_UP:
+        if self.fatal_problem and time.monotonic() - self.fatal_problem[0] > GIVE_UP:
             if not self.run_folder.started:
-                raise RunError(f"the federation cannot begin: {self.hopeless[1]}")
-            self.hopeless = None
+                raise RunError(f"the federation cannot begin: {self.fatal_problem[1]}")
+            self.fatal_problem = None
 
     def _why(self, site: str) -> str:
         """Why a SuperNode ended: its last lines, from Flower's exit code on."""
@@ -286,20 +274,20 @@ class LocalFederation:
     def _show(self) -> None:
         """Show what the server has written since the last call: notes and rounds."""
         for line in self._new(self.run_folder.log_file):
-            words = layout.sentence(line)
-            self.told.on_note(words)
+            words = layout.note_text(line)
+            self.display.on_note(words)
             if words != self.newest[1]:
                 self.newest = (time.monotonic(), words)
             # "Unavailable" means that a slow site has not answered a query yet; it is asked again.
             if "cannot take part" in words and "Unavailable" not in words and not self.run_folder.started:
-                self.hopeless = self.hopeless or (time.monotonic(), words)
+                self.fatal_problem = self.fatal_problem or (time.monotonic(), words)
         for line in self._new(self.run_folder.metrics_file):
-            self.told.on_round(json.loads(line))
+            self.display.on_round(json.loads(line))
 
     def _new(self, file: Path) -> list[bytes]:
         """Complete lines that were added to a file of the run folder since the last call."""
         lines = (file.read_bytes() if file.exists() else b"").split(b"\n")[:-1]
-        before, self.seen[file] = self.seen.get(file, 0), max(self.seen.get(file, 0), len(lines))
+        before, self.lines_shown[file] = self.lines_shown.get(file, 0), max(self.lines_shown.get(file, 0), len(lines))
         return lines[before:]
 
     def _pause(self, seconds: float) -> None:

@@ -13,7 +13,7 @@ from fednh.config import Config
 from fednh.errors import RunError, UserError
 from fednh.flower import layout
 from fednh.flower.deploy import certificates, commands, scaffold
-from fednh.flower.deploy.commands import Executor, Job
+from fednh.flower.deploy.commands import AppExecutor, ExecutorTarget
 from fednh.flower.deploy.processes import PATIENCE, RESTARTS, Processes, answers, free_ports, marked
 from fednh.flower.deploy.scaffold import PORT, connection
 from fednh.flower.layout import FederationFolder, SiteFolder
@@ -38,12 +38,12 @@ def serve(folder: Path, config: Config, stop: threading.Event, say: Say, port: i
     write_bytes(home.connections_file, connection(folder, port).encode())
     address = f"{commands.LOOPBACK}:{port}"
     with Processes(folder, home.path, None) as processes:
-        executor, secret = Executor(processes), commands.new_secret(home)
+        executor, secret = AppExecutor(processes), commands.new_secret(home)
 
         def start() -> None:
             command = commands.superlink(fed, port, fed.database_file, secret, config.federation.site_bytes)
             link = processes.start_server("superlink", "the SuperLink", command, port, stop.wait)
-            executor.serve(Job(address, str(folder), link.pid, str(secret), root=str(fed.ca)))
+            executor.serve(ExecutorTarget(address, str(folder), link.pid, str(secret), root=str(fed.ca)))
 
         def again() -> str:
             if words := processes.full_disk(folder):
@@ -67,13 +67,13 @@ def join(folder: Path, server: str, stop: threading.Event, say: Say) -> None:
     for private in (folder, site.home.path):
         private_folder(private)
     with Processes(folder, site.home.path, None) as processes:
-        executor, secret = Executor(processes), commands.new_secret(site.home)
+        executor, secret = AppExecutor(processes), commands.new_secret(site.home)
 
         def start() -> None:
             command = commands.supernode(server, site.node_config, port, site.ca, site.key, secret)
             node = processes.start("supernode", command)
-            own = {"approved": str(site.approved_file), "told": str(site.node_config)}
-            executor.serve(Job(f"{commands.LOOPBACK}:{port}", str(folder), node.pid, str(secret), **own))
+            own = {"approved": str(site.approved_file), "site_toml": str(site.node_config)}
+            executor.serve(ExecutorTarget(f"{commands.LOOPBACK}:{port}", str(folder), node.pid, str(secret), **own))
 
         def again() -> str:
             try:
@@ -131,7 +131,9 @@ def train(folder: Path, config: Config, stop: threading.Event) -> None:
     layout.check_end(run.path)
 
 
-def _keep(name: str, what: str, again: Callable[[], str], executor: Executor, stop: threading.Event, say: Say) -> None:
+def _keep(
+    name: str, what: str, again: Callable[[], str], executor: AppExecutor, stop: threading.Event, say: Say
+) -> None:
     """Until `stop`, start a program and what runs its apps `again` when they were killed."""
     while not stop.wait(0.2):
         executor.check()

@@ -1,6 +1,9 @@
 """A federation's folder: the Flower app with its settings, a folder for every site, and a README with the commands.
 
 Its layout is in flower/layout.py.
+
+An app is code, sent by whoever starts it at the server, so a site runs only those on its list, `approved` beside
+site.toml. Each line has the SHA-256 of an app's bundle and, after a blank, a comment.
 """
 
 from __future__ import annotations
@@ -29,10 +32,7 @@ from fednh.flower.site_config import site_toml
 from fednh.io.files import private_folder, write_bytes
 from fednh.text import name_problem
 
-# --- approval -------------------------------------------------------------------------------------------------------
-# Which apps a site runs: a list of hashes in its folder. An app is code, sent by whoever starts it at the server.
-#
-# The list is `approved` beside site.toml. Each line has the SHA-256 of an app's bundle and, after a blank, a comment.
+# --- apps that a site lets run --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class App:
 def app_of(folder: Path) -> App:
     """The app that `flwr run` would send from this folder now."""
     from click import ClickException
-    from flwr.cli.build import build_fab_from_disk
+
+    from fednh.flower.compat import build_fab_from_disk
 
     try:
         content = build_fab_from_disk(folder)
@@ -94,11 +95,11 @@ def check_approved(file: Path, content: bytes) -> None:
         )
 
 
-# --- scaffold -------------------------------------------------------------------------------------------------------
+# --- the folder -----------------------------------------------------------------------------------------------------
 
 
 PORT = 8000  # of the SuperLink on the server's loopback, Flower's default
-DOOR = 8443  # of the proxy, which sites connect to
+PROXY_PORT = 8443  # of the proxy, which sites connect to
 # Defaults that differ from a simulation's: few sites that all take part, and an interruption loses no round.
 DEFAULTS = {"rounds": 10, "participation.rate": 1.0, "checkpoint.every": 1, "eval.every": 1, "eval.clients": "all"}
 
@@ -127,11 +128,11 @@ def write(folder: Path, sites: int | None, sources: Sequence[str], overrides: Ma
     write_bytes(fed.ignore_file, "".join(f"/{each.name}/\n" for each in private).encode() + b"*.db\n")
     private_folder(folder)
     write_bytes(fed.home.connections_file, connection(folder).encode())
-    commands.write_proxy_config(fed.proxy, fed, str(DOOR), PORT)
+    commands.write_proxy_config(fed.proxy, fed, str(PROXY_PORT), PORT)
     write_bytes(fed.unit, commands.fill_template(fed.unit.name, name=name).encode())
     for site, facts in zip(made, told, strict=True):
         private_folder(site.path)
-        write_bytes(site.unit, commands.fill_template(site.unit.name, name=name, door=str(DOOR)).encode())
+        write_bytes(site.unit, commands.fill_template(site.unit.name, name=name, door=str(PROXY_PORT)).encode())
         says = {"site": site.name, "state": site.state.name, **facts}
         write_bytes(site.node_config, site_toml(says, chosen).encode())
     write_bytes(fed.readme, readme(name, fed, made).encode())
@@ -214,7 +215,7 @@ def readme(name: str, fed: FederationFolder, sites: Sequence[SiteFolder]) -> str
     register = "\n".join(f"flwr supernode register {key} server" for key in keys)
     authority = shlex.quote(f"../{fed.authority.name}")
     words = {"name": name, "authority": authority, "first": sites[0].name, "register": register}
-    return commands.fill_template(fed.readme.name, **words, count=str(len(sites)), port=str(PORT), door=str(DOOR))
+    return commands.fill_template(fed.readme.name, **words, count=str(len(sites)), port=str(PORT), door=str(PROXY_PORT))
 
 
 def read(folder: Path) -> tuple[Config, list[SiteFolder]]:

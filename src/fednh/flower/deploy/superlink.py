@@ -12,8 +12,8 @@ Flower takes a killed SuperNode for online until its heartbeats have been missin
 with its key. `Gate` lets it in as soon as the old one, by what it does, must have been heard again.
 
 Flower also passes the path of its database migrations to Alembic unescaped, in a list separated by blanks. If the path
-has a blank or a percent sign, it creates a database without tables, and every call to the server fails. `mended` builds
-that list with escaped paths.
+has a blank or a percent sign, it creates a database without tables, and every call to the server fails.
+`migrations_config` builds that list with escaped paths.
 """
 
 from __future__ import annotations
@@ -26,46 +26,15 @@ from typing import Any, NoReturn
 
 from alembic.config import Config
 from fastapi import HTTPException
-from flwr.common.constant import SUPERLINK_NODE_ID
-from flwr.proto.fleet_pb2 import (
-    ActivateNodeRequest,
-    ActivateNodeResponse,
-    PullMessagesRequest,
-    PullMessagesResponse,
-    PushMessagesRequest,
-    PushMessagesResponse,
-)
-from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest, SendNodeHeartbeatResponse
-from flwr.proto.message_pb2 import (
-    ConfirmMessageReceivedRequest,
-    ConfirmMessageReceivedResponse,
-    PullObjectRequest,
-    PullObjectResponse,
-    PushObjectRequest,
-    PushObjectResponse,
-)
-from flwr.server.superlink.linkstate import LinkState
-from flwr.supercore import log
-from flwr.supercore.error import ApiErrorCode, FlowerError
-from flwr.supercore.state.alembic import utils
-from flwr.superlink.cli import flower_superlink
-from flwr.superlink.servicer.fleet import fleet_handlers
 from sqlalchemy import Engine
+
+from fednh.flower import compat
+from fednh.flower.compat import ApiErrorCode, FlowerError, LinkState, fleet_handlers, migrations
 
 ORDERS = 4  # a site may keep as many bytes here as this many of the largest order that it has received
 
 SILENT = 5.0  # seconds after which a SuperNode without an order is gone: it asks for one every 3 at least
 WORKING = 35.0  # and one with an order: it sends a heartbeat every 30
-
-REPLACED = (
-    "activate_node",
-    "send_node_heartbeat",
-    "push_messages",
-    "push_object",
-    "pull_messages",
-    "pull_object",
-    "confirm_message_received",
-)
 
 
 class Gate:
@@ -87,34 +56,36 @@ class Gate:
         self._pull_messages, self._pull_object = handlers.pull_messages, handlers.pull_object
         self._confirm, self._heartbeat = handlers.confirm_message_received, handlers.send_node_heartbeat
         self._activate = handlers.activate_node
-        self._gone: dict[int, float] = {}  # node -> when it is gone if nothing more is heard of it
-        self._silent: dict[int, float] = {}  # node -> seconds for which it may be silent
+        self._offline_at: dict[int, float] = {}  # node -> when it is gone if nothing more is heard of it
+        self._max_silence: dict[int, float] = {}  # node -> seconds for which it may be silent
 
-    def activate_node(self, request: ActivateNodeRequest, state: LinkState) -> ActivateNodeResponse:
+    def activate_node(self, request: compat.ActivateNodeRequest, state: LinkState) -> compat.ActivateNodeResponse:
         """Flower has verified the key, so whoever asks could as well deactivate the old SuperNode first."""
         node = state.get_node_id_by_public_key(request.public_key)
-        if node is not None and time.monotonic() >= self._gone.get(node, 0.0):
+        if node is not None and time.monotonic() >= self._offline_at.get(node, 0.0):
             state.deactivate_node(node)
-        answer: ActivateNodeResponse = self._activate(request=request, state=state)
-        self._heard(answer.node_id)
+        answer: compat.ActivateNodeResponse = self._activate(request=request, state=state)
+        self._mark_alive(answer.node_id)
         return answer
 
-    def send_node_heartbeat(self, request: SendNodeHeartbeatRequest, state: LinkState) -> SendNodeHeartbeatResponse:
-        self._heard(request.node.node_id, self._silent.get(request.node.node_id, WORKING))
-        answer: SendNodeHeartbeatResponse = self._heartbeat(request=request, state=state)
+    def send_node_heartbeat(
+        self, request: compat.SendNodeHeartbeatRequest, state: LinkState
+    ) -> compat.SendNodeHeartbeatResponse:
+        self._mark_alive(request.node.node_id, self._max_silence.get(request.node.node_id, WORKING))
+        answer: compat.SendNodeHeartbeatResponse = self._heartbeat(request=request, state=state)
         return answer
 
-    def _heard(self, node: int, silent: float = SILENT) -> None:
-        self._gone[node], self._silent[node] = time.monotonic() + silent, silent
+    def _mark_alive(self, node: int, silent: float = SILENT) -> None:
+        self._offline_at[node], self._max_silence[node] = time.monotonic() + silent, silent
 
-    def push_messages(self, request: PushMessagesRequest, state: LinkState) -> PushMessagesResponse:
+    def push_messages(self, request: compat.PushMessagesRequest, state: LinkState) -> compat.PushMessagesResponse:
         node = request.node.node_id
         if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
             _refuse(node, "a request has one message")
         data, tree = request.messages_list[0].metadata, request.message_object_trees[0]
         if data.src_node_id != node:
             _refuse(node, f"its message is in the name of node {data.src_node_id}")
-        if data.dst_node_id != SUPERLINK_NODE_ID:
+        if data.dst_node_id != compat.SUPERLINK_NODE_ID:
             _refuse(node, f"its message is for node {data.dst_node_id}; sites may write to the server alone")
         if not data.reply_to_message_id:
             _refuse(node, "its message answers none; sites may answer orders alone")
@@ -126,51 +97,53 @@ class Gate:
                 del kept[name]  # the server has taken it
             self._messages = {key: row for key, row in self._messages.items() if row[1] in self._kept.get(row[0], {})}
             self._add(node, data.message_id, request.ByteSize())
-        answer: PushMessagesResponse = self._push_messages(request=request, state=state)
+        answer: compat.PushMessagesResponse = self._push_messages(request=request, state=state)
         with self._lock:
             self._messages[answer.session_id] = (node, data.message_id)
         return answer
 
-    def push_object(self, request: PushObjectRequest, state: LinkState) -> PushObjectResponse:
+    def push_object(self, request: compat.PushObjectRequest, state: LinkState) -> compat.PushObjectResponse:
         node = request.node.node_id
         with self._lock:
             owner, message = self._messages.get(request.session_id, (None, ""))
             if owner != node:
                 _refuse(node, "its object belongs to no message of its own")
             self._add(node, message, len(request.object_content))
-        answer: PushObjectResponse = self._push_object(request=request, state=state)
+        answer: compat.PushObjectResponse = self._push_object(request=request, state=state)
         return answer
 
-    def pull_messages(self, request: PullMessagesRequest, state: LinkState, store: Any) -> PullMessagesResponse:
-        answer: PullMessagesResponse = self._pull_messages(request=request, state=state, store=store)
+    def pull_messages(
+        self, request: compat.PullMessagesRequest, state: LinkState, store: Any
+    ) -> compat.PullMessagesResponse:
+        answer: compat.PullMessagesResponse = self._pull_messages(request=request, state=state, store=store)
         if answer.messages_list:
             with self._lock:
                 self._order[request.node.node_id] = 0
-        self._heard(request.node.node_id, WORKING if answer.messages_list else SILENT)
+        self._mark_alive(request.node.node_id, WORKING if answer.messages_list else SILENT)
         return answer
 
-    def pull_object(self, request: PullObjectRequest, state: LinkState) -> PullObjectResponse:
+    def pull_object(self, request: compat.PullObjectRequest, state: LinkState) -> compat.PullObjectResponse:
         node = request.node.node_id
         try:
-            answer: PullObjectResponse = self._pull_object(request=request, state=state)
+            answer: compat.PullObjectResponse = self._pull_object(request=request, state=state)
         except FlowerError as error:
             if error.code != ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED:
                 raise
-            return PullObjectResponse(object_found=False, object_available=False)
+            return compat.PullObjectResponse(object_found=False, object_available=False)
         with self._lock:
             self._order[node] = self._order.get(node, 0) + len(answer.object_content)
             self._largest[node] = max(self._largest.get(node, 0), self._order[node])
         return answer
 
     def confirm_message_received(
-        self, request: ConfirmMessageReceivedRequest, state: LinkState, store: Any
-    ) -> ConfirmMessageReceivedResponse:
+        self, request: compat.ConfirmMessageReceivedRequest, state: LinkState, store: Any
+    ) -> compat.ConfirmMessageReceivedResponse:
         try:
             self._confirm(request=request, state=state, store=store)
         except FlowerError as error:
             if error.code != ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED:
                 raise  # else: the order is whole, and its answer will find that the run has ended
-        return ConfirmMessageReceivedResponse()
+        return compat.ConfirmMessageReceivedResponse()
 
     def _add(self, node: int, message: str, size: int) -> None:
         kept, most = self._kept[node], max(self.limit, ORDERS * self._largest.get(node, 0))
@@ -180,18 +153,18 @@ class Gate:
 
 
 def _refuse(node: int, why: str, status: int = 400) -> NoReturn:
-    log(ERROR, "refused: node %d: %s", node, why)
+    compat.log(ERROR, "refused: node %d: %s", node, why)
     raise HTTPException(status, why)
 
 
-def mended(engine: Engine) -> Config:
+def migrations_config(engine: Engine) -> Config:
     """The config that Flower's own function builds, with paths escaped."""
     config = Config()
     url = engine.url.render_as_string(hide_password=False)
-    places = [utils.ALEMBIC_DIR / "versions", *utils._version_locations]
+    places = [migrations.ALEMBIC_DIR / "versions", *migrations._version_locations]
     options = {
         "path_separator": "newline",
-        "script_location": str(utils.ALEMBIC_DIR),
+        "script_location": str(migrations.ALEMBIC_DIR),
         "sqlalchemy.url": url,
         "version_locations": "\n".join(map(str, places)),
     }
@@ -201,9 +174,8 @@ def mended(engine: Engine) -> Config:
 
 
 if __name__ == "__main__":
-    utils.build_alembic_config = mended
+    compat.replace(migrations, "build_alembic_config", migrations_config)
     gate = Gate(int(sys.argv.pop(1)))
-    for handler in REPLACED:
-        assert hasattr(fleet_handlers, handler), "this Flower does not handle requests where we check them"
-        setattr(fleet_handlers, handler, getattr(gate, handler))
-    flower_superlink()
+    for handler in compat.REPLACED[fleet_handlers]:
+        compat.replace(fleet_handlers, handler, getattr(gate, handler))
+    compat.flower_superlink()

@@ -21,11 +21,8 @@ from contextlib import suppress
 from functools import partial
 from typing import NoReturn
 
-from flwr.supercore.inflatable.inflatable_utils import pull_objects
-from flwr.supernode import start_client_internal as flower
-from flwr.supernode.cli.flower_supernode import flower_supernode
-
-from fednh.flower.transport import BACKOFF
+from fednh.flower import compat
+from fednh.flower.compat import flower_supernode
 
 IDLE = 3.0  # seconds for which Flower sleeps when there is no order; also our longest wait
 SOON = 0.25  # seconds between two looks for an order, at least
@@ -47,10 +44,11 @@ class Clock:
             time.sleep(min(IDLE, max(SOON, SHARE * (time.monotonic() - self.busy))))
 
 
-def hasten() -> None:
+def shorten_waits() -> None:
     """Replace the waits of Flower's loop in this process."""
-    setattr(flower, "time", Clock())  # noqa: B010
-    setattr(flower, "pull_objects", partial(pull_objects, initial_backoff=BACKOFF))  # noqa: B010
+    compat.replace(compat.supernode_loop, "time", Clock())
+    sooner = partial(compat.pull_objects, initial_backoff=compat.BACKOFF)
+    compat.replace(compat.supernode_loop, "pull_objects", sooner)
 
 
 def serve(requests: socket.socket) -> None:
@@ -101,7 +99,7 @@ def _become_supernode(requests: socket.socket, log: str, arguments: list[str]) -
 
 
 if __name__ == "__main__":
-    hasten()
+    shorten_waits()
     if sys.argv[1:]:
         flower_supernode()
     else:
