@@ -43,7 +43,7 @@ def until(condition: Callable[[], Any], seconds: float = 20) -> Any:
 
 
 def job(pid: int, site: bool = True) -> ExecutorTarget:
-    own = {"approved": "approved", "told": "site.toml"} if site else {}
+    own = {"approved": "approved", "site_toml": "site.toml"} if site else {}
     return ExecutorTarget("127.0.0.1:1", "/", pid, "secret", **own)
 
 
