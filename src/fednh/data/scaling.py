@@ -64,7 +64,8 @@ def statistics(x: Inputs, scale: float, preprocessing: dict[str, Any] | None = N
     """What one holder of samples says of each channel (or feature) of `x / scale`; missing values are passed over.
 
     A feature that does not vary here has deviation 0; one that fewer than `fewest` samples have counts as missing in
-    all of them: mean 0 and deviation -1. The slots of a table's categories stay as they are, 0 or 1.
+    all of them: mean 0 and deviation -1. One in which fewer differ from the value that most have counts as constant: of
+    a single one, mean and deviation would tell the value. The slots of a table's categories stay as they are, 0 or 1.
     """
     channels = x.shape[-1]
     # In blocks, so that a large uint8 set is never held as float64 as a whole.
@@ -77,6 +78,12 @@ def statistics(x: Inputs, scale: float, preprocessing: dict[str, Any] | None = N
     count = np.maximum(there, 1)
     mean = sum((np.nansum(rows(b), axis=0) for b in blocks), np.zeros(channels)) / count
     variance = sum((np.nansum(np.square(rows(b) - mean), axis=0) for b in blocks), np.zeros(channels)) / count
+    for k in range(channels if fewest > 1 and x.ndim == 2 else 0):
+        values = x[:, k][np.isfinite(x[:, k])]
+        usual = np.median(values) if len(values) else np.float64(0)
+        others = np.count_nonzero(values != usual)
+        if others < fewest and 2 * others < len(values):
+            mean[k], variance[k] = usual, 0.0
     mean, std = mean / scale, np.sqrt(variance) / scale
     mean[there < fewest], std[there < fewest] = 0.0, -1.0
     slots = category_slots(preprocessing or {})

@@ -24,6 +24,7 @@ import logging
 import math
 import os
 import re
+import secrets
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -144,7 +145,8 @@ def _next(file: int, event: str, facts: dict[str, Any]) -> tuple[bytes, Head]:
 
 def _line(last: Head, event: str, facts: dict[str, Any]) -> tuple[bytes, Head]:
     time = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    row = {"line": last.line + 1, "time": time, "event": event, **_plain(facts), "before": last.hash}
+    end = {"salt": secrets.token_hex(16), "before": last.hash}  # without the salt the server could guess what it says
+    row = {"line": last.line + 1, "time": time, "event": event, **_plain(facts), **end}
     body = json.dumps(row, allow_nan=False)[:-1].encode()
     digest = hashlib.sha256(body).hexdigest()
     return body + f', "hash": "{digest}"}}\n'.encode(), Head(last.line + 1, digest)

@@ -291,11 +291,16 @@ class Answer:
         return replace(
             self,
             samples=None if "samples" in names else self.samples,
-            # A loss that is not finite tells the server to leave this client out: it is sent in any case.
-            loss_sum=None if "loss" in names and math.isfinite(self.loss_sum or 0.0) else self.loss_sum,
+            # A loss that is not finite tells the server to leave this client's upload out: it is sent if there is one.
+            loss_sum=None if "loss" in names and self._usable else self.loss_sum,
             gradient_norm=None if "gradient_norm" in names else self.gradient_norm,
             metrics={key: value for key, value in self.metrics.items() if key not in names},
         )
+
+    @property
+    def _usable(self) -> bool:
+        """Whether the server would use it; an empty upload cannot spoil anything."""
+        return not self.upload or math.isfinite(self.loss_sum or 0.0)
 
     def write(self) -> RecordDict:
         facts: dict[str, Any] = {"client": self.client, "round": self.round}

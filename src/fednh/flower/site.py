@@ -45,7 +45,7 @@ from fednh.flower.protocol import Answer, Hello, Number, Order, Task
 from fednh.flower.site_config import METRICS, Agreement, SiteConfig
 from fednh.io.files import read_tree, write_bytes, write_tree
 from fednh.metric_names import HELD
-from fednh.models import count_parameters
+from fednh.models import check_size
 from fednh.runs import fingerprint
 from fednh.runs.model_file import write_model, write_outcomes
 from fednh.tree import Tree
@@ -333,7 +333,7 @@ def _federation(toml: str, site_config: SiteConfig, task: Task | None) -> Federa
 def _check_size(config: Config, site_config: SiteConfig, data: Dataset) -> None:
     """Refuse a model that is larger than the site allows, before any of it is built."""
     model = config.model
-    site_config.policy.check_parameters(count_parameters(model.name, data.shape, data.num_classes, model.args))
+    check_size(model.name, data.shape, data.num_classes, model.args, site_config.policy.check_parameters)
 
 
 @contextmanager

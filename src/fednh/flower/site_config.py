@@ -28,6 +28,7 @@ from fednh.data.sources.registry import agreed, with_prefix
 from fednh.errors import Refused, UserError
 from fednh.flower.layout import SiteFolder
 from fednh.flower.protocol import RANGES
+from fednh.flower.transport import read_toml
 from fednh.io.files import expanded, write_json
 from fednh.methods import METHODS
 from fednh.models import MODELS
@@ -89,7 +90,7 @@ class Policy:
     def config(self, toml: str, source: str | None) -> Config:
         """The server's config as applied here; `source` is the site's own data (None: a part of a public set)."""
         try:
-            tree = self.applied(tomllib.loads(toml), source)
+            tree = self.applied(read_toml(toml), source)
             config = validate(tree, "the server's config: ")
             self._check_method(config)
             self._check_pixels(config)

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -44,6 +46,13 @@ TENSOR = 1 << 12  # bytes of the description of one tensor in a tree
 CHUNK = 1 << 20  # bytes; Flower cuts arrays into chunks of 5 MB
 SAMPLE = 1 << 28  # numbers in one sample
 NAMES = 1 << 16  # classes, features or names of any kind
+PARTS = 10  # of a dotted key in TOML: reading one takes the square of their number, 5 s for 16,000
+_QUOTED = re.compile(  # texts and comments; one that does not end is a fault that tomllib finds
+    r""""{3}(?:[^\\]|\\.)*?(?:"{3,5}|\Z)|'{3}.*?(?:'{3,5}|\Z)"""
+    r"""|"(?:[^"\\\n]|\\.)*+(?:"|(?=\n)|\Z)|'[^'\n]*+'?|\#[^\n]*+""",
+    re.DOTALL,
+)
+_LONG_KEY = re.compile(rf"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{PARTS}}}")
 NUMBER = 10**9  # of clients and rounds
 
 
@@ -71,6 +80,13 @@ def read_json(text: str) -> Any:
         return json.loads(text, parse_constant=_refused)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def read_toml(text: str) -> dict[str, Any]:
+    """Parse TOML; a key of more than `PARTS` parts is a fault, too."""
+    if _LONG_KEY.search(_QUOTED.sub("x", text)):
+        raise tomllib.TOMLDecodeError(f"a key has more than {PARTS} parts")
+    return tomllib.loads(text)
 
 
 def _refused(word: str) -> NoReturn:

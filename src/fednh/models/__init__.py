@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
-from fednh.errors import UserError, did_you_mean
+from fednh.errors import Refused, UserError, did_you_mean
 from fednh.extras import imported_class
 from fednh.models import architectures
 from fednh.models.architectures import CNN, MLP, TIMM_PREFIX, Conv2, ResNet18
@@ -19,7 +24,9 @@ from fednh.models.split import Split, check_head, find_head, is_split
 
 MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": MLP, "conv2": Conv2, "cnn": CNN, "resnet18": ResNet18}
 
-__all__ = ["MODELS", "Net", "build_net", "count_parameters", "default_model"]
+LAYERS = 20_000  # that a site makes of a model to count its parameters
+
+__all__ = ["MODELS", "Net", "build_net", "check_size", "default_model"]
 
 
 def default_model(shape: tuple[int, ...]) -> str:
@@ -61,20 +68,46 @@ def build_net(
     return Net(build, shape, num_classes, name, head=head, norm=norm, weights=weights, convolution=convolution)
 
 
-def count_parameters(name: str, shape: tuple[int, ...], num_classes: int, args: Mapping[str, Any] | None = None) -> int:
-    """How many parameters a model has, counted on PyTorch's meta device, which needs no memory for them.
+def check_size(
+    name: str, shape: tuple[int, ...], num_classes: int, args: Mapping[str, Any] | None, check: Callable[[int], None]
+) -> None:
+    """Call `check` with a model's number of parameters, and while it is made with those so far: it may raise.
 
-    A class of one's own that cannot be made there is made as it is.
+    They are counted on PyTorch's meta device, which needs no memory for them. A class of one's own that cannot be made
+    there is made as it is.
     """
     name, make = _maker(name, shape, num_classes, args)
-    try:
-        with torch.device("meta"):
+    with _counting(check):
+        try:
+            with torch.device("meta"):
+                module = make()
+        except UserError as error:
+            if isinstance(error, Refused) or name in MODELS or name.startswith(TIMM_PREFIX):
+                raise
             module = make()
-    except UserError:
-        if name in MODELS or name.startswith(TIMM_PREFIX):
-            raise
-        module = make()
-    return sum(each.numel() for each in (*module.parameters(), *module.buffers()))
+    check(sum(each.numel() for each in (*module.parameters(), *module.buffers())))
+
+
+@contextmanager
+def _counting(check: Callable[[int], None]) -> Iterator[None]:
+    """Count parameters and layers as they are made: arguments such as a depth must not make any number of them."""
+    made = {"parameters": 0, "layers": 0}
+
+    def parameter(_: nn.Module, name: str, value: nn.Parameter | None) -> None:
+        made["parameters"] += 0 if value is None else value.numel()
+        check(made["parameters"] // 2)  # a class may make one twice, or replace it
+
+    def layer(*_: object) -> None:
+        made["layers"] += 1
+        if made["layers"] > LAYERS:
+            raise Refused(f"the model has more than {LAYERS:,} layers")
+
+    hooks = (register_module_parameter_registration_hook(parameter), register_module_module_registration_hook(layer))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _maker(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import importlib
 import json
 import logging
 import math
@@ -29,7 +31,7 @@ from fednh.data.batches import ClientData, Samples
 from fednh.errors import Refused
 from fednh.federated.checks import _NoOpFit
 from fednh.federated.setup import initial_state
-from fednh.flower import audit, protocol, signing
+from fednh.flower import audit, protocol, signing, transport
 from fednh.flower import audit as audit_events
 from fednh.flower import site as sites
 from fednh.flower.protocol import Answer, Hello, Order, to_arrays, to_tree
@@ -221,6 +223,17 @@ def test_a_refusal_says_nothing_of_the_data(kind: str, tmp_path: Path) -> None:
     assert said[0] == said[1]
 
 
+def test_the_hash_of_an_audit_line_cannot_be_guessed(tmp_path: Path) -> None:
+    """A refusal's line quotes data, and its hash leaves: the number of samples was once found by trying all of them."""
+    scene = site(tmp_path, 57)
+    reply = ask(scene, **{"partition.min_samples": 1000})
+    (asked, refused), (line, digest) = log_of(scene), str(reply.content["said"]["audit"]).split(":")  # type: ignore[arg-type]
+    assert ("only 57 training samples" in refused["why"], int(line), digest) == (True, 2, refused["hash"])
+    known = {key: value for key, value in refused.items() if key not in ("salt", "hash")}  # by the server, or guessed
+    assert hashlib.sha256(json.dumps(known)[:-1].encode()).hexdigest() != digest
+    assert len({asked["salt"], refused["salt"]}) == 2
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> list[Scene]:
     """Two sites that greet."""
@@ -259,6 +272,22 @@ def test_a_feature_that_few_samples_have_is_not_told(tmp_path: Path) -> None:
     assert task.mean[0] == pytest.approx(rows()[:, 0].mean(), abs=1e-5)
 
 
+@pytest.mark.parametrize(("others", "told"), [(1, False), (9, False), (10, True)])
+def test_a_feature_in_which_few_samples_differ_is_told_as_constant(others: int, told: bool, tmp_path: Path) -> None:
+    """A dose that one patient of 100 was given: mean and deviation were v / 100 and, nearly, v / 10."""
+    scene, cells = site(tmp_path), [line.split(",") for line in lines()]
+    table = [f"{a},{b},{37.625 if 40 < n <= 40 + others else 2},{label}" for n, (a, b, _, label) in enumerate(cells)]
+    (tmp_path / "t.csv").write_text("\n".join(["a,b,c,label", *table, ""]))
+    task = greeting(ask(scene)).task
+    assert ((task.mean[2], task.std[2]) != (2.0, 0.0)) == told
+    assert task.std[0] == pytest.approx(rows()[:, 0].std(), abs=1e-5)
+
+
+def test_ten_samples_that_all_differ_have_statistics(tmp_path: Path) -> None:
+    task = greeting(ask(site(tmp_path, 10), **{"partition.min_samples": 1, "data.holdout": 0.0})).task
+    assert task.std == pytest.approx(rows()[:10].std(axis=0).tolist(), abs=1e-5)
+
+
 def test_few_samples_are_not_trained_on(tmp_path: Path) -> None:
     few = {"partition.min_samples": 1}
     assert "fewer samples than the 10" in problem(ask(site(tmp_path / "few", 9), **few))
@@ -274,6 +303,16 @@ def test_metrics_of_few_held_out_samples_stay(tmp_path: Path) -> None:
     agreed_file(scene).unlink()
     reply = scene.ordered(config_of(**{"data.holdout": 0.2}), order)
     assert {"samples", "held_macro", "held_share"} <= set(reply.content["figures"])  # type: ignore[arg-type]
+
+
+def test_a_site_that_uploads_nothing_does_not_say_whether_training_was_finite(tmp_path: Path) -> None:
+    """By scalings under which only values above a bound overflow, that once gave the largest of a column."""
+    scene = site(tmp_path, **{"allow.methods": "local", "allow.metrics": ""})
+    task = greeting(ask(scene, **{"method.name": "local"})).task
+    scene.agreed = dataclasses.replace(task, scale=1e-30, mean=(0.0,) * 3, std=(1e-8,) * 3)
+    reply = scene.ordered(config_of(**{"method.name": "local"}), Order(0, round=1, sites=2))
+    assert (problem(reply), set(reply.content["facts"])) == ("", {"client", "round"})  # type: ignore[arg-type]
+    assert not states(scene), "it was not finite"
 
 
 def test_small_batches_are_refused(tmp_path: Path) -> None:
@@ -547,6 +586,39 @@ def test_a_method_without_a_head_tells_the_shares_of_classes_too(tmp_path: Path)
     assert float(upload["body.linear1.bias"][1]) == pytest.approx(0.94 - 0.06, abs=1e-5)
 
 
+def test_pm_l_of_chosen_models_tells_the_class_counts(tmp_path: Path) -> None:
+    """It weighs a test set's classes by the site's shares of them: a model that is right about one gives its count."""
+    counts, tests = [94, 5, 1], tmp_path / "tests.csv"
+    labels = [c for c, number in enumerate(counts) for _ in range(number)]
+    for file, column in ((tmp_path / "t.csv", labels), (tests, [n % 3 for n in range(30)])):
+        cells = zip(lines(), column, strict=False)
+        file.write_text("\n".join(["a,b,c,label", *(f"{line.rpartition(',')[0]},{c}" for line, c in cells), ""]))
+    scene = Scene(tmp_path, data=f"csv:{tmp_path}/t.csv", test=f"csv:{tests}", **RULES)
+    settings, found = {"data.holdout": 0.0, "model.args": {"hidden": [1]}}, []
+    for c in range(3):
+        head = torch.zeros(3, 1).index_fill_(0, torch.tensor(c), 1.0)
+        scene.wrong = {
+            "body.linear1.weight": torch.zeros(1, 3),
+            "body.linear1.bias": torch.ones(1),
+            "head.weight": head,
+        }
+        figures = scene.ordered(config_of(**settings), Order(0, evaluate=1)).content["figures"]
+        found.append(figures["pm_l"] / 100 * figures["samples"])  # type: ignore[index, operator]
+    assert found == pytest.approx(counts)
+
+
+def test_an_upload_tells_the_number_of_steps(tmp_path: Path) -> None:
+    """A weight that nothing uses decays once a step, so sizes of batches of the server's choice count the samples."""
+    scene = site(tmp_path, 97, **{"allow.metrics": ""})
+    scene.wrong = {"body.linear1.weight": torch.ones(1, 3), "body.linear1.bias": torch.full((1,), -1e6)}
+    training = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.0, "batch_size": 17, "epochs": 1}
+    config = {"data.holdout": 0.0, "model.args": {"hidden": [1]}, **{f"train.{k}": v for k, v in training.items()}}
+    reply = scene.ordered(config_of(**config), Order(0, round=1, sites=2))
+    assert set(reply.content["facts"]) == {"client", "round"}  # type: ignore[arg-type]
+    weight = to_tree(reply.content["upload"], "cpu")["body.linear1.weight"]  # type: ignore[arg-type]
+    assert float(weight.log().mean()) / math.log(0.99) == pytest.approx(97 // 17 + 1, abs=1e-3)
+
+
 # --- how much it writes ----------------------------------------------------------------------------------------------
 
 
@@ -793,6 +865,28 @@ def test_rules_as_init_writes_them_allow_their_config_and_no_more_work(method: s
             policy.config(tomli_w.dumps({**tree, key: value}), "csv:t.csv")
 
 
+MANY_PARTS = ".".join("a" * 3_000)
+HIDDEN = ["", 'x = "#"\n', "x = ['''a'''', '''b''']\n", 'x = ["""a\\"""""", """b"""]\n', 'x = \'"\' # """\n']
+
+
+@pytest.mark.parametrize("before", HIDDEN)
+@pytest.mark.parametrize(
+    "key", [f"{MANY_PARTS} = 1", f"[{MANY_PARTS}]", f"x.y = {{{MANY_PARTS} = 1}}", "'a' . " * 3_000]
+)
+def test_a_key_of_many_parts_is_not_parsed(before: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the square of their number: 5 s for 16,000, so most of a day for the 4 MB of a query."""
+    tomllib.loads(before)
+    monkeypatch.setattr(tomllib, "loads", lambda _: pytest.fail("it was parsed"))
+    with pytest.raises(Refused, match="not valid TOML"):
+        read_policy({}).config(before + key, "csv:t.csv")
+
+
+def test_texts_with_many_dots_are_no_keys() -> None:
+    dots = "a." * 50
+    text = f"x = [\"{dots}\", '{dots}', \"\"\"{dots}\n\"\"\", '''{dots}''', 0.5] # {dots}"
+    assert transport.read_toml(text) == tomllib.loads(text)
+
+
 def test_images_are_not_made_large(tmp_path: Path) -> None:
     """Forty images of 20 x 20 pixels once took 2.8 GB at a site, in a query for 3,000 x 3,000."""
     from PIL import Image
@@ -825,6 +919,35 @@ def test_the_number_of_parameters_is_the_owners(tmp_path: Path) -> None:
     assert problem(ask(site(tmp_path / "enough", **{"allow.parameters": number}))) == ""
     said = problem(ask(site(tmp_path / "few", **{"allow.parameters": number - 1})))
     assert said.startswith(f"refused: the model has more than the {number - 1} parameters that this site allows")
+
+
+DEEP = """
+from torch import nn
+
+class Deep(nn.Module):
+    made = 0
+
+    def __init__(self, shape, num_classes, depth):
+        super().__init__()
+        self.body = nn.Sequential(*(self.layer(shape[0]) for _ in range(depth)))
+        self.head = nn.Linear(shape[0], num_classes)
+
+    def layer(self, width):
+        Deep.made += 1
+        return nn.Linear(width, width)
+"""
+
+
+def test_a_deep_model_is_not_made_to_count_its_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server says how deep a class is that the owner allows: 100,000 layers took 40 seconds, in a query."""
+    (tmp_path / "deep_net.py").write_text(DEEP)
+    monkeypatch.syspath_prepend(tmp_path)
+    scene = site(tmp_path / "site", **{"allow.models": "deep_net:Deep", "allow.parameters": 300})
+    model = {"model.name": "deep_net:Deep"}
+    said = problem(ask(scene, **model, **{"model.args": {"depth": 3000}}))
+    assert said.startswith("refused: the model has more than the 300 parameters that this site allows")
+    assert importlib.import_module("deep_net").Deep.made < 100
+    assert problem(ask(scene, **model, **{"model.args": {"depth": 20}})) == ""
 
 
 # --- what a site keeps -----------------------------------------------------------------------------------------------
