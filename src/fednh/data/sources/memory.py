@@ -65,8 +65,12 @@ def table(frame: Any) -> pa.Table:
     import pyarrow as pa
 
     try:
-        if hasattr(frame, "reset_index"):  # pandas
-            return pa.table(frame.reset_index(drop=True)).replace_schema_metadata(None)
+        if type(frame).__module__.partition(".")[0] == "pandas":
+            return pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)
+        if hasattr(frame, "__dataframe__") and not hasattr(frame, "__arrow_c_stream__"):
+            from pyarrow import interchange
+
+            return interchange.from_dataframe(frame)
         return pa.table(frame)
     except (pa.ArrowException, TypeError, ValueError, NotImplementedError) as error:
         raise UserError(f"the data frame cannot be read as a table: {str(error).splitlines()[0]}") from error
