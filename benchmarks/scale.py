@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ class Job:
 
     clients: int
     samples: int  # of the whole data set
-    make_run: int
+    rounds: int
     picked: int = 100
     model: str = "conv2"  # on 32x32 colour images; or "mlp", on 64 features
     final: int = 20  # eval.final
@@ -60,6 +59,7 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     """The job, in this process."""
     from rich.console import Console
 
+    from fednh.backends import run_maker
     from fednh.callbacks.screen import Silent
     from fednh.config import load
     from fednh.federated.setup import build_federation
@@ -90,14 +90,9 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     started = time.perf_counter()
     federation = build_federation(config, synthetic(job))
     built = time.perf_counter() - started
-    if job.address is None:
-        pass
-    else:
-        from fednh.backends import ray
-
-        rounds = partial(ray.make_run, address=job.address)
+    make = run_maker("simulator" if job.address is None else "ray", job.address)
     with RunFolder(folder) as place:
-        simulation = rounds(config, federation, place, Silent(Console(stderr=True)))
+        simulation = make(config, federation, place, Silent(Console(stderr=True)))
         place.begin(config, federation.dataset.classes, federation.class_counts())
         begun = time.perf_counter() - started
         simulation.run()

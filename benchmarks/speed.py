@@ -27,7 +27,7 @@ from benchmarks import plain
 from benchmarks.limit import BATCH, CLASSES, Conv2Primitives
 from benchmarks.row import Row
 from fednh import machine
-from fednh.backends import threads as pool
+from fednh.backends import threads
 from fednh.backends.tasks import SimulatedData, TrainTask
 from fednh.backends.vmap import blocks
 from fednh.callbacks.base import Callback
@@ -259,7 +259,7 @@ def methods_and_evaluation() -> Iterator[Row]:
 def one_round(config: Config, fed: Federation) -> float:
     """Seconds of one round through the simulator: training and aggregation."""
     with tempfile.TemporaryDirectory() as place, RunFolder(Path(place) / "run") as folder:
-        simulation = pool.make_run(config, fed, folder, Callback())
+        simulation = threads.make_run(config, fed, folder, Callback())
         simulation.run()
         record: dict[str, float] = simulation.progress.records[0]
         return record["seconds"]
