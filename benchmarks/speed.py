@@ -29,6 +29,7 @@ from benchmarks.row import Row
 from fednh import machine
 from fednh.backends import threads
 from fednh.backends.tasks import SimulatedData, TrainTask
+from fednh.backends.threads import in_order
 from fednh.backends.vmap import blocks
 from fednh.callbacks.base import Callback
 from fednh.config import Config, load
@@ -215,7 +216,7 @@ def small(data: Dataset, parts: Parts, usual: float) -> Iterator[Row]:
             def work(unit: Sequence[int]) -> list[Any]:
                 return stage(material, unit, [kept] * len(unit))
 
-            done = pool.in_order
+            done = in_order
             return lambda: mean(u.upload for some in done(threads, work, units, ahead=2 * CORES) for u in some)
 
         block, loop = best(3, by(True), by(False))

@@ -1,6 +1,6 @@
 """The audit log of a site or a server: one JSON line per event, each chained to the one before it by SHA-256.
 
-    {"line": 3, "time": "2026-11-16T10:41:07.125Z", "event": "left", ..., "before": HASH OF LINE 2, "hash": HASH}
+    {"line": 3, "time": "2026-11-16T10:41:07.125Z", "event": "left", ..., "salt": RANDOM, "before": HASH OF LINE 2, ...}
 
 A hash covers its line up to the hash itself, and so, by the chain, all lines before it. Lines are only ever added: the
 file may have the file system's append-only attribute. A line that a crash cut short stays where it is, and the next
@@ -8,6 +8,8 @@ line, "torn", records it.
 
 Whoever can write the file can also rewrite all of it, or cut lines off its end; only somebody who knows an earlier hash
 can notice that. So a site sends its newest hash with every answer, and the server writes it into its own log.
+A line may quote data, such as why a file cannot be used. So each has a salt, without which the server could try out
+what the line might say.
 
 A site's log says who asked, what left, what was refused and why. A line is on disk before the answer that it describes
 is sent: if it cannot be written, nothing leaves. What says nothing new, because it was said before or refused, has
