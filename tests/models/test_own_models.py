@@ -404,7 +404,7 @@ def test_what_a_module_has_frozen_never_moves(method: str, engine: str, tmp_path
     settings |= {"partition.clients": 3, "participation.rate": 1.0, "train.epochs": 1, "eval.every": 0}
     config = load("digits", {**settings, "train.weight_decay": 0.1, "eval.final": 1, "eval.samples": 50})
     made, _, _ = run_config(tmp_path / "run", config, build_federation(config))
-    first = made.net.init(torch_rng(config.seed, "init"))
+    first = made.setup.side.net.init(torch_rng(config.seed, "init"))
     server, kept = made.server, [made.executor.store.get(client) for client in range(3)]
     seen = 0
     for tree in (server, *kept):

@@ -198,14 +198,14 @@ def test_settings_are_checked_under_the_lock(how: str, tmp_path: Path, monkeypat
     """Another process begins a run in the folder after it was looked at and before it is locked."""
     settings = {"rounds": 1, "partition.clients": 5, "train.epochs": 1, "workers": 1}
     other, folder = load("digits", {**settings, "train.lr": 0.02}), RunFolder(tmp_path / "run")
-    lock = run_folder.only_user
+    lock = run_folder.exclusive
 
     def late(*places: Path) -> object:
         if not folder.started:
             folder.begin(other, ["a"], [[1]])
         return lock(*places)
 
-    monkeypatch.setattr(run_folder, "only_user", late)
+    monkeypatch.setattr(run_folder, "exclusive", late)
     if how == "python":
         with pytest.raises(UserError, match=r"train\.lr is 0\.02 there and 0\.05 here"):
             fednh.run(load("digits", settings), out=folder.path)

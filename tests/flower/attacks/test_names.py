@@ -139,7 +139,7 @@ def test_the_screen_shows_sentences(tmp_path: Path) -> None:
     shown: list[str] = []
     local = cast(Any, object.__new__(LocalFederation))
     local.run_folder, local.lines_shown, local.fatal_problem = RunLayout(tmp_path), {}, None
-    local.display = SimpleNamespace(note=shown.append)
+    local.display = SimpleNamespace(on_note=shown.append)
     RunLayout(tmp_path).log_file.write_text("2026-11-16 10:00:00 going on after round 3\n")
     layout.add_note(tmp_path, 'site "Köln" cannot take part:\nno \x1b data')
     local._show()
