@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import results
+from fednh.report.tables import PaperNumber
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,7 +35,26 @@ set = {"partition.clients" = 4, "train.epochs" = 1, "eval.every" = 1}
 
 
 def test_the_page_is_what_the_results_give() -> None:
-    assert results.PAGE.read_text(encoding="utf-8") == results.page(), "run: make results, or tools/results.py --page"
+    for file, text in results.pages().items():
+        assert file.read_text(encoding="utf-8") == text, "run: make results, or tools/results.py --page"
+
+
+def test_a_difference_is_marked_by_the_published_deviation() -> None:
+    paper = PaperNumber(50.0, 2.0)
+    marked = {value: results.difference([value], paper)[-1] for value in (50.0, 52.0, 47.9, 46.0, 54.1)}
+    assert marked == {50.0: "🟢", 52.0: "🟢", 47.9: "🟡", 46.0: "🟡", 54.1: "🔴"}
+    assert results.difference([49.0, 53.0], paper) == "+1.00 🟢", "the mean over seeds counts"
+    assert (results.difference([], paper), results.difference([50.0], None)) == ("", "")
+
+
+def test_the_first_table_has_every_method_of_the_paper_and_one_number_a_cell() -> None:
+    page = results.pages()[results.PAGE]
+    tables = page.split("### CIFAR-")[1:]
+    assert [table.partition("\n")[0] for table in tables] == ["10", "100"]
+    for table in tables:
+        rows = [line for line in table.splitlines() if line.startswith("| ")][2:]
+        assert [row.split("|")[1].strip() for row in rows[:12]][-1] == "FedPrior (ours)"
+        assert all(row.count("/") == 0 for row in rows[:12])
 
 
 def test_the_pictures_show_what_the_results_give(tmp_path: Path) -> None:
@@ -80,7 +100,7 @@ def test_a_campaign_goes_on_where_it_stands(tmp_path: Path) -> None:
     assert results.rounds_of(kept / "digits-fednh") == 2
     there = {p.name for p in (kept / "digits-fednh").iterdir()}
     assert there == {*map(str, results.KEPT), "summary-1.json", "summary-2.json"}
-    page = results.page(kept)
+    page = "\n".join(results.pages(kept).values())
     assert "## Short runs\n\nOf two methods.\n" in page
     assert "| digits, fednh" in page
     assert "| 2 |" in page

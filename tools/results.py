@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
@@ -23,15 +24,17 @@ from typing import Any
 
 from fednh.io.cache import data_folder
 from fednh.metric_names import GM, PERSONAL, PM_L, TEST_SET
-from fednh.report import sheet as render
 from fednh.report import tables
 from fednh.report.figures import FIGURES, Choice
 from fednh.report.figures.write import write_figure
+from fednh.report.groups import PAPER_METHODS, group_runs, method_name
 from fednh.report.load import Run, load_run
+from fednh.report.sheet import to_markdown
 from fednh.runs.layout import RunLayout
 
 ROOT = Path(__file__).parents[1]
-RESULTS, PAGE, IMAGES = ROOT / "results", ROOT / "docs/results.md", ROOT / "docs/images"
+RESULTS, IMAGES = ROOT / "results", ROOT / "docs/images"
+PAGE, SETTINGS_PAGE = ROOT / "docs/results.md", ROOT / "docs/results-settings.md"
 FULL = 200  # rounds of the paper's runs
 TAUS = ("-1", "-0.5", "0.5", "1")  # `eval.prior` of all runs
 KEPT = (
@@ -43,11 +46,18 @@ KEPT = (
 )
 INTRO = """# Results
 
-Runs on real data at full length. `make results` writes this page from the folder `results/` in the repository. That
-folder has the config, the metrics of every evaluated round, the summary and the environment of each run, but no
-models. The same command continues the campaign (`results/campaign.toml`, in order of priority), on any machine. The
-tests do not run it: they compare this page with `results/`.
+The paper's Table 1 on real data, ours beside the published numbers: CIFAR-10 and CIFAR-100, Dir(0.3), 100 clients of
+which 10% train in a round, 200 rounds. `make results` writes this page from the folder `results/` in the repository,
+which has the config, the metrics of every evaluated round, the summary and the environment of each run, but no models.
+The same command continues the campaign (`results/campaign.toml`, in order of priority), on any machine. Other settings
+and ablations are on [a page of their own](results-settings.md).
 """
+SETTINGS_INTRO = """# Results: settings and ablations
+
+What other settings of the methods give, from the same folder `results/` as [the main page](results.md).
+"""
+MARKS = ("🟢", "🟡", "🔴")  # within one published standard deviation, within two, further
+OURS = {"method.scale": 1, "method.aggregation": "count", "method.head_init": "orthogonal"}  # FedPrior's row
 
 
 @dataclass(frozen=True)
@@ -187,26 +197,82 @@ def stage_file(folder: Path, rounds: int) -> Path:
 # --- the page ------------------------------------------------------------------------------------------------------
 
 
-def page(results: Path = RESULTS) -> str:
-    parts, entries = [INTRO], campaign(results / "campaign.toml")
+def pages(results: Path = RESULTS) -> dict[Path, str]:
+    """Both pages, by the file that they are written to."""
+    entries, main, other = campaign(results / "campaign.toml"), [INTRO], [SETTINGS_INTRO]
     for about, words in sections(results / "campaign.toml").items():
         there = list({e.name: e for e in entries if e.about == about and begun(e, entries, results)}.values())
         if not there:
             continue
         title, _, text = words.partition("\n")
-        parts.append(f"## {title}\n\n{text.strip()}\n")
-        if about == "ablation":
-            parts.append(with_and_without_prior(there, results))
-            continue
-        if full := full_length(there, results):
-            sheets = [*tables.result_sheets(full, paper=True), tables.cost_sheet(full)]
-            parts += [render.to_markdown(sheet) for sheet in sheets]
-            parts += [
-                f"![Accuracy by round, {preset}]({image(preset).relative_to(PAGE.parent)})\n"
-                for preset in presets(full)
-            ]
-        parts.append(by_round(there, results))
-    return "\n".join(parts)
+        head = f"## {title}\n\n{text.strip()}\n"
+        if about == "paper":
+            full = full_length(there, results)
+            lead, _, notes = text.strip().partition("\n\n")
+            main += [f"## {title}\n\n{lead}\n", *table_1(full), f"{notes}\n", *fairness_and_cost(full)]
+            other += ["## Full-length runs by round\n", by_round(there, results)]
+            if departing := [run for run in full if run not in main_runs(full)]:
+                other += [to_markdown(sheet) for sheet in tables.result_sheets(departing, paper=True)]
+        else:
+            other += [head, with_and_without_prior(there, results) if about == "ablation" else by_round(there, results)]
+    return {PAGE: "\n".join(main), SETTINGS_PAGE: "\n".join(other)}
+
+
+def main_runs(full: list[Run]) -> list[Run]:
+    """The runs of Table 1: the paper's methods with the preset's settings, and FedPrior with the same."""
+    groups = [g for g in group_runs(full) if g.runs[0].config.partition.beta == 0.3]
+    paper = [g for g in groups if g.method in PAPER_METHODS and not tables.departures(g)]
+    ours = [g for g in groups if g.method == "fedprior" and all(g.settings[key] == v for key, v in OURS.items())]
+    return [run for group in (*paper, *ours) for run in group.runs]
+
+
+def table_1(full: list[Run]) -> list[str]:
+    """Accuracy beside the paper's, a table for each data set."""
+    runs = main_runs(full)
+    parts = [accuracy_table(preset, [r for r in runs if r.config.data.name == preset]) for preset in presets(full)]
+    parts.append(
+        "In percent; mean ± sample standard deviation over n seeds. Differences from the paper's mean: "
+        f"{MARKS[0]} within one of its standard deviations, {MARKS[1]} within two, {MARKS[2]} further.\n"
+    )
+    return parts
+
+
+def fairness_and_cost(full: list[Run]) -> list[str]:
+    """The tables of fairness and cost of the same runs, and the curves of all full-length runs."""
+    runs = main_runs(full)
+    sheets = (tables.fairness_sheet(runs, paper=True), tables.cost_sheet(runs)) if runs else ()
+    pictures = [f"![Accuracy by round, {p}]({image(p).relative_to(PAGE.parent)})\n" for p in presets(full)]
+    return [*(to_markdown(sheet) for sheet in sheets), *pictures]
+
+
+def accuracy_table(preset: str, runs: list[Run]) -> str:
+    """One row a method, also for those of the paper that are not run yet."""
+    groups = {group.method: group for group in group_runs(runs)}
+    lines = [f"### {preset.upper().replace('CIFAR', 'CIFAR-')}", ""]
+    lines.append("| method | n | " + " | ".join(f"{label} | paper | difference" for label in TEST_SET.values()) + " |")
+    lines.append("| :-- | --: |" + " --: | --: | :-- |" * len(TEST_SET))
+    for method in (*PAPER_METHODS, "fedprior"):
+        group = groups.get(method)
+        cells = [method_name(method) + (" (ours)" if method == "fedprior" else ""), str(group.n) if group else "–"]
+        for key, label in TEST_SET.items():
+            ours = [run.summary[key] for run in group.runs if run.summary.get(key) is not None] if group else []
+            paper = tables.published_number(preset, method, 0.3, 0.1, label)
+            cells += [spread(ours), f"{paper.mean:.2f} ± {paper.std:.2f}" if paper else "", difference(ours, paper)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def spread(values: list[float]) -> str:
+    if len(values) > 1:
+        return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
+    return f"{values[0]:.2f}" if values else "–"
+
+
+def difference(values: list[float], paper: tables.PaperNumber | None) -> str:
+    if not values or paper is None:
+        return ""
+    away = statistics.mean(values) - paper.mean
+    return f"{away:+.2f} {MARKS[0 if abs(away) <= paper.std else 1 if abs(away) <= 2 * paper.std else 2]}"
 
 
 def full_length(entries: list[Entry], results: Path) -> list[Run]:
@@ -270,25 +336,26 @@ def _percent(value: float | None) -> str:
 
 
 def by_round(entries: list[Entry], results: Path) -> str:
-    """GM / PM(V) / PM(L) of every run at the tens, and the mean of its last evaluations."""
+    """GM of every run at the tens, the mean of its last evaluations, and its last personal models."""
     by_data = sorted(entries, key=lambda entry: entry.preset)
     rows = [(entry, evaluated(results / entry.name, entry.rounds)) for entry in by_data]
     tens = sorted({round_ for _, found in rows for round_ in found if round_ % 10 == 0})
     shown = tens if len(tens) <= 8 else [t for t in tens if t % 40 == 0 or t == 20]
-    lines = ["By round: GM / PM(V) / PM(L) in percent. PM is a mean over the clients that took part in the round.", ""]
-    if any(entry.sampled for entry in entries):
-        lines[0] += " Runs with GM alone did not evaluate personal models."
-    lines.append(
-        "| run | " + " | ".join(f"round {t}" for t in shown) + " | mean of the last three evaluations | rounds done |"
-    )
-    lines.append("|---|" + "---|" * (len(shown) + 2))
+    heads = ["run", *(f"{t}" for t in shown), "mean of the last three", "PM(V)", "PM(L)", "rounds done"]
+    lines = [
+        "GM in percent by round. PM(V) and PM(L) are of the last evaluated round, means over the clients that took "
+        "part in it; a dash: not evaluated.",
+        "",
+        "| " + " | ".join(heads) + " |",
+        "|---|" + "--:|" * (len(heads) - 1),
+    ]
     for entry, found in rows:
-        metrics = [GM] if entry.sampled else list(TEST_SET)
-        cells = [together([found[t]], metrics) if t in found else "" for t in shown]
-        last = together([found[t] for t in sorted(found)[-3:]], metrics)
+        last = [found[t] for t in sorted(found)[-3:]]
+        personal = [_percent(None if entry.sampled or not last else last[-1].get(key)) for key in PERSONAL]
         count = min(rounds_of(results / entry.name), entry.rounds)
         name = f"{entry.preset}, {entry.label}" + (f", seed {entry.seed}" if entry.seed else "")
-        lines.append("| " + " | ".join([name, *cells, last, str(count)]) + " |")
+        cells = [_percent(found[t].get(GM)) if t in found else "" for t in shown]
+        lines.append("| " + " | ".join([name, *cells, mean_of(last, GM), *personal, str(count)]) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -298,13 +365,9 @@ def evaluated(folder: Path, rounds: int) -> dict[int, dict[str, Any]]:
     return {each["round"]: each for each in records if each.get(PM_L) is not None and each["round"] <= rounds}
 
 
-def together(records: list[dict[str, Any]], metrics: list[str]) -> str:
-    """The means of these metrics over the records."""
-    means = [
-        None if any(r.get(key) is None for r in records) or not records else sum(r[key] for r in records) / len(records)
-        for key in metrics
-    ]
-    return " / ".join(map(_percent, means))
+def mean_of(records: list[dict[str, Any]], metric: str) -> str:
+    values = [record.get(metric) for record in records]
+    return _percent(None if not values or None in values else statistics.mean(v for v in values if v is not None))
 
 
 def main() -> int:
@@ -323,7 +386,8 @@ def main() -> int:
     elif not asked.page:
         ended = go_on_with_all([each for each in entries if not done(each)], asked.work, asked.jobs)
     draw_curves()
-    PAGE.write_text(page(), encoding="utf-8")
+    for file, text in pages().items():
+        file.write_text(text, encoding="utf-8")
     return ended
 
 

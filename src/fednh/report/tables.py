@@ -134,8 +134,13 @@ def published(group: Group, metric: str) -> PaperNumber | None:
     how = group.runs[0].config.partition.kind
     if not isinstance(how, Dirichlet) or isinstance(how, LongTail):
         return None
-    name = method_name(group.method) if group.method in PAPER_METHODS else ""
-    return _numbers().get((group.runs[0].config.data.name, name, how.beta, group.rate, metric))
+    return published_number(group.runs[0].config.data.name, group.method, how.beta, group.rate, metric)
+
+
+def published_number(data: str, method: str, beta: float, rate: float, metric: str) -> PaperNumber | None:
+    """The paper's number for a data set, a method by its name in configs, beta and participation, if it has one."""
+    name = method_name(method) if method in PAPER_METHODS else ""
+    return _numbers().get((data, name, beta, rate, metric))
 
 
 def departures(group: Group) -> list[str]:
