@@ -65,7 +65,7 @@ MEASURED = re.compile(
 )
 NAMED = r"\bcommits? ([0-9a-f]{7,40})\b(?: and ([0-9a-f]{7,40}))?(?! of their)"  # "of their repository": another one
 REPEATED = (
-    r"`make (?:bench|bench-peers|results)`|`python -m benchmarks|\bsoak\s+test|`results/|results(?:-settings)?\.md#"  # by a command
+    r"`make (?:bench|bench-peers|results)`|`python -m benchmarks|\bsoak\s+test|`results/|results(?:-settings)?\.md#"
 )
 LONG_RUNS = {  # rows of docs/methods.md with runs of 200 rounds: their folders on CIFAR-10 and CIFAR-100
     "text: scale from 20, `uniform`, `separated`": ("cifar10-fednh", "cifar100-fednh"),

@@ -56,7 +56,11 @@ SETTINGS_INTRO = """# Results: settings and ablations
 
 What other settings of the methods give, from the same folder `results/` as [the main page](results.md).
 """
-MARKS = ("🟢", "🟡", "🔴")  # within one published standard deviation, within two, further
+MARKS = {
+    "near": "✓",
+    "off": "~",
+    "far": "✗",
+}  # within one published standard deviation, within two, further: site.css has colours
 OURS = {"method.scale": 1, "method.aggregation": "count", "method.head_init": "orthogonal"}  # FedPrior's row
 
 
@@ -232,7 +236,7 @@ def table_1(full: list[Run]) -> list[str]:
     parts = [accuracy_table(preset, [r for r in runs if r.config.data.name == preset]) for preset in presets(full)]
     parts.append(
         "In percent; mean ± sample standard deviation over n seeds. Differences from the paper's mean: "
-        f"{MARKS[0]} within one of its standard deviations, {MARKS[1]} within two, {MARKS[2]} further.\n"
+        f"{MARKS['near']} within one of its standard deviations, {MARKS['off']} within two, {MARKS['far']} further.\n"
     )
     return parts
 
@@ -272,7 +276,8 @@ def difference(values: list[float], paper: tables.PaperNumber | None) -> str:
     if not values or paper is None:
         return ""
     away = statistics.mean(values) - paper.mean
-    return f"{away:+.2f} {MARKS[0 if abs(away) <= paper.std else 1 if abs(away) <= 2 * paper.std else 2]}"
+    kind = "near" if abs(away) <= paper.std else "off" if abs(away) <= 2 * paper.std else "far"
+    return f'<span class="{kind}">{away:+.2f} {MARKS[kind]}</span>'
 
 
 def full_length(entries: list[Entry], results: Path) -> list[Run]:
