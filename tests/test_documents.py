@@ -377,13 +377,21 @@ def test_numbers_of_long_runs_are_those_of_results() -> None:
         for run, cell in zip(runs, line.split("|")[2:4], strict=True):
             stated = re.findall(r"\d+\.\d", cell.partition("(")[0])
             assert stated == (of(run, "gm", "pm_v", "pm_l", "pm_l_std")[: len(stated)] if run else []), (row, run)
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    told = re.search(
-        r"FedNH have ([\d.]+) on CIFAR-10 and ([\d.]+) on CIFAR-100 .*? FedAvg ([\d.]+) and ([\d.]+) ", readme
-    )
-    assert told is not None
-    runs_told = ("cifar10-fednh-authors-full", "cifar100-fednh-authors", "cifar10-fedavg", "cifar100-fedavg")
-    assert list(told.groups()) == [of(run, "gm")[0] for run in runs_told]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = {
+        "FedAvg": ("cifar10-fedavg", "cifar100-fedavg"),
+        "FedPer": ("cifar10-fedper", "cifar100-fedper"),
+        "FedNH": ("cifar10-fednh-authors-full", "cifar100-fednh-authors"),
+        "FedPrior (ours)": ("cifar10-fedprior-authors", "cifar100-fedprior-authors"),
+    }
+    for row, runs in shown.items():
+        cells = next(line for line in readme.splitlines() if line.startswith(f"| {row} |")).split("|")
+        assert [cells[2].strip(), cells[4].strip()] == [of(run, "gm")[0] for run in runs], row
+    gains = next(line for line in readme.splitlines() if line.startswith("| gain of FedPrior over FedNH")).split("|")
+    for k, (ours, other) in zip((2, 4), zip(shown["FedPrior (ours)"], shown["FedNH"], strict=True), strict=True):
+        pair = [json.loads((ROOT / "results" / run / "summary.json").read_text()) for run in (ours, other)]
+        told = ", ".join(f"{pair[0][name] - pair[1][name]:+.1f}" for name in ("gm", "pm_v", "pm_l"))
+        assert gains[k].strip() == told
 
 
 def test_settings_and_their_defaults_are_those_of_the_schema() -> None:
