@@ -1,7 +1,9 @@
-"""User-defined objects by import path: `package.module:name`.
+"""Optional packages and a user's own code: what may not be there, and the sentence that says so.
 
-A path may come from a config that somebody else wrote: the object is checked first, and only a class or function of
-the expected kind is ever called.
+`need` refuses what an extra of this package is missing for; pyproject.toml says which packages an extra installs,
+`MODULES` which modules show that. `imported` finds objects by import path, `package.module:name`. A path may come from
+a config that somebody else wrote: the object is checked first, and only a class or function of the expected kind is
+ever called.
 """
 
 from __future__ import annotations
@@ -19,10 +21,7 @@ from typing import Any, TypeVar
 
 from fednh.errors import UserError
 
-# --- extras ---------------------------------------------------------------------------------------------------------
-# The optional extras of this package, and the error message when a missing one is needed.
-#
-# pyproject.toml says which packages an extra installs; `MODULES` has the modules that show that it is installed.
+# --- optional packages ----------------------------------------------------------------------------------------------
 
 
 MODULES = {
@@ -56,7 +55,7 @@ def _found(module: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-# --- imports --------------------------------------------------------------------------------------------------------
+# --- objects by import path -----------------------------------------------------------------------------------------
 
 
 T = TypeVar("T")

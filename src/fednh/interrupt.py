@@ -1,4 +1,7 @@
-"""The progress of an evaluation, reported with every batch, and the point at which it can be stopped."""
+"""Stop, the request that a run stops, and Meter, which reports the progress of an evaluation and stops it there.
+
+Both are free of torch, so that the command line can install its signal handlers before anything heavy is loaded.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,10 @@ from collections.abc import Callable
 
 from fednh.errors import Interrupted
 
-# --- stop -----------------------------------------------------------------------------------------------------------
-# A wish to stop, which a signal handler may state at any moment.
+# --- Stop -----------------------------------------------------------------------------------------------------------
 
 
-POLL_INTERVAL = 0.05  # seconds: how long a wish may stay unseen by a thread that waits
+POLL_INTERVAL = 0.05  # seconds: how long a request may stay unseen by a thread that waits
 
 
 class Stop(threading.Event):
@@ -45,7 +47,7 @@ class Stop(threading.Event):
         return self._wished
 
 
-# --- meter ----------------------------------------------------------------------------------------------------------
+# --- Meter ----------------------------------------------------------------------------------------------------------
 
 
 class Meter:

@@ -1,4 +1,8 @@
-"""The machine's memory size, and how the C library and Python treat memory that is in use or freed."""
+"""Facts about this machine: whether it supports a device and precision, its cores and threads, its memory.
+
+`check_machine` is asked before a run starts. The functions on memory say how the C library and Python treat what is in
+use or freed.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,7 @@ import torch
 
 from fednh.errors import UserError
 
-# --- machine --------------------------------------------------------------------------------------------------------
-# Checks, before a run starts, that this machine supports the device and precision; its cores and threads.
+# --- device, precision, cores ---------------------------------------------------------------------------------------
 
 
 SECONDS = 120.0  # for the trial, most of it to import torch on a busy machine

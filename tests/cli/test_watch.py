@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fednh.runs.run_state import RunStates
+from fednh.runs.run_status import RunStates
 from forked import Process, fednh
 
 # A method that fails in its second round as long as a file says so.

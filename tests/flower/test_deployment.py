@@ -17,7 +17,7 @@ import pytest
 from federations import Trial, assert_same_as_simulated, trial
 
 from fednh.flower.deploy import local
-from fednh.runs.run_state import RunStates
+from fednh.runs.run_status import RunStates
 from forked import Process
 
 

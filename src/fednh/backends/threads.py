@@ -23,7 +23,7 @@ from fednh.errors import Interrupted
 from fednh.federated import checks
 from fednh.federated.client import ClientResult
 from fednh.federated.evaluate import Personal
-from fednh.federated.protocol import RoundPolicy, RoundTask
+from fednh.federated.executor import RoundPolicy, RoundTask
 from fednh.federated.rounds import RoundLoop
 from fednh.federated.setup import Federation, ServerSide
 from fednh.interrupt import Meter
@@ -169,7 +169,7 @@ class SimulationReplies:
         """None: the loop has all samples and computes it itself."""
 
 
-# --- pool -----------------------------------------------------------------------------------------------------------
+# --- threads --------------------------------------------------------------------------------------------------------
 
 
 A = TypeVar("A")

@@ -1,7 +1,13 @@
-"""Which engine computes the clients of a run: "loop", one client at a time, or "vmap", blocks of small ones.
+"""Many small clients at once: `client_update` mapped over a block of them by `torch.func.vmap`.
 
-Both call the same methods on the same random draws and give the same numbers, up to rounding. Within one engine the
-bits do not depend on who computes: blocks are made from the clients, not from the workers.
+A method is written for one client and runs here unchanged. Inside the map every tensor is one client's, while each
+operation works on the whole block; so a small client costs arithmetic, not Python calls. Clients differ in size: all
+are padded to the largest of the block with copies of their own first sample, which have weight zero, and a client that
+has no batch left in a step is not updated in it.
+
+`choose_engine` decides between "loop", one client at a time, and "vmap". Both call the same methods on the same random
+draws and give the same numbers, up to rounding. Within one engine the bits do not depend on who computes: blocks are
+made from the clients, not from the workers.
 """
 
 from __future__ import annotations
@@ -30,13 +36,7 @@ from fednh.models.net import Net
 from fednh.seeding import torch_rng
 from fednh.tree import Tree, finite_rows, stack
 
-# --- vmap -----------------------------------------------------------------------------------------------------------
-# Many small clients at once: `client_update` mapped over a block of them by `torch.func.vmap`.
-#
-# A method is written for one client and runs here unchanged. Inside the map every tensor is one client's, while each
-# operation works on the whole block; so a small client costs arithmetic, not Python calls. Clients differ in size:
-# all are padded to the largest of the block with copies of their own first sample, which have weight zero, and a
-# client that has no batch left in a step is not updated in it.
+# --- a block --------------------------------------------------------------------------------------------------------
 
 
 class Block:
@@ -306,7 +306,7 @@ def _mapped(
     )
 
 
-# --- engine ---------------------------------------------------------------------------------------------------------
+# --- loop or vmap ---------------------------------------------------------------------------------------------------
 
 
 FEWEST = 32  # clients per round: with fewer, vmap does not pay off

@@ -235,12 +235,12 @@ def serve(
     Sites come in through a proxy (proxy/nginx.conf); nobody else can reach the server.
     """
     need_extra()
-    from fednh.flower.deploy import roles, scaffold
+    from fednh.flower.deploy import machines, scaffold
 
     folder = folder.absolute()
     config, _ = scaffold.read(folder)
     with only_one(folder), stop_on_signal("fednh: stopping the server", insist=False) as stop:
-        roles.serve(folder, config, stop, typer.echo, port)
+        machines.serve(folder, config, stop, typer.echo, port)
 
 
 @federation_app.command()
@@ -250,12 +250,12 @@ def join(
 ) -> None:
     """Be a site, until stopped: Flower's SuperNode, and what runs the apps that this site has approved."""
     need_extra()
-    from fednh.flower.deploy import roles
+    from fednh.flower.deploy import machines
 
     folder = folder.absolute()
-    roles.check_site(folder, server)
+    machines.check_site(folder, server)
     with only_one(folder), stop_on_signal("fednh: stopping the site", insist=False) as stop:
-        roles.join(folder, server, stop, typer.echo)
+        machines.join(folder, server, stop, typer.echo)
 
 
 @federation_app.command()
@@ -265,13 +265,13 @@ def run(folder: FederationArgument) -> None:
     After an interruption the same command goes on where it was.
     """
     need_extra()
-    from fednh.flower.deploy import roles, scaffold
+    from fednh.flower.deploy import machines, scaffold
 
     folder = folder.absolute()
     config, _ = scaffold.read(folder)
     path = Path(str(config.federation.folder))
     with stop_on_signal("fednh: no longer watching; the run goes on at the server", insist=False) as stop:
-        roles.train(folder, config, stop)
+        machines.train(folder, config, stop)
         if stop.is_set():
             raise typer.Exit(130)
     typer.echo(f"run folder: {path}")

@@ -28,7 +28,7 @@ def watch(
     It reads run folders and nothing else, so it can be started and ended (Ctrl-C) at any time.
     """
     from fednh.cli import watch_screen
-    from fednh.runs.run_state import RunStates
+    from fednh.runs.run_status import RunStates
 
     runs, console = RunStates(folders), console_for_people()
     if json:

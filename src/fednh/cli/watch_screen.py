@@ -13,7 +13,7 @@ from rich.text import Text
 
 from fednh.metric_names import HELD_OUT, TEST_SET
 from fednh.report.sheet import DASH
-from fednh.runs.run_state import STATES, RunState, RunStates
+from fednh.runs.run_status import STATES, RunState, RunStates
 from fednh.text import duration
 
 SHOWN = {"train_loss": "loss", **TEST_SET, **HELD_OUT}

@@ -1,4 +1,6 @@
-"""The table of short options: settings so common that they have a name of their own, `--method` for `method.name`.
+"""How settings are spelled: values as TOML files and command lines have them, and short options.
+
+SHORT_OPTIONS has the settings so common that they have a name of their own, `--method` for `method.name`.
 
 The options of all commands and the keyword arguments of `fednh.run` derive from it. It imports nothing else of fednh:
 the command line reads it before anything is loaded.

@@ -29,7 +29,7 @@ from torch import Tensor
 from fednh.methods.base import Method
 from fednh.tree import Tree, Uploads, add, divide, mean, prefix, stack
 
-# --- records --------------------------------------------------------------------------------------------------------
+# --- overrides for single clients -----------------------------------------------------------------------------------
 # What the server keeps for single clients: their records, made by `Method.records`.
 #
 # A record holds tensors that one client receives in place of the broadcast's tensors of the same names; whoever has
@@ -65,7 +65,7 @@ def split_overrides(state: Tree) -> tuple[Tree, dict[int, Tree]]:
     return server, records
 
 
-# --- aggregate ------------------------------------------------------------------------------------------------------
+# --- accumulators and rules -----------------------------------------------------------------------------------------
 
 
 class Accumulator(Protocol):

@@ -27,7 +27,7 @@ from fednh.models.net import Net
 from fednh.text import one_line
 from fednh.tree import Tree, finite
 
-# --- failures -------------------------------------------------------------------------------------------------------
+# --- errors of a method ---------------------------------------------------------------------------------------------
 # Errors in a method or a model, reported with the method, the hook, the line and the client or server at work.
 
 
@@ -77,7 +77,7 @@ def _ours(frame: FrameType) -> bool:
     return name.startswith("fednh.") and not name.startswith("fednh.methods.")
 
 
-# --- outliers -------------------------------------------------------------------------------------------------------
+# --- uploads that are far too long ----------------------------------------------------------------------------------
 # Refuses uploads with far too large a norm before they are averaged: one rule for deployments and simulations.
 #
 # One finite upload of 1e30 outweighs all others in a mean. So with a `bound` the parts of an upload are measured: the
@@ -141,7 +141,7 @@ def _words(part: str, times: float, most: float, what: str) -> str:
     return f"{name} is {times:.3g} times as long as {what}; the limit is {most:g} times (bound)"
 
 
-# --- checks ---------------------------------------------------------------------------------------------------------
+# --- invariants -----------------------------------------------------------------------------------------------------
 
 
 TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]  # what a Tree looks like: name -> shape and type

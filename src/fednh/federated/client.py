@@ -30,7 +30,7 @@ from fednh.models.net import Net
 from fednh.runs.model_file import Classes, Outcomes
 from fednh.tree import Tree, canonical, finite, has_prefix, select
 
-# --- diagnostics ----------------------------------------------------------------------------------------------------
+# --- the gradient's norm --------------------------------------------------------------------------------------------
 # Optional measurements of a run's own training; measuring changes no result and draws no random number.
 
 
@@ -62,7 +62,7 @@ class GradientNorm:
         return float(sum(part.square().sum() for part in total)) / len(self.data) ** 2
 
 
-# --- shared body ----------------------------------------------------------------------------------------------------
+# --- a body that clients share --------------------------------------------------------------------------------------
 # Personal models with the body that every client received: the test set passes through that body once for all.
 #
 # Their heads differ, or a prior that they add. What the body makes of the test set is remembered and given to
@@ -118,7 +118,7 @@ def _same_body(one: Tree, other: Tree) -> bool:
     return first.keys() == second.keys() and all(value is second[name] for name, value in first.items())
 
 
-# --- client ---------------------------------------------------------------------------------------------------------
+# --- one client -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The round loop, the only one: plan, ask, check, aggregate, evaluate, record, save.
 
-An executor computes the clients (protocol.py), so a simulation and a deployment run the same loop. A run of R rounds
+An executor computes the clients (executor.py), so a simulation and a deployment run the same loop. A run of R rounds
 is R + 1 exchanges. In each, clients evaluate the models of the last round, if an evaluation is due, and train the next
 round; the line of an evaluated round is written once its metrics have arrived.
 """
@@ -21,8 +21,8 @@ from fednh.errors import Interrupted, RunError
 from fednh.federated import checks
 from fednh.federated.aggregate import accumulator, merge_overrides
 from fednh.federated.client import ClientResult
+from fednh.federated.executor import Executor, Replies, RoundTask
 from fednh.federated.plan import RoundPlan, evaluated_clients, is_evaluated, plan_round, sampled_clients
-from fednh.federated.protocol import Executor, Replies, RoundTask
 from fednh.federated.results import Progress, RoundBuilder, RoundResult, check_lost
 from fednh.federated.start import Started, start
 from fednh.federated.summary import close_round, site_names

@@ -10,7 +10,7 @@ from fednh.config import Config
 from fednh.errors import UserError
 from fednh.federated import checks, evaluate
 from fednh.federated.aggregate import split_overrides
-from fednh.federated.protocol import Executor
+from fednh.federated.executor import Executor
 from fednh.federated.results import Progress
 from fednh.federated.setup import ServerSide, initial_state
 from fednh.methods.base import Method

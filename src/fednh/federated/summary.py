@@ -12,8 +12,8 @@ from fednh.config import Config
 from fednh.federated import checks, evaluate, similarity
 from fednh.federated import client as clients
 from fednh.federated.evaluate import Personal
+from fednh.federated.executor import Replies
 from fednh.federated.plan import evaluated_clients, is_evaluated
-from fednh.federated.protocol import Replies
 from fednh.federated.results import Progress
 from fednh.federated.start import Started
 from fednh.interrupt import Meter

@@ -30,7 +30,7 @@ from fednh.errors import UserError
 from fednh.federated import checks, similarity
 from fednh.federated.client import ClientResult
 from fednh.federated.evaluate import Personal
-from fednh.federated.protocol import RoundPolicy, RoundTask
+from fednh.federated.executor import RoundPolicy, RoundTask
 from fednh.federated.rounds import RoundLoop
 from fednh.federated.setup import Federation, ServerSide, build_federation, network
 from fednh.flower import audit, layout

@@ -1,7 +1,8 @@
 """A model file: the tensors, and a card in its metadata that says all that is needed to use them elsewhere.
 
 The card is JSON under the key "fednh": format, the version of fednh, the method with its hyper-parameters, the
-architecture, the shape of a sample, the class names, the preprocessing, and what the model was trained on.
+architecture, the shape of a sample, the class names, the preprocessing, and what the model was trained on. Beside it:
+`Outcomes`, the predictions for the samples that a client holds out.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fednh.models import Net, build_net
 from fednh.runs.names import run_name
 from fednh.tree import Tree
 
-# --- outcomes -------------------------------------------------------------------------------------------------------
+# --- predictions for held-out samples -------------------------------------------------------------------------------
 # What became of every sample that a client holds out, after the last round: its class, and what the models predict.
 #
 # A file a client, small: three numbers a sample, in the order of the held-out samples. Accuracy, precision, recall
@@ -68,7 +69,7 @@ def read_outcomes(file: Path) -> Outcomes:
     return found
 
 
-# --- model file -----------------------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------------------------
 
 
 FORMAT = 1  # of the card; a reader refuses a newer one

@@ -1,7 +1,9 @@
-"""The names of a run's clients, and how one is found by its name.
+"""A run folder: everything that a run leaves behind, and all that tables and reports read. Its layout: layout.py.
 
-Natural sites and those of a real federation have names. A number always means a client; text means the site that has
-exactly this name and otherwise, if it is a whole number, the client with that number.
+`RunFolder` writes the config, the metrics of every round, the models and the summary; functions beside it read them.
+The last section finds a client by its name. Natural sites and those of a real federation have names: a number always
+means a client; text means the site that has exactly this name and otherwise, if it is a whole number, the client with
+that number.
 """
 
 from __future__ import annotations
@@ -35,7 +37,6 @@ from fednh.text import one_line
 from fednh.tree import Tree
 
 # --- run folder -----------------------------------------------------------------------------------------------------
-# A run folder: everything that a run leaves behind, and all that tables and reports read. Its layout: layout.py.
 
 
 SIMULATED = ("simulator", "ray")  # backends whose clients are simulated; the bits are the same
@@ -304,7 +305,7 @@ def cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-# --- site names -----------------------------------------------------------------------------------------------------
+# --- clients by name ------------------------------------------------------------------------------------------------
 
 
 def names_of(partition: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[int, str]:
