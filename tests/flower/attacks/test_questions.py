@@ -950,6 +950,16 @@ def test_a_deep_model_is_not_made_to_count_its_parameters(tmp_path: Path, monkey
     assert problem(ask(scene, **model, **{"model.args": {"depth": 20}})) == ""
 
 
+def test_layers_without_parameters_have_a_limit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "idle_net.py").write_text(DEEP.replace("return nn.Linear(width, width)", "return nn.Identity()"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("fednh.models.LAYERS", 50)
+    scene = site(tmp_path / "site", **{"allow.models": "idle_net:Deep"})
+    model = {"model.name": "idle_net:Deep"}
+    assert "the model has more than 50 layers" in problem(ask(scene, **model, **{"model.args": {"depth": 60}}))
+    assert problem(ask(scene, **model, **{"model.args": {"depth": 20}})) == ""
+
+
 # --- what a site keeps -----------------------------------------------------------------------------------------------
 
 
