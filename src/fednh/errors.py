@@ -10,6 +10,14 @@ class UserError(Exception):
     """What was wrong, where, and what to do about it. The command line prints it and exits with 2."""
 
 
+class ConfigError(UserError):
+    """A setting, a method or a model is not what a run takes: which one, what it got, and what it takes."""
+
+
+class DataError(UserError):
+    """Data cannot be found, read or divided as asked: where, and what to do."""
+
+
 class Refused(UserError):
     """A site refuses a request. The message holds nothing of its data, so it may be sent to the server."""
 

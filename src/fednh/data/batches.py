@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fednh.data import scaling
 from fednh.data.dataset import Dataset
-from fednh.errors import Refused, UserError
+from fednh.errors import DataError, Refused
 from fednh.seeding import torch_rng
 
 PADDING = 4  # black pixels around an image before a random crop
@@ -62,7 +62,7 @@ def samples_of(data: Dataset, split: str, augment: str = "auto", device: str = "
     x, y = (data.x_train, data.y_train) if split == "train" else (data.x_test, data.y_test)
     chosen = data.augment if augment == "auto" else augment
     if chosen == "crop_flip" and not data.is_image and split == "train":
-        raise UserError(f"data.augment = 'crop_flip' needs images, but {data.name} holds vectors")
+        raise DataError(f"data.augment = 'crop_flip' needs images, but {data.name} holds vectors")
     gain, shift, centre = scaling.constants(data.scale, data.mean, data.std)
     stored = torch.from_numpy(np.ascontiguousarray(x))
     gaps = stored.is_floating_point() and bool(stored.isnan().any())  # what has none is not copied

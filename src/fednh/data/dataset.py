@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fednh.errors import UserError, nearest
+from fednh.errors import DataError, nearest
 from fednh.text import some
 
 CHUNK = 16 << 20  # bytes that one thread hashes at a time
@@ -108,31 +108,31 @@ class Dataset:
             object.__setattr__(self, "preprocessing", self._described())
         self._check_sites()
         if self.group_train is not None and len(self.group_train) != len(self.y_train):
-            raise UserError(f"{self.name}: {len(self.y_train)} training samples but {len(self.group_train)} groups")
+            raise DataError(f"{self.name}: {len(self.y_train)} training samples but {len(self.group_train)} groups")
         for part, x, y in (("train", self.x_train, self.y_train), ("test", self.x_test, self.y_test)):
             where = f"{self.name}: {part}"
             image = x.ndim == 4 and x.dtype == np.uint8
             if not (image or (x.ndim == 2 and x.dtype == np.float32)):
-                raise UserError(
+                raise DataError(
                     f"{where} inputs are {x.dtype} of shape {x.shape}, but must be uint8 images (N, H, W, C) "
                     "or float32 vectors (N, F)"
                 )
             if len(x) != len(y):
-                raise UserError(f"{where} has {len(x)} inputs but {len(y)} labels")
+                raise DataError(f"{where} has {len(x)} inputs but {len(y)} labels")
             if len(y) == 0 and part == "train":
-                raise UserError(f"{where} is empty")
+                raise DataError(f"{where} is empty")
             if len(y) == 0:
                 continue
             if y.min() < 0 or y.max() >= self.num_classes:
                 bad = int(y.min()) if y.min() < 0 else int(y.max())
-                raise UserError(
+                raise DataError(
                     f"{where} label {bad} lies outside the {self.num_classes} classes (0 to {self.num_classes - 1})"
                 )
             missing = self.preprocessing["kind"] == "table"
             if not image and not (np.isfinite(x) | (np.isnan(x) & missing)).all():
-                raise UserError(f"{where} inputs hold NaN or infinite values; clean or impute them first")
+                raise DataError(f"{where} inputs hold NaN or infinite values; clean or impute them first")
         if self.x_train.shape[1:] != self.x_test.shape[1:]:
-            raise UserError(
+            raise DataError(
                 f"{self.name}: train inputs have shape {self.x_train.shape[1:]}, test inputs {self.x_test.shape[1:]}"
             )
 
@@ -145,12 +145,12 @@ class Dataset:
     def _check_sites(self) -> None:
         if self.site_train is None:
             if self.sites:
-                raise UserError(f"{self.name}: the sites are named, but not which sample comes from which")
+                raise DataError(f"{self.name}: the sites are named, but not which sample comes from which")
             return
         if len(self.site_train) != len(self.y_train):
-            raise UserError(f"{self.name}: {len(self.y_train)} training samples but {len(self.site_train)} sites")
+            raise DataError(f"{self.name}: {len(self.y_train)} training samples but {len(self.site_train)} sites")
         if len(self.site_train) and not 0 <= self.site_train.min() <= self.site_train.max() < len(self.sites):
-            raise UserError(f"{self.name}: a sample's site number lies outside the {len(self.sites)} sites")
+            raise DataError(f"{self.name}: a sample's site number lies outside the {len(self.sites)} sites")
 
 
 def select_rows(data: Dataset, train: NDArray[np.bool_], test: NDArray[np.bool_] | None = None) -> Dataset:
@@ -172,7 +172,7 @@ def one_site(data: Dataset, name: str) -> Dataset:
     """The training and test samples of one site; all of them where the data do not name sites."""
     if data.site_train is not None:
         if name not in data.sites:
-            raise UserError(f"{data.name} has no site {name!r}{nearest(name, data.sites)}")
+            raise DataError(f"{data.name} has no site {name!r}{nearest(name, data.sites)}")
         number = data.sites.index(name)
         data = select_rows(
             data, data.site_train == number, None if data.site_test is None else data.site_test == number

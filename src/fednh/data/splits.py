@@ -18,7 +18,7 @@ from fednh.data.dataset import Dataset, Inputs, Labels, select_rows
 from fednh.data.partitions.base import Indices, class_table
 from fednh.data.scaling import measure
 from fednh.data.sources.columns import numbered_sites
-from fednh.errors import UserError
+from fednh.errors import DataError
 from fednh.seeding import numpy_rng
 from fednh.text import some
 
@@ -124,7 +124,7 @@ def balanced_sample(labels: Indices, number: int, rng: np.random.Generator) -> I
     if number >= len(labels):
         return np.arange(len(labels))
     if number < len(classes):
-        raise UserError(f"eval.samples = {number} is fewer than the {len(classes)} classes of the test set; raise it")
+        raise DataError(f"eval.samples = {number} is fewer than the {len(classes)} classes of the test set; raise it")
     take = _even(counts, number)
     more = rng.permutation(np.flatnonzero(counts > take))[: number - take.sum()]  # fewer than there are such classes
     take[more] += 1
@@ -168,7 +168,7 @@ def test_rows(labels: Labels, share: float, groups: Labels | None) -> NDArray[np
     """Marks a test set as `hold_out` chooses it, the same for every seed."""
     _, chosen = hold_out(labels, np.arange(len(labels)), share, numpy_rng(0, "test share"), groups)
     if groups is not None and not len(chosen):
-        raise UserError(
+        raise DataError(
             f"data.test_share = {share:g}: the {len(np.unique(groups))} groups of data.group are too few or too "
             "large to cut a test set off without separating one; leave it out"
         )
@@ -194,19 +194,19 @@ def with_test_set(data: Dataset, share: float) -> Dataset:
 def merged(data: Dataset, share: float = 0.0) -> Dataset:
     """Training and test samples as one set, as some libraries divide published data; `share` is data.test_share."""
     if share:
-        raise UserError(
+        raise DataError(
             f"data.merge_test leaves no test set, but data.test_share = {share:g} cuts one off; leave one of them out"
         )
     if not len(data.y_test):
         return data
     if data.group_train is not None:
-        raise UserError(
+        raise DataError(
             f"data.merge_test: {data.name} does not say to which groups of data.group its test samples belong; "
             "leave one of them out"
         )
     site = data.site_train
     if site is not None and (data.site_test is None or data.site_test.min() < 0):
-        raise UserError(
+        raise DataError(
             f"data.merge_test: {data.name} has test samples of none of its sites, so no client could hold them; "
             "leave it out"
         )

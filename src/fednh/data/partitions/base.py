@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fednh.data.dataset import Dataset
-from fednh.errors import UserError
+from fednh.errors import DataError, UserError
 
 Indices = NDArray[np.int64]
 Count = Annotated[int, Field(ge=1, le=10**9)]  # more is a typing error
@@ -64,7 +64,7 @@ class Drawn(Partition):
     def draw(self, labels: Indices, rng: np.random.Generator, groups: Indices | None = None) -> list[Indices]:
         """The clients' indices, if there are enough samples for all; samples of one group go to one client."""
         if len(labels) < self.clients * self.min_samples:
-            raise UserError(
+            raise DataError(
                 f"partition: {len(labels)} training samples cannot give {self.clients} clients at least "
                 f"{self.min_samples} each; lower --clients or partition.min_samples"
             )
@@ -82,17 +82,17 @@ class Drawn(Partition):
         table = class_table(labels, group, int(group.max()) + 1)  # (G, C)
         whole = f"with data.group whole groups are dealt, and there are {len(table)}"
         if len(table) < self.clients:
-            raise UserError(f"partition: {self.clients} clients cannot each have a group: {whole}; lower --clients")
+            raise DataError(f"partition: {self.clients} clients cannot each have a group: {whole}; lower --clients")
         for _ in range(self.tries):
             try:
                 parts = self._easier()._draw(table.argmax(axis=1), rng)
             except UserError as error:
-                raise UserError(f"{error} ({whole})") from error
+                raise DataError(f"{error} ({whole})") from error
             if not self._short(np.stack([table[part].sum(axis=0) for part in parts])).any():
                 owner = np.empty(len(table), np.int64)
                 owner[np.concatenate(parts)] = np.repeat(np.arange(self.clients), [len(part) for part in parts])
                 return by_owner(owner[group], self.clients)
-        raise UserError(
+        raise DataError(
             f"partition: no draw in {self.tries} gave all {self.clients} clients what they need ({whole}, of up to "
             f"{table.sum(axis=1).max()} samples); lower --clients or partition.min_samples"
         )
@@ -109,7 +109,7 @@ class Drawn(Partition):
     def _large_enough(self, parts: list[Indices]) -> list[Indices]:
         smallest = min(range(len(parts)), key=lambda k: len(parts[k]))
         if len(parts[smallest]) < self.min_samples:
-            raise UserError(
+            raise DataError(
                 f"partition: client {smallest} gets only {len(parts[smallest])} samples, fewer than "
                 f"{self.min_samples}; lower --clients or partition.min_samples"
             )

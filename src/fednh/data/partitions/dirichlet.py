@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fednh.data.partitions.base import Beta, Count, Drawn, Indices, by_owner, class_table
-from fednh.errors import UserError
+from fednh.errors import DataError, UserError
 
 HOPELESS = 20, 30  # give up when each of 20 draws left 30 or more clients short: success is then as rare as e^-30
 
@@ -46,7 +46,7 @@ class Dirichlet(Drawn):
     def _draw(self, labels: Indices, rng: np.random.Generator) -> list[Indices]:
         present, clients, least = np.unique(labels), self.clients, self.min_samples
         if len(present) < self.min_classes:
-            raise UserError(
+            raise DataError(
                 f"partition: every client should have {self.min_classes} classes, but the data has only "
                 f"{len(present)}; lower partition.min_classes"
             )
@@ -60,7 +60,7 @@ class Dirichlet(Drawn):
             fewest = min(fewest, short)
             if tried >= HOPELESS[0] and fewest >= HOPELESS[1]:
                 break
-        raise UserError(
+        raise DataError(
             f"partition: no Dirichlet({self.beta:g}) draw in {tried} gave all {clients} clients at least {least} "
             f"samples of {self.min_classes} classes; use fewer clients, a larger beta, or lower partition.min_samples"
         )
@@ -115,14 +115,14 @@ class LongTail(Dirichlet):
             parts = super().draw(labels[kept], rng, None if groups is None else groups[kept])
         except UserError as error:
             tail = f"partition.imbalance = {self.imbalance:g} keeps {len(kept):,} of {len(labels):,} training samples"
-            raise UserError(f"{error} ({tail})") from error
+            raise DataError(f"{error} ({tail})") from error
         return [kept[part] for part in parts]
 
     def subset(self, labels: Indices, rng: np.random.Generator) -> Indices:
         """The samples that are kept, in their order."""
         present, counts = np.unique(labels, return_counts=True)
         if len(present) < 2:
-            raise UserError(f"partition: a long tail needs at least 2 classes, but the data has {len(present)}")
+            raise DataError(f"partition: a long tail needs at least 2 classes, but the data has {len(present)}")
         kept = [
             rng.choice(np.flatnonzero(labels == label), size, replace=False)
             for label, size in zip(present, self.sizes(counts), strict=True)
@@ -135,7 +135,7 @@ class LongTail(Dirichlet):
         largest = float((counts / share).min())
         sizes = np.floor(largest * share + 1e-9).astype(np.int64)
         if sizes[-1] < 1:
-            raise UserError(
+            raise DataError(
                 f"partition.imbalance = {self.imbalance:g} leaves the smallest class without a sample, since the "
                 f"largest has {int(largest):,}; lower it to {int(largest):,} or less"
             )

@@ -8,7 +8,7 @@ import numpy as np
 
 from fednh.data.dataset import Dataset
 from fednh.data.partitions.base import Beta, Count, Drawn, Indices, Partition, by_owner
-from fednh.errors import UserError
+from fednh.errors import DataError
 from fednh.text import name_problem
 
 
@@ -46,9 +46,9 @@ class ClassesPerClient(Drawn):
     def _draw(self, labels: Indices, rng: np.random.Generator) -> list[Indices]:
         present, clients, each = np.unique(labels), self.clients, self.classes_per_client
         if each > len(present):
-            raise UserError(f"partition.classes_per_client = {each}, but the data has only {len(present)} classes")
+            raise DataError(f"partition.classes_per_client = {each}, but the data has only {len(present)} classes")
         if clients * each < len(present):
-            raise UserError(
+            raise DataError(
                 f"partition: {clients} clients of {each} classes each cannot cover {len(present)} classes; "
                 f"raise partition.classes_per_client or --clients"
             )
@@ -82,7 +82,7 @@ class Shards(Drawn):
     def _draw(self, labels: Indices, rng: np.random.Generator) -> list[Indices]:
         count = self.clients * self.shards_per_client
         if count > len(labels):
-            raise UserError(
+            raise DataError(
                 f"partition: {len(labels)} samples cannot be cut into {count} shards; "
                 f"lower --clients or partition.shards_per_client"
             )
@@ -116,7 +116,7 @@ class Quantity(Drawn):
             cuts = (np.cumsum(rng.dirichlet(np.full(self.clients, self.beta)))[:-1] * len(labels)).astype(np.int64)
             if np.diff(cuts, prepend=0, append=len(labels)).min() >= self.min_samples:
                 return [np.sort(part) for part in np.split(rng.permutation(len(labels)), cuts)]
-        raise UserError(
+        raise DataError(
             f"partition: no Dirichlet({self.beta:g}) draw of sizes in {self.tries} gave all {self.clients} clients at "
             f"least {self.min_samples} samples; use fewer clients, a larger beta, or lower partition.min_samples"
         )
@@ -138,14 +138,14 @@ class BySite(Partition):
 
     def divide(self, data: Dataset, rng: np.random.Generator) -> list[Indices]:
         if data.site_train is None:
-            raise UserError(f"partition.name = 'site', but {data.name} does not say which site a sample comes from")
+            raise DataError(f"partition.name = 'site', but {data.name} does not say which site a sample comes from")
         for site in data.sites:
             if problem := name_problem(site):
-                raise UserError(f"{data.name} names a site {site!r}: {problem}; rename it")
+                raise DataError(f"{data.name} names a site {site!r}: {problem}; rename it")
         parts = by_owner(data.site_train, len(data.sites))
         for site, part in zip(data.sites, parts, strict=True):
             if len(part) < self.min_samples:
-                raise UserError(
+                raise DataError(
                     f"partition: the site {site!r} has only {len(part)} training samples, fewer than "
                     f"{self.min_samples}; leave it out or lower partition.min_samples"
                 )

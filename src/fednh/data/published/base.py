@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fednh.data.dataset import Arrays, Dataset
 from fednh.data.sources import npz
-from fednh.errors import UserError
+from fednh.errors import DataError, UserError
 from fednh.io.files import commit_file, sha256
 
 CHUNK = 1 << 18  # bytes that are received at a time
@@ -60,10 +60,10 @@ class Published:
         """Where the set lies, in the data folder or in a place that all users share."""
         try:
             if folder.exists() and not folder.is_dir():
-                raise UserError(f"{folder} is a file, but the data folder must be a folder; set FEDNH_DATA to one")
+                raise DataError(f"{folder} is a file, but the data folder must be a folder; set FEDNH_DATA to one")
             return next((place for place in self.all_places(folder) if place.present()), None)
         except OSError as error:
-            raise UserError(
+            raise DataError(
                 f"the data folder {folder} cannot be read ({error.strerror}); check its permissions"
             ) from error
 
@@ -75,23 +75,23 @@ class Published:
         """The set, from wherever it lies."""
         place = self.find(folder)
         if place is None:
-            raise UserError(self._not_found(folder))
+            raise DataError(self._not_found(folder))
         try:
             arrays = place.read()
         except UserError:
             raise
         except PermissionError as error:
-            raise UserError(f"{error.filename} cannot be read ({error.strerror}); check its permissions") from error
+            raise DataError(f"{error.filename} cannot be read ({error.strerror}); check its permissions") from error
         except Exception as error:  # damage shows in almost any exception
-            raise UserError(self._damaged(place.path, error)) from error
+            raise DataError(self._damaged(place.path, error)) from error
         if arrays.x_train.shape[1:] != self.shape:
-            raise UserError(
+            raise DataError(
                 f"{place.path} holds samples of shape {arrays.x_train.shape[1:]}, but {self.name} has {self.shape}; "
                 f"use npz:PATH for data of your own"
             )
         classes = self.classes or arrays.classes
         if classes is None:
-            raise UserError(
+            raise DataError(
                 f"{place.path} lacks the array 'classes' with the class names; remove it to have it made anew"
             )
         return Dataset(self.name, *arrays[:4], classes, self.mean, self.std, augment=self.augment)
@@ -134,7 +134,7 @@ def download(
         for position, file in enumerate(missing):
             _fetch(file, folder, progress, timeout, missing[position:])
     except OSError as error:
-        raise UserError(f"cannot use {error.filename or folder} ({error.strerror}); choose another folder") from error
+        raise DataError(f"cannot use {error.filename or folder} ({error.strerror}); choose another folder") from error
     finally:
         for new in made:  # folders for files that never came are removed
             with suppress(OSError):  # not empty
@@ -148,10 +148,10 @@ def _already_there(path: Path, expected: str) -> bool:
     if not path.exists():
         return False
     if not path.is_file():
-        raise UserError(f"{path} is in the way: it is not a file; move it and try again")
+        raise DataError(f"{path} is in the way: it is not a file; move it and try again")
     if sha256(path) != expected:
         # It may be somebody's own, differently packed copy: not ours to overwrite.
-        raise UserError(f"{path} is there, but is not the published file (its checksum differs); move it and try again")
+        raise DataError(f"{path} is there, but is not the published file (its checksum differs); move it and try again")
     return True
 
 
@@ -171,7 +171,7 @@ def _fetch(
             continue
         if sha256(part) != file.sha256:
             part.unlink()
-            raise UserError(
+            raise DataError(
                 f"what came from {address} is not the published {target.name} (its checksum differs) and was deleted; "
                 "try again, perhaps from another network"
             )
@@ -179,7 +179,7 @@ def _fetch(
         return
     again = "run the command again to go on from there" if part.exists() else "try again later"
     by_hand = ", ".join(f"{file.addresses[0]} as {folder / file.name}" for file in missing)
-    raise UserError(f"the download failed ({'; '.join(failures)}): {again}, or put the files there by hand: {by_hand}")
+    raise DataError(f"the download failed ({'; '.join(failures)}): {again}, or put the files there by hand: {by_hand}")
 
 
 def _transfer(address: str, part: Path, progress: DownloadProgress | None, timeout: float) -> None:

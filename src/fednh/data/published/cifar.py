@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays
 from fednh.data.published.base import DataPath, Published, RemoteFile
-from fednh.errors import UserError
+from fednh.errors import DataError
 
 PIXELS = 3 * 32 * 32  # an image is a row: all red, then all green, then all blue values
 
@@ -107,13 +107,13 @@ def read(path: Path, layout: Layout) -> Arrays:
     parts: dict[str, Part] = {}
     for name, content in _files(path, layout):
         if hashlib.sha256(content).hexdigest() != layout.files[name]:
-            raise UserError(
+            raise DataError(
                 f"{path}: {name} is damaged or another file (its SHA-256 is not the published one); "
                 f"move {path.name} away and run `fednh data get cifar{layout.classes}`"
             )
         parts[name] = _parsed(content, layout)
     if missing := [name for name in layout.files if name not in parts]:
-        raise UserError(f"{path} lacks {', '.join(missing)}; it is incomplete, download or unpack it again")
+        raise DataError(f"{path} lacks {', '.join(missing)}; it is incomplete, download or unpack it again")
     *train, test = (parts[name] for name in layout.files)
     x_train, y_train = (np.concatenate(arrays) for arrays in zip(*train, strict=True))
     return Arrays(x_train, y_train, *test)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays
 from fednh.data.published.base import DataPath, Published, RemoteFile
-from fednh.errors import UserError
+from fednh.errors import DataError
 
 DEBIAN_ROOT = Path("/usr/share/datasets")  # where Debian's dataset-* packages put their files
 FILES = (
@@ -51,7 +51,7 @@ def present(folder: Path) -> bool:
 def read(folder: Path) -> Arrays:
     """The four files of one set; what is damaged raises any exception (see `Published.load`)."""
     if missing := [name for name in FILES if not _find(folder, name)]:
-        raise UserError(f"{folder} lacks {', '.join(missing)} (plain or .gz); put all four files there")
+        raise DataError(f"{folder} lacks {', '.join(missing)} (plain or .gz); put all four files there")
     x_train, y_train, x_test, y_test = (_array(_find(folder, name) or folder) for name in FILES)
     return Arrays(x_train[..., np.newaxis], y_train.astype(np.int64), x_test[..., np.newaxis], y_test.astype(np.int64))
 

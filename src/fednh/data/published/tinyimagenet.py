@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fednh.data.dataset import Arrays
 from fednh.data.published.base import DataPath, Published, RemoteFile
 from fednh.data.sources.images import BROKEN, decode
-from fednh.errors import UserError
+from fednh.errors import DataError
 from fednh.io import cache
 from fednh.machine import cores
 
@@ -42,7 +42,7 @@ def read(path: Path) -> Arrays:
         if image.startswith("train/"):
             train[image.split("/")[1]].append(image)
     if empty := [wnid for wnid in wnids if not train[wnid]]:
-        raise UserError(f"{path} has no images of {empty[0]}; it is incomplete, download or unpack it again")
+        raise DataError(f"{path} has no images of {empty[0]}; it is incomplete, download or unpack it again")
     test = [line.split("\t") for line in _lines(root / "val/val_annotations.txt")]
     return Arrays(
         _decode(root, [image for images in train.values() for image in images]),

@@ -21,7 +21,7 @@ from fednh.data.dataset import Dataset, Inputs, select_rows
 from fednh.data.scaling import measure
 from fednh.data.sources.columns import in_order
 from fednh.data.sources.csv import known_encoding
-from fednh.errors import UserError, did_you_mean
+from fednh.errors import DataError, did_you_mean
 from fednh.io.files import expanded
 
 AGREED = "agreed"  # marks settings that a federation's config decides for all sites; the others are each site's own
@@ -144,7 +144,7 @@ class Source(ABC):
         self, path: Path, shape: tuple[int, ...], preprocessing: Mapping[str, Any]
     ) -> Iterator[NDArray[Any]]:
         """Inputs in a file, in their order, for a model that takes samples of this shape and preprocessing."""
-        raise UserError(f"{path}: inputs for predictions are not read from {self.prefix}:")
+        raise DataError(f"{path}: inputs for predictions are not read from {self.prefix}:")
 
     @classmethod
     def file(cls, address: str) -> Path | None:
@@ -171,13 +171,13 @@ class Source(ABC):
             if names is None:
                 continue
             if not known:
-                raise UserError(f"data.{key} chooses sites, but {where} does not say which site a sample comes from")
+                raise DataError(f"data.{key} chooses sites, but {where} does not say which site a sample comes from")
             if unknown := [name for name in names if name not in known]:
-                raise UserError(f"data.{key}: {where} has no site {unknown[0]!r}{did_you_mean(unknown[0], known)}")
+                raise DataError(f"data.{key}: {where} has no site {unknown[0]!r}{did_you_mean(unknown[0], known)}")
         kept = [name for name in known if self.sites is None or name in self.sites]
         kept = [name for name in kept if name not in (self.without or ())]
         if not kept and self.chooses_sites():
-            raise UserError(f"data.sites and data.without leave no site of {where}; it has {', '.join(known)}")
+            raise DataError(f"data.sites and data.without leave no site of {where}; it has {', '.join(known)}")
         return kept
 
     def chosen_rows(self, sites: Sequence[str], where: str) -> NDArray[np.bool_]:

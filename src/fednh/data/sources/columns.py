@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Labels
-from fednh.errors import UserError
+from fednh.errors import DataError
 from fednh.text import some
 
 if TYPE_CHECKING:
@@ -49,11 +49,11 @@ def numbered(names: Sequence[str], agreed: Sequence[str], where: str) -> tuple[L
     found = set(names)
     classes = tuple(agreed) or tuple(in_order(found))
     if len(set(classes)) < len(classes):
-        raise UserError(f"data.classes names a class twice: {', '.join(classes)}")
+        raise DataError(f"data.classes names a class twice: {', '.join(classes)}")
     if strangers := in_order(found - set(classes)):
-        raise UserError(f"{where} holds the class {strangers[0]!r}, which is not one of data.classes")
+        raise DataError(f"{where} holds the class {strangers[0]!r}, which is not one of data.classes")
     if len(classes) < 2:
-        raise UserError(
+        raise DataError(
             f"{where} holds only the class {classes[0]!r}; training needs at least two, and a site that has one names "
             "all in data.classes"
         )
@@ -106,7 +106,7 @@ def kind(column: pa.ChunkedArray, name: str, where: str, from_csv: bool) -> str:
         return "number"
     if _is_text(type_):
         return "category"
-    raise UserError(
+    raise DataError(
         f"{where}: the column {name!r} holds {_type_name(type_)}, neither numbers nor text; turn it into a number, "
         "such as an age or days, or leave it out with data.ignore"
     )
@@ -159,7 +159,7 @@ def numbers(column: pa.ChunkedArray, name: str, where: str) -> NDArray[np.float6
     if _is_text(column.type):
         parsed = _parsed(present(column))
         if parsed is None:
-            raise UserError(
+            raise DataError(
                 f"{where}: the column {name!r} should hold numbers, but {_no_numbers(column)}; correct that, or agree "
                 "on its values in data.columns before training"
             )
@@ -167,10 +167,10 @@ def numbers(column: pa.ChunkedArray, name: str, where: str) -> NDArray[np.float6
         try:
             parsed = column.cast(pa.float64(), safe=False)
         except pa.ArrowException as error:
-            raise UserError(f"{where}: the column {name!r} should hold numbers, but holds {column.type}") from error
+            raise DataError(f"{where}: the column {name!r} should hold numbers, but holds {column.type}") from error
     values: NDArray[np.float64] = parsed.to_numpy().astype(np.float64)
     if (np.abs(values) > LARGEST).any():
-        raise UserError(f"{where}: the column {name!r} holds an infinite value or one beyond 3.4e38; correct it")
+        raise DataError(f"{where}: the column {name!r} holds an infinite value or one beyond 3.4e38; correct it")
     return values
 
 
@@ -181,7 +181,7 @@ def categories(column: pa.ChunkedArray, name: str, where: str) -> Categories:
 
     column = _plain(column)
     if t.is_nested(column.type) or t.is_binary(column.type) or t.is_large_binary(column.type):
-        raise UserError(f"{where}: the column {name!r} holds {column.type}; convert it to text or leave it out")
+        raise DataError(f"{where}: the column {name!r} holds {column.type}; convert it to text or leave it out")
     if t.is_timestamp(column.type):  # nanoseconds are no Python value
         column = column.cast(pa.timestamp("us", column.type.tz), safe=False)
     encoded = pa.chunked_array([column.combine_chunks()], column.type).dictionary_encode().combine_chunks()
@@ -207,7 +207,7 @@ def names(column: pa.ChunkedArray, name: str, where: str, from_csv: bool, agreed
     found = categories(column, name, where)
     absent = found.missing(agreed) if from_csv else int((found.codes < 0).sum())
     if absent:
-        raise UserError(
+        raise DataError(
             f"{where}: {absent} of {len(found.codes)} rows have nothing in the column {name!r}; fill or remove them"
         )
     if agreed:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from fednh import extras
 from fednh.data.sources import columns
-from fednh.errors import UserError
+from fednh.errors import DataError, UserError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -94,17 +94,17 @@ def encoding_of(path: Path, dialect: CsvDialect) -> str:
 
 def _checked_encoding(path: Path, encoding: str | None) -> str:
     if encoding and not known_encoding(encoding):
-        raise UserError(f"{path}: {encoding!r} is not an encoding that Python knows")
+        raise DataError(f"{path}: {encoding!r} is not an encoding that Python knows")
     name = codecs.lookup(encoding).name if encoding else "utf-8"
     decoder = codecs.getincrementaldecoder(name)()
     line, guess = 1, "cp1252"
 
     def refusal(problem: str) -> UserError:
         if encoding:
-            return UserError(
+            return DataError(
                 f"{path} is not text in the encoding {encoding} ({problem}); correct data.encoding, or save it as UTF-8"
             )
-        return UserError(
+        return DataError(
             f"{path} is not UTF-8 text ({problem}); save it as UTF-8, or say its encoding, such as "
             f"data.encoding={guess}"
         )
@@ -167,7 +167,7 @@ def decimal_of(table: pa.Table, separator: str, dialect: CsvDialect, where: str)
         return "."  # a comma between values is none within them, unless somebody says so
     commas, unclear, points = _evidence(table)
     if points and (dialect.decimal or commas):
-        raise UserError(
+        raise DataError(
             f"{where}: the column {points!r} has decimal points"
             + (f" and {commas!r} decimal commas" if commas else ", but data.decimal says commas")
             + "; write all numbers in one way"
@@ -178,7 +178,7 @@ def decimal_of(table: pa.Table, separator: str, dialect: CsvDialect, where: str)
         return "." if points else training or "."
     if training:
         return training
-    raise UserError(
+    raise DataError(
         f"{where}: the commas in the column {unclear!r} could be decimal commas or thousands; say which with "
         'data.decimal, "," or "."'
     )
@@ -230,13 +230,13 @@ def read(path: Path, dialect: CsvDialect = AUTO) -> pa.Table:
     if path.is_dir():
         return _parts(path, dialect)
     if not path.is_file():
-        raise UserError(f"{path} does not exist; check the path of the table")
+        raise DataError(f"{path} does not exist; check the path of the table")
     try:
         if is_parquet(path):
             return parquet.ParquetFile(path).read()
         return _csv_table(path, dialect)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as a table: {str(error).splitlines()[0].rstrip('.')}") from error
+        raise DataError(f"{path} cannot be read as a table: {str(error).splitlines()[0].rstrip('.')}") from error
 
 
 def _csv_table(path: Path, dialect: CsvDialect) -> pa.Table:
@@ -280,7 +280,7 @@ def _parts(folder: Path, dialect: CsvDialect) -> pa.Table:
     for split in ("train", "test"):
         files = sorted(f for f in folder.glob(f"{split}*") if f.suffix in (".csv", ".parquet"))
         if not files and split == "train":
-            raise UserError(f"{folder} holds no train.csv or train.parquet; give a file, or a folder with these")
+            raise DataError(f"{folder} holds no train.csv or train.parquet; give a file, or a folder with these")
         for file in files:
             rows = read(file, dialect)
             dialect = replace(dialect, training=dialect.training._replace(**dialect_of(rows)))
@@ -302,7 +302,7 @@ def joined(parts: Sequence[pa.Table], where: str) -> pa.Table:
     try:
         whole = pa.concat_tables(found, promote_options="permissive")
     except pa.ArrowException as error:
-        raise UserError(f"{where}: train and test have different columns: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{where}: train and test have different columns: {str(error).splitlines()[0]}") from error
     return whole.replace_schema_metadata(next((p.schema.metadata for p in parts if is_from_csv(p)), None))
 
 
@@ -326,11 +326,11 @@ def rows_of_numbers(path: Path, width: int, dialect: CsvDialect = AUTO) -> Itera
             while block := list(islice(rest, BLOCK_ROWS)):
                 bad = next((i for i, row in enumerate(block) if not _all_numbers(row) or len(row) != width), None)
                 if bad is not None:
-                    raise UserError(f"{path}: row {done + bad} is not {width} numbers: {','.join(block[bad])}")
+                    raise DataError(f"{path}: row {done + bad} is not {width} numbers: {','.join(block[bad])}")
                 yield np.array([[float(value) for value in row] for row in block])
                 done += len(block)
     except (OSError, UnicodeDecodeError, csv.Error, ValueError) as error:
-        raise UserError(f"{path} cannot be read as CSV: {error}") from error
+        raise DataError(f"{path} cannot be read as CSV: {error}") from error
 
 
 def numbers_of(table: pa.Table, width: int, where: str) -> NDArray[np.float64]:  # (N, F)
@@ -339,7 +339,7 @@ def numbers_of(table: pa.Table, width: int, where: str) -> NDArray[np.float64]: 
     if len(names) != width:
         some = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
         takes = f"this model was trained on arrays and takes rows of {width} numbers"
-        raise UserError(f"{where}: {takes}, but this table has {len(names)} columns: {some}")
+        raise DataError(f"{where}: {takes}, but this table has {len(names)} columns: {some}")
     return np.stack([columns.numbers(table.column(k), name, where) for k, name in enumerate(names)], axis=1)
 
 

@@ -27,7 +27,7 @@ from fednh.data.dataset import Dataset
 from fednh.data.sources.columns import in_order, numbered
 from fednh.data.sources.csv import AUTO, encoding_of, open_text, separator_of
 from fednh.data.sources.images import SUFFIXES, Decoded, Pictures
-from fednh.errors import UserError
+from fednh.errors import DataError
 from fednh.io import cache
 from fednh.io.files import expanded
 
@@ -101,11 +101,11 @@ def _dataset(name: str, root: Path, options: Folder) -> Dataset:
 def _listing(root: Path, options: Folder) -> tuple[list[Listed], list[str]]:
     """Every image with its class, site and part, and sentences on what was left out."""
     if not root.is_dir():
-        raise UserError(f"{root} is {'not a folder' if root.exists() else 'not there'}; give a folder of images")
+        raise DataError(f"{root} is {'not a folder' if root.exists() else 'not there'}; give a folder of images")
     notes: list[str] = []
     names, others = _files(root, notes if options.on_bad == "skip" else None)
     if not names:
-        raise UserError(f"{root} holds no image ({', '.join(SUFFIXES)}); it should hold {FORMS}")
+        raise DataError(f"{root} holds no image ({', '.join(SUFFIXES)}); it should hold {FORMS}")
     if others:
         kinds = ", ".join(kind or "without a suffix" for kind, _ in others.most_common(5))
         notes.append(f"{root}: {others.total()} files that are no images of a known kind are left out ({kinds})")
@@ -138,7 +138,7 @@ def _images(root: Path, listed: Sequence[Listed], options: Folder) -> Decoded:
     try:
         stats = [image.path.stat() for image in listed]
     except OSError as error:
-        raise UserError(f"{error.filename} cannot be read ({error.strerror})") from error
+        raise DataError(f"{error.filename} cannot be read ({error.strerror})") from error
     facts = [[i.name, s.st_size, s.st_mtime_ns] for i, s in zip(listed, stats, strict=True)]
     how = "" if options.fit == "stretch" else options.fit
     size = "auto" if options.size is None else f"{options.size[0]}x{options.size[1]}"
@@ -183,7 +183,7 @@ def _described_images(
     `agreed` classes tell SITE/CLASS from CLASS/something.
     """
     if layout and (wrong := _layout_problem(layout)):  # from a model's card, which may come from anybody
-        raise UserError(f"data.layout = {layout!r} {wrong}")
+        raise DataError(f"data.layout = {layout!r} {wrong}")
     given = layout.split("/") if layout else None
     level = _level_of_parts(root, names) if given is None else given.index(PART) if PART in given else None
     aside = sorted({folder for name in names if level is not None and _part(folder := _folder(name, level)) == "aside"})
@@ -192,7 +192,7 @@ def _described_images(
     _check_depth(root, left, words)
     images = [_image(root, name, words) for name in left]
     if all(image.test for image in images):
-        raise UserError(f"{root} holds no training images; it should hold {FORMS}")
+        raise DataError(f"{root} holds no training images; it should hold {FORMS}")
     if SITE in words and given is None and not agreed:  # `numbered` refuses sites that are not agreed classes
         _refuse_ambiguous_sites(root, images)
     return images, [f"{root}: {', '.join(aside)} is left out; only train and test are used"] if aside else []
@@ -202,7 +202,7 @@ def _image(root: Path, name: str, words: Sequence[str]) -> Listed:
     at = dict(zip(words, name.split("/"), strict=False))
     part = _part(at[PART]) if PART in at else "train"
     if part is None:
-        raise UserError(f"{root}: {name} lies below {at[PART]}, where train or test should be")
+        raise DataError(f"{root}: {name} lies below {at[PART]}, where train or test should be")
     return Listed(root / name, name, at[CLASS], at.get(SITE), part == "test")
 
 
@@ -225,12 +225,12 @@ def _level_of_parts(root: Path, names: Sequence[str]) -> int | None:
         return 0
     if "train" in first:
         strange = min(name for name in first if _part(name) is None)
-        raise UserError(
+        raise DataError(
             f"{root} holds train and also {strange}; it should hold {FORMS}, not a mixture; if train is a name like "
             "the others, say so with data.layout, such as CLASS or SITE/CLASS"
         )
     if first and all(map(_part, first)):
-        raise UserError(f"{root} holds {', '.join(sorted(first))} but no train; it should hold {FORMS}")
+        raise DataError(f"{root} holds {', '.join(sorted(first))} but no train; it should hold {FORMS}")
     return 1 if _are_parts(second) else None
 
 
@@ -253,14 +253,14 @@ def _check_depth(root: Path, names: Sequence[str], words: Sequence[str]) -> None
     for name in names:
         depth = name.count("/")
         if depth == 0:
-            raise UserError(f"{root}: {name} lies in no class folder; it should hold {FORMS}")
+            raise DataError(f"{root}: {name} lies in no class folder; it should hold {FORMS}")
         if depth == len(words):
             continue
         if other := next((n for n in names if n.count("/") == len(words)), None):
-            raise UserError(f"{root} is a mixture: {name} beside {other}; it should hold {FORMS}")
+            raise DataError(f"{root} is a mixture: {name} beside {other}; it should hold {FORMS}")
         deeper = "/".join([*words, *[ANY] * (depth - len(words))])
         such = deeper if depth > len(words) else (CLASS, f"{CLASS}/{PART}")[depth > 1]
-        raise UserError(
+        raise DataError(
             f"{root}: {name} lies {depth} folders deep, not as {'/'.join(words)}/image; it should hold {FORMS}, or say "
             f"what its folders mean with data.layout, such as {such}"
         )
@@ -272,7 +272,7 @@ def _refuse_ambiguous_sites(root: Path, images: Sequence[Listed]) -> None:
     for image in images:
         by_site.setdefault(image.site, set()).add(image.label)
     if len(by_site) > 1 and sum(map(len, by_site.values())) == len(set[str]().union(*by_site.values())):
-        raise UserError(
+        raise DataError(
             f"{root} could be SITE/CLASS/image or CLASS/something/image: no two of its folders have a folder in "
             "common; name the classes in data.classes, or say what its folders mean with data.layout, such as CLASS/*"
         )
@@ -287,7 +287,7 @@ def _image_groups(names: Sequence[str], given: str, where: str) -> list[str]:
     """The group of every image, given its name relative to the folder."""
     found = _groups_in_file(names, expanded(given)) if is_group_file(given) else _groups_by_pattern(names, given)
     if lacking := [name for name, group in zip(names, found, strict=True) if not group]:
-        raise UserError(
+        raise DataError(
             f"data.group = {given!r} gives no group to {len(lacking)} of {len(names)} images in {where}, such as "
             f"{lacking[0]}"
         )
@@ -299,9 +299,9 @@ def _groups_by_pattern(names: Sequence[str], given: str) -> list[str | None]:
     try:
         pattern = re.compile(given)
     except re.error as error:
-        raise UserError(f"data.group = {given!r} is no pattern that Python knows: {error}") from error
+        raise DataError(f"data.group = {given!r} is no pattern that Python knows: {error}") from error
     if pattern.groups != 1:
-        raise UserError(
+        raise DataError(
             f"data.group = {given!r} should have one pair of brackets around what names the group, such as "
             "'patient([0-9]+)', or be a CSV file"
         )
@@ -312,19 +312,19 @@ def _groups_by_pattern(names: Sequence[str], given: str) -> list[str | None]:
 def _groups_in_file(names: Sequence[str], path: Path) -> list[str | None]:
     """The CSV file's group of each path relative to the folder, or of its file's name alone."""
     if not path.is_file():
-        raise UserError(f"data.group: {path} does not exist; it should be a CSV file with the columns file and group")
+        raise DataError(f"data.group: {path} does not exist; it should be a CSV file with the columns file and group")
     encoding = encoding_of(path, AUTO)
     with open_text(path, encoding) as file:
         rows = csv.DictReader(file, delimiter=separator_of(path, encoding, AUTO))
         if missing := [name for name in ("file", "group") if name not in (rows.fieldnames or ())]:
-            raise UserError(f"data.group: {path} has no column {missing[0]!r}; it needs the columns file and group")
+            raise DataError(f"data.group: {path} has no column {missing[0]!r}; it needs the columns file and group")
         group = {(row["file"] or "").strip().replace("\\", "/"): (row["group"] or "").strip() for row in rows}
     return [group.get(name) or group.get(name.rpartition("/")[2]) for name in names]
 
 
 def refuse(sentence: str) -> None:
     """Raise: for readers that need all of a folder."""
-    raise UserError(sentence)
+    raise DataError(sentence)
 
 
 def walk(

@@ -19,7 +19,7 @@ from fednh.data.sources.csv import joined
 from fednh.data.sources.folder import walk
 from fednh.data.sources.images import ImageFile, Pictures
 from fednh.data.sources.table import Tabular, find_column, from_table
-from fednh.errors import UserError
+from fednh.errors import DataError, UserError
 from fednh.io.files import expanded
 
 
@@ -49,7 +49,7 @@ def dataset(name: str, source: str, options: HuggingFace) -> Dataset:
     path = expanded(source)
     local = path.exists()
     if not local and source.startswith(("/", ".", "~")):
-        raise UserError(f"{path} does not exist; give a folder written by save_to_disk, a folder of Parquet, or a name")
+        raise DataError(f"{path} does not exist; give a folder written by save_to_disk, a folder of Parquet, or a name")
     if local:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the library is imported
         os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -65,7 +65,7 @@ def dataset(name: str, source: str, options: HuggingFace) -> Dataset:
             raise
         except Exception as error:  # the library raises many kinds, also for what is not there
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"{name} cannot be loaded: {reason}") from error
+            raise DataError(f"{name} cannot be loaded: {reason}") from error
 
 
 def _local(datasets: Any, path: Path, scratch: str) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _local(datasets: Any, path: Path, scratch: str) -> dict[str, Any]:
         return {"train": datasets.load_from_disk(str(path))}
     files = [path] if path.suffix == ".parquet" else [file for file in walk(path) if file.suffix == ".parquet"]
     if not files:
-        raise UserError(f"{path} holds neither a saved data set nor Parquet files")
+        raise DataError(f"{path} holds neither a saved data set nor Parquet files")
     groups: dict[str, list[str]] = {}
     for file in files:
         split = next((s for s in ("test", "valid", "train") if file.name.startswith(s)), "train")
@@ -87,7 +87,7 @@ def _assembled(datasets: Any, name: str, splits: Any, where: str, options: Huggi
     if not isinstance(splits, dict):
         splits = {"train": splits}
     if "train" not in splits:
-        raise UserError(f"{where} has the splits {', '.join(splits)}, but no train")
+        raise DataError(f"{where} has the splits {', '.join(splits)}, but no train")
     used = {split: splits[split] for split in ("train", "test") if split in splits}
     features = used["train"].features
     pictures = [column for column, kind in features.items() if isinstance(kind, datasets.Image)]

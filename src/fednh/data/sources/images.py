@@ -25,7 +25,7 @@ from fednh.data.dataset import Dataset
 from fednh.data.sources.base import Fit, FitRule, OnBad, Size, Source
 from fednh.data.sources.columns import in_order, numbered
 from fednh.data.splits import from_rows
-from fednh.errors import UserError
+from fednh.errors import DataError
 from fednh.machine import cores
 from fednh.text import some
 
@@ -101,7 +101,7 @@ def rule(preprocessing: dict[str, Any]) -> FitRule:
     """How a model's images get their size, from its card."""
     fit: FitRule = (preprocessing.get("resize") or {}).get("rule", "stretch")
     if fit not in get_args(FitRule):
-        raise UserError(f"the model's card resizes images by {fit!r}, which this version does not know")
+        raise DataError(f"the model's card resizes images by {fit!r}, which this version does not know")
     return fit
 
 
@@ -124,7 +124,7 @@ def decode_all(
         if broken and (not skip or len(broken) == len(left)):
             way = "" if skip else ", or leave them out with data.on_bad=skip"
             lost = f"{len(bad)} of {len(names)} images cannot be read: {some(bad, _SOME)}"
-            raise UserError(f"{where}: {lost}; repair or remove them{way}")
+            raise DataError(f"{where}: {lost}; repair or remove them{way}")
         left[:] = [k for k in left if k not in broken]
         return [result for result in results if not isinstance(result, _Unreadable)]
 

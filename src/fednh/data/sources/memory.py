@@ -26,7 +26,7 @@ from fednh.data.sources.columns import numbered, spelling
 from fednh.data.sources.csv import EXTRA
 from fednh.data.sources.npz import KEYS, MEDMNIST_KEYS, from_arrays
 from fednh.data.sources.table import Tabular, from_table
-from fednh.errors import UserError
+from fednh.errors import DataError, UserError
 from fednh.extras import imported_function
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def array(value: Any, what: str) -> NDArray[Any]:
             value = value.detach().cpu().numpy()
         made: NDArray[Any] = np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise UserError(f"{what} cannot be made one array: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{what} cannot be made one array: {str(error).splitlines()[0]}") from error
     return made
 
 
@@ -73,7 +73,7 @@ def table(frame: Any) -> pa.Table:
             return interchange.from_dataframe(frame)
         return pa.table(frame)
     except (pa.ArrowException, TypeError, ValueError, NotImplementedError) as error:
-        raise UserError(f"the data frame cannot be read as a table: {str(error).splitlines()[0]}") from error
+        raise DataError(f"the data frame cannot be read as a table: {str(error).splitlines()[0]}") from error
 
 
 def is_dicts(value: Any) -> bool:
@@ -101,7 +101,7 @@ def _rows(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> pa.Table:
     for name in names:
         if lacking := [at for at, row in enumerate(rows) if name not in row]:
             where = "the row" if len(rows) == 1 else f"row {lacking[0]}"
-            raise UserError(f"{where} lacks the column {name!r}; None stands for a value that is missing")
+            raise DataError(f"{where} lacks the column {name!r}; None stands for a value that is missing")
         values = [value.item() if isinstance(value, np.generic) else value for value in (row[name] for row in rows)]
         try:
             columns[name] = pa.array(values)
@@ -114,7 +114,7 @@ def _rows(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> pa.Table:
 
 def _spelled(value: Any, name: str) -> str:
     if not isinstance(value, str | int | float | bool):
-        raise UserError(f"a row has {type(value).__name__} in the column {name!r}; give a number or a text")
+        raise DataError(f"a row has {type(value).__name__} in the column {name!r}; give a number or a text")
     return str(value)
 
 
@@ -126,7 +126,7 @@ class Memory(Tabular):
     help = "what a program gave to fednh.run(data=...)"
 
     def read(self, name: str, address: str) -> Dataset:
-        raise UserError(
+        raise DataError(
             f"the data {name} were given in Python and are not kept; give them again there, for example "
             "fednh.resume(RUN, data=...)"
         )
@@ -167,7 +167,7 @@ def _arrays(data: Any) -> dict[str, NDArray[Any]]:
     elif isinstance(data, tuple | list) and len(data) in (2, 3, 4):
         named = dict(zip((*KEYS[:2], "site_train") if len(data) == 3 else KEYS, data, strict=False))
     else:
-        raise UserError(f"data is of the type {type(data).__name__}; give {FORMS}")
+        raise DataError(f"data is of the type {type(data).__name__}; give {FORMS}")
     return {str(key): array(value, f"data: {key}") for key, value in named.items()}
 
 
@@ -190,7 +190,7 @@ def _names(values: NDArray[Any], key: str) -> NDArray[Any]:
         return values
     wrong = next((value for value in values.reshape(-1).tolist() if not isinstance(value, str | int)), None)
     if wrong is not None or None in values.reshape(-1).tolist():
-        raise UserError(f"data: {key} holds {wrong!r}; give every sample a name or a number")
+        raise DataError(f"data: {key} holds {wrong!r}; give every sample a name or a number")
     return np.array([spelling(value) for value in values.reshape(-1).tolist()], str)
 
 
@@ -211,20 +211,20 @@ class Python(Source):
     def read(self, name: str, address: str) -> Dataset:
         module, _, function = address.partition(":")
         if not module or not function:
-            raise UserError(f"{name!r} should be py:package.module:function")
+            raise DataError(f"{name!r} should be py:package.module:function")
         load = imported_function(address, "data.name")
         try:
             given = load()
         except UserError:
             raise
         except Exception as error:  # whatever a person's own code may raise
-            raise UserError(f"{name} failed: {type(error).__name__}: {error}") from error
+            raise DataError(f"{name} failed: {type(error).__name__}: {error}") from error
         if isinstance(given, Dataset):
             return given
         if isinstance(given, tuple) and len(given) in (2, 4):
             given = dict(zip(KEYS, given, strict=False))
         if not isinstance(given, dict):
-            raise UserError(
+            raise DataError(
                 f"{name} returned {type(given).__name__}; it should return a Dataset, a dict of arrays, or "
                 "(x_train, y_train) with or without (x_test, y_test)"
             )

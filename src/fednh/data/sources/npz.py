@@ -29,7 +29,7 @@ from fednh.data.scaling import measure
 from fednh.data.sources.base import Source
 from fednh.data.sources.columns import numbered_sites
 from fednh.data.sources.images import MEAN, STD
-from fednh.errors import UserError
+from fednh.errors import DataError, UserError
 from fednh.io.files import expanded
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
@@ -86,17 +86,17 @@ def read(path: Path) -> Arrays:
     """The arrays of the file, checked, with images as uint8 (N, H, W, C) and vectors as float32 (N, F)."""
     arrays = _checked(str(path), _load(path, [*KEYS, *MEDMNIST_KEYS, "classes"]), ())
     if len(arrays.y_test) == 0:
-        raise UserError(f"{path} lacks x_test, y_test; a published data set has them")
+        raise DataError(f"{path} lacks x_test, y_test; a published data set has them")
     return arrays
 
 
 def _groups(where: str, arrays: dict[str, NDArray[Any]], name: str, samples: int) -> Labels:
     """Every training sample's group as a number."""
     if name not in arrays:
-        raise UserError(f"data.group: {where} has no array {name!r} with the group of every training sample")
+        raise DataError(f"data.group: {where} has no array {name!r} with the group of every training sample")
     given = arrays[name].reshape(-1)
     if len(given) != samples or given.dtype.kind not in "Uiu":
-        raise UserError(
+        raise DataError(
             f"data.group: {where}: {name} holds {len(given)} entries of type {given.dtype}; it needs a name or a whole "
             f"number for each of {samples} training samples"
         )
@@ -107,9 +107,9 @@ def _load(path: Path, wanted: Sequence[str]) -> dict[str, NDArray[Any]]:
     """The wanted arrays that a file has; the training arrays must be there."""
     try:
         if not path.exists():
-            raise UserError(f"{path} does not exist; check the path of the .npz file")
+            raise DataError(f"{path} does not exist; check the path of the .npz file")
         if path.is_dir():
-            raise UserError(f"{path} is a folder; give the path of an .npz file")
+            raise DataError(f"{path} is a folder; give the path of an .npz file")
         if not zipfile.is_zipfile(path):  # np.load would take it for a pickle and say so
             raise ValueError("it is not a zip file")
         with np.load(path, allow_pickle=False) as stored:
@@ -119,7 +119,7 @@ def _load(path: Path, wanted: Sequence[str]) -> dict[str, NDArray[Any]]:
         raise
     except Exception as error:  # a damaged zip or header fails in many ways
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-        raise UserError(
+        raise DataError(
             f"{path} cannot be read as an .npz file ({reason}); it is damaged, incomplete or something else: "
             "write it again with numpy.savez"
         ) from error
@@ -131,7 +131,7 @@ def _keys(where: str, members: Collection[str]) -> tuple[str, ...]:
     needed = keys if keys[2] in members or keys[3] in members else keys[:2]
     if missing := [key for key in needed if key not in members]:
         there = ", ".join(sorted(members)) or "nothing"
-        raise UserError(f"{where} lacks {', '.join(missing)}; it needs {', '.join(KEYS)} and holds {there}")
+        raise DataError(f"{where} lacks {', '.join(missing)}; it needs {', '.join(KEYS)} and holds {there}")
     return needed
 
 
@@ -145,14 +145,14 @@ def _checked(where: str, arrays: dict[str, NDArray[Any]], agreed: Sequence[str])
     x_test, y_test = parts[1] if len(parts) > 1 else (x_train[:0], y_train[:0])
     for x, y, (key_x, key_y) in ((x_train, y_train, keys[:2]), (x_test, y_test, keys[-2:])):
         if len(x) != len(y):
-            raise UserError(f"{where}: {key_x} has {len(x)} samples but {key_y} has {len(y)} labels")
+            raise DataError(f"{where}: {key_x} has {len(x)} samples but {key_y} has {len(y)} labels")
     if x_train.shape[1:] != x_test.shape[1:] or x_train.dtype != x_test.dtype:
-        raise UserError(
+        raise DataError(
             f"{where}: {keys[0]} holds {x_train.dtype} samples of shape {x_train.shape[1:]}, "
             f"{keys[2]} {x_test.dtype} samples of shape {x_test.shape[1:]}; both parts must be alike"
         )
     if y_train.min() == y_train.max() and len(agreed) < 2:
-        raise UserError(f"{where}: {keys[1]} holds only class {y_train[0]}; training needs at least two classes")
+        raise DataError(f"{where}: {keys[1]} holds only class {y_train[0]}; training needs at least two classes")
     classes = None
     if agreed or "classes" in arrays:
         names = np.array(agreed, dtype=str) if agreed else arrays["classes"]
@@ -166,46 +166,46 @@ def _sites(where: str, arrays: dict[str, NDArray[Any]], samples: int) -> tuple[t
         return (), None
     given = arrays["site_train"].reshape(-1)
     if len(given) != samples:
-        raise UserError(f"{where}: site_train has {len(given)} entries for {samples} training samples")
+        raise DataError(f"{where}: site_train has {len(given)} entries for {samples} training samples")
     if given.dtype.kind == "U":
         site_names = [str(name) for name in given]
     else:
         numbers = _labels(f"{where}: site_train", given)
         names = [str(n) for n in arrays["sites"]] if "sites" in arrays else [str(n) for n in range(numbers.max() + 1)]
         if numbers.max() >= len(names):
-            raise UserError(f"{where}: site_train holds {numbers.max()}, but sites has {len(names)} names")
+            raise DataError(f"{where}: site_train holds {numbers.max()}, but sites has {len(names)} names")
         site_names = [names[n] for n in numbers]
     return numbered_sites(site_names, np.zeros(samples, bool))
 
 
 def _inputs(where: str, x: NDArray[Any]) -> Inputs:
     if x.size == 0:
-        raise UserError(f"{where} is empty (shape {x.shape}); it must hold at least one sample")
+        raise DataError(f"{where} is empty (shape {x.shape}); it must hold at least one sample")
     if x.dtype.kind not in "fiu":
-        raise UserError(f"{where} is of type {x.dtype}; save uint8 images or float vectors")
+        raise DataError(f"{where} is of type {x.dtype}; save uint8 images or float vectors")
     if x.ndim == 2:
         return _vectors(where, x)
     if x.ndim in (3, 4):
         return _images(where, x)
-    raise UserError(f"{where} has shape {x.shape}; images are (N, H, W) or (N, H, W, C), vectors (N, F)")
+    raise DataError(f"{where} has shape {x.shape}; images are (N, H, W) or (N, H, W, C), vectors (N, F)")
 
 
 def _vectors(where: str, x: NDArray[Any]) -> NDArray[np.float32]:
     with np.errstate(over="ignore"):  # what overflows becomes infinite and is refused in the next line
         vectors = x.astype(np.float32)
     if not np.isfinite(vectors).all():
-        raise UserError(f"{where} holds NaN or infinite values; clean or impute them first")
+        raise DataError(f"{where} holds NaN or infinite values; clean or impute them first")
     return vectors
 
 
 def _images(where: str, x: NDArray[Any]) -> NDArray[np.uint8]:
     if x.dtype != np.uint8:
-        raise UserError(
+        raise DataError(
             f"{where} holds images as {x.dtype}; save them as uint8 from 0 to 255, for values in 0..1 with "
             "(x * 255).round().astype('uint8')"
         )
     if x.ndim == 4 and x.shape[1] <= MOST_CHANNELS < x.shape[3]:
-        raise UserError(
+        raise DataError(
             f"{where} has shape {x.shape}, channels first; save x.transpose(0, 2, 3, 1), that is (N, H, W, C)"
         )
     images = x if x.ndim == 4 else x[..., np.newaxis]
@@ -214,25 +214,25 @@ def _images(where: str, x: NDArray[Any]) -> NDArray[np.uint8]:
 
 def _labels(where: str, y: NDArray[Any]) -> Labels:
     if y.size == 0:
-        raise UserError(f"{where} is empty (shape {y.shape}); it must hold one label a sample")
+        raise DataError(f"{where} is empty (shape {y.shape}); it must hold one label a sample")
     if y.dtype.kind not in "fiu":
-        raise UserError(f"{where} is of type {y.dtype}; labels must be whole numbers counted from 0")
+        raise DataError(f"{where} is of type {y.dtype}; labels must be whole numbers counted from 0")
     if not (y.ndim == 1 or (y.ndim == 2 and y.shape[1] == 1)):
-        raise UserError(f"{where} has shape {y.shape}; one label a sample is needed, shape (N,) or (N, 1)")
+        raise DataError(f"{where} has shape {y.shape}; one label a sample is needed, shape (N,) or (N, 1)")
     y = y.reshape(-1)
     if y.dtype.kind == "f" and not (np.isfinite(y).all() and (y == np.floor(y)).all()):
-        raise UserError(f"{where} holds labels with fractions or NaN; labels must be whole numbers counted from 0")
+        raise DataError(f"{where} holds labels with fractions or NaN; labels must be whole numbers counted from 0")
     if y.min() < 0:
-        raise UserError(f"{where} holds the negative label {int(y.min())}; labels are counted from 0")
+        raise DataError(f"{where} holds the negative label {int(y.min())}; labels are counted from 0")
     if int(y.max()) > np.iinfo(np.int32).max:
-        raise UserError(f"{where} holds the label {int(y.max())}; number the classes 0, 1, 2 and so on")
+        raise DataError(f"{where} holds the label {int(y.max())}; number the classes 0, 1, 2 and so on")
     return y.astype(np.int64)
 
 
 def _count_classes(where: str, y_train: Labels, y_test: Labels, named: int = 0) -> int:
     count = int(max(y_train.max(), y_test.max(initial=0))) + 1
     if count > max(len(y_train) + len(y_test), named):
-        raise UserError(
+        raise DataError(
             f"{where} holds the label {count - 1}, which makes more classes than samples; number the classes 0, 1, 2 "
             "and so on"
         )
@@ -241,9 +241,9 @@ def _count_classes(where: str, y_train: Labels, y_test: Labels, named: int = 0) 
 
 def _class_names(where: str, names: NDArray[Any], count: int) -> tuple[str, ...]:
     if names.ndim != 1 or names.dtype.kind != "U":
-        raise UserError(f"{where}: classes must be a list of strings, but is {names.dtype} of shape {names.shape}")
+        raise DataError(f"{where}: classes must be a list of strings, but is {names.dtype} of shape {names.shape}")
     if len(names) < count:
-        raise UserError(f"{where}: classes names {len(names)} classes, but the labels go up to {count - 1}")
+        raise DataError(f"{where}: classes names {len(names)} classes, but the labels go up to {count - 1}")
     return tuple(str(name) for name in names)
 
 
@@ -265,10 +265,10 @@ class Npz(Source):
             with np.load(path, allow_pickle=False) as stored:
                 keys = [key for key in INPUTS if key in stored.files] or stored.files[:1] * (len(stored.files) == 1)
                 if not keys:
-                    raise UserError(f"{path} holds {', '.join(stored.files)}; the inputs should be called x")
+                    raise DataError(f"{path} holds {', '.join(stored.files)}; the inputs should be called x")
                 array: NDArray[Any] = stored[keys[0]]
         except UserError:
             raise
         except Exception as error:  # a damaged zip or header fails in many ways
-            raise UserError(f"{path} cannot be read as an .npz file: {str(error) or type(error).__name__}") from error
+            raise DataError(f"{path} cannot be read as an .npz file: {str(error) or type(error).__name__}") from error
         yield array

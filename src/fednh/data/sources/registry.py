@@ -30,7 +30,7 @@ from fednh.data.sources.memory import Memory, Python
 from fednh.data.sources.npz import Npz
 from fednh.data.sources.table import Csv, Parquet
 from fednh.data.splits import merged, with_test_set
-from fednh.errors import UserError, did_you_mean
+from fednh.errors import DataError, did_you_mean
 from fednh.io.files import expanded
 
 S = TypeVar("S", bound=Source)
@@ -58,7 +58,7 @@ def load(name: str, folder: Path, settings: Mapping[str, Any] | None = None) -> 
     found = find(name)
     if found is None:
         known = (*BUILTIN, *PUBLISHED, *(kind.form() for kind in SOURCES.values()))
-        raise UserError(f"there is no data set {name!r}{did_you_mean(name, known)}")
+        raise DataError(f"there is no data set {name!r}{did_you_mean(name, known)}")
     kind, address = found
     source = build(kind, settings or {})
     data = source.read(name, address)
@@ -76,7 +76,7 @@ def taken(data: Any, settings: Mapping[str, Any]) -> Dataset:
 def _complete(data: Dataset, source: Source, where: str) -> Dataset:
     """What was read, with a test set if one is to be cut off, and with warnings of what no kind of source can want."""
     if source.group and data.group_train is None:
-        raise UserError(f"data.group = {source.group!r}, but {where} does not say which samples belong together")
+        raise DataError(f"data.group = {source.group!r}, but {where} does not say which samples belong together")
     same_names = [*([] if source.classes else alike(data.classes, "classes")), *alike(data.sites, "sites")]
     warnings = [f"{where}: {words}" for words in same_names]
     if data.preprocessing["kind"] == "vector":
@@ -87,10 +87,10 @@ def _complete(data: Dataset, source: Source, where: str) -> Dataset:
 def _names_no_sites(name: str, settings: Mapping[str, Any]) -> None:
     """Refuse settings that a data set by name cannot heed: what they should keep apart would be mixed in silence."""
     if settings.get("group"):
-        raise UserError(f"data.group = {settings['group']!r}, but {name} does not say which samples belong together")
+        raise DataError(f"data.group = {settings['group']!r}, but {name} does not say which samples belong together")
     for key in ("sites", "without"):
         if settings.get(key) is not None:
-            raise UserError(f"data.{key} chooses sites, but {name} does not say which site a sample comes from")
+            raise DataError(f"data.{key} chooses sites, but {name} does not say which site a sample comes from")
 
 
 def find(name: str) -> tuple[type[Source], str] | None:
@@ -98,7 +98,7 @@ def find(name: str) -> tuple[type[Source], str] | None:
     prefix, colon, address = name.partition(":")
     kind = SOURCES.get(prefix) if colon else None
     if kind is not None and not address:
-        raise UserError(f"'{prefix}:' lacks what comes behind it; write for example {prefix}:{kind.example}")
+        raise DataError(f"'{prefix}:' lacks what comes behind it; write for example {prefix}:{kind.example}")
     return None if kind is None else (kind, address)
 
 
@@ -166,9 +166,9 @@ def download(name: str, folder: Path, progress: DownloadProgress | None = None) 
     if name in BUILTIN:
         return f"{name} is built in: there is nothing to download"
     if find(name):
-        raise UserError(f"{name} is data of your own: there is nothing to download")
+        raise DataError(f"{name} is data of your own: there is nothing to download")
     if name not in PUBLISHED:
-        raise UserError(f"there is no data set {name!r} to download{did_you_mean(name, PUBLISHED)}")
+        raise DataError(f"there is no data set {name!r} to download{did_you_mean(name, PUBLISHED)}")
     return download_files(name, PUBLISHED[name].files, folder, progress)
 
 

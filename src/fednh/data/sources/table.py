@@ -35,7 +35,7 @@ from fednh.data.sources.csv import (
     rows_of_numbers,
 )
 from fednh.data.splits import from_rows, numbered_groups, test_rows
-from fednh.errors import Notice, UserError, did_you_mean
+from fednh.errors import DataError, Notice, did_you_mean
 from fednh.io.files import expanded
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Table(Tabular):
     ) -> Iterator[NDArray[Any]]:
         """Rows with the columns that the model was trained on, or, where it was trained on arrays, rows of numbers."""
         if len(shape) == 3:
-            raise UserError(
+            raise DataError(
                 f"{path}: this model takes images, not tables: image files, folders of them, or .npz arrays"
             )
         if preprocessing.get("kind") == "table":
@@ -131,11 +131,11 @@ def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Data
     group = find_column(where, header, options.group, "group", needed=True) if options.group else ""
     used = {label, site, group}
     if group and group in (options.columns or ()):
-        raise UserError(f"data.group: the column {group!r} of {where} says what belongs together, and is no feature")
+        raise DataError(f"data.group: the column {group!r} of {where} says what belongs together, and is no feature")
     aside = {*used, *_ignored(where, header, used, options)}
     table, test, has_split = _split(table, used, where)
     if len(table) == 0:
-        raise UserError(f"{where} holds no row")
+        raise DataError(f"{where} holds no row")
     from_csv = is_from_csv(table)
     sites = columns.names(table.column(site), site, where, from_csv) if site else []
     if options.chooses_sites():
@@ -146,7 +146,7 @@ def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Data
     if options.test_share and not has_split:
         test = test_rows(y, options.test_share, numbered_groups(groups) if group else None)
     if test.all():
-        raise UserError(f"{where} holds test rows only; training rows are those whose split is 'train'")
+        raise DataError(f"{where} holds test rows only; training rows are those whose split is 'train'")
     described, notes = _described(where, table, aside | ({"split"} if has_split else set()), ~test, options)
     preprocessing: dict[str, Any] = {"kind": "table", "columns": described}
     x, gaps = encode(table, preprocessing, where)
@@ -177,7 +177,7 @@ def _labels(table: pa.Table, label: str, where: str, options: Tabular) -> tuple[
     agreed = options.classes or ()
     names = columns.names(table.column(label), label, where, is_from_csv(table), agreed)
     if not agreed and (different := columns.regression_values(names)):
-        raise UserError(
+        raise DataError(
             f"{where}: the label column {label!r} holds {different} different numbers in {len(names)} rows, an amount "
             "to be estimated (regression), not classes; make classes of it, or choose another column with data.label"
         )
@@ -197,7 +197,7 @@ def encode(
     for column in preprocessing["columns"]:
         name = column["name"]
         if name not in header:
-            raise UserError(f"{where} lacks the column {name!r}")
+            raise DataError(f"{where} lacks the column {name!r}")
         if column["kind"] == "number":
             values = columns.numbers(table.column(name), name, where)
             if missing := int(np.isnan(values).sum()):
@@ -232,7 +232,7 @@ def _unknown(where: str, name: str, rows: int, missing: int, unseen: dict[str, i
 def _header(table: pa.Table, where: str) -> list[str]:
     header: list[str] = table.column_names
     if twice := [column for column in header if header.count(column) > 1]:
-        raise UserError(f"{where} has two columns named {twice[0]!r}; rename one")
+        raise DataError(f"{where} has two columns named {twice[0]!r}; rename one")
     return header
 
 
@@ -243,7 +243,7 @@ def find_column(where: str, header: Sequence[str], chosen: str | None, default: 
         return name
     if chosen or needed:
         hint = did_you_mean(name, header)
-        raise UserError(f"{where} has no column {name!r}{hint}; say which one it is with data.{default}")
+        raise DataError(f"{where} has no column {name!r}{hint}; say which one it is with data.{default}")
     return ""
 
 
@@ -264,9 +264,9 @@ def _ignored(where: str, header: Sequence[str], used: set[str], options: Tabular
     """The columns of data.ignore, which are no features."""
     for name in options.ignore or ():
         if name not in header:
-            raise UserError(f"data.ignore: {where} has no column {name!r}{did_you_mean(name, header)}")
+            raise DataError(f"data.ignore: {where} has no column {name!r}{did_you_mean(name, header)}")
         if name in used or name in (options.columns or ()):
-            raise UserError(f"data.ignore leaves out the column {name!r} of {where}, which another setting uses")
+            raise DataError(f"data.ignore leaves out the column {name!r} of {where}, which another setting uses")
     return options.ignore or []
 
 
@@ -276,7 +276,7 @@ def _described(
     """The features: as agreed in data.columns, else all columns that are left, as their training rows have them."""
     if options.columns:
         if strangers := [name for name in options.columns if name not in table.column_names]:
-            raise UserError(f"{where} lacks the column {strangers[0]!r} of data.columns")
+            raise DataError(f"{where} lacks the column {strangers[0]!r} of data.columns")
         return [
             {"name": name, "kind": "number"}
             if kind == "number"
@@ -304,7 +304,7 @@ def _described(
             )
         features.append({"name": name, "kind": "category", "values": _values(where, rows, name, from_csv)})
     if not features:
-        raise UserError(f"{where} holds no feature beside {', '.join(sorted(filter(None, aside)))}")
+        raise DataError(f"{where} holds no feature beside {', '.join(sorted(filter(None, aside)))}")
     return features, notes
 
 
@@ -332,7 +332,7 @@ def _values(where: str, rows: pa.Table, name: str, from_csv: bool) -> list[str]:
     found = columns.categories(rows.column(name), name, where)
     values = in_order({value for value in found.values if not (from_csv and value in MISSING)})
     if len(values) > MANY_VALUES and 2 * len(values) > len(rows):
-        raise UserError(
+        raise DataError(
             f"{where}: the text column {name!r} has {len(values)} different values in {len(rows)} rows, so it "
             "names rows rather than describing them; leave it out with data.ignore, or list the columns to use in "
             "data.columns"
