@@ -16,9 +16,8 @@ from fednh.config import load
 from fednh.data.splits import balanced_sample
 from fednh.errors import UserError
 from fednh.federated.setup import build_federation
-from fednh.report.csv import records
 from fednh.report.load import load_runs
-from fednh.report.tables import accuracy_sheet, comparison_sheet, fairness_sheet
+from fednh.report.tables import accuracy_sheet, comparison_sheet, fairness_sheet, records
 from forked import fednh as command
 
 

@@ -29,8 +29,8 @@ from fednh.errors import UserError
 from fednh.experiments.sweep import combine, values
 from fednh.federated.setup import build_federation, initial_state
 from fednh.methods import METHODS
-from fednh.report.csv import records
 from fednh.report.load import load_runs
+from fednh.report.tables import records
 from fednh.runs.names import run_name, unlike
 from fednh.tree import select
 

@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fednh.report import html
-from fednh.report.csv import records
 from fednh.report.figures import FIGURES
 from fednh.report.figures.base import Choice
 from fednh.report.groups import by_size, long_tailed
 from fednh.report.load import Run
-from fednh.report.tables import class_size_sheet, result_sheets
+from fednh.report.tables import class_size_sheet, records, result_sheets
 
 # Two clients; classes a to e have 150, 100, 20, 19 and 101 samples.
 COUNTS = [[100, 50, 20, 10, 101], [50, 50, 0, 9, 0]]

@@ -6,18 +6,21 @@ import csv
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner
 
 from fednh.cli import app
 from fednh.errors import UserError
-from fednh.report.figures import FIGURES, Choice, FigureUnavailable, style
-from fednh.report.figures.write import write_figure, write_possible
+from fednh.report.figures import FIGURES, Choice, FigureUnavailable, style, write_figure, write_possible
+from fednh.report.figures.style import shortened_apart, sparse
 from fednh.report.load import load_runs
+from fednh.runs.model_file import write_model
 from synthetic import fake_run, record
 
 
@@ -180,3 +183,38 @@ def test_help_imports_neither_torch_nor_matplotlib() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_shortened_names_stay_apart() -> None:
+    long = "the left hind leg of an african elephant"
+    assert shortened_apart(["cat", long], 16) == ["cat", "the left hind l…"]
+    ends = [f"{long}, seen from {side}" for side in ("above", "below")]
+    assert shortened_apart(ends, 16) == ["the lef…m above", "the lef…m below"]
+    assert len(set(shortened_apart([f"{long} {k} {long}" for k in range(12)], 16))) == 12
+
+
+def test_an_axis_names_every_nth_of_many_classes() -> None:
+    assert sparse(["a", "b", "c"], 3) == ([0, 1, 2], ["a", "b", "c"])
+    assert sparse([str(c) for c in range(200)], 20)[0] == list(range(0, 200, 10))
+
+
+@pytest.mark.parametrize("count", [3, 200])
+def test_long_names_of_classes_break_no_figure(tmp_path: Path, count: int) -> None:
+    """No warning (matplotlib's, where names leave no room for the axes), and every panel keeps its size."""
+    classes = [f"class {c}, which has a name that is much too long for the side of a picture" for c in range(count)]
+    for method in ("fednh", "fedavg"):
+        folder = tmp_path / "runs" / method
+        fake_run(folder, {"method.name": method}, counts=[[5] * count] * 3, classes=classes)
+        card = {"method": {"name": method}, "model": {"name": "mlp"}, "shape": [32], "classes": classes}
+        head = torch.randn(count, 8, generator=torch.Generator().manual_seed(0))
+        card["preprocessing"] = {"scale": 1.0, "mean": [0.0], "std": [1.0]}
+        write_model(folder / "models" / "global.safetensors", {"head.weight": head}, card)
+    with warnings.catch_warnings(), style.theme():
+        warnings.simplefilter("error")
+        for name, axes in {"similarity": 2, "partition": 2}.items():
+            figure = FIGURES[name].draw(load_runs([tmp_path / "runs"]), Choice()).figure
+            figure.savefig(tmp_path / f"{name}.png")
+            assert all(ax.get_window_extent().width > 100 for ax in figure.axes[:axes])
+            ticks = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+            assert len(ticks) == min(count, 20)
+            assert len(set(ticks)) == len(ticks)

@@ -15,7 +15,6 @@ from fednh.errors import UserError
 from fednh.methods import METHODS
 from fednh.report.figures import FIGURES
 from fednh.report.figures.base import Choice, FigureUnavailable
-from fednh.report.figures.convergence import norms
 from fednh.report.figures.curves import curve
 from fednh.report.figures.frequency import global_groups, personal_groups, shot_group
 from fednh.report.figures.partition import chosen_clients, shares
@@ -106,7 +105,7 @@ def test_swept_needs_runs_that_are_otherwise_the_same(tmp_path: Path) -> None:
 def test_gradient_norms_over_seeds(tmp_path: Path) -> None:
     one = fake_run(tmp_path / "1", {"seed": 1}, [record(1, gradient_norm=8.0), record(2, gradient_norm=2.0), record(3)])
     two = fake_run(tmp_path / "2", {"seed": 2}, [record(1, gradient_norm=4.0), record(2, gradient_norm=1.0)])
-    found = [(p.round, p.mean, p.low, p.high, p.n) for p in norms([one, two])]
+    found = [(p.x, p.mean, p.low, p.high, p.n) for p in curve([one, two], "gradient_norm")]
     assert found == [(1, 6.0, 4.0, 8.0, 2), (2, 1.5, 1.0, 2.0, 2)]
 
 

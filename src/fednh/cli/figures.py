@@ -46,8 +46,7 @@ def figure(
 ) -> None:
     """Draw a figure from finished runs, or list those that the runs allow."""
     extras.need("report", "a figure or report")
-    from fednh.report.figures import FIGURES, Choice, FigureUnavailable, style
-    from fednh.report.figures.write import write_figure, write_possible
+    from fednh.report.figures import FIGURES, Choice, FigureUnavailable, style, write_figure, write_possible
     from fednh.report.load import load_runs
 
     if name not in ("list", "all", *FIGURES):

@@ -259,11 +259,11 @@ def _output_file(path: Path | None) -> Iterator[IO[str]]:
 def _write_evaluation(folder: Path, record: dict[str, Any], result: Assessment) -> None:
     from fednh.io.files import write_json
     from fednh.report.figures import style
-    from fednh.report.figures.assessment import draw
+    from fednh.report.figures.similarity import draw_assessment
 
     write_json(folder / "evaluation.json", record)
     with style.theme():
-        figure = draw(result)
+        figure = draw_assessment(result)
         for ending in ("svg", "png"):
             style.save(figure, folder / f"evaluation.{ending}")
 

@@ -42,8 +42,8 @@ def table(
     Runs that differ in the seed alone are averaged; all others keep a row that says in what they differ.
     """
     from fednh.report import tables
-    from fednh.report.csv import records, to_csv
     from fednh.report.load import load_runs
+    from fednh.report.tables import records, to_csv
 
     runs = load_runs(folders)
     if form is TableFormat.CSV:

@@ -1,6 +1,6 @@
 """Sheets: tables independent of their output format; their cells, and how a terminal, Markdown and LaTeX show them.
 
-HTML shows the same Sheets. CSV has other columns: see csv.py.
+HTML shows the same Sheets. CSV has other columns: see tables.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables, as Sheets: accuracy in the layout of the paper's Table 1, fairness, cost, and paired comparisons.
+"""The tables, as Sheets and CSV: accuracy in the layout of the paper's Table 1, fairness, cost, paired comparisons.
 
 Each groups the runs that differ only in the seed, and states n and what the spread is. A comparison with a reference
 method is seed by seed, under the same settings.
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import resources
+from typing import Any
 
 from fednh.config import PRESETS, flat, load
 from fednh.data.partitions.dirichlet import Dirichlet, LongTail
@@ -38,6 +39,7 @@ from fednh.report.sheet import (
     word,
 )
 from fednh.report.stats import WILCOXON_FROM, Paired, holm, paired, spread, worst_tenth
+from fednh.text import csv_text
 
 
 @dataclass(frozen=True)
@@ -536,3 +538,81 @@ def _counts(layout: TableLayout) -> str:
         return f"n = 1 seed: no spread is known.{twice}"
     n = f"n = {sizes[0]}" if len(sizes) == 1 else f"n = {sizes[0]} to {sizes[-1]}"
     return f"Mean ± standard deviation (n - 1) over {n} seeds.{twice}"
+
+
+# --- CSV for programs ----------------------------------------------------------------------------------------------
+
+_CSV_METRICS = (
+    *(*TEST_SET, std_of(PM_L), *HELD_OUT, std_of(HELD_SHARE), *POOLED, *map(best_of, POOLED)),
+    *("seconds", "client_seconds", "bytes_up", "bytes_down"),
+)
+_CSV_COLUMNS = ["data", "partition", "beta", "clients", "participation", "rounds", "method", "settings", "metric"]
+_CSV_COLUMNS += ["n", "mean", "std", "seeds"]
+_CSV_PAIRED = ["reference", "pairs", "difference", "low", "high", "effect", "test", "p", "p_holm"]
+_CSV_PAPER = ["paper_mean", "paper_std", "paper_difference"]
+_PRINTED = {**TEST_SET, std_of(PM_L): "fairness"}
+
+
+def records(runs: Sequence[Run], reference: str | None = None, paper: bool = False) -> list[dict[str, Any]]:
+    """One record for each method, setting and metric; numbers are not rounded, unknown values are None."""
+    layout = lay_out(runs)
+    pairs = {(c.row, c.column, c.metric): c for c in compare(layout, reference)}
+    lines = []
+    for row, column, group in layout.by_row():
+        how = group.runs[0].config.partition
+        setting = {
+            "data": group.data,
+            "partition": how.name,
+            "beta": getattr(how.kind, "beta", None),
+            "clients": group.clients,
+            "participation": group.rate,
+            "rounds": group.settings["rounds"],
+            "method": group.method,
+            "settings": "; ".join(_row_settings(row, group)),
+        }
+        seen = {metric: group.values(metric) for metric in _CSV_METRICS} | _size_records(group)
+        for metric, by_seed in seen.items():
+            value = spread(by_seed)
+            if value is None:
+                continue
+            record = {**setting, "metric": metric, "n": value.n, "mean": value.mean, "std": value.std}
+            record["seeds"] = " ".join(str(run.config.seed) for run in group.runs)
+            pair = pairs.get((row, column, metric))
+            if pair is not None:
+                r = pair.result
+                values = (pair.reference.label, r.n, r.mean, r.low, r.high, r.effect, r.test, r.p, pair.corrected)
+                record |= dict(zip(_CSV_PAIRED, values, strict=True))
+            theirs = published(group, _PRINTED[metric]) if paper and metric in _PRINTED else None
+            if theirs is not None and metric == std_of(PM_L):  # the paper's spread over clients is its metric here
+                record |= {"paper_mean": theirs.std, "paper_difference": value.mean - theirs.std}
+            elif theirs is not None:
+                record |= dict(zip(_CSV_PAPER, (theirs.mean, theirs.std, value.mean - theirs.mean), strict=True))
+            lines.append(record)
+    return lines
+
+
+def to_csv(lines: Sequence[dict[str, Any]], paper: bool = False) -> str:
+    """Records as CSV, with the same columns whatever the runs are."""
+    columns = [*_CSV_COLUMNS, *_CSV_PAIRED, *(_CSV_PAPER if paper else [])]
+    return csv_text([columns, *([record.get(column) for column in columns] for record in lines)])
+
+
+def _size_records(group: Group) -> dict[str, list[float]]:
+    """GM of classes with many, medium and few training samples, of long-tailed runs."""
+    if not all(map(groups.long_tailed, group.runs)):
+        return {}
+    rows = groups.accuracy_by_size(group.runs)
+    return {f"gm_{size}": [row[size] for row in rows if size in row] for size in groups.SIZES}
+
+
+def _row_settings(row: Row, group: Group) -> list[str]:
+    """Settings that have no column of their own: those that distinguish the row, the partition's and the method's."""
+    kind, samples = group.runs[0].config.partition.kind, group.settings.get("eval.samples")
+    words = row.apart.split(", ") if row.apart else []
+    words += [f"eval.samples={samples}"] if samples else []
+    words += [_setting(key, getattr(kind, key)) for key in kind.shown if key != "beta"]
+    return list(dict.fromkeys([*words, *(_setting(key, value) for key, value in group.hyper.items())]))
+
+
+def _setting(key: str, value: Any) -> str:
+    return f"{key.removeprefix('method.')}={show(value)}"

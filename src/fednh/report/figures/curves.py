@@ -1,4 +1,4 @@
-"""Accuracy as training goes on: by round, by bytes sent, or by seconds."""
+"""What changes as training goes on: accuracy by round, bytes or seconds; and how the body's gradient shrinks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from fednh.errors import UserError, did_you_mean
 from fednh.metric_names import GM
 from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, metrics_of, stated_n, variant_looks
-from fednh.report.figures.style import grid, legend_below, plot_band, side_by_side
+from fednh.report.figures.style import grid, legend_below, log_y, muted, panels, plot_band, side_by_side
 from fednh.report.groups import by_variant, seeds
 from fednh.report.load import Run
 from fednh.report.stats import sd
@@ -26,22 +26,25 @@ AXES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
 
 @dataclass(frozen=True)
 class Point:
-    """One evaluated round over the seeds that have it."""
+    """One measured round over the seeds that have it."""
 
     x: float
     mean: float
     spread: float  # standard deviation over seeds (n - 1); 0 for one seed
+    low: float  # of the seeds
+    high: float
     n: int
 
 
 def curve(runs: Sequence[Run], metric: str, x: str = "round") -> list[Point]:
-    """The metric's mean and spread over seeds at every round that all of `runs` evaluated; x is the mean over them."""
+    """The metric over seeds at every round in which all of `runs` measured it; x is the mean over them."""
     tables = [_evaluated(run, metric, x) for run in runs]
     shared = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
     points = []
     for round_ in shared:
         places, values = np.array([table[round_] for table in tables]).T
-        points.append(Point(float(places.mean()), float(values.mean()), sd(values), len(values)))
+        low, high = float(values.min()), float(values.max())
+        points.append(Point(float(places.mean()), float(values.mean()), sd(values), low, high, len(values)))
     return points
 
 
@@ -90,17 +93,68 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         f"{band}. Personal models before the end are those of eval.clients = {', '.join(clients)}."
     )
     rows = [[label, metrics[metric], p.x, p.mean, p.spread, p.n] for (label, metric), ps in curves.items() for p in ps]
-    explanation = f"{_EXPLANATION} {_TESTED if GM in metrics else _HELD}"
+    explanation = _EXPLANATION if GM in metrics else f"{_EXPLANATION} {_HELD}"
     return Drawing(figure, caption, ["method", "metric", choice.x, "mean", "sd_over_seeds", "n"], rows, explanation)
 
 
 _EXPLANATION = "Higher is better, and further left is cheaper."
-_TESTED = (
-    "GM is the global model on all classes; PM(V) and PM(L) are the personal models on their owners' classes, all "
-    "alike or by their share."
-)
 _HELD = (
-    "All four are means over what each client holds out of its own data: macro counts its classes alike, share is "
-    "plain accuracy. The upper two are the personal models, the lower two (GM) the global model on the same samples."
+    "The upper two are the personal models, the lower two the global model on the same samples, which each client held "
+    "out of its own data: on the left plain accuracy, on the right all of its classes alike."
 )
 CURVES = Kind("curves", "Accuracy as training goes on", _EXPLANATION, draw)
+
+
+# --- the gradient of the body --------------------------------------------------------------------------------------
+
+THEOREM = (
+    "Theorem 1 (FedNH, informal)\n\n"
+    "For every ε > 0 there is a ν₁(ε) < 1 and a ν₂(ε, ρ) > 0 such that\n"
+    "with  ν₁ < ρ < 1,  a constant step size below ν₂\n"
+    "and R > O(1/ε) rounds, a client's iterate drawn\n"
+    "at random from all its local steps satisfies\n\n"
+    "          E ‖∇θ F_k(θ*; W*)‖²  ≤  ε .\n\n"
+    "Proved for full participation. It asks for ρ close to 1\n"
+    "when ε is small; it does not say that the curves\n"
+    "are ordered by ρ at any given round."
+)
+
+
+def draw_gradient(runs: Sequence[Run], choice: Choice) -> Drawing:
+    """Its squared norm on the picked clients' data by round, beside what Theorem 1 says."""
+    logged = [run for run in runs if any("gradient_norm" in record for record in run.records)]
+    if not logged:
+        raise FigureUnavailable("no run logged gradient norms (run with --set diagnostics.gradient_norm=true)")
+    variants = by_variant(logged)
+    look = variant_looks(variants)
+    figure, axes = panels(1, 2, 4.3, 3.2)
+    ax, rows = axes[0, 0], []
+    for label, group in variants.items():
+        points = curve(group, "gradient_norm")
+        x, mean, low, high = (np.array([getattr(p, key) for p in points]) for key in ("x", "mean", "low", "high"))
+        plot_band(ax, label, look[label], x, mean, low, high)
+        rows += [[label, round(p.x), p.mean, p.low, p.high, p.n] for p in points]
+    log_y(ax)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    grid(ax)
+    ax.set(xlabel="round", ylabel="‖∇ body‖², mean over picked clients", title="Measured, at the received model")
+    legend_below(figure, variants, 4)
+    axes[0, 1].set_axis_off()
+    axes[0, 1].text(0.02, 0.97, THEOREM, va="top", fontsize=8, color=muted(), transform=axes[0, 1].transAxes)
+    n = stated_n(map(len, variants.values()))
+    caption = (
+        f"Full gradient of the method's own loss on all samples of each picked client; mean over clients, then over "
+        f"{n} seeds; the band is their range. Losses of different methods have different scales: compare values of "
+        "rho, not methods."
+    )
+    return Drawing(figure, caption, ["method", "round", "mean", "lowest_seed", "highest_seed", "n"], rows)
+
+
+CONVERGENCE = Kind(
+    "convergence",
+    "How the gradient shrinks",
+    "Lower means closer to a point where the clients' bodies have nothing left to learn. Theorem 1 promises a small "
+    "value in the end if rho is close enough to 1 and the learning rate small enough; beside it stands what was "
+    "measured.",
+    draw_gradient,
+)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fednh.data.partitions.dirichlet import LongTail
 from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, client_noun, identified, identity
-from fednh.report.figures.style import CYCLE, fading, grid, panels, shortened
+from fednh.report.figures.style import CYCLE, fading, grid, legend_below, panels, shortened_apart, sparse
 from fednh.report.load import Run
 from fednh.report.sheet import span
 from fednh.runs.run_folder import find_client
@@ -52,7 +52,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     counts = np.array(run.partition["counts"], np.int64)
     figure, axes = panels(1, 2, 4.4, 3.6)
     bubbles = _overview(axes[0, 0], run, counts, classes)
-    _together(axes[0, 1], run, counts, classes, chosen)
+    legend_below(figure, _together(axes[0, 1], run, counts, classes, chosen), 4)
     sizes = counts.sum(1)
     owned = (counts > 0).sum(1)
     caption = (
@@ -95,9 +95,8 @@ def _overview(ax: Axes, run: Run, counts: Counts, classes: list[str]) -> bool:
         bar.set_label("samples")
     one = client_noun(run, several=False)
     ax.set(xlabel=one, ylabel="class", title=f"Samples of each class on every {one}")
-    if len(classes) <= 20:
-        ax.set_yticks(range(len(classes)), map(shortened, classes))
-    if run.names and len(counts) <= MOST_NAMES:
+    ax.set_yticks(*sparse(classes, 20))
+    if run.names:
         _names(ax, [run.client_name(k) for k in range(len(counts))])
     else:
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -105,26 +104,28 @@ def _overview(ax: Axes, run: Run, counts: Counts, classes: list[str]) -> bool:
     return bubbles
 
 
-def _together(ax: Axes, run: Run, counts: Counts, classes: list[str], chosen: Sequence[int]) -> None:
+def _together(ax: Axes, run: Run, counts: Counts, classes: list[str], chosen: Sequence[int]) -> list[str]:
+    """The chosen clients' distributions; returns their labels."""
     place, width = np.arange(len(classes)), 0.84 / len(chosen)
+    names = shortened_apart([run.client_name(client) for client in chosen])
+    labels = [f"{name} (n = {counts[client].sum():,})" for name, client in zip(names, chosen, strict=True)]
     for i, client in enumerate(chosen):
-        label = f"{shortened(run.client_name(client))} (n = {counts[client].sum():,})"
         at = place + (i - (len(chosen) - 1) / 2) * width
-        ax.bar(at, shares(counts, client), 0.95 * width, color=CYCLE[i], label=label)
+        ax.bar(at, shares(counts, client), 0.95 * width, color=CYCLE[i], label=labels[i])
     grid(ax)
-    if len(classes) <= 20:
-        _names(ax, classes)
+    _names(ax, classes)
     every = f"every {client_noun(run, several=False)}"
     owners = every if len(chosen) == len(counts) else f"{len(chosen)} {client_noun(run)}"
     ax.set(xlabel="class", ylabel="share of its samples, %", title=f"Class distribution of {owners}")
-    ax.legend()
+    return labels
 
 
 def _names(ax: Axes, names: Sequence[str]) -> None:
-    """Names below an axis, slanted where they would touch."""
-    ax.set_xticks(range(len(names)), map(shortened, names))
-    longest = max(map(len, names))
-    if longest > 3 and len(names) * (longest + 2) > 48:
+    """Names below an axis, of many every n-th, slanted where they would touch."""
+    places, shown = sparse(names, MOST_NAMES)
+    ax.set_xticks(places, shown)
+    longest = max(map(len, shown))
+    if longest > 3 and len(shown) * (longest + 2) > 48:
         for text in ax.get_xticklabels():
             text.set(rotation=50, ha="right", rotation_mode="anchor")
 

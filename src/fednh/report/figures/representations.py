@@ -19,7 +19,7 @@ from fednh.methods.losses import unit
 from fednh.models import Net
 from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, client_noun, identified, identity
 from fednh.report.figures.partition import chosen_clients
-from fednh.report.figures.style import CYCLE, MARKERS, muted, panels, shortened
+from fednh.report.figures.style import CYCLE, MARKERS, muted, panels, shortened, shortened_apart
 from fednh.report.groups import by_variant
 from fednh.report.load import Run
 from fednh.report.sheet import percent
@@ -73,14 +73,14 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     figure, axes = panels(2 * -(-len(columns) // width), width, 2.15, 2.0)
     for ax in axes.flat:
         ax.set_axis_off()
-    table = []
+    table, legend = [], shortened_apart([names[c] for c in chosen], 16)
     for place, (label, (clouds, held)) in enumerate(columns.items()):
         above, column = 2 * (place // width), place % width
         panes = axes[above : above + len(clouds), column]
         panes[0].set_title(label)
         panes[-1].set_xlabel(f"{percent(held)} of variance")
         for row, (ax, cloud) in enumerate(zip(panes, clouds, strict=True)):
-            _scatter(ax, [(names[c], cloud[labels == c]) for c in chosen])
+            _scatter(ax, [(name, cloud[labels == c]) for name, c in zip(legend, chosen, strict=True)])
             who = ["all"] * len(identity(first)) if len(clouds) == 1 else identified(first, pair[row])
             table += [[label, *who, names[c], *point] for c, point in zip(labels, cloud.tolist(), strict=True)]
             if len(clouds) == 2 and (column == 0 or place == 1):

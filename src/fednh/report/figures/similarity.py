@@ -1,4 +1,8 @@
-"""Which classes a method takes for kin: pairwise cosine of its prototypes, grouped by super-class."""
+"""Classes against classes: which ones a method takes for kin, and which ones a single model takes for which.
+
+Kinship is the pairwise cosine of prototypes, grouped by super-class. The picture of a single model's evaluation shows
+its confusion matrix, and whether its confidence can be believed.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,22 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from fednh.errors import UserError
+from fednh.inference.metrics import Assessment
 from fednh.methods import METHODS
 from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, stated_n
-from fednh.report.figures.style import ALARM, CYCLE, fading, muted, panels
+from fednh.report.figures.style import ALARM, CYCLE, fading, grid, ink, line, muted, panels, sparse
 from fednh.report.groups import by_variant, method_name
 from fednh.report.load import Run
 from fednh.runs.model_file import read_model
 
 Matrix = NDArray[np.float64]
+MOST_NAMES = 20  # beside a matrix; of more classes every n-th is named
+LONGEST = 18  # letters of a name there
 SHIPPED = ("cifar100",)  # data sets whose super-classes are in the package
 
 
@@ -31,8 +39,8 @@ def prototypes(run: Run) -> Matrix | None:  # (C, D)
     if path is None:
         return None
     tree, _ = read_model(path)
-    found = tree.get("head.weight") if path.stem == "global" else tree.get("prototypes")
-    return None if found is None else found.double().numpy()
+    vectors = tree.get("head.weight") if path.stem == "global" else tree.get("prototypes")
+    return None if vectors is None else vectors.double().numpy()
 
 
 def cosines(vectors: Matrix) -> Matrix:  # (C, D) -> (C, C)
@@ -90,20 +98,22 @@ def _read_groups(file: Path) -> dict[str, list[str]]:
 def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     classes: list[str] = runs[0].partition["classes"]
     groups = load_groups(runs[0].summary["data"], classes, choice.groups)
-    found: dict[str, list[Matrix]] = {}
+    kinship: dict[str, list[Matrix]] = {}
     for label, group in by_variant(runs).items():
         matrices = [cosines(vectors) for run in group if (vectors := prototypes(run)) is not None]
         if matrices:
-            found[label] = matrices
-    if not found:
+            kinship[label] = matrices
+    if not kinship:
         raise FigureUnavailable("no run has a saved model with class prototypes")
     order = [c for members in groups.values() for c in members] if groups else list(range(len(classes)))
-    columns = min(4, len(found))
-    figure, axes = panels(-(-len(found) // columns), columns, 2.5, 2.65)
+    columns = min(4, len(kinship))
+    places, names = _ticks([classes[c] for c in order], groups)
+    beside = 0.07 * max(map(len, names))
+    figure, axes = panels(-(-len(kinship) // columns), columns, 2.5, 2.65, beside)
     image, rows, scores = None, [], {}
-    for ax in axes.flat[len(found) :]:
+    for ax in axes.flat[len(kinship) :]:
         ax.set_axis_off()
-    for ax, (label, matrices) in zip(axes.flat, found.items(), strict=False):
+    for at, (ax, (label, matrices)) in enumerate(zip(axes.flat, kinship.items(), strict=False)):
         shown = matrices[0][np.ix_(order, order)]
         image = ax.imshow(shown, cmap=fading(CYCLE[0], CYCLE[5]), vmin=-1, vmax=1, interpolation="nearest")
         title = label
@@ -114,9 +124,10 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
             _boxes(ax, groups)
         ax.set_title(title)
         ax.set_xticks([])
-        ax.set_yticks(
-            range(len(order)) if len(order) <= 12 else [], [classes[c] for c in order][:12] if len(order) <= 12 else []
-        )
+        if at % columns == 0:  # the panels of a row share their names
+            ax.set_yticks(places, names, fontsize=6.5)
+        else:
+            ax.set_yticks([])
         ax.tick_params(length=0)
         ax.spines[:].set_visible(True)
         rows += [[label, classes[c], *(round(float(v), 4) for v in matrices[0][c])] for c in order]
@@ -125,7 +136,18 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     bar.outline.set_visible(False)
     bar.set_label("cosine", color=muted())
     explanation = f"{_EXPLANATION} {_BOXES if groups else _NO_BOXES}"
-    return Drawing(figure, _caption(found, runs, scores), ["method", "class", *classes], rows, explanation)
+    return Drawing(figure, _caption(kinship, runs, scores), ["method", "class", *classes], rows, explanation)
+
+
+def _ticks(classes: Sequence[str], groups: dict[str, list[int]] | None) -> tuple[list[float], list[str]]:
+    """Where names stand beside a matrix: each group at its middle, else the classes, as many as there is room for."""
+    if not groups:
+        places, names = sparse(classes, MOST_NAMES, LONGEST)
+        return [float(place) for place in places], names
+    sizes = np.array([len(members) for members in groups.values()])
+    middles = np.cumsum(sizes) - sizes / 2 - 0.5
+    shown, names = sparse(list(groups), MOST_NAMES, LONGEST)
+    return [float(middles[at]) for at in shown], names
 
 
 def _boxes(ax: Axes, groups: dict[str, list[int]]) -> None:
@@ -139,8 +161,8 @@ def _boxes(ax: Axes, groups: dict[str, list[int]]) -> None:
         start += len(members)
 
 
-def _caption(found: dict[str, list[Matrix]], runs: Sequence[Run], scores: dict[str, Matrix]) -> str:
-    n = stated_n(map(len, found.values()))
+def _caption(kinship: dict[str, list[Matrix]], runs: Sequence[Run], scores: dict[str, Matrix]) -> str:
+    n = stated_n(map(len, kinship.values()))
     text = "The picture shows each method's lowest seed. "
     if scores:
         said = [
@@ -167,3 +189,47 @@ SIMILARITY = Kind(
     _EXPLANATION,
     draw,
 )
+
+
+# --- one model's evaluation ------------------------------------------------------------------------------------------
+
+MOST_NUMBERS = 12  # classes: the cells of more cannot hold readable numbers
+
+
+def draw_assessment(result: Assessment) -> Figure:
+    """The confusion matrix by true class, and accuracy against confidence."""
+    figure, axes = panels(1, 2, 4.4, 3.9)
+    left, right = axes[0]
+    names = [c.name for c in result.classes]
+    counts = np.array(result.confusion, float)
+    share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    left.imshow(share, cmap=fading(CYCLE[0]), vmin=0, vmax=1, interpolation="nearest")
+    places, shown = sparse(names, 30, LONGEST)
+    left.set_xticks(places, shown, rotation=90 if max(map(len, shown)) > 2 else 0)
+    left.set_yticks(places, shown)
+    left.tick_params(length=0)
+    left.spines[:].set_visible(True)
+    left.set_xlabel("predicted")
+    left.set_ylabel("true")
+    left.set_title("Confusion")
+    if len(names) <= MOST_NUMBERS:
+        for (i, j), n in np.ndenumerate(counts):
+            if n:
+                left.text(j, i, f"{n:.0f}", ha="center", va="center", fontsize=7, color=ink())
+    right.plot([0, 1], [0, 1], color=line(), linewidth=1)
+    for b in result.reliability:
+        right.bar((b.low + b.high) / 2, b.accuracy, b.high - b.low, color=CYCLE[0], alpha=0.25, edgecolor="none")
+    confidence = [b.confidence for b in result.reliability]
+    accuracy = [b.accuracy for b in result.reliability]
+    weight = np.array([b.samples for b in result.reliability]) / result.samples
+    right.plot(confidence, accuracy, color=CYCLE[0], linewidth=1)
+    right.scatter(confidence, accuracy, s=12 + 130 * weight, color=CYCLE[0], linewidths=0)
+    right.set_xlim(0, 1)
+    right.set_ylim(0, 1)
+    right.set_xlabel("confidence")
+    right.set_ylabel("accuracy")
+    right.set_title("Calibration")
+    note = f"ECE {100 * result.ece:.1f}%\naccuracy {100 * result.accuracy:.1f}%\nn = {result.samples:,}"
+    right.text(0.03, 0.97, note, va="top", fontsize=8, color=muted())
+    grid(right)
+    return figure

@@ -102,9 +102,27 @@ def shortened(name: str, most: int = 24) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
-def panels(rows: int, columns: int, width: float, height: float) -> tuple[Figure, NDArray[Any]]:
-    """A figure of rows by columns axes, each `width` by `height` inches."""
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+def shortened_apart(names: Sequence[str], most: int = 24) -> list[str]:
+    """Names that fit beside an axis and stay apart: cut at their ends, else in the middle, else numbered."""
+    half = most // 2 - 1
+    middles = [name if len(name) <= most else f"{name[:half]}…{name[-half:]}" for name in names]
+    shown = [shortened(name, most) for name in names]
+    shown = [middle if shown.count(short) > 1 else short for short, middle in zip(shown, middles, strict=True)]
+    return [
+        f"{name[: most - 6]}… {at + 1}" if shown.count(text) > 1 and len(name) > most else text
+        for at, (name, text) in enumerate(zip(names, shown, strict=True))
+    ]
+
+
+def sparse(names: Sequence[str], most: int, longest: int = 24) -> tuple[list[int], list[str]]:
+    """The places and the names to write at an axis with room for `most`: all of them, or every n-th."""
+    places = list(range(0, len(names), -(-len(names) // most)))
+    return places, [shortened_apart(names, longest)[at] for at in places]
+
+
+def panels(rows: int, columns: int, width: float, height: float, beside: float = 0.0) -> tuple[Figure, NDArray[Any]]:
+    """A figure of rows by columns axes, each `width` by `height` inches; `beside` them there is room for names."""
+    figure = Figure(figsize=(width * columns + beside, height * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     return figure, axes
 
