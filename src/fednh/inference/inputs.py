@@ -21,7 +21,7 @@ from PIL import Image
 from fednh.data.dataset import Inputs
 from fednh.data.sources import memory
 from fednh.data.sources.base import Source
-from fednh.data.sources.csv import numbers_of
+from fednh.data.sources.csv import numbers_of, site_files
 from fednh.data.sources.folder import walk
 from fednh.data.sources.images import BROKEN, SUFFIXES, decode, fitted, rule
 from fednh.data.sources.registry import SOURCES, build, of_file
@@ -181,7 +181,7 @@ def stream(
         if kind is None:
             yield from _image_files(chain.from_iterable(_images_in(path, failed) for path in same), card, failed)
             continue
-        for path in same:
+        for path in chain.from_iterable(site_files(path) or [path] for path in same):
             known = kind.applicable(str(path), remembered(card), form or {}) if is_table(card) else {}
             yield from _source_file(build(kind, {**known, **(form or {})}), path, card)
 

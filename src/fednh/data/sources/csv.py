@@ -1,4 +1,4 @@
-"""Files of rows as Arrow tables: CSV in any dialect, Parquet, and folders of both.
+"""Files of rows as Arrow tables: CSV in any dialect, Parquet, folders of both, and several files as sites.
 
 A CSV file has no types: all its columns are text here, numbers with a decimal point.
 
@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import codecs
 import csv
+import glob
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 from fednh import extras
 from fednh.data.sources import columns
-from fednh.errors import DataError, UserError
+from fednh.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -38,6 +39,8 @@ FROM_CSV = {"fednh": "csv"}  # metadata of a table from a CSV file
 READ_BYTES = 1 << 20
 BLOCK_ROWS = 256  # rows of numbers that are read at a time
 SEPARATORS = (",", ";", "\t", "|")
+SUFFIXES = (".csv", ".tsv", ".data", ".parquet")  # of the tables in a folder
+FILE_SITE = "site, by the file"  # the column of a table of several files that has the stem of each row's file
 START = 1 << 16  # characters of a file that are looked at
 LINES = 50
 _EXPONENT = "([eE][+-]?[0-9]+)?$"
@@ -86,7 +89,7 @@ def encoding_of(path: Path, dialect: CsvDialect) -> str:
     """The encoding of a file, after all of it was decoded once."""
     try:
         return _checked_encoding(path, dialect.encoding)
-    except UserError:
+    except DataError:
         if dialect.encoding or not dialect.training.encoding:
             raise
     return _checked_encoding(path, dialect.training.encoding)
@@ -99,7 +102,7 @@ def _checked_encoding(path: Path, encoding: str | None) -> str:
     decoder = codecs.getincrementaldecoder(name)()
     line, guess = 1, "cp1252"
 
-    def refusal(problem: str) -> UserError:
+    def refusal(problem: str) -> DataError:
         if encoding:
             return DataError(
                 f"{path} is not text in the encoding {encoding} ({problem}); correct data.encoding, or save it as UTF-8"
@@ -146,7 +149,7 @@ def separator_of(path: Path, encoding: str, dialect: CsvDialect) -> str:
     widths = {mark: _widths(text, mark) for mark in (*SEPARATORS, *filter(None, [dialect.training.separator]))}
     even = [mark for mark, found in widths.items() if len(set(found)) == 1 and found[0] > 1]
     several = even or [mark for mark, found in widths.items() if found and found[0] > 1]
-    if not several:
+    if not several or dialect.training.separator in several:
         return dialect.training.separator or ","
     return "," if "," in several else max(several, key=lambda mark: widths[mark][0])
 
@@ -221,12 +224,17 @@ def with_points(table: pa.Table) -> pa.Table:
     return table
 
 
-def read(path: Path, dialect: CsvDialect = AUTO) -> pa.Table:
-    """A CSV or Parquet file; a folder's train.* and test.* become one table with a split column."""
+def read(path: Path, dialect: CsvDialect = AUTO, compared: Callable[[str], bool] = lambda column: True) -> pa.Table:
+    """A CSV or Parquet file, a folder's train.* and test.* with a split column, or files that are sites.
+
+    Files that are sites must have the same columns, of those that are `compared`; their order is free.
+    """
     extras.need(EXTRA, "a table")
     import pyarrow as pa
     from pyarrow import parquet
 
+    if files := site_files(path):
+        return _site_tables(path, files, dialect, compared)
     if path.is_dir():
         return _parts(path, dialect)
     if not path.is_file():
@@ -237,6 +245,58 @@ def read(path: Path, dialect: CsvDialect = AUTO) -> pa.Table:
         return _csv_table(path, dialect)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as a table: {str(error).splitlines()[0].rstrip('.')}") from error
+
+
+def site_files(path: Path) -> list[Path]:
+    """The files of a pattern such as hospitals/*.csv, or the tables of a folder, each of which is a site.
+
+    None of a single file, nor of a folder that train.* and test.* divide.
+    """
+    if path.is_dir():
+        tables = [file for file in path.iterdir() if file.suffix.lower() in SUFFIXES]
+        files = [] if any(file.name.startswith("train") for file in tables) else tables
+    elif glob.has_magic(path.name) and not path.exists():
+        files = list(path.parent.glob(path.name))
+        if not files:
+            raise DataError(f"no file is called {path}; check the pattern, and put it in quotes")
+    else:
+        files = []
+    files = [file for file in files if file.is_file() and file.name[0] != "."]
+    stems = [file.stem for file in files]
+    if twice := sorted({stem for stem in stems if stems.count(stem) > 1}):
+        raise DataError(f"{path}: a file is a site, and two files are called {twice[0]!r}; rename one")
+    return sorted(files)
+
+
+def _site_tables(path: Path, files: Sequence[Path], dialect: CsvDialect, compared: Callable[[str], bool]) -> pa.Table:
+    """One table of files that are sites, each in a dialect of its own.
+
+    What is said of the dialect holds for those files that leave it open, as in a federation of these sites.
+    """
+    import pyarrow as pa
+
+    said = [getattr(dialect, key) or getattr(dialect.training, key) for key in TrainingDialect._fields]
+    tables = [read(file, CsvDialect(training=TrainingDialect(*said))) for file in files]
+    headers = [frozenset(filter(compared, table.column_names)) for table in tables]
+    usual = max(headers, key=headers.count)
+    pattern = files[headers.index(usual)]
+    for file, header in zip(files, headers, strict=True):
+        if lacking := sorted(usual - header):
+            raise DataError(f"{file} lacks the column {lacking[0]!r}, which {pattern.name} has; sites need the same")
+        if more := sorted(header - usual):
+            raise DataError(
+                f"{file} has the column {more[0]!r}, which {pattern.name} lacks; leave it out with data.ignore"
+            )
+    named = [
+        table.append_column(FILE_SITE, pa.array([file.stem] * len(table), pa.string()))
+        for file, table in zip(files, tables, strict=True)
+    ]
+    whole = joined(named, str(path))
+    if not is_from_csv(whole):
+        return whole
+    dialects = [_metadata(table) for table in tables if is_from_csv(table)]
+    common = {key: value for key, value in dialects[0].items() if all(each[key] == value for each in dialects)}
+    return whole.replace_schema_metadata(common)
 
 
 def _csv_table(path: Path, dialect: CsvDialect) -> pa.Table:
@@ -261,8 +321,12 @@ def dialect_of(table: pa.Table) -> dict[str, str]:
     """The dialect of the CSV file that a table was read from: those of encoding, separator and decimal that are not
     the defaults.
     """
-    about = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
+    about = _metadata(table)
     return {key: about[key] for key, default in DEFAULTS.items() if about.get(key, default) != default}
+
+
+def _metadata(table: pa.Table) -> dict[str, str]:
+    return {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
 
 
 def is_parquet(path: Path) -> bool:
@@ -280,7 +344,10 @@ def _parts(folder: Path, dialect: CsvDialect) -> pa.Table:
     for split in ("train", "test"):
         files = sorted(f for f in folder.glob(f"{split}*") if f.suffix in (".csv", ".parquet"))
         if not files and split == "train":
-            raise DataError(f"{folder} holds no train.csv or train.parquet; give a file, or a folder with these")
+            raise DataError(
+                f"{folder} holds no table ({', '.join(SUFFIXES)}); give a file, a folder of sites' files, or one with "
+                "train.csv and test.csv"
+            )
         for file in files:
             rows = read(file, dialect)
             dialect = replace(dialect, training=dialect.training._replace(**dialect_of(rows)))
@@ -302,7 +369,7 @@ def joined(parts: Sequence[pa.Table], where: str) -> pa.Table:
     try:
         whole = pa.concat_tables(found, promote_options="permissive")
     except pa.ArrowException as error:
-        raise DataError(f"{where}: train and test have different columns: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{where}: its parts have different columns: {str(error).splitlines()[0]}") from error
     return whole.replace_schema_metadata(next((p.schema.metadata for p in parts if is_from_csv(p)), None))
 
 

@@ -25,6 +25,7 @@ from fednh.data.sources.base import Column, Columns, Decimal, Encoding, Names, S
 from fednh.data.sources.columns import MISSING, in_order, numbered
 from fednh.data.sources.csv import (
     EXTRA,
+    FILE_SITE,
     CsvDialect,
     TrainingDialect,
     dialect_of,
@@ -60,7 +61,9 @@ class Tabular(Source):
 
 @dataclass(frozen=True)
 class Table(Tabular):
-    """A file of either kind, whatever the prefix says, or a folder with files for training and test rows."""
+    """A file of either kind, whatever the prefix says, a folder with files for training and test rows, or several
+    files that are sites: a folder of them or a pattern.
+    """
 
     address = "FILE"
     extra = EXTRA
@@ -76,13 +79,17 @@ class Table(Tabular):
 
     def read(self, name: str, address: str) -> Dataset:
         path = expanded(address)
-        return from_table(name, read(path, self.dialect), str(path), self)
+        ignored, agreed = self.ignore or (), self.columns
+        of_interest = {*(agreed or ()), self.label or "label", self.site, self.group}
+        table = read(path, self.dialect, lambda column: column in of_interest if agreed else column not in ignored)
+        return from_table(name, table, str(path), self)
 
     @classmethod
     def applicable(cls, address: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Columns that the table has; and the dialect of the file, which may be another than the run's."""
         said, training = ({key: which.get(key) for key in TrainingDialect._fields} for which in (given, known))
-        table = read(expanded(address), CsvDialect(**said, training=TrainingDialect(**training)))
+        dialect = CsvDialect(**said, training=TrainingDialect(**training))
+        table = read(expanded(address), dialect, lambda column: False)
         columns = {key: known[key] for key in ("label", "site", "group") if known.get(key) in table.column_names}
         return {**columns, **dialect_of(table)}
 
@@ -90,7 +97,8 @@ class Table(Tabular):
         """The rows; which column the label was is not needed."""
         if preprocessing.get("kind") != "table":
             return super().inputs(name, address, preprocessing)
-        return encode(read(expanded(address), self.dialect), preprocessing, "the table")[0]
+        needed = {column["name"] for column in preprocessing["columns"]}
+        return encode(read(expanded(address), self.dialect, needed.__contains__), preprocessing, "the table")[0]
 
     def unlabelled(
         self, path: Path, shape: tuple[int, ...], preprocessing: Mapping[str, Any]
@@ -111,7 +119,7 @@ class Table(Tabular):
 class Csv(Table):
     prefix = "csv"
     example = "patients.csv"
-    help = "a table with a label column"
+    help = "a table with a label column; a folder of tables or 'DIR/*.csv': each file is a site"
     suffixes = (".csv",)
 
 
@@ -127,9 +135,9 @@ def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Data
     """A data set of the rows: the columns of label, site, group and split, and all others as features."""
     header = _header(table, where)
     label = find_column(where, header, options.label, "label", needed=True)
-    site = find_column(where, header, options.site, "site", needed=False)
+    site = _site_column(where, header, options)
     group = find_column(where, header, options.group, "group", needed=True) if options.group else ""
-    used = {label, site, group}
+    used = {label, site, group, FILE_SITE}
     if group and group in (options.columns or ()):
         raise DataError(f"data.group: the column {group!r} of {where} says what belongs together, and is no feature")
     aside = {*used, *_ignored(where, header, used, options)}
@@ -170,6 +178,18 @@ def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Data
     )
     suspects = _identifiers(where, table.filter(~test), described, data.site_train, options)
     return replace(data, warnings=(*data.warnings, *suspects))
+
+
+def _site_column(where: str, header: Sequence[str], options: Tabular) -> str:
+    """The column that has the site of every row; empty if there is none."""
+    if FILE_SITE not in header or options.site:
+        return find_column(where, header, options.site, "site", needed=False)
+    if "site" in header and "site" not in (options.ignore or ()) and (not options.columns or "site" in options.columns):
+        raise DataError(
+            f"{where}: its files are the sites, but they have a column 'site' as well; leave that out with "
+            "data.ignore, or say with data.site which column has the sites"
+        )
+    return FILE_SITE
 
 
 def _labels(table: pa.Table, label: str, where: str, options: Tabular) -> tuple[Labels, tuple[str, ...]]:
