@@ -119,6 +119,21 @@ class TrainConfig(Section):
         return Sgd(lr, self.momentum, self.weight_decay, self.clip, self.batch_size, self.epochs)
 
 
+class ServerConfig(Section):
+    """What the server does with the mean of what clients trained (federated/server_optimizer.py)."""
+
+    optimizer: Literal["mean", "momentum", "adam", "yogi"] = "mean"  # mean, FedAvgM, FedAdam, FedYogi
+    lr: float | None = Field(None, gt=0)  # eta; None: 1 for mean and momentum, 0.01 for adam and yogi
+    momentum: float = Field(0.9, ge=0, lt=1)  # beta of momentum, beta_1 of adam and yogi
+    beta2: float = Field(0.99, ge=0, lt=1)  # of adam and yogi
+    tau: float = Field(1e-3, gt=0)  # of adam and yogi: how little they adapt
+
+    @property
+    def learning_rate(self) -> float:
+        usual = 0.01 if self.optimizer in ("adam", "yogi") else 1.0
+        return usual if self.lr is None else self.lr
+
+
 class PersonalConfig(Section):
     model: Literal["own", "global"] = "own"  # whose weights a client's model has: its own by the method, or the global
     prior: float = Field(0.0, ge=0)  # tau: how much of the client's log class share is added to its logits
@@ -227,6 +242,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     method: dict[str, Any] = Field(default_factory=lambda: {"name": DEFAULT_METHOD})
     train: TrainConfig = TrainConfig()
+    server: ServerConfig = ServerConfig()
     personal: PersonalConfig = PersonalConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

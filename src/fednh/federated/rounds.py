@@ -24,6 +24,7 @@ from fednh.federated.client import ClientResult
 from fednh.federated.executor import Executor, Replies, RoundTask
 from fednh.federated.plan import RoundPlan, evaluated_clients, is_evaluated, plan_round, sampled_clients
 from fednh.federated.results import Progress, RoundBuilder, RoundResult, check_lost
+from fednh.federated.server_optimizer import merge_moments
 from fednh.federated.start import Started, start
 from fednh.federated.summary import close_round, site_names
 from fednh.interrupt import Meter
@@ -55,11 +56,12 @@ class RoundLoop:
     setup: Started  # what the run works on; it does not change
     server: Tree
     overrides: dict[int, Tree]  # what single clients receive in place of the broadcast
+    moments: Tree  # of the server's optimiser
 
     def run(self) -> dict[str, Any]:
         """Run all rounds that the folder does not have yet; returns the summary."""
         with one_thread(), gc_frozen(), self.checkpoints, self.executor:
-            self.setup, self.progress, self.server, self.overrides = start(
+            self.setup, self.progress, self.server, self.overrides, self.moments = start(
                 self.config, self.folder, self.executor, self.checkpoints
             )
             self.callback.on_start(self.config.model_dump(), self.progress.round)
@@ -151,7 +153,8 @@ class RoundLoop:
             if accepted.count < policy.min_uploads:
                 return self._skip_round(builder, f"{accepted.count} uploads can be used")
             with checks.with_context(method, f"the server failed in round {plan.round}"):
-                server = method.aggregate(self.server, accepted.uploads())
+                uploads, moments = self.setup.optimizer.step(self.server, accepted.uploads(), self.moments)
+                server = method.aggregate(self.server, uploads)
                 frozen = {n: v for n, v in self.server.items() if is_frozen(n, self.setup.side.net.frozen)}
                 server = {**server, **frozen}  # a mean of equal numbers may be rounded
                 made = method.records(server, recorded) if method.recorded else []
@@ -164,7 +167,7 @@ class RoundLoop:
                 raise
             self.executor.note(f"{error}; the server stays as it was")
             return builder.done(lost=str(error))
-        before, self.server = self.server, server
+        before, self.server, self.moments = self.server, server, moments
         self.overrides = {**self.overrides, **dict(zip(builder.clients, made, strict=True) if method.recorded else ())}
         if policy.bad_round == "skip" and self.setup.upload_specs and _equal(server, before):
             return self._unchanged(builder)
@@ -296,7 +299,8 @@ class RoundLoop:
     def _to_save(self) -> tuple[Tree, dict[str, Any], list[dict[str, Any]]]:
         """What a checkpoint holds: the server's state, values that change every round, and an append-only log."""
         values, log = self.progress.split()
-        return merge_overrides(self.server, self.overrides), {**values, **self.executor.checkpoint_extras()}, log
+        state = merge_moments(merge_overrides(self.server, self.overrides), self.moments)
+        return state, {**values, **self.executor.checkpoint_extras()}, log
 
 
 def _equal(one: Tree, other: Tree) -> bool:

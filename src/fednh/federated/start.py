@@ -12,6 +12,7 @@ from fednh.federated import checks, evaluate
 from fednh.federated.aggregate import split_overrides
 from fednh.federated.executor import Executor
 from fednh.federated.results import Progress
+from fednh.federated.server_optimizer import ServerOptimizer, split_moments
 from fednh.federated.setup import ServerSide, initial_state
 from fednh.methods.base import Method
 from fednh.runs.checkpoint import Checkpoint, Checkpoints
@@ -26,6 +27,7 @@ class Started:
     side: ServerSide
     server_specs: checks.TensorSpecs  # what the server's state looks like
     upload_specs: checks.TensorSpecs  # what an upload looks like
+    optimizer: ServerOptimizer
     total: Tensor | None  # (C,) test samples of each class, where the server has a test set
 
     @property
@@ -35,8 +37,8 @@ class Started:
 
 def start(
     config: Config, folder: RunFolder, executor: Executor, checkpoints: Checkpoints
-) -> tuple[Started, Progress, Tree, dict[int, Tree]]:
-    """The run's set-up, what it has done so far, the server's state, and the clients' overrides.
+) -> tuple[Started, Progress, Tree, dict[int, Tree], Tree]:
+    """The run's set-up, what it has done so far, the server's state, the clients' overrides, the optimiser's moments.
 
     Nothing is written before everything that could be refused has been looked at.
     """
@@ -49,13 +51,16 @@ def start(
         initial = initial_state(method, net, config.seed, config.device)
         checks.check_personal(config.personal.model, method, config.method["name"], initial)
         upload_specs = checks.declared_upload(method, net, initial)
+        optimizer = ServerOptimizer(config.server, method)
+        optimizer.check(initial, upload_specs)
         executor.begin(initial)
     total = None if side.test is None else evaluate.total_per_class(side.test)
-    setup = Started(side, checks.form_of(initial), upload_specs, total)
+    setup = Started(side, checks.form_of(initial), upload_specs, optimizer, total)
     state = initial if saved is None else saved.server
-    server, overrides = split_overrides(state) if method.recorded else (state, {})
+    server, moments = split_moments(state) if optimizer.active else (state, {})
+    server, overrides = split_overrides(server) if method.recorded else (server, {})
     _begin_folder(config, folder, executor, side, progress, resumed=saved is not None)
-    return setup, progress, server, overrides
+    return setup, progress, server, overrides, moments
 
 
 def _newest_checkpoint(

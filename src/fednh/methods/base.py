@@ -94,6 +94,7 @@ class Method(ABC):
     cosine: ClassVar[bool] = False  # logits are params["scale"] times cosines to unit prototypes, the rows of the head
     by_class: ClassVar[tuple[str, ...]] = ()  # uploads whose row c is about class c, zero if a client lacks it
     marks: ClassVar[tuple[str, ...]] = ()  # uploads of 0 and 1, which are counted; with one a class: the classes owned
+    untrained: ClassVar[tuple[str, ...]] = ()  # uploads that clients estimate, not train: no optimiser moves them
     single_uploads: ClassVar[bool] = False  # whether `aggregate` reads `uploads.trees`; if not, none need be kept
     recorded: ClassVar[tuple[str, ...]] = ()  # uploads that `records` needs; none: all clients receive the same
 

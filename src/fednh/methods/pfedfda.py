@@ -47,6 +47,7 @@ class PFedFDA(Method):
     title = "pFedFDA"
     look = ("#2f8f4e", 13)
     kept_is_trained = False
+    untrained = ("means", "covariance")
 
     grid: Annotated[int, Field(ge=1)] = 10  # beta is one of 0, 1/grid, 2/grid, ..., 1
     single_beta: bool = False  # one beta for means and covariance; false: one for each
