@@ -31,7 +31,7 @@ from fednh.backends import threads
 from fednh.backends.tasks import SimulatedData, TrainTask
 from fednh.backends.threads import in_order
 from fednh.backends.vmap import blocks
-from fednh.callbacks.base import Callback
+from fednh.callbacks import Callback
 from fednh.config import Config, load
 from fednh.data.batches import ClientData
 from fednh.data.dataset import Dataset

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.peers import work
 from fednh import __version__
 from fednh.backends import threads
-from fednh.callbacks.base import Callback
+from fednh.callbacks import Callback
 from fednh.config import load
 from fednh.data.dataset import Dataset
 from fednh.federated.setup import build_federation

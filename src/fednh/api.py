@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from fednh.backends import run_maker
-from fednh.callbacks.base import Callback, CallbackList
+from fednh.callbacks import Callback, CallbackList
 from fednh.callbacks.screen import screen_for
 from fednh.config import Config, load, validate
 from fednh.config.options import SHORT_OPTIONS
@@ -28,7 +28,7 @@ from fednh.io.files import path_of
 from fednh.methods import METHODS, Method
 from fednh.report.load import load_run as _load_run
 from fednh.runs import fingerprint
-from fednh.runs.names import new_folder
+from fednh.runs.layout import new_folder
 from fednh.runs.run_folder import RunFolder, read_config
 
 RUN = "the folder of a run"

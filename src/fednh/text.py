@@ -38,6 +38,11 @@ def some(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def plural(number: int, noun: str, several: str | None = None) -> str:
+    """A number with its noun: 1 run, 2 runs, 1,200 runs; `several` is the plural of a noun that has another one."""
+    return f"{number:,} {noun if number == 1 else several or f'{noun}s'}"
+
+
 def csv_text(rows: Iterable[Iterable[object]]) -> str:
     """Rows as lines of CSV; None is an empty cell."""
     text = io.StringIO()

@@ -83,7 +83,7 @@ def test_slots_follow_from_the_machines() -> None:
 
 def test_the_settings_of_ray_are_not_part_of_what_a_run_is() -> None:
     from fednh.runs.fingerprint import NOT_COMPARED, of_settings, settings_changed
-    from fednh.runs.names import run_name
+    from fednh.runs.layout import run_name
 
     one, other = load("digits", {}), load("digits", {"ray.cpus_per_client": 2, "ray.resources": {"board": 1}})
     assert settings_changed(of_settings(one), of_settings(other), "{key}", NOT_COMPARED) is None

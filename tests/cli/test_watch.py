@@ -11,11 +11,14 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from fednh.cli.watch import SHOWN, overview
 from fednh.runs.run_status import RunStates
 from forked import Process, fednh
 
@@ -170,6 +173,27 @@ def test_the_table_once(runs: Path, tmp_path: Path) -> None:
         assert "[red]" in ended.stdout
         assert "\x1b" not in ended.stdout
         assert "fednh resume" in lines[-1]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_names_numbers_and_reasons_are_whole_on_a_narrow_terminal(tmp_path: Path, width: int) -> None:
+    name, reason = "photos-fednh-dirichlet0.3-rho0.7-seed0", "client 3 failed in round 2: " + "a long reason " * 15
+    run = tmp_path / name
+    run.mkdir()
+    (run / "config.toml").write_text("rounds = 200\n")
+    (run / "environment.json").write_text("{}")
+    (run / "failure.json").write_text(json.dumps({"error": reason}))
+    values = {key: 10.0 + at for at, key in enumerate(SHOWN)}
+    (run / "metrics.jsonl").write_text(json.dumps({"round": 100, **values}) + "\n")
+    out = StringIO()
+    Console(file=out, width=width).print(overview(RunStates([tmp_path]), width))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    first = lines[: next(at for at, line in enumerate(lines) if line.startswith("└"))]  # names are whole in each table
+    assert "".join(line.strip("│ ").partition("│")[0].strip() for line in first if line.startswith("│")) == name
+    numbers = ["10.000", *(f"{10 + at}.0" for at in range(1, len(SHOWN))), "100/200"]
+    assert all(re.search(rf"[ │]{number}[ │]", out.getvalue()) for number in numbers)
+    assert " ".join(reason.split()) in " ".join(out.getvalue().split())
 
 
 def test_the_table_lives_on_a_terminal_until_it_is_interrupted(going: Path) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import fednh
-from fednh.cli import completion
+from fednh.cli.options import OFFERED
 from fednh.config import Config
 from fednh.data.published import PUBLISHED, Published
 from fednh.data.published.base import RemoteFile
@@ -170,7 +170,7 @@ def test_a_new_published_set_is_one_description(tmp_path: Path, monkeypatch: pyt
     assert (found.classes, found.mean, len(found.y_train), len(found.y_test)) == (("near", "far"), (0.5,), 10, 4)
     assert sources.file_of("stars", data) == data / "stars.npz"
     assert Policy().applied({"data": {"name": "stars"}}, None)["data"] == {"name": "stars"}
-    assert "stars" in completion._data()
+    assert "stars" in OFFERED["data"]("")
     with pytest.raises(UserError, match="spiral_imbalanced, stars, tinyimagenet"):
         sources.load("zzzz", data)
 

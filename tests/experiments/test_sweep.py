@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fednh.backends import threads
-from fednh.callbacks.base import Callback
+from fednh.callbacks import Callback
 from fednh.cli import app
 from fednh.cli.sweep import share
 from fednh.config import load
@@ -31,7 +31,7 @@ from fednh.federated.setup import build_federation, initial_state
 from fednh.methods import METHODS
 from fednh.report.load import load_runs
 from fednh.report.tables import records
-from fednh.runs.names import run_name, unlike
+from fednh.runs.layout import run_name, unlike
 from fednh.tree import select
 
 SMALL = {"partition.clients": [8], "train.epochs": [1], "model.args.hidden": [[8]]}

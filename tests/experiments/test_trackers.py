@@ -12,8 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fednh import extras
-from fednh.callbacks import trackers
-from fednh.callbacks.base import Callback, CallbackList
+from fednh.callbacks import Callback, CallbackList, trackers
 from fednh.callbacks.trackers import Tracking, tracked_metrics
 from fednh.cli import app
 from fednh.config import Config, load

@@ -19,7 +19,7 @@ from conftest import DISTINCT, identical
 from fednh import machine
 from fednh.backends import threads
 from fednh.backends.threads import SimulationReplies, in_order
-from fednh.callbacks.base import Callback, Phase
+from fednh.callbacks import Callback, Phase
 from fednh.callbacks.screen import RunLines, Throttle
 from fednh.config import Config, load
 from fednh.data.batches import ClientData

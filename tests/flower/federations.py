@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from fednh.backends import threads
-from fednh.callbacks.base import Callback
+from fednh.callbacks import Callback
 from fednh.config import Config
 from fednh.federated.setup import build_federation
 from fednh.flower.deploy import local, scaffold

@@ -18,7 +18,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from fednh.backends import threads
-from fednh.callbacks.base import Callback
+from fednh.callbacks import Callback
 from fednh.config import Config
 from fednh.flower import signing
 from fednh.flower.client_app import app

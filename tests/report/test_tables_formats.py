@@ -11,6 +11,7 @@ import pytest
 from fake import fake_run, three_seeds
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 from fednh.cli import app
@@ -95,8 +96,6 @@ def test_csv_paper_columns(tmp_path: Path) -> None:
 
 
 def test_rich_marks_best_and_second(folder: Path) -> None:
-    from rich.console import Console
-
     from fednh.report.load import load_runs
     from fednh.report.tables import accuracy_sheet
 
@@ -112,6 +111,34 @@ def test_the_terminal_breaks_no_number_at_120_columns(folder: Path) -> None:
     for part in ("-5.48 to -0.52", "12.0 kB", "82.00 ± 2.00", "40.00 ± 0.00"):
         assert part in text
     assert max(map(len, text.splitlines())) <= 120
+
+
+def on_terminal(sheet: Sheet, width: int) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=width).print(to_rich(sheet, width))
+    return out.getvalue().splitlines()
+
+
+def test_columns_that_do_not_fit_go_on_below_and_no_number_is_broken() -> None:
+    """Borders and padding take three characters a column: of 25, a method and one number fit."""
+    rows = [[Cell("FedNH", "FedNH"), *(Cell(f"{n}0.00 ± 1.00", float(n)) for n in (1, 2, 3))]]
+    lines = on_terminal(Sheet("s", "title", ["method", "GM", "PM(V)", "PM(L)"], rows, "note"), 25)
+    assert [re.findall(r"[\w().±]+(?: ± [\d.]+)?", line) for line in lines if "FedNH" in line] == [
+        ["FedNH", "10.00 ± 1.00"],
+        ["FedNH", "20.00 ± 1.00"],
+        ["FedNH", "30.00 ± 1.00"],
+    ]
+    assert sum("method" in line for line in lines) == 3
+    assert max(map(len, lines)) <= 25
+    assert sum("FedNH" in line for line in on_terminal(Sheet("s", "", ["method", "GM"], [rows[0][:2]]), 25)) == 1
+
+
+def test_long_names_make_room_for_numbers() -> None:
+    rows = [[Cell(name := "a-run-with-a-very-long-name", name), Cell("123456789.00", 1.0)]]
+    lines = on_terminal(Sheet("s", "title", ["run", "GM"], rows), 25)
+    assert any("123456789.00" in line for line in lines)
+    shown = "".join(re.sub(r"[^\w-]", "", line.strip("│ ").partition("│")[0]) for line in lines if line.startswith("│"))
+    assert shown == name
 
 
 def test_short(folder: Path) -> None:
@@ -132,6 +159,6 @@ def test_any_text_is_escaped(text: str, place: int) -> None:
     assert all(len(re.findall(r"(?<!\\)(?:\\\\)*\|", row)) == 2 for row in rows)
     body = to_latex(sheet).split("\\midrule\n")[1].split("\\bottomrule")[0]
     assert not re.search(r"(?<!\\)(?:\\\\)*[&%#_]", body.removesuffix("\\\\\n    "))
-    assert [cell for column in to_rich(sheet, 80).columns for cell in column.cells]
+    assert text.strip() in "".join(line.strip() for line in on_terminal(sheet, 10_000)) or not text.strip()
     plain = re.sub(r"\\text(?:backslash|asciitilde|asciicircum|less|greater|bf)\b|\\underline|\\\\\s*$", "", body)
     assert len(re.findall(r"(?<!\\)\{", plain)) == len(re.findall(r"(?<!\\)\}", plain))

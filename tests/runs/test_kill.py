@@ -200,7 +200,7 @@ def test_asked_to_stop_during_an_evaluation(tmp_path: Path) -> None:
     from test_rounds import Told
 
     from fednh.backends import threads
-    from fednh.callbacks.base import Phase
+    from fednh.callbacks import Phase
     from fednh.config import load
     from fednh.errors import Interrupted
     from fednh.federated.setup import build_federation
@@ -235,7 +235,7 @@ def test_asked_to_stop_between_two_batches_of_the_final_evaluation(at: int, tmp_
     from test_rounds import Told
 
     from fednh.backends import threads
-    from fednh.callbacks.base import Phase
+    from fednh.callbacks import Phase
     from fednh.config import load
     from fednh.errors import Interrupted
     from fednh.federated.setup import build_federation

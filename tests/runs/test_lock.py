@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fednh.errors import UserError
-from fednh.io.lock import at_work, exclusive
+from fednh.io.files import at_work, exclusive
 
 
 def test_who_comes_second_is_told_who_is_there(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from fednh import extras
 from fednh.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from fednh.callbacks.base import Callback
+    from fednh.callbacks import Callback
     from fednh.config import Config
     from fednh.federated.rounds import RoundLoop
     from fednh.federated.setup import Federation

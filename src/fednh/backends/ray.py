@@ -35,7 +35,7 @@ from ray.util import scheduling_strategies
 from fednh.backends.ray_worker import SAME, facts, pack, pack_data, unpack
 from fednh.backends.tasks import ClientBatch, ClientTask
 from fednh.backends.threads import Simulation
-from fednh.callbacks.base import Callback
+from fednh.callbacks import Callback
 from fednh.config import Config
 from fednh.config.schema import RayConfig
 from fednh.errors import Interrupted, RunError, UserError

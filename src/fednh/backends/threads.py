@@ -17,7 +17,7 @@ import torch
 from fednh import machine
 from fednh.backends.tasks import ClientBatch, ClientTask, EvaluateTask, Measured, SimulatedData, TrainTask
 from fednh.backends.vmap import blocks, choose_engine
-from fednh.callbacks.base import Callback
+from fednh.callbacks import Callback
 from fednh.config import Config, parse_bytes
 from fednh.errors import Interrupted
 from fednh.federated import checks

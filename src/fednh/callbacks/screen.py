@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fednh.callbacks.base import Callback, Phase
+from fednh.callbacks import Callback, Phase
 from fednh.metric_names import HELD_MACRO, HELD_OUT, HELD_SHARE, TEST_SET
 from fednh.text import duration
 

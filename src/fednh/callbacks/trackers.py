@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from filelock import FileLock
 
 from fednh import extras
-from fednh.callbacks.base import Callback
+from fednh.callbacks import Callback
 from fednh.config import Config, flat
 from fednh.errors import UserError, did_you_mean
 from fednh.runs.run_folder import RunFolder, read_metrics

@@ -12,9 +12,8 @@ from typing import Annotated
 
 import typer
 
-from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
-from fednh.cli.options import DataDir
+from fednh.cli.options import OFFERED, DataDir
 from fednh.errors import UserError
 
 
@@ -153,7 +152,7 @@ def datasets(data_dir: DataDir = None) -> None:
 def data_get(
     name: Annotated[
         str,
-        typer.Argument(help="A published set; `fednh datasets` lists them.", autocompletion=completion.published),
+        typer.Argument(help="A published set; `fednh datasets` lists them.", autocompletion=OFFERED["published"]),
     ],
     data_dir: Annotated[Path | None, typer.Option(help="Where to put it.")] = None,
 ) -> None:

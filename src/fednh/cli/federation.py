@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fednh import extras
-from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
-from fednh.cli.options import Given, Quiet, Setting, Short, set_values, short, with_short_options
+from fednh.cli.options import OFFERED, Given, Quiet, Setting, Short, set_values, short, with_short_options
 from fednh.cli.run import stop_on_signal
 from fednh.errors import UserError
 
@@ -38,7 +37,7 @@ def init(
         typer.Option(
             metavar="SOURCE",
             help="A source for each site, in turn; or one set by name, divided among them. Repeatable.",
-            autocompletion=completion.data,
+            autocompletion=OFFERED["data"],
         ),
     ] = None,
     rounds: Annotated[Given, Short(short("rounds", help="Communication rounds; default: 10."))],
@@ -207,7 +206,7 @@ def _tell(folder: Path, run: Path, config: Config, sites: list[SiteFolder], quie
 def only_one(folder: Path) -> AbstractContextManager[None]:
     """One of these commands at a time in a folder."""
     from fednh.flower.layout import FederationFolder
-    from fednh.io.lock import exclusive
+    from fednh.io.files import exclusive
 
     return exclusive(folder, FederationFolder(folder).home.lock_file, option="")
 

@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from fednh import extras
-from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
-from fednh.cli.options import RunFolders
+from fednh.cli.options import OFFERED, RunFolders
 from fednh.errors import UserError, did_you_mean
 
 
@@ -22,7 +21,7 @@ def figure(
         typer.Argument(
             metavar="NAME",
             help="A figure, 'all', or 'list': which ones are possible.",
-            autocompletion=completion.figure,
+            autocompletion=OFFERED["figure"],
         ),
     ],
     folders: RunFolders,

@@ -13,9 +13,8 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from fednh import extras
-from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
-from fednh.cli.options import set_option, set_values
+from fednh.cli.options import OFFERED, set_option, set_values
 from fednh.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ SiteOption = Annotated[
 DataOption = Annotated[
     str,
     typer.Option(
-        help="A data set by name, or a source of your own, as in `fednh run`.", autocompletion=completion.data
+        help="A data set by name, or a source of your own, as in `fednh run`.", autocompletion=OFFERED["data"]
     ),
 ]
 Settings = Annotated[list[str] | None, set_option("How to read the data, e.g. data.label=kind.")]
@@ -121,7 +120,7 @@ def evaluate(
     data: Annotated[
         str | None,
         typer.Option(
-            help="As in `fednh run`; default: the data of the model's own run.", autocompletion=completion.data
+            help="As in `fednh run`; default: the data of the model's own run.", autocompletion=OFFERED["data"]
         ),
     ] = None,
     split: Annotated[

@@ -1,13 +1,15 @@
-"""Arguments and options that several commands have, with what a shell offers behind them.
+"""Arguments and options that several commands have, and what a shell offers behind an option.
 
 Short options such as `--method` come from the table in `fednh.config.options`: a command has a parameter that is
-marked with `Short` and gets the settings that were given, by dotted name.
+marked with `Short` and gets the settings that were given, by dotted name. `fednh --install-completion` lets a shell ask
+for what is `OFFERED`: names from the registries.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -15,41 +17,127 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from fednh.cli import completion
 from fednh.config.options import SHORT_OPTIONS, ShortOption
 from fednh.errors import UserError
 
 Given = dict[str, Any]  # settings by dotted name, those that were given
 
-OFFERED = {  # what a shell offers behind a short option
-    "method": completion.method,
-    "data": completion.data,
-    "partition": completion.partition,
-    "engine": completion.engine,
+# --- what a shell offers ---------------------------------------------------------------------------------------------
+
+Completer = Callable[[str], list[str]]
+
+
+def _offering(names: Callable[[], Iterable[str]], several: bool = False) -> Completer:
+    """A completer that offers the names that begin with what is written; with `several`, behind the last comma.
+
+    A shell asks between two keystrokes: whatever goes wrong, nothing is offered.
+    """
+
+    def offer(incomplete: str) -> list[str]:
+        before, comma, begun = incomplete.rpartition(",") if several else ("", "", incomplete)
+        with suppress(Exception):
+            return [f"{before}{comma}{name}" for name in names() if name.startswith(begun)]
+        return []
+
+    return offer
+
+
+def _methods() -> list[str]:
+    from fednh.methods.registry import listed
+
+    return [name for name, cls in listed() if isinstance(cls, type)]
+
+
+def _partitions() -> Iterable[str]:
+    from fednh.data.partitions import PARTITIONS
+
+    return PARTITIONS
+
+
+def _data() -> list[str]:
+    from fednh.data.published import PUBLISHED
+    from fednh.data.sources.builtin import BUILTIN
+    from fednh.data.sources.registry import SOURCES
+
+    return [*BUILTIN, *PUBLISHED, *(f"{kind}:" for kind in SOURCES)]
+
+
+def _published() -> Iterable[str]:
+    from fednh.data.published import PUBLISHED
+
+    return PUBLISHED
+
+
+def _configs() -> list[str]:
+    from fednh.config import PRESETS
+
+    return [*PRESETS, *sorted(path.name for path in Path().glob("*.toml"))]
+
+
+def _models() -> list[str]:
+    from fednh.models import MODELS
+
+    return [f"model.name={name}" for name in MODELS]
+
+
+def _trackers() -> Iterable[str]:
+    from fednh.callbacks.trackers import TRACKERS
+
+    return TRACKERS
+
+
+def _engines() -> Iterable[str]:
+    from typing import get_args
+
+    from fednh.config import Config
+
+    return get_args(Config.model_fields["engine"].annotation)
+
+
+def _figures() -> list[str]:
+    from fednh.report.figures import FIGURES
+
+    return ["list", "all", *FIGURES]
+
+
+OFFERED = {
+    "config": _offering(_configs),
+    "data": _offering(_data),
+    "engine": _offering(_engines),
+    "figure": _offering(_figures),
+    "method": _offering(_methods),
+    "methods": _offering(lambda: ["all", *_methods()], several=True),
+    "partition": _offering(_partitions),
+    "published": _offering(_published),
+    "setting": _offering(_models),
+    "tracker": _offering(_trackers),
 }
+
+
+# --- options that several commands have ------------------------------------------------------------------------------
 
 ConfigOrPreset = Annotated[
     str | None,
     typer.Argument(
         metavar="[CONFIG-OR-PRESET]",
         help="A TOML file, or a preset; none: digits.",
-        autocompletion=completion.config,
+        autocompletion=OFFERED["config"],
     ),
 ]
 
 
-def set_option(help: str, metavar: str = "KEY=VALUE", offered: completion.Completer | None = None) -> Any:
+def set_option(help: str, metavar: str = "KEY=VALUE", offered: Completer | None = None) -> Any:
     """`--set`, which takes any setting."""
     return typer.Option("--set", metavar=metavar, help=help, autocompletion=offered)
 
 
 RunFolders = Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders of them.")]
 DataDir = Annotated[Path | None, typer.Option(help=SHORT_OPTIONS["data_dir"].help)]
-Setting = Annotated[list[str] | None, set_option("Any setting, e.g. method.rho=0.7.", offered=completion.setting)]
+Setting = Annotated[list[str] | None, set_option("Any setting, e.g. method.rho=0.7.", offered=OFFERED["setting"])]
 Track = Annotated[
     list[str] | None,
     typer.Option(
-        help="Also write to tensorboard, mlflow or wandb (extras). Repeatable.", autocompletion=completion.tracker
+        help="Also write to tensorboard, mlflow or wandb (extras). Repeatable.", autocompletion=OFFERED["tracker"]
     ),
 ]
 Backend = Annotated[
@@ -108,7 +196,7 @@ def with_short_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameter(option: ShortOption) -> inspect.Parameter:
-    offered = completion.methods if option.several and option.name == "method" else OFFERED.get(option.name)
+    offered = OFFERED.get("methods" if option.several and option.name == "method" else option.name)
     kind: Any = str if option.several else option.type
     return inspect.Parameter(
         option.name,

@@ -52,7 +52,7 @@ def run(
 ) -> None:
     """Run one method on one federation, and write a run folder."""
     from fednh.config import load
-    from fednh.runs.names import new_folder
+    from fednh.runs.layout import new_folder
 
     config = load(source, given | set_values(settings))
     _execute(config, out or new_folder(config), track or [], quiet, backend, address)
@@ -134,7 +134,7 @@ def _train(
     stop: threading.Event,
 ) -> None:
     """The run in a locked folder, from where it stands to its end."""
-    from fednh.callbacks.base import CallbackList
+    from fednh.callbacks import CallbackList
     from fednh.callbacks.screen import screen_for
     from fednh.callbacks.trackers import Tracking
     from fednh.federated.setup import build_federation

@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from fednh.cli import completion
 from fednh.cli.app import app, console_for_people
 from fednh.cli.options import (
+    OFFERED,
     Address,
     Backend,
     ConfigOrPreset,
@@ -172,7 +172,7 @@ def sweep(
             "Any setting, one value or several, e.g. method.rho=0.1,0.9 or model.args.hidden=[16,8],[32]. "
             "A hyper-parameter is given to the methods that have it; none has it: an error. Repeatable.",
             metavar="KEY=X,Y",
-            offered=completion.setting,
+            offered=OFFERED["setting"],
         ),
     ] = None,
     others: Annotated[Given, Short("data", "data_dir", "partition", "clients", "participation", "rounds", "epochs")],

@@ -1,15 +1,27 @@
-"""The command that looks at runs while they are under way."""
+"""The command that looks at runs while they are under way: as a table for people, as plain values for scripts."""
 
 from __future__ import annotations
 
 import signal
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fednh.cli.app import app, console_for_people
 from fednh.interrupt import Stop
+from fednh.metric_names import HELD_OUT, TEST_SET
+from fednh.text import duration
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from fednh.runs.run_status import RunState, RunStates
+
+SHOWN = {"train_loss": "loss", **TEST_SET, **HELD_OUT}
+_STYLES = {"running": "bold cyan", "stopped": "yellow", "failed": "bold red", "finished": "green"}
 
 
 @app.command()
@@ -27,18 +39,24 @@ def watch(
 
     It reads run folders and nothing else, so it can be started and ended (Ctrl-C) at any time.
     """
-    from fednh.cli import watch_screen
+    from rich.live import Live
+
     from fednh.runs.run_status import RunStates
 
     runs, console = RunStates(folders), console_for_people()
     if json:
         import json as encoder
 
-        typer.echo(encoder.dumps(watch_screen.plain(runs), indent=2))
+        typer.echo(encoder.dumps([plain(state) for state in runs.look()], indent=2))
     elif once or not console.is_terminal:
-        console.print(watch_screen.table(runs))
+        console.print(overview(runs, console.width))
     else:
-        watch_screen.watch(console, runs, every, _until_stopped())
+        stop = _until_stopped()
+        with Live(overview(runs, console.width), console=console, auto_refresh=False) as live:
+            while not stop.wait(every):
+                live.update(overview(runs, console.width), refresh=True)
+            live.vertical_overflow = "visible"  # longer than the screen: while it is live the end is cut off
+            live.update(overview(runs, console.width), refresh=True)
 
 
 def _until_stopped() -> Stop:
@@ -47,3 +65,59 @@ def _until_stopped() -> Stop:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     return stop
+
+
+def plain(state: RunState) -> dict[str, Any]:
+    """The state of a run as plain values."""
+    return {
+        "run": str(state.path),
+        "state": state.state,
+        "round": state.round,
+        "rounds": state.rounds,
+        "metrics": {key: state.latest(key) for key in SHOWN if state.latest(key) is not None},
+        "seconds_left": state.seconds_left,
+        "seconds_since": state.seconds_since,
+        "seconds_taken": state.seconds_taken,
+        "note": state.note,
+    }
+
+
+def overview(runs: RunStates, width: int) -> Group:
+    """For a terminal of this width: a table of the runs, and below it what is to be said of single ones.
+
+    Metrics that no run has are left out.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    from fednh.report.sheet import Cell, Sheet, number, to_rich, word
+    from fednh.runs.run_status import STATES
+
+    states = runs.look()
+    if not states:
+        return Group(Text(f"no run below {', '.join(map(str, runs.folders))} yet"))
+    counts = Counter(state.state for state in states)
+    headline = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+    metrics = [key for key in SHOWN if any(state.latest(key) is not None for state in states)]
+    sheet = Sheet("runs", headline, ["run", "state", "round", "time", *(SHOWN[key] for key in metrics)])
+    notes = [f"{runs.name(state.path)}: {state.note}" for state in states if state.note]
+    for state in states:
+        rounds = number(state.round, f"{{:.0f}}/{state.rounds}") if state.rounds is not None else number(None)
+        values = [number(state.latest(key), "{:.3f}" if key == "train_loss" else "{:.1f}") for key in metrics]
+        style = Cell(state.state, STATES.index(state.state), style=_STYLES[state.state])
+        sheet.rows.append([word(runs.name(state.path)), style, rounds, Cell(_when(state)), *values])
+    if counts["stopped"] or counts["failed"]:
+        notes.append("A stopped or failed run goes on with: fednh resume RUN")
+    return to_rich(replace(sheet, note="\n".join(notes)), width)
+
+
+def _when(state: RunState) -> str:
+    """Time left of a running one, time taken by a finished one, and how long ago the others did something."""
+    from fednh.report.sheet import DASH
+
+    unknown = "not known yet" if state.state == "running" else DASH
+    seconds, words = {
+        "finished": (state.seconds_taken, "took {}"),
+        "running": (state.seconds_left, "{} left"),
+    }.get(state.state, (state.seconds_since, "{} ago"))
+    return unknown if seconds is None else words.format(duration(seconds))

@@ -25,11 +25,9 @@ from fednh.data import partitions as kinds
 from fednh.data.dataset import Dataset
 from fednh.errors import UserError, did_you_mean
 from fednh.federated.setup import build_federation, load_data
-from fednh.io.files import write_bytes
-from fednh.io.lock import exclusive
+from fednh.io.files import exclusive, write_bytes
 from fednh.methods.registry import hyper_parameters
-from fednh.runs.layout import SweepLayout
-from fednh.runs.names import run_name, unlike
+from fednh.runs.layout import SweepLayout, run_name, unlike
 from fednh.runs.run_folder import RunFolder
 
 _IN_NAME = (  # a run's name has these anyway

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fednh.callbacks.base import Callback
+from fednh.callbacks import Callback
 from fednh.config import Config
 from fednh.errors import Interrupted, RunError
 from fednh.federated import checks

@@ -23,7 +23,7 @@ import torch
 from flwr.app import ArrayRecord, Context, MessageType
 from flwr.serverapp import Grid, ServerApp
 
-from fednh.callbacks.base import Callback
+from fednh.callbacks import Callback
 from fednh.callbacks.screen import metric_words
 from fednh.config import Config, dump
 from fednh.errors import UserError

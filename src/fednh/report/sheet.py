@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from numpy.typing import NDArray
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +19,8 @@ from fednh.report.stats import Spread
 from fednh.text import size as bytes_text
 
 DASH = "–"
+_PLACES = {0: "", 1: "bold", 2: "underline"}  # on a terminal
+_NARROWEST = 8  # characters of a column of words that makes room for others
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Cell:
     text: str
     value: float | str | None = None
     place: int = 0
+    style: str = ""  # on a terminal, instead of that of its rank
 
 
 @dataclass(frozen=True)
@@ -127,45 +130,58 @@ _LATEX = {
 }
 
 
-class Titled(Table):
-    """A table whose title and note are as wide as the terminal, however narrow its columns are."""
+def to_rich(sheet: Sheet, width: int) -> Group:
+    """For a terminal of this width: the best bold, the second underlined. Nothing is cut off, and no number broken.
 
-    above, below = Text(), Text()
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self.above
-        yield from super().__rich_console__(console, options)
-        if self.below:
-            yield self.below
-
-
-def to_rich(sheet: Sheet, width: int) -> Titled:
-    """For a terminal of this width: the best bold, the second underlined. Text is wrapped, never cut off."""
-    table = Titled(pad_edge=False)
-    table.above, table.below = Text(sheet.title, "table.title"), Text(sheet.note, "table.caption")
-    for name, left, wide in zip(sheet.columns, _left(sheet), _widths(sheet, width), strict=True):
-        table.add_column(escape(name), justify="left" if left else "right", overflow="fold", width=wide)
-    style = {0: "", 1: "bold", 2: "underline"}
-    for row in sheet.rows:
-        table.add_row(*(f"[{style[c.place]}]{escape(c.text)}[/]" if c.place else escape(c.text) for c in row))
-    return table
+    Columns that do not fit go on in another table below, which repeats the words at the beginning of every row.
+    """
+    parts: list[RenderableType] = [Text(sheet.title, "table.title")]
+    left = _left(sheet)
+    for columns in _fitted(sheet, width):
+        table = Table(pad_edge=False)
+        for at, wide in columns.items():
+            justify: JustifyMethod = "left" if left[at] else "right"
+            table.add_column(escape(sheet.columns[at]), justify=justify, overflow="fold", width=wide)
+        for row in sheet.rows:
+            table.add_row(*(Text(row[at].text, row[at].style or _PLACES[row[at].place]) for at in columns))
+        parts.append(table)
+    return Group(*parts, *([Text(sheet.note, "table.caption")] if sheet.note else []))
 
 
-def _widths(sheet: Sheet, width: int) -> Sequence[int | None]:
-    """The width of each column: numbers and words are not broken if there is room, sentences and headings may be."""
+def _fitted(sheet: Sheet, width: int) -> list[dict[int, int]]:
+    """The columns of each table, with their widths: numbers and words stay whole if there is room, sentences need not.
+
+    Words at the beginning of a row may have to make room for the widest other column.
+    """
     least, full = [], []
     for at, (name, words) in enumerate(zip(sheet.columns, _left(sheet), strict=True)):
         texts = [row[at].text for row in sheet.rows]
         whole = [*name.split(), *(" ".join(texts).split() if words else texts)]
         least.append(max(map(len, whole)))
         full.append(max(map(len, [name, *texts])))
-    left = width - (3 * len(least) - 1) - sum(least)  # the width left after borders and padding
-    if left < 0:
-        return [None] * len(least)  # rich folds what does not fit
-    for _ in range(min(left, sum(full) - sum(least))):
-        neediest = max(range(len(least)), key=lambda at: full[at] - least[at])
-        least[neediest] += 1
-    return least
+    keys = list(range(max(1, _left(sheet).index(False) if False in _left(sheet) else 1)))
+    others = range(len(keys), len(least))
+    room = _room(width, len(keys) + bool(others)) - max((least[at] for at in others), default=0)
+    while sum(least[at] for at in keys) > room and max(least[at] for at in keys) > _NARROWEST:
+        least[max(keys, key=lambda at: least[at])] -= 1
+    tables = [list(keys)]
+    for at in others:
+        if len(tables[-1]) > len(keys) and sum(least[k] for k in (*tables[-1], at)) > _room(width, len(tables[-1]) + 1):
+            tables.append(list(keys))
+        tables[-1].append(at)
+    return [_widened({at: least[at] for at in columns}, full, _room(width, len(columns))) for columns in tables]
+
+
+def _room(width: int, columns: int) -> int:
+    """What a terminal's width leaves for the text of so many columns, beside borders and padding."""
+    return width - (3 * columns - 1)
+
+
+def _widened(widths: dict[int, int], full: Sequence[int], room: int) -> dict[int, int]:
+    """Widths that use the room that is left, the neediest column first."""
+    for _ in range(min(room - sum(widths.values()), sum(full[at] - wide for at, wide in widths.items()))):
+        widths[max(widths, key=lambda at: full[at] - widths[at])] += 1
+    return widths
 
 
 def to_markdown(sheet: Sheet) -> str:

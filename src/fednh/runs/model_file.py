@@ -26,7 +26,7 @@ from fednh.errors import UserError
 from fednh.io.files import read_tree, write_bytes, write_tree
 from fednh.methods import Method
 from fednh.models import Net, build_net
-from fednh.runs.names import run_name
+from fednh.runs.layout import run_name
 from fednh.tree import Tree
 
 # --- predictions for held-out samples -------------------------------------------------------------------------------

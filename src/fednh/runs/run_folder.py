@@ -25,8 +25,7 @@ from typing import Any, SupportsIndex
 import fednh
 from fednh.config import Config, dump, validate
 from fednh.errors import Interrupted, RunError, UserError, nearest
-from fednh.io.files import sync_below, sync_path, write_bytes, write_json
-from fednh.io.lock import exclusive
+from fednh.io.files import exclusive, sync_below, sync_path, write_bytes, write_json
 from fednh.machine import cores
 from fednh.metric_names import PM_L, TEST_SET, std_of
 from fednh.models import native

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fednh.errors import UserError
-from fednh.io.lock import at_work, holder
+from fednh.io.files import at_work, holder
 from fednh.runs.layout import RunLayout, SweepLayout
 from fednh.text import one_line
 

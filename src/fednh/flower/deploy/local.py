@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import tomli_w
 
-from fednh.callbacks.base import Callback
+from fednh.callbacks import Callback
 from fednh.config import Config
 from fednh.errors import RunError, UserError
 from fednh.flower import layout
