@@ -20,7 +20,7 @@ from fednh.config.options import SHORT_OPTIONS
 from fednh.data.dataset import Dataset
 from fednh.data.sources.memory import is_given
 from fednh.data.sources.registry import taken
-from fednh.errors import Interrupted, Notice, Refused, RunError, UserError
+from fednh.errors import ConfigError, Interrupted, Notice, Refused, RunError, UserError
 from fednh.extras import import_path
 from fednh.federated.setup import build_federation, fingerprint_of
 from fednh.inference.model import Model, load_model
@@ -138,7 +138,7 @@ def _method_settings(method: Any) -> dict[str, Any]:
     if not isinstance(method, type):
         return {"method": method}
     if not issubclass(method, Method):
-        raise UserError(f"method = {method.__name__} does not derive from fednh.Method")
+        raise ConfigError(f"method = {method.__name__} does not derive from fednh.Method")
     known = next((name for name, each in METHODS.items() if each is method), None)
     return {"method": known or import_path(method, "method")}
 
@@ -147,14 +147,14 @@ def _model_settings(model: Any) -> dict[str, Any]:
     """The settings that choose a model given as a name or a class."""
     if isinstance(model, nn.Module):
         name = type(model).__name__
-        raise UserError(
+        raise ConfigError(
             f"model = a {name} that exists already: every client makes its own, so give the class (model={name}) and "
             f"its arguments as model__args={{...}}; model__weights starts from saved weights"
         )
     if not isinstance(model, type):
         return {"model": model}
     if not issubclass(model, nn.Module):
-        raise UserError(f"model = {model.__name__} does not derive from torch.nn.Module")
+        raise ConfigError(f"model = {model.__name__} does not derive from torch.nn.Module")
     return {"model__name": import_path(model, "model")}
 
 
@@ -195,7 +195,7 @@ def _run(
     make = run_maker(backend, address)
     for each in callbacks:
         if not isinstance(each, Callback):
-            raise UserError(f"callbacks has a {type(each).__name__}, which does not derive from fednh.Callback")
+            raise ConfigError(f"callbacks has a {type(each).__name__}, which does not derive from fednh.Callback")
     if samples is not None and folder.started:  # also where it is finished: its result is that of its own data
         fingerprint.check_data(folder.path, fingerprint_of(settings, samples))
     with folder.opened(settings, backend, extend=extend) as unfinished:
@@ -224,7 +224,7 @@ def load_run(path: str | Path) -> Result:
 def _with_data(config: Any, data: Any, overrides: Mapping[str, Any]) -> tuple[Config, Dataset | None]:
     """The settings, and the samples where a program gives them."""
     if is_given(config) and not isinstance(config, Mapping | Config):
-        raise UserError(f"config is of the type {type(config).__name__}; if these are the data, write data=")
+        raise ConfigError(f"config is of the type {type(config).__name__}; if these are the data, write data=")
     if not is_given(data):
         return _settings(config, overrides if data is None else {**overrides, "data": data}), None
     settings = _settings(config, {**overrides, "data__name": "memory:given"})

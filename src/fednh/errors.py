@@ -7,7 +7,9 @@ from difflib import get_close_matches
 
 
 class UserError(Exception):
-    """What was wrong, where, and what to do about it. The command line prints it and exits with 2."""
+    """What was wrong, where, and what to do about it. The command line prints it and exits with `exit_code`."""
+
+    exit_code = 2
 
 
 class ConfigError(UserError):
@@ -30,8 +32,10 @@ class Notice(UserWarning):
     """A choice was made for the user, who can override it."""
 
 
-class RunError(Exception):
-    """A run cannot continue: what happened, at which client and when. Earlier rounds are saved. Exit code 1."""
+class RunError(UserError):
+    """A run cannot continue: what happened, at which client and when. Earlier rounds are saved."""
+
+    exit_code = 1
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar
 
-from fednh.errors import UserError
+from fednh.errors import ConfigError, UserError
 
 # --- optional packages ----------------------------------------------------------------------------------------------
 
@@ -44,7 +44,7 @@ def installed(extra: str) -> bool:
 
 
 def need(extra: str, what: str) -> None:
-    """Refuse `what` ("a figure", "--track mlflow") where the extra is not installed."""
+    """Refuse `what` ("a figure", "tracker mlflow") where the extra is not installed."""
     if not installed(extra):
         raise UserError(f"{what} needs the extra `{extra}`: pip install 'fednh[{extra}]'")
 
@@ -64,7 +64,7 @@ T = TypeVar("T")
 def imported(path: str, setting: str) -> Any:
     """The object at `package.module:name`. The current folder is on the import path.
 
-    Importing runs the module's code; whatever it raises becomes a one-sentence UserError.
+    Importing runs the module's code; whatever it raises becomes a one-sentence ConfigError.
     """
     module, _, name = path.partition(":")
     here = str(Path.cwd())
@@ -74,48 +74,48 @@ def imported(path: str, setting: str) -> Any:
         return attrgetter(name)(importlib.import_module(module))
     except Exception as error:  # a syntax error, a missing package, a file that is not there
         if module == "__main__":
-            raise UserError(
+            raise ConfigError(
                 f"{setting} = {path!r} was defined in the program or notebook that started the run; continue there, or "
                 f"move the class into a module"
             ) from error
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
-        raise UserError(f"{setting} = {path!r} cannot be imported: {kind}{error}") from error
+        raise ConfigError(f"{setting} = {path!r} cannot be imported: {kind}{error}") from error
 
 
 def import_path(found: type, what: str) -> str:
-    """The path by which `imported` finds a class again; UserError for one that has none."""
+    """The path by which `imported` finds a class again; ConfigError for one that has none."""
     path = f"{found.__module__}:{found.__qualname__}"
     if "<locals>" in path:
-        raise UserError(
+        raise ConfigError(
             f"{what} = {found.__name__} is defined inside a function, where a run cannot find it again; define the "
             f"class at the top of a module or in a notebook cell of its own"
         )
     if imported(path, what) is not found:
-        raise UserError(f"{what} = {found.__name__} is no longer what {path} stands for; give the newest definition")
+        raise ConfigError(f"{what} = {found.__name__} is no longer what {path} stands for; give the newest definition")
     return path
 
 
 def imported_class(path: str, setting: str, base: type[T]) -> type[T]:
-    """The class at `path`, which must derive from `base`; anything else is a UserError."""
+    """The class at `path`, which must derive from `base`; anything else is a ConfigError."""
     found = imported(path, setting)
     if not isinstance(found, type) or not issubclass(found, base):
         kind = found.__name__ if isinstance(found, type) else type(found).__name__
-        raise UserError(
+        raise ConfigError(
             f"{setting} = {path!r} is not a class that can be used: {kind} does not derive from {base.__name__}"
         )
     return found
 
 
 def imported_function(path: str, setting: str) -> Callable[[], Any]:
-    """The Python function at `path`, which must need no arguments; anything else is a UserError."""
+    """The Python function at `path`, which must need no arguments; anything else is a ConfigError."""
     found = imported(path, setting)
     inner = inspect.unwrap(found.func if isinstance(found, functools.partial) else found)
     if not isinstance(inner, FunctionType):
         kind = "a class" if isinstance(found, type) else type(found).__name__
-        raise UserError(f"{setting} = {path!r} is not a Python function but {kind}; it is not called")
+        raise ConfigError(f"{setting} = {path!r} is not a Python function but {kind}; it is not called")
     try:
         inspect.signature(found).bind()
     except TypeError as error:
-        raise UserError(f"{setting} = {path!r} cannot be called without arguments: {error}") from None
+        raise ConfigError(f"{setting} = {path!r} cannot be called without arguments: {error}") from None
     function: Callable[[], Any] = found
     return function

@@ -19,7 +19,7 @@ from functools import cache
 import psutil
 import torch
 
-from fednh.errors import UserError
+from fednh.errors import ConfigError
 
 # --- device, precision, cores ---------------------------------------------------------------------------------------
 
@@ -47,7 +47,7 @@ if not all(bool(p.grad.isfinite().all()) for p in body.parameters()):
 
 
 def check_machine(device: str, precision: str) -> None:
-    """Raise a UserError if the device or the precision cannot be used here."""
+    """Raise a ConfigError if the device or the precision cannot be used here."""
     check_device(device)
     if precision == "bf16":
         check_bf16(device)
@@ -58,7 +58,7 @@ def check_device(device: str) -> None:
         float(torch.zeros(1, device=device).add_(1))
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"device = {device!r} cannot be used here: {reason}") from error
+        raise ConfigError(f"device = {device!r} cannot be used here: {reason}") from error
 
 
 def check_bf16(device: str = "cpu", trial: str = TRIAL, seconds: float = SECONDS) -> None:
@@ -67,7 +67,7 @@ def check_bf16(device: str = "cpu", trial: str = TRIAL, seconds: float = SECONDS
     The result is cached: one trial per process.
     """
     if reason := _outcome(device, trial, seconds):
-        raise UserError(
+        raise ConfigError(
             f"precision = 'bf16' cannot be used on this machine: a trial of it in a process of its own {reason}; "
             f"use precision = 'float32'"
         )

@@ -181,7 +181,7 @@ def test_a_tracker_that_cannot_start_warns_once_and_the_run_goes_on(tmp_path: Pa
         app, [*words, "--set", "checkpoint.every=1", "--track", "tensorboard"], catch_exceptions=False
     )
     assert result.exit_code == 0
-    assert result.output.count("--track tensorboard stopped working") == 1
+    assert result.output.count("tracker tensorboard stopped working") == 1
     assert (run / "summary.json").exists()
 
 

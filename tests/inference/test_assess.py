@@ -97,8 +97,8 @@ def test_no_test_samples(finished: dict[str, Path], tmp_path: Path) -> None:
     args = ["evaluate", str(finished["fednh"]), "--data", f"npz:{tmp_path}/site.npz"]
     ended = command(args, tmp_path / "io")
     assert ended.code == 2
-    assert "has no test samples; give --data that the model was not trained on" in ended.stderr
-    assert "--split train" not in ended.stderr
+    assert "has no test samples; give data that the model was not trained on" in ended.stderr
+    assert "split = train" not in ended.stderr
     ended = command([*args, "--split", "all"], tmp_path / "io")
     assert (ended.code, ended.stderr) == (0, "")
 

@@ -129,7 +129,7 @@ def test_the_command_warns(here: Path, tmp_path: Path) -> None:
     told = [line for line in ended.stderr.splitlines() if "warning" in line]
     assert told == ["fednh: warning: the model was trained on 96 of these 120 samples, so the metrics are too good"]
     ended = command([*args, "test"], tmp_path / "io")
-    assert (ended.code, "--split train" in ended.stderr) == (2, False)
+    assert (ended.code, "split = train" in ended.stderr) == (2, False)
 
 
 def test_changed_data_are_refused_or_told(here: Path) -> None:
@@ -150,9 +150,9 @@ def test_changed_data_are_refused_or_told(here: Path) -> None:
 def test_a_model_without_its_run(here: Path, tmp_path: Path) -> None:
     file = shutil.copy(here / "mixed" / "models" / "global.safetensors", tmp_path)
     card = fednh.load_model(file).card
-    with pytest.raises(UserError, match=r"is not in a run folder.*give --data"):
+    with pytest.raises(UserError, match=r"is not in a run folder.*give data"):
         select_eval_samples(card, Path(file), None, None)
-    with pytest.raises(UserError, match="--split held needs the data of the model's own run, in its run folder"):
+    with pytest.raises(UserError, match="split = held needs the data of the model's own run, in its run folder"):
         select_eval_samples(card, Path(file), f"csv:{here}/rows.csv", "held")
     found = select_eval_samples(card, Path(file), f"csv:{here}/rows.csv", "all")
     assert "may have been trained on these samples (a model file alone does not say)" in str(found.warning)
@@ -172,7 +172,7 @@ def test_an_edited_config_is_refused(here: Path, tmp_path: Path) -> None:
 def test_a_run_without_a_fingerprint_does_not_say_what_it_was_trained_on(here: Path, tmp_path: Path) -> None:
     run = shutil.copytree(here / "mixed", tmp_path / "run")
     (run / "fingerprint.json").unlink()
-    with pytest.raises(UserError, match=r"has no fingerprint\.json.*or measure on what they are now, with --split"):
+    with pytest.raises(UserError, match=r"has no fingerprint\.json.*or measure on what they are now, by split"):
         chosen(run)
     assert "may have been trained on these samples" in str(chosen(run, split="all").warning)
 
@@ -180,7 +180,7 @@ def test_a_run_without_a_fingerprint_does_not_say_what_it_was_trained_on(here: P
 def test_a_source_of_several_sites_is_personalised_for_one(here: Path, tmp_path: Path) -> None:
     source = f"csv:{here}/rows.csv"
     with pytest.raises(
-        UserError, match=r"holds 3 sites \(a, b, c\), but a personal model is for one: choose it with --s"
+        UserError, match=r"holds 3 sites \(a, b, c\), but a personal model is for one: choose it by site"
     ):
         personalize(here / "sites", source)
     with pytest.raises(UserError, match="has no site 'z'; it has a, b, c"):

@@ -105,7 +105,7 @@ def test_what_cannot_be_predicted(photos: Path, finished: dict[str, Path], tmp_p
         ([avg, str(photos), "--reject", "auto"], "fedavg has no cosines"),
         ([fednh_, str(photos), "--reject", "much"], "should be a cosine"),
         ([str(photos / "a.png"), str(photos)], "is not a model saved by fednh"),
-        ([str(finished["local"]), str(photos)], "pick a client's with --client"),
+        ([str(finished["local"]), str(photos)], "pick a client's by client = "),
     ):
         out = tmp_path / "out.csv"
         ended = command(["predict", *args, "-o", str(out)], tmp_path / "io")

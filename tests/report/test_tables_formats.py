@@ -148,7 +148,7 @@ def test_short(folder: Path) -> None:
 
 
 def test_reference_that_is_not_there(folder: Path) -> None:
-    with pytest.raises(UserError, match="--reference 'ditto' is in none of the runs"):
+    with pytest.raises(UserError, match="reference = 'ditto' is in none of the runs"):
         CliRunner().invoke(app, ["table", str(folder), "--reference", "ditto"], catch_exceptions=False)
 
 

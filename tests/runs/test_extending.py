@@ -86,11 +86,11 @@ def test_what_cannot_be_extended_is_told_and_stays_as_it_was(three: Path, tmp_pa
     ended = command(["resume", str(three), "--rounds", "2"], tmp_path / "io")
     assert ended.code == 2
     assert ended.stderr.strip().splitlines()[-1] == (
-        f"fednh: {three} has done 3 rounds, so it cannot end after 2; give more with --rounds"
+        f"fednh: {three} has done 3 rounds, so it cannot end after 2; give more rounds"
     )
     with pytest.raises(UserError, match="rounds = 0 should be greater than or equal to 1"):
         fednh.resume(three, rounds=0)
-    with pytest.raises(UserError, match=r"go on with it: fednh resume \S+ --rounds 6, or choose another --out"):
+    with pytest.raises(UserError, match=r"go on with it: fednh resume \S+ --rounds 6, or choose another folder"):
         fednh.run(three / "config.toml", out=three, rounds=6)
     for gone in ("clients", "checkpoints"):
         shutil.rmtree(three / gone)

@@ -190,7 +190,7 @@ def test_other_settings_are_named_with_both_values(whole: Path) -> None:
         )
     told = str(caught.value)
     assert "(data.label is not set there and 'label' here, method.name is 'fedper' there and 'fedavg' here" in told
-    assert "rounds is 3 there and 9 here and 2 more); choose another --out" in told
+    assert "rounds is 3 there and 9 here and 2 more); choose another folder" in told
 
 
 @pytest.mark.parametrize("how", ["python", "command"])

@@ -343,7 +343,7 @@ def test_a_folder_that_cannot_be_written(below: str, closed: Path, tmp_path: Pat
     ended = fednh(command("fednh", closed / below / "r"), tmp_path / "io")
     assert ended.code == 2, ended.stderr
     assert "cannot be written: " in ended.stderr
-    assert ended.stderr.strip().endswith("choose another --out")
+    assert ended.stderr.strip().endswith("choose another folder")
     assert list(closed.iterdir()) == []
 
 

@@ -17,8 +17,8 @@ def test_who_comes_second_is_told_who_is_there(tmp_path: Path) -> None:
     with exclusive(folder, file):
         holder = file.read_text()
         assert holder.startswith(f"process {os.getpid()} on {socket.gethostname()} (")
-        for option, advice in (("--out", "; wait for it or choose another --out"), ("", "; wait for it")):
-            with pytest.raises(UserError) as told, exclusive(folder, file, option):
+        for movable, advice in ((True, "; wait for it or choose another folder"), (False, "; wait for it")):
+            with pytest.raises(UserError) as told, exclusive(folder, file, movable):
                 raise AssertionError("two at once")
             assert str(told.value) == f"{folder} is in use by {holder}{advice}"
         assert file.read_text() == holder
@@ -58,7 +58,7 @@ def test_the_lock_of_a_killed_process_is_none(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
-        pytest.raises(UserError, match=r"file cannot be written: .*; choose another --out$"),
+        pytest.raises(UserError, match=r"file cannot be written: .*; choose another folder$"),
         exclusive(tmp_path / "file", tmp_path / "file/.lock"),
     ):
         pass

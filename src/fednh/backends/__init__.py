@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from fednh import extras
-from fednh.errors import UserError, did_you_mean
+from fednh.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from fednh.callbacks import Callback
@@ -35,10 +35,10 @@ class RunMaker(Protocol):
 def run_maker(backend: str, address: str | None = None) -> RunMaker:
     """The backend called so: threads of this process, or a Ray cluster; what cannot be is refused at once."""
     if backend not in BACKENDS:
-        raise UserError(f"the backend {backend!r} is not known{did_you_mean(backend, BACKENDS)}")
+        raise ConfigError(f"the backend {backend!r} is not known{did_you_mean(backend, BACKENDS)}")
     if backend == "simulator":
         if address is not None:
-            raise UserError(f"the address {address} is a Ray cluster's; choose the backend ray")
+            raise ConfigError(f"the address {address} is a Ray cluster's; choose the backend ray")
         from fednh.backends import threads
 
         return threads.make_run

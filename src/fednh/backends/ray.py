@@ -79,7 +79,7 @@ def check_address(address: str | None) -> None:
     """Refuse at once what cannot work."""
     if address and "://" in address:
         raise UserError(
-            f"--address {address} is for Ray's client; run fednh on a machine of the cluster and give HOST:PORT"
+            f"address = {address} is for Ray's client; run fednh on a machine of the cluster and give HOST:PORT"
         )
 
 

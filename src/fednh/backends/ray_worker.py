@@ -31,7 +31,7 @@ from fednh import machine
 from fednh.backends.tasks import ClientBatch, ClientTask, SimulatedData
 from fednh.data.batches import Samples
 from fednh.data.partitions import Indices
-from fednh.errors import RunError, UserError
+from fednh.errors import UserError
 from fednh.federated.client import ClientResult
 from fednh.runs.run_folder import cpu
 
@@ -185,6 +185,6 @@ def _sendable(result: Any) -> Any:
 
 
 def _sentence(error: Exception) -> str:
-    if isinstance(error, RunError | UserError):
+    if isinstance(error, UserError):
         return str(error)
     return f"on {socket.gethostname()}: {type(error).__name__}: {error}"

@@ -26,7 +26,7 @@ from torch.func import vmap
 from fednh.config import Config
 from fednh.data.batches import EVAL_BATCH, ClientData, Samples, blank_samples, drawn_number
 from fednh.data.partitions import Indices
-from fednh.errors import UserError
+from fednh.errors import ConfigError
 from fednh.federated.client import ClientResult
 from fednh.federated.setup import Federation
 from fednh.methods.base import Method
@@ -348,7 +348,7 @@ def choose_engine(
     if not expected:
         fault = _does_not_map(fed, server)
     if config.engine == "vmap" and (expected or fault):
-        raise UserError(f"engine = 'vmap' cannot be used: {expected or fault}; use engine = 'loop'")
+        raise ConfigError(f"engine = 'vmap' cannot be used: {expected or fault}; use engine = 'loop'")
     if fault:
         note(f"clients are computed one by one: {fault}")
     return "loop" if expected or fault else "vmap"

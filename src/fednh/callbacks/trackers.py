@@ -151,8 +151,8 @@ def check(names: Sequence[str]) -> None:
     """Refuse a tracker that is not known or not installed."""
     for name in names:
         if name not in TRACKERS:
-            raise UserError(f"--track {name!r} is not known{did_you_mean(name, TRACKERS)}")
-        extras.need(name, f"--track {name}")
+            raise UserError(f"tracker {name!r} is not known{did_you_mean(name, TRACKERS)}")
+        extras.need(name, f"tracker {name}")
 
 
 class Tracking(Callback):
@@ -188,7 +188,7 @@ class Tracking(Callback):
         except Exception as error:  # whatever a tracker, its data base or its network may raise
             self._open.pop(name, None)
             what = str(error).strip().partition("\n")[0] or type(error).__name__
-            self.note(f"--track {name} stopped working and is left out from now on: {what}")
+            self.note(f"tracker {name} stopped working and is left out from now on: {what}")
 
 
 def _quoted(path: Path) -> str:

@@ -16,21 +16,19 @@ import typer
 
 from fednh.cli import about, federation, figures, inspect, models, run, sweep, tables, watch
 from fednh.cli.app import app
-from fednh.errors import Ignored, Notice, RunError, UserError
+from fednh.errors import Ignored, Notice, UserError
 
 __all__ = ["about", "app", "federation", "figures", "inspect", "main", "models", "run", "sweep", "tables", "watch"]
 
 
 def main() -> None:
-    """Entry point: a UserError is one sentence on stderr and exit code 2; what is not foreseen names itself."""
+    """Entry point: a UserError is one sentence on stderr and its exit code; what is not foreseen names itself."""
     _print_warnings()
     _print_interrupt()
     try:
         sys.exit(app(standalone_mode=False))
     except UserError as error:
-        _fail(str(error), 2)
-    except RunError as error:
-        _fail(str(error), 1)
+        _fail(str(error), error.exit_code)
     except OSError as error:
         _fail(f"{error.filename or 'the file system'}: {error.strerror or error}; what was saved before is intact", 2)
     except MemoryError:

@@ -208,7 +208,7 @@ def only_one(folder: Path) -> AbstractContextManager[None]:
     from fednh.flower.layout import FederationFolder
     from fednh.io.files import exclusive
 
-    return exclusive(folder, FederationFolder(folder).home.lock_file, option="")
+    return exclusive(folder, FederationFolder(folder).home.lock_file, movable=False)
 
 
 def need_extra() -> None:

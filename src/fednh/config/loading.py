@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from fednh.config.schema import DEFAULT_METHOD, WRITTEN, Config, build_method, explain
 from fednh.data.sources.folder import is_group_file
 from fednh.data.sources.registry import absolute
-from fednh.errors import Ignored, UserError, did_you_mean
+from fednh.errors import ConfigError, Ignored, UserError, did_you_mean
 from fednh.io.files import expanded
 
 PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet", "pfllib")
@@ -49,12 +49,12 @@ def _of_the_method(tree: dict[str, Any], where: str) -> None:
     """
     tables, chosen = tree.pop("methods", {}), tree.setdefault("method", {})
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
-        raise UserError(f"{where}methods should have tables, [methods.fedrod] for example")
+        raise ConfigError(f"{where}methods should have tables, [methods.fedrod] for example")
     for name, table in tables.items():  # all are checked: a wrong word is told in every run
         try:
             build_method({**table, "name": name})
         except UserError as error:
-            raise UserError(f"{where}[methods.{name}]: {error}") from error
+            raise ConfigError(f"{where}[methods.{name}]: {error}") from error
     if isinstance(chosen, dict) and (name := str(chosen.get("name", DEFAULT_METHOD))) in tables:
         tree["method"] = {**tables[name], "name": name, **chosen}
 
@@ -95,9 +95,9 @@ def validate(tree: Mapping[str, Any], where: str = "", written: bool = False) ->
     try:
         return Config.model_validate(tree, context=WRITTEN if written else None)
     except ValidationError as error:
-        raise UserError(where + explain(error)) from error
+        raise ConfigError(where + explain(error)) from error
     except UserError as error:
-        raise UserError(where + str(error)) from error
+        raise ConfigError(where + str(error)) from error
 
 
 def dump(config: Config) -> str:
@@ -112,15 +112,15 @@ def _preset(name: str) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.exists() and path.suffix != ".toml":
-        raise UserError(f"{str(path)!r} is neither a preset nor a TOML file{did_you_mean(str(path), PRESETS)}")
+        raise ConfigError(f"{str(path)!r} is neither a preset nor a TOML file{did_you_mean(str(path), PRESETS)}")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not a TOML file: it is not UTF-8 text") from error
+        raise ConfigError(f"{path} is not a TOML file: it is not UTF-8 text") from error
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not valid TOML: {error}") from error
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -129,7 +129,7 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise UserError(f"{key}: {section} is a value, not a section")
+            raise ConfigError(f"{key}: {section} is a value, not a section")
     if key in FRESH and tree.get("name") != value:
         tree.clear()
     tree[last] = value

@@ -27,7 +27,7 @@ from fednh.config import options
 from fednh.data import partitions
 from fednh.data.partitions import PARTITIONS, Partition
 from fednh.data.sources import registry
-from fednh.errors import Ignored, UserError, did_you_mean
+from fednh.errors import ConfigError, Ignored, did_you_mean
 from fednh.methods import METHODS, Method
 from fednh.methods.fit import Sgd
 from fednh.methods.losses import SMOOTHING
@@ -280,7 +280,7 @@ def build_method(section: Mapping[str, Any]) -> Method:
         owners = [other for other in METHODS if key in hyper_parameters(other)]
         if not owners:
             takes = did_you_mean(key, known) if known else "; it takes none"
-            raise UserError(f"method.{key} is not a hyper-parameter of {name}{takes}")
+            raise ConfigError(f"method.{key} is not a hyper-parameter of {name}{takes}")
         # One command line for several methods is useful; a word that no method knows is a typing error.
         warnings.warn(
             f"method.{key} is a setting of {', '.join(owners)}, not of {name}: ignored", Ignored, stacklevel=2
@@ -289,11 +289,11 @@ def build_method(section: Mapping[str, Any]) -> Method:
     try:
         return TypeAdapter(found).validate_python(fields, strict=False)
     except ValidationError as error:
-        raise UserError(explain(error, "method.")) from error
+        raise ConfigError(explain(error, "method.")) from error
     except PydanticSchemaGenerationError as error:
-        raise UserError(f"method.name = {name!r}: a hyper-parameter has a type that no setting can have") from error
+        raise ConfigError(f"method.name = {name!r}: a hyper-parameter has a type that no setting can have") from error
     except Exception as error:  # anything that a user's method raises when it is created
-        raise UserError(f"method.name = {name!r} cannot be made: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"method.name = {name!r} cannot be made: {type(error).__name__}: {error}") from error
 
 
 def explain(error: ValidationError, prefix: str = "") -> str:

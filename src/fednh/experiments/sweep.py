@@ -119,7 +119,7 @@ def check(plan: Sequence[Planned]) -> None:
     """Find what would stop a run before the first one starts: its folder, data, partition, model or device."""
     for run in plan:
         if run.folder.path.parent.is_file():
-            raise UserError(f"{run.folder.path.parent} is a file, not a folder; choose another --out")
+            raise UserError(f"{run.folder.path.parent} is a file, not a folder; choose another folder")
         run.folder.check(run.config)
     pending = [run.config for run in plan if not run.folder.finished]
     loaded: dict[str, Dataset] = {}
@@ -158,7 +158,7 @@ def locked(out: Path) -> Iterator[None]:
     """Hold a sweep's folder: two sweeps in it would start the same runs twice. The lock of a dead process is none."""
     sweep, made = SweepLayout(out), not out.exists()
     if out.is_file():
-        raise UserError(f"{out} is a file, not a folder; choose another --out")
+        raise UserError(f"{out} is a file, not a folder; choose another folder")
     try:
         with exclusive(out, sweep.lock_file):
             yield

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from fednh.data.batches import ClientData, blank_samples
-from fednh.errors import RunError, UserError
+from fednh.errors import ConfigError, RunError
 from fednh.federated.client import ClientResult
 from fednh.methods.base import Method
 from fednh.methods.losses import BatchLoss, Loss
@@ -170,7 +170,9 @@ def check_personal(model: str, method: Method, name: str, initial: Tree) -> None
         sent = None
     if whole is None or sent is None or sent.keys() != whole.keys() or method.recorded:
         why = "has no global model" if whole is None else "does not send all of its global model to clients"
-        raise UserError(f"personal.model = 'global' is not supported by method {name}, which {why}; leave it at 'own'")
+        raise ConfigError(
+            f"personal.model = 'global' is not supported by method {name}, which {why}; leave it at 'own'"
+        )
 
 
 class _NoOpFit:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fednh.config import Config
-from fednh.errors import UserError
+from fednh.errors import ConfigError, UserError
 from fednh.federated import checks, evaluate
 from fednh.federated.aggregate import split_overrides
 from fednh.federated.executor import Executor
@@ -84,14 +84,13 @@ def _newest_checkpoint(
 def _check_end(config: Config, folder: RunFolder, executor: Executor, progress: Progress) -> None:
     """Refuse an end that the run has passed, and weights that sites would choose for themselves."""
     if not executor.policy.trusts_counts and config.aggregator == "weighted_mean":
-        raise UserError(
+        raise ConfigError(
             "aggregator = 'weighted_mean' weighs sites by numbers of samples, which they report themselves and may "
             "keep to themselves; use 'mean' in a deployment"
         )
     if progress.closed >= config.rounds:
         raise UserError(
-            f"{folder.path} has done {progress.round} rounds, so it cannot end after {config.rounds}; "
-            f"give more with --rounds"
+            f"{folder.path} has done {progress.round} rounds, so it cannot end after {config.rounds}; give more rounds"
         )
 
 

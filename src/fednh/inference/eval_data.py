@@ -185,7 +185,7 @@ def select_eval_samples(
     training = None if run is None else Training(run)
     if source is None:
         if training is None:
-            raise UserError(f"{path} is not in a run folder, which would say what the data are; give --data")
+            raise UserError(f"{path} is not in a run folder, which would say what the data are; give data")
         source = training.config.data.name
     config = _config_for(card, training, source, settings)
     own = training is not None and config.data == training.config.data
@@ -194,13 +194,13 @@ def select_eval_samples(
             index = training.held_out(card.client)
         except UserError as error:
             if split is None:
-                raise UserError(f"{error}; or measure on what they are now, with --split test, train or all") from error
+                raise UserError(f"{error}; or measure on what they are now, by split = test, train or all") from error
             raise
         if split == "held" or any(map(len, training.parts[1])):
             return _held(card, training, index, source)
     if split == "held":
         raise UserError(
-            f"--split held needs the data of the model's own run"
+            f"split = held needs the data of the model's own run"
             f"{f', {training.config.data.name}, read as the run read them' if training else ', in its run folder'}"
         )
     data = align_to_model(card, loaded(config), source)
@@ -227,7 +227,7 @@ def _held(card: Card, training: Training, index: Indices, source: str) -> EvalSa
     if not len(index):
         client = f"client {card.client}" if card.site is None else f"site {card.site} (client {card.client})"
         owner = "the run" if card.client is None else client
-        raise UserError(f"{owner} held out no samples (data.holdout); choose --split test, or other --data")
+        raise UserError(f"{owner} held out no samples (data.holdout); choose split = test, or other data")
     data = align_to_model(card, training.data, source)
     x, y = data.x_train[index], data.y_train[index]
     return _with_warning(card, training, x, y, source, "held")
@@ -254,7 +254,7 @@ def _split(data: Dataset, split: str, source: str) -> tuple[Inputs, Labels]:
         return np.concatenate([data.x_train, data.x_test]), np.concatenate([data.y_train, data.y_test])
     if not len(data.y_test):
         raise UserError(
-            f"{source} has no test samples; give --data that the model was not trained on, with --split all if it has "
+            f"{source} has no test samples; give data that the model was not trained on, with split = all if it has "
             f"no test set of its own"
         )
     return data.x_test, data.y_test

@@ -68,7 +68,7 @@ def assess(model: Model, x: Inputs, y: Labels, tell: Callable[[int, int], None] 
     from sklearn import metrics
 
     if len(y) == 0:
-        raise UserError("there are no samples to evaluate on; choose another --split")
+        raise UserError("there are no samples to evaluate on; choose another split")
     probability = model.scores(x, tell).probabilities
     guess = probability.argmax(1)
     labels = list(range(len(model.classes)))

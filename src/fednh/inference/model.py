@@ -109,11 +109,11 @@ class Model:
                 return float(level)
             share = 0.05 if level == "auto" else float(level[:-1]) / 100
         except ValueError:
-            raise UserError(f"--reject {level!r} should be a cosine such as 0.6, auto, 1% or 5%") from None
+            raise UserError(f"reject = {level!r} should be a cosine such as 0.6, auto, 1% or 5%") from None
         stored = (self.card.novelty or {}).get("quantiles", {})
         if f"{share:g}" not in stored:
             known = ", ".join(f"{100 * float(q):g}%" for q in stored) or "none"
-            raise UserError(f"--reject {level}: this quantile is not stored in the model ({known}); give a cosine")
+            raise UserError(f"reject = {level}: this quantile is not stored in the model ({known}); give a cosine")
         return float(stored[f"{share:g}"])
 
     @torch.no_grad()
@@ -173,7 +173,7 @@ def find_model(path: Path, wanted: int | str | None = None) -> Path:
     """The path of the model file."""
     if not path.is_dir():
         if wanted is not None:
-            raise UserError(f"--client {wanted} picks a model of a run folder, but {path} is not a folder")
+            raise UserError(f"client = {wanted} picks a model of a run folder, but {path} is not a folder")
         if not path.exists():
             raise UserError(f"{path} does not exist; give a model file or a run folder")
         return path
@@ -187,7 +187,7 @@ def find_model(path: Path, wanted: int | str | None = None) -> Path:
         raise UserError(f"{path} holds no models; give a model file or the folder of a finished run")
     known, names = _listed(sorted(personal)), read_names(path)
     if wanted is None:
-        raise UserError(f"{path} has no global model (its method makes none); pick a client's with --client, {known}")
+        raise UserError(f"{path} has no global model (its method makes none); pick a client's by client = ..., {known}")
     client = find_client(names, wanted, path, personal)
     if client in personal:
         return personal[client]

@@ -102,12 +102,12 @@ def _of_site(data: Dataset, site: str | None, source: str) -> Dataset:
     if site is None and len(data.sites) > 1:
         raise UserError(
             f"{source} holds {len(data.sites)} sites ({', '.join(data.sites)}), but a personal model is for one: "
-            f"choose it with --site"
+            f"choose it by site = ..."
         )
     if site is None:
         return data
     if not data.sites:
-        raise UserError(f"{source} does not say which site a sample comes from; leave --site {site!r} out")
+        raise UserError(f"{source} does not say which site a sample comes from; leave site = {site!r} out")
     return one_site(data, site)
 
 
@@ -144,7 +144,7 @@ def _divided(config: Config, data: Dataset, holdout: float | None) -> tuple[Indi
     if len(held) == 0:
         whole = "" if data.group_train is None else ", as data.group keeps groups whole"
         raise UserError(
-            f"{data.name}: --holdout {share:g} of {len(everything)} samples leaves none to compare on{whole}"
+            f"{data.name}: holdout = {share:g} of {len(everything)} samples leaves none to compare on{whole}"
         )
     return train, held
 

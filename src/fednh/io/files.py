@@ -161,22 +161,23 @@ def expanded(path: str | Path) -> Path:
 
 
 @contextmanager
-def exclusive(folder: Path, file: Path, option: str = "--out") -> Iterator[None]:
+def exclusive(folder: Path, file: Path, movable: bool = True) -> Iterator[None]:
     """Hold the lock `file` while working in `folder`; a UserError if another process has it, or none can be made.
 
     The file names the process that holds it, and is empty afterwards: a process that has opened it and one that comes
-    later must lock the same file. It is removed only if its folder has nothing else. `option` chooses the folder.
+    later must lock the same file. It is removed only if its folder has nothing else. `movable`: another folder
+    would do as well.
     """
-    lock, another = FileLock(file), f"choose another {option}"
+    lock, another = FileLock(file), "choose another folder"
     try:
         make_folder(file.parent)
         lock.acquire(blocking=False)
     except Timeout:
-        wait = f"wait for it or {another}" if option else "wait for it"
+        wait = f"wait for it or {another}" if movable else "wait for it"
         raise UserError(f"{folder} is in use by {holder(file) or 'another process'}; {wait}") from None
     except OSError as error:
         raise UserError(
-            f"{folder} cannot be written: {error.strerror}; {another if option else 'mend that'}"
+            f"{folder} cannot be written: {error.strerror}; {another if movable else 'fix its permissions'}"
         ) from error
     try:
         file.write_text(this_process(), encoding="utf-8")

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 
-from fednh.errors import UserError, did_you_mean
+from fednh.errors import ConfigError, UserError, did_you_mean
 from fednh.extras import imported
 from fednh.methods import METHODS
 from fednh.methods.base import Method
@@ -28,7 +28,7 @@ def find_method(name: object) -> type[Method]:
     if isinstance(name, str) and ":" in name:
         return _checked(imported(name, "method.name"), f"method.name = {name!r}")
     known = did_you_mean(str(name), [*METHODS, *offered])
-    raise UserError(f"method.name = {name!r} is not known{known} (or give 'package.module:Class')")
+    raise ConfigError(f"method.name = {name!r} is not known{known} (or give 'package.module:Class')")
 
 
 def hyper_parameters(name: str) -> list[str]:
@@ -55,30 +55,30 @@ def _loaded(point: EntryPoint) -> type[Method]:
     try:
         found = point.load()
     except Exception as error:  # anything that another package may raise when it is imported
-        raise UserError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
     return _checked(found, where)
 
 
 def _checked(found: object, where: str) -> type[Method]:
-    """The class, if a run can use it, or a UserError that says what it lacks."""
+    """The class, if a run can use it, or a ConfigError that says what it lacks."""
     if not isinstance(found, type) or not issubclass(found, Method) or found is Method:
         kind = found.__name__ if isinstance(found, type) else type(found).__name__
-        raise UserError(f"{where} is not a method: {kind} does not derive from fednh.methods.Method")
+        raise ConfigError(f"{where} is not a method: {kind} does not derive from fednh.methods.Method")
     if "__dataclass_fields__" not in vars(found):
-        raise UserError(f"{where} is not a dataclass; put @dataclass(frozen=True) above class {found.__name__}")
+        raise ConfigError(f"{where} is not a dataclass; put @dataclass(frozen=True) above class {found.__name__}")
     if inspect.isabstract(found):
         missing = ", ".join(sorted(found.__abstractmethods__))
-        raise UserError(f"{where} is not complete: class {found.__name__} lacks {missing}")
+        raise ConfigError(f"{where} is not complete: class {found.__name__} lacks {missing}")
     if problem := _unlike_the_base(found):
-        raise UserError(f"{where}: {problem}")
+        raise ConfigError(f"{where}: {problem}")
     fields = dataclasses.fields(found)
     if any(field.name == "name" for field in fields):
-        raise UserError(f"{where} has a hyper-parameter called 'name', which means the method itself; rename it")
+        raise ConfigError(f"{where} has a hyper-parameter called 'name', which means the method itself; rename it")
     for field in fields:
         if hasattr(Method, field.name) and type(field.default) is not type(getattr(Method, field.name)):
-            raise UserError(f"{where} has a hyper-parameter called {field.name!r}, a part of every method; rename it")
+            raise ConfigError(f"{where} has a hyper-parameter called {field.name!r}, a part of every method; rename it")
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise UserError(f"{where}: the hyper-parameter {field.name} has no default; give it one")
+            raise ConfigError(f"{where}: the hyper-parameter {field.name} has no default; give it one")
     return found
 
 

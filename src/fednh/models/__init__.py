@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from fednh.errors import Refused, UserError, did_you_mean
+from fednh.errors import ConfigError, Refused, UserError, did_you_mean
 from fednh.extras import imported_class
 from fednh.models import architectures
 from fednh.models.architectures import CNN, MLP, TIMM_PREFIX, Conv2, ResNet18
@@ -55,7 +55,7 @@ def build_net(
     """
     name, make = _maker(name, shape, num_classes, args)
     if name in MODELS and head is not None:
-        raise UserError(f"model.head = {head!r} is for models of your own; {name} has a head")
+        raise ConfigError(f"model.head = {head!r} is for models of your own; {name} has a head")
     if name not in MODELS:
         whole = seeded(make, 0)
         if head is None and name.startswith(TIMM_PREFIX):
@@ -116,7 +116,9 @@ def _maker(
     """The name of the model, which "auto" leaves open, and what makes its module."""
     name = default_model(shape) if name == "auto" else name
     if (name in ("conv2", "cnn", "resnet18") or name.startswith(TIMM_PREFIX)) and len(shape) != 3:
-        raise UserError(f"model.name = {name!r} needs images, but the data are vectors of {shape[0]} values; use 'mlp'")
+        raise ConfigError(
+            f"model.name = {name!r} needs images, but the data are vectors of {shape[0]} values; use 'mlp'"
+        )
     factory = MODELS.get(name) or _factory(name)
     offered = {"shape": shape, "input_shape": shape, "num_classes": num_classes, "n_classes": num_classes}
     arguments = _arguments(name, factory, offered, dict(args or {}))
@@ -125,9 +127,9 @@ def _maker(
         try:
             module = factory(**arguments)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise UserError(f"model {name} cannot be built: {error}") from error
+            raise ConfigError(f"model {name} cannot be built: {error}") from error
         if not isinstance(module, nn.Module):
-            raise UserError(f"model {name} gave a {type(module).__name__}, not a torch.nn.Module")
+            raise ConfigError(f"model {name} gave a {type(module).__name__}, not a torch.nn.Module")
         return module
 
     return name, make
@@ -137,7 +139,7 @@ def _factory(path: str) -> Callable[..., nn.Module]:
     if path.startswith(TIMM_PREFIX):
         return architectures.timm_factory(path)
     if ":" not in path:
-        raise UserError(
+        raise ConfigError(
             f"model.name = {path!r} is not known{did_you_mean(path, ['auto', *MODELS])} "
             f"(or give 'timm:ARCHITECTURE' or 'package.module:Class')"
         )
@@ -151,10 +153,12 @@ def _arguments(
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     unknown = [key for key in given if key not in parameters and not takes_any]
     if unknown:
-        raise UserError(f"model.args.{unknown[0]} is not an argument of model {name}; it takes {', '.join(parameters)}")
+        raise ConfigError(
+            f"model.args.{unknown[0]} is not an argument of model {name}; it takes {', '.join(parameters)}"
+        )
     arguments = {**{key: value for key, value in offered.items() if key in parameters}, **given}
     try:
         inspect.signature(factory).bind(**arguments)
     except TypeError as error:
-        raise UserError(f"model {name} cannot be built: {error}; set it in model.args") from error
+        raise ConfigError(f"model {name} cannot be built: {error}; set it in model.args") from error
     return arguments

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fednh import extras
-from fednh.errors import UserError
+from fednh.errors import ConfigError
 
 GROUPS = 2  # of ResNet18's GroupNorm: the paper, appendix "Model Architecture"
 TIMM_PREFIX = "timm:"
@@ -157,7 +157,7 @@ def timm_factory(name: str) -> Callable[..., nn.Module]:
     try:
         import timm
     except (ImportError, RuntimeError) as error:  # torchvision, which it needs, is missing or of another build
-        raise UserError(
+        raise ConfigError(
             f"model.name = {name!r} needs timm, which cannot be imported here ({error}); install a torchvision that "
             f"was built for torch {torch.__version__}"
         ) from error
@@ -165,12 +165,12 @@ def timm_factory(name: str) -> Callable[..., nn.Module]:
     if ":" in own or not timm.is_model(own):
         close = get_close_matches(own, timm.list_models(), n=1)
         advice = f"did you mean {TIMM_PREFIX + close[0]!r}?" if close else "timm.list_models() in Python lists them"
-        raise UserError(f"model.name = {name!r} is no architecture of timm; {advice}")
+        raise ConfigError(f"model.name = {name!r} is no architecture of timm; {advice}")
 
     def make(shape: tuple[int, ...], num_classes: int, **args: Any) -> nn.Module:
         for key in args:
             if key.startswith(_LOADS):
-                raise UserError(f"model.args.{key} cannot be used: weights come from a local file, see model.weights")
+                raise ConfigError(f"model.args.{key} cannot be used: weights come from a local file, see model.weights")
         module: nn.Module = timm.create_model(own, in_chans=shape[0], num_classes=num_classes, **args)
         return module
 
@@ -183,5 +183,5 @@ def timm_classifier(name: str, module: nn.Module) -> str:
     found = [str(path) for path, each in module.named_modules() if each is layer]
     if not found or not isinstance(layer, nn.Linear):
         what = "several classifiers" if isinstance(layer, tuple | list) else f"a {type(layer).__name__} as classifier"
-        raise UserError(f"model {name} has {what}, not one linear layer, so it has no head to train; choose another")
+        raise ConfigError(f"model {name} has {what}, not one linear layer, so it has no head to train; choose another")
     return found[0]

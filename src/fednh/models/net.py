@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fednh.errors import UserError
+from fednh.errors import ConfigError
 from fednh.models.fast_conv import use_fast_conv
 from fednh.models.pooled_conv import fuse
 from fednh.models.random_layers import SeededRandomOps, not_repeatable, seeded
@@ -197,11 +197,13 @@ class Net:
     def _checked(self, module: nn.Module, norm: str) -> nn.Module:
         for part in PARTS:
             if not isinstance(getattr(module, part, None), nn.Module):
-                raise UserError(f"model {self.name} has no .{part}; a model needs .body (features) and .head (linear)")
+                raise ConfigError(
+                    f"model {self.name} has no .{part}; a model needs .body (features) and .head (linear)"
+                )
         if {name.partition(".")[0] for name, _ in module.named_parameters()} - set(PARTS):
-            raise UserError(f"model {self.name} has parameters outside .body and .head; move them into .body")
+            raise ConfigError(f"model {self.name} has parameters outside .body and .head; move them into .body")
         if not any(value.requires_grad for value in module.parameters()):
-            raise UserError(f"model {self.name} has frozen all of its parameters, so nothing can be trained")
+            raise ConfigError(f"model {self.name} has frozen all of its parameters, so nothing can be trained")
         for name, layer in module.named_modules():
             if isinstance(layer, BATCH_NORM):
                 self._check_batch_norm(name, layer, norm)
@@ -210,12 +212,12 @@ class Net:
     def _check_batch_norm(self, name: str, layer: nn.Module, norm: str) -> None:
         tracks, batch = bool(layer.track_running_stats), isinstance(layer, nn.modules.batchnorm._BatchNorm)
         if norm != "local" and (tracks or batch):
-            raise UserError(
+            raise ConfigError(
                 f"model {self.name}: {name} is batch normalisation, whose running statistics differ on every client; "
                 f'use GroupNorm instead, or set model.norm = "local" to leave normalisation with the clients'
             )
         if batch and not tracks:
-            raise UserError(
+            raise ConfigError(
                 f"model {self.name}: {name} keeps no running statistics, so a prediction would depend on what else is "
                 f"in its batch; build it with track_running_stats=True"
             )
@@ -240,20 +242,20 @@ class Net:
                 *_, draws = self._drawn(x)
         except (RuntimeError, ValueError, TypeError) as error:
             reason = str(error).strip().partition("\n")[0]
-            raise UserError(f"model {self.name} does not accept inputs of shape {self.shape}: {reason}") from error
+            raise ConfigError(f"model {self.name} does not accept inputs of shape {self.shape}: {reason}") from error
         if features.ndim != 2:
-            raise UserError(f"model {self.name}: .body must return (batch, features), not {tuple(features.shape)}")
+            raise ConfigError(f"model {self.name}: .body must return (batch, features), not {tuple(features.shape)}")
         weight = getattr(head, "weight", None)
         if weight is None or weight.ndim != 2:
-            raise UserError(f"model {self.name}: .head must be a linear layer with a .weight of (classes, features)")
+            raise ConfigError(f"model {self.name}: .head must be a linear layer with a .weight of (classes, features)")
         if logits.shape[1] != self.num_classes:
-            raise UserError(
+            raise ConfigError(
                 f"model {self.name} has a head of {logits.shape[1]} classes, but the data has {self.num_classes}"
             )
         if not torch.equal(logits, again):
             raise not_repeatable(self.name)
         if draws:
-            raise UserError(
+            raise ConfigError(
                 f"model {self.name} draws random numbers also when it is not training, so a prediction could not be "
                 f"repeated; give F.dropout and its like training=self.training"
             )

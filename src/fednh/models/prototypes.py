@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from torch import Tensor
 
-from fednh.errors import UserError
+from fednh.errors import ConfigError
 from fednh.models.net import Net
 from fednh.tree import Tree, select
 
@@ -52,7 +52,7 @@ def separated(classes: int, dim: int) -> Separation:
     """
     _check(classes, dim)
     if dim == 1 and classes > 2:
-        raise UserError(f"classes = {classes} cannot be separated in dim = 1, which has 2 unit vectors; raise dim")
+        raise ConfigError(f"classes = {classes} cannot be separated in dim = 1, which has 2 unit vectors; raise dim")
     if classes == 1:
         return _measured(np.eye(1, dim), "trivial: one class")
     if dim == 2:
@@ -87,7 +87,7 @@ def rotated(points: Tensor, generator: torch.Generator) -> Tensor:  # (C, d) -> 
 def _check(classes: int, dim: int) -> None:
     for name, value in (("classes", classes), ("dim", dim)):
         if value < 1:
-            raise UserError(f"{name} = {value} must be at least 1")
+            raise ConfigError(f"{name} = {value} must be at least 1")
 
 
 def _measured(x: Array, how: str) -> Separation:
@@ -135,7 +135,7 @@ def _helmert(size: int) -> Array:  # (size - 1, size)
 @cache  # a process may need the same head for several runs
 def _best(classes: int, dim: int) -> Separation:
     if classes > SEARCH_LIMIT:
-        raise UserError(
+        raise ConfigError(
             f"classes = {classes} is too many to separate in dim = {dim} (the search takes up to {SEARCH_LIMIT}): "
             f'raise dim to {(classes + 1) // 2} or more, or take head_init = "orthogonal"'
         )

@@ -15,7 +15,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fednh.errors import UserError
+from fednh.errors import ConfigError, UserError
 
 Made = TypeVar("Made")
 _one_at_a_time = threading.RLock()
@@ -29,7 +29,7 @@ def seeded(make: Callable[[], Made], seed: int) -> Made:
 
 
 def not_repeatable(name: str) -> UserError:
-    return UserError(
+    return ConfigError(
         f"model {name} gives the same input two different outputs (does its forward draw random numbers by other means "
         f"than PyTorch's?), so a run could not be repeated; take that out of it"
     )
@@ -59,7 +59,7 @@ def _with_generator(func: OpOverload) -> OpOverload:
     for form in forms:
         if any(argument.name == "generator" for argument in form._schema.arguments) and _takes(form) == _takes(func):
             return form
-    raise UserError(
+    raise ConfigError(
         f"the model draws random numbers by {func}, which takes no seed here, so a run could not be repeated; use "
         f"another operation"
     )

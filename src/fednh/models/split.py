@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from fednh.errors import Notice, UserError
+from fednh.errors import ConfigError, Notice
 from fednh.io.files import read_tree
 from fednh.models.random_layers import not_repeatable, seeded
 from fednh.text import some
@@ -31,7 +31,7 @@ def read_weights(file: str, module: nn.Module, head: str | None) -> Tree:
         with safe_open(file, "pt") as opened:
             ours = "fednh" in (opened.metadata() or {})
     except (OSError, SafetensorError, ValueError) as error:
-        raise UserError(f"model.weights = {file!r} cannot be read as safetensors: {error}") from error
+        raise ConfigError(f"model.weights = {file!r} cannot be read as safetensors: {error}") from error
     wanted: dict[str, Tensor] = module.state_dict()
     tree = max([tree, _translated(tree, head)], key=lambda t: len(t.keys() & wanted.keys()))
     if ours:  # leaves out what a method stores beside the network, such as a scale
@@ -42,9 +42,9 @@ def read_weights(file: str, module: nn.Module, head: str | None) -> Tree:
     other = sorted(n for n in tree.keys() & wanted.keys() if tree[n].shape != wanted[n].shape)
     for problem, names in (("holds what the model lacks", unknown), ("lacks", missing), ("has other shapes", other)):
         if names:
-            raise UserError(f"model.weights = {file!r} does not fit the model: it {problem}: {some(names, 3)}")
+            raise ConfigError(f"model.weights = {file!r} does not fit the model: it {problem}: {some(names, 3)}")
     if not finite(tree):
-        raise UserError(f"model.weights = {file!r} holds values that are not finite")
+        raise ConfigError(f"model.weights = {file!r} holds values that are not finite")
     return {name: value.to(wanted[name].dtype) for name, value in tree.items()}
 
 
@@ -94,7 +94,7 @@ def find_head(name: str, module: nn.Module, num_classes: int) -> str:
     fitting = [path for path, width in linear.items() if width == num_classes and path]
     if not fitting:
         listed = ", ".join(f"{path or 'itself'} ({width})" for path, width in linear.items()) or "none"
-        raise UserError(
+        raise ConfigError(
             f"model {name} has no .body and .head, and no linear layer inside it has {num_classes} outputs, one for "
             f"each class (linear layers: {listed}); set its number of outputs with model.args"
         )
@@ -111,11 +111,11 @@ def check_head(name: str, module: nn.Module, head: str, shape: tuple[int, ...]) 
         layer = module.get_submodule(head)
     except AttributeError:
         linear = ", ".join(path for path, layer in module.named_modules() if isinstance(layer, nn.Linear)) or "none"
-        raise UserError(
+        raise ConfigError(
             f"model.head = {head!r} is not a layer of model {name}; its linear layers are: {linear}"
         ) from None
     if not isinstance(layer, nn.Linear) or not head:
-        raise UserError(
+        raise ConfigError(
             f"model.head = {head!r} is a {type(layer).__name__} of model {name}, not a linear layer inside it"
         )
     x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
@@ -126,7 +126,7 @@ def check_head(name: str, module: nn.Module, head: str, shape: tuple[int, ...]) 
             again: Tensor = seeded(lambda: module(x), 0)
         except Exception as error:  # anything that a user's forward may raise
             reason = str(error).strip().partition("\n")[0]
-            raise UserError(f"model {name} does not accept inputs of shape {shape}: {reason}") from error
+            raise ConfigError(f"model {name} does not accept inputs of shape {shape}: {reason}") from error
         if not torch.equal(whole, again):
             raise not_repeatable(name)
         try:
@@ -136,7 +136,7 @@ def check_head(name: str, module: nn.Module, head: str, shape: tuple[int, ...]) 
         except Exception:
             same = False
     if not same:
-        raise UserError(
+        raise ConfigError(
             f"model {name}: its layer {head!r} is not the last thing that it does (a softmax behind it, or used "
             f"elsewhere?), so it cannot be the head; {ADVICE}"
         )

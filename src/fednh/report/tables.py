@@ -79,7 +79,7 @@ def compare(layout: TableLayout, reference: str | None) -> list[Comparison]:
         return []
     known = {row.method for row in layout.rows} | {row.label for row in layout.rows}
     if chosen not in known:
-        raise UserError(f"--reference {chosen!r} is in none of the runs{did_you_mean(chosen, known)}")
+        raise UserError(f"reference = {chosen!r} is in none of the runs{did_you_mean(chosen, known)}")
     found: list[Comparison] = []
     for setting in dict.fromkeys(group.setting for group in layout.groups):
         here = [place for place in layout.by_row() if place[2].setting == setting]

@@ -169,7 +169,7 @@ def new_folder(config: Config) -> Path:
         path = Path("runs") / (name if number == 1 else f"{name}-{number}")
         if not path.exists():
             return path
-    raise UserError("runs/ is full; choose a folder with --out")
+    raise UserError("runs/ is full; choose a folder with out = ...")
 
 
 def unlike(names: Sequence[str], meanings: Sequence[str]) -> list[str]:

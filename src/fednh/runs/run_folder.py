@@ -71,7 +71,7 @@ class RunFolder(RunLayout):
     def check(self, config: Config, backend: str | None = None, extend: bool = False) -> None:
         """Refuse a folder that holds another run, one whose settings were edited, or something else."""
         if self.path.exists() and not self.path.is_dir():
-            raise UserError(f"{self.path} is a file, not a folder; choose another --out")
+            raise UserError(f"{self.path} is a file, not a folder; choose another folder")
         if self.started:
             other = read_config(self.path)
             there, here = fingerprint.of_settings(other), fingerprint.of_settings(config)
@@ -81,13 +81,13 @@ class RunFolder(RunLayout):
                 only_rounds = not fingerprint.settings_changed(there, here, words, free)
                 longer = f"go on with it: fednh resume {self.path} --rounds {config.rounds}, or " if only_rounds else ""
                 raise UserError(
-                    f"{self.path} holds a run with other settings ({told}); {longer}choose another --out, or delete it"
+                    f"{self.path} holds a run with other settings ({told}); {longer}choose another folder, or delete it"
                 )
             fingerprint.check_settings(self.path, other)
             if backend is not None:
                 self._check_backend(backend)
         elif self.path.exists() and any(not _of_a_beginning(p) for p in self.path.iterdir()):
-            raise UserError(f"{self.path} is not empty and holds no run; choose another --out")
+            raise UserError(f"{self.path} is not empty and holds no run; choose another folder")
 
     def _check_backend(self, backend: str) -> None:
         """A simulated run goes on wherever clients are simulated; what real sites keep is with them."""
@@ -107,7 +107,8 @@ class RunFolder(RunLayout):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        if isinstance(value, Exception) and not isinstance(value, UserError | Interrupted):
+        refused = isinstance(value, UserError) and not isinstance(value, RunError)
+        if isinstance(value, Exception) and not refused and not isinstance(value, Interrupted):
             self._write_failure(value)
         self._held.__exit__(None, None, None)
         if not any(self.path.iterdir()):  # nothing was begun: leave nothing behind

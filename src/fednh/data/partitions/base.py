@@ -66,7 +66,7 @@ class Drawn(Partition):
         if len(labels) < self.clients * self.min_samples:
             raise DataError(
                 f"partition: {len(labels)} training samples cannot give {self.clients} clients at least "
-                f"{self.min_samples} each; lower --clients or partition.min_samples"
+                f"{self.min_samples} each; lower partition.clients or partition.min_samples"
             )
         return self._draw(labels, rng) if groups is None else self._draw_groups(labels, groups, rng)
 
@@ -82,7 +82,7 @@ class Drawn(Partition):
         table = class_table(labels, group, int(group.max()) + 1)  # (G, C)
         whole = f"with data.group whole groups are dealt, and there are {len(table)}"
         if len(table) < self.clients:
-            raise DataError(f"partition: {self.clients} clients cannot each have a group: {whole}; lower --clients")
+            raise DataError(f"partition.clients = {self.clients} cannot each have a group: {whole}; lower it")
         for _ in range(self.tries):
             try:
                 parts = self._easier()._draw(table.argmax(axis=1), rng)
@@ -94,7 +94,7 @@ class Drawn(Partition):
                 return by_owner(owner[group], self.clients)
         raise DataError(
             f"partition: no draw in {self.tries} gave all {self.clients} clients what they need ({whole}, of up to "
-            f"{table.sum(axis=1).max()} samples); lower --clients or partition.min_samples"
+            f"{table.sum(axis=1).max()} samples); lower partition.clients or partition.min_samples"
         )
 
     def _easier(self) -> Self:
@@ -111,7 +111,7 @@ class Drawn(Partition):
         if len(parts[smallest]) < self.min_samples:
             raise DataError(
                 f"partition: client {smallest} gets only {len(parts[smallest])} samples, fewer than "
-                f"{self.min_samples}; lower --clients or partition.min_samples"
+                f"{self.min_samples}; lower partition.clients or partition.min_samples"
             )
         return parts
 

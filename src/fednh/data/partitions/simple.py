@@ -50,7 +50,7 @@ class ClassesPerClient(Drawn):
         if clients * each < len(present):
             raise DataError(
                 f"partition: {clients} clients of {each} classes each cannot cover {len(present)} classes; "
-                f"raise partition.classes_per_client or --clients"
+                f"raise partition.classes_per_client or partition.clients"
             )
         holders: list[list[int]] = [[] for _ in present]
         load = np.zeros(len(present))
@@ -84,7 +84,7 @@ class Shards(Drawn):
         if count > len(labels):
             raise DataError(
                 f"partition: {len(labels)} samples cannot be cut into {count} shards; "
-                f"lower --clients or partition.shards_per_client"
+                f"lower partition.clients or partition.shards_per_client"
             )
         by_label = np.lexsort((rng.random(len(labels)), labels))
         pieces = np.array_split(by_label, count)

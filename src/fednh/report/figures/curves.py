@@ -61,7 +61,7 @@ def _evaluated(run: Run, metric: str, x: str) -> dict[int, tuple[float, float]]:
 
 def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     if choice.x not in AXES:
-        raise UserError(f"--x {choice.x!r} is not an axis{did_you_mean(choice.x, AXES)}")
+        raise UserError(f"x = {choice.x!r} is not an axis{did_you_mean(choice.x, AXES)}")
     variants, metrics = by_variant(runs), metrics_of(runs)
     curves = {
         (label, metric): curve(group, metric, choice.x) for label, group in variants.items() for metric in metrics
@@ -124,7 +124,7 @@ def draw_gradient(runs: Sequence[Run], choice: Choice) -> Drawing:
     """Its squared norm on the picked clients' data by round, beside what Theorem 1 says."""
     logged = [run for run in runs if any("gradient_norm" in record for record in run.records)]
     if not logged:
-        raise FigureUnavailable("no run logged gradient norms (run with --set diagnostics.gradient_norm=true)")
+        raise FigureUnavailable("no run logged gradient norms (run with diagnostics.gradient_norm = true)")
     variants = by_variant(logged)
     look = variant_looks(variants)
     figure, axes = panels(1, 2, 4.3, 3.2)

@@ -182,7 +182,7 @@ _BOXES = (
     "Boxes hold the classes of one super-class: warm boxes on a blank ground mean that the method has found the "
     "kinship. The number is the mean cosine within boxes minus that outside."
 )
-_NO_BOXES = "With super-classes (--groups FILE) a number would say whether the method has found the kinship."
+_NO_BOXES = "With super-classes (groups = a file) a number would say whether the method has found the kinship."
 SIMILARITY = Kind(
     "similarity",
     "Which classes are taken for kin",
