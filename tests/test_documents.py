@@ -23,8 +23,8 @@ import pytest
 import typer
 from PIL import Image
 
+import settings_page
 from fednh.cli import app
-from fednh.config.schema import Config, Section
 from fednh.data.sources.builtin import digits
 from fednh.flower import site_config
 from fednh.methods import METHODS
@@ -394,37 +394,9 @@ def test_numbers_of_long_runs_are_those_of_results() -> None:
         assert gains[k].strip() == told
 
 
-def test_settings_and_their_defaults_are_those_of_the_schema() -> None:
-    """Every setting is in docs/running.md; a default that is a number, a truth value or a choice is the schema's."""
-    settings: dict[str, object] = {}
-    for name, declared in Config.model_fields.items():
-        default = declared.get_default(call_default_factory=True)
-        if isinstance(default, Section):
-            settings |= {f"{name}.{key}": getattr(default, key) for key in type(default).model_fields}
-        else:
-            settings[name] = default
-    told = set()
-    table = next(part for part in sections(ROOT / "docs/running.md") if part.startswith("## Settings"))
-    for cell, stated in re.findall(r"^\| (`[^|]+) \|([^|]*)\|", table, flags=re.MULTILINE):
-        section, keys = "", list[str]()
-        for key in re.findall(r"`([\w.*]+)`", cell):
-            section = section if key.startswith(".") else key.partition(".")[0]
-            keys.append(f"{section}{key}" if key.startswith(".") else key)
-        told |= set(keys)
-        defaults = [text.strip().strip('"') for text in stated.split(",")]
-        for key, text in zip(keys, defaults, strict=False):
-            default = settings.get(key)
-            if len(defaults) == len(keys) and default is not None and default != []:
-                same = (
-                    float(text) == default
-                    if isinstance(default, int | float) and text[0].isdigit()
-                    else text == str(default).lower()
-                )
-                assert same, f"{key}: {text} in the table, {default} in the schema"
-    known = {key for key in told if "*" not in key and not key.startswith("method.")}
-    assert known <= set(settings), f"no such settings: {known - set(settings)}"
-    missing = {key for key in settings if key not in told and f"{key.partition('.')[0]}.*" not in told}
-    assert missing == set(), "docs/running.md does not have them"
+def test_the_page_of_settings_is_that_of_the_schema() -> None:
+    """`python tools/settings_page.py` writes it."""
+    assert settings_page.PAGE.read_text(encoding="utf-8") == settings_page.page()
 
 
 def test_the_federation_reference_has_every_key_of_a_site() -> None:

@@ -49,7 +49,7 @@ class DataSection(Section):
     """What all data have; the other settings are declared by the kinds in data/sources."""
 
     name: str = "digits"  # a data set by name, or a source of your own; `fednh datasets` lists both
-    dir: str | None = None  # where named data sets lie; None: as io/cache.py says
+    dir: str | None = None  # where named data sets lie; None: $FEDNH_DATA, or the user's cache
     augment: Literal["auto", "none", "crop_flip"] = "auto"  # auto: as the data set's literature does
     merge_test: bool = False  # the test part joins the training part; clients hold out some of their own samples
     holdout: float | None = Field(None, ge=0, lt=1)  # of every client's classes; None: 0.2 without a test set, else 0
@@ -68,8 +68,8 @@ else:
 class PartitionSection(Section):
     """What all partitions have; the other settings are declared by the kinds in data/partitions."""
 
-    name: str = "dirichlet"
-    clients: int = 100  # not of site: there are as many as the data has
+    name: str = "dirichlet"  # how samples are dealt to clients; `fednh partitions` explains each
+    clients: int = 100  # how many; of site: as many as the data has
     min_samples: int = 10
 
     @property
@@ -105,12 +105,12 @@ class ModelConfig(Section):
 
 
 class TrainConfig(Section):
-    epochs: int = Field(5, ge=1, le=MANY)
-    batch_size: int = Field(64, ge=1, le=MANY)
-    lr: float = Field(0.01, gt=0)
+    epochs: int = Field(5, ge=1, le=MANY)  # passes over a client's samples in a round
+    batch_size: int = Field(64, ge=1, le=MANY)  # samples in a step
+    lr: float = Field(0.01, gt=0)  # the learning rate of SGD in the first round
     lr_decay: float = Field(0.99, gt=0, le=1)  # the learning rate of round t is lr * lr_decay^(t - 1)
-    momentum: float = Field(0.9, ge=0, lt=1)
-    weight_decay: float = Field(1e-5, ge=0)
+    momentum: float = Field(0.9, ge=0, lt=1)  # of SGD; it starts anew in every round
+    weight_decay: float = Field(1e-5, ge=0)  # times the weight, added to its gradient
     clip: float = Field(10.0, ge=0)  # largest gradient norm; 0: no clipping
 
     def sgd(self, round_: int) -> Sgd:
@@ -122,7 +122,7 @@ class TrainConfig(Section):
 class ServerConfig(Section):
     """What the server does with the mean of what clients trained (federated/server_optimizer.py)."""
 
-    optimizer: Literal["mean", "momentum", "adam", "yogi"] = "mean"  # mean, FedAvgM, FedAdam, FedYogi
+    optimizer: Literal["mean", "momentum", "adam", "yogi"] = "mean"  # take the mean, FedAvgM, FedAdam, FedYogi
     lr: float | None = Field(None, gt=0)  # eta; None: 1 for mean and momentum, 0.01 for adam and yogi
     momentum: float = Field(0.9, ge=0, lt=1)  # beta of momentum, beta_1 of adam and yogi
     beta2: float = Field(0.99, ge=0, lt=1)  # of adam and yogi
@@ -225,13 +225,13 @@ class RayConfig(Section):
 class Config(Section):
     """Everything that a run depends on; the paper's common settings are the defaults."""
 
-    seed: int = Field(0, ge=0, lt=2**31)
-    rounds: int = Field(200, ge=1, le=MANY)
+    seed: int = Field(0, ge=0, lt=2**31)  # everything random derives from it, a purpose, the round and the client
+    rounds: int = Field(200, ge=1, le=MANY)  # of communication
     workers: int = Field(0, ge=0, le=1024)  # clients trained at once, one thread each; 0: one per core
     engine: Literal["auto", "loop", "vmap"] = "auto"  # one client at a time on a worker, or a block of small ones
-    device: str = "cpu"
+    device: str = "cpu"  # where tensors live: cpu, cuda, cuda:1
     precision: Literal["float32", "bf16"] = "float32"  # of the body's arithmetic; parameters are float32 always
-    # How uploads are averaged; weighted_mean: by training samples.
+    # how uploads are averaged; weighted_mean: by training samples
     aggregator: Literal["mean", "weighted_mean", "median", "trimmed_mean", "norm_clip"] = "mean"
     trim: float = Field(0.2, gt=0, lt=0.5)  # of trimmed_mean: the share that is cut off at each end
     bound: float | None = Field(None, ge=0)  # uploads more than this many times longer than usual are refused; 0: none

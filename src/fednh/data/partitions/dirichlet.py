@@ -98,7 +98,7 @@ class LongTail(Dirichlet):
     help = "class sizes that fall exponentially (imbalance = largest / smallest), then dealt as dirichlet does"
     shown = ("beta", "imbalance")
 
-    imbalance: Annotated[float, Field(ge=1)] = 100.0  # IF
+    imbalance: Annotated[float, Field(ge=1)] = 100.0  # IF: the largest class over the smallest
 
     def column(self) -> str:
         return f"Dir({self.beta:g}), IF {self.imbalance:g}"

@@ -38,7 +38,7 @@ class ClassesPerClient(Drawn):
     help = "the same number of classes for every client (classes_per_client)"
     shown = ("classes_per_client",)
 
-    classes_per_client: Count = 2
+    classes_per_client: Count = 2  # of how many classes a client has samples
 
     def column(self) -> str:
         return f"{self.classes_per_client} classes"
@@ -74,7 +74,7 @@ class Shards(Drawn):
     help = "samples sorted by label, cut into shards, the same number for every client (shards_per_client)"
     shown = ("shards_per_client",)
 
-    shards_per_client: Count = 2
+    shards_per_client: Count = 2  # pieces of the samples sorted by class
 
     def column(self) -> str:
         return f"{self.shards_per_client} shards"

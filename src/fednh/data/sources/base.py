@@ -89,7 +89,7 @@ Fit = Annotated[FitRule, AGREED]
 OnBad = Literal["refuse", "skip"]
 # The class names, agreed beforehand: a site may lack some.
 Classes = Annotated[Annotated[list[str], BeforeValidator(_list)] | None, AGREED]
-# Sites by name: those that are read (None: all), and those that are left out.
+# Names of sites or of columns.
 Names = Annotated[list[str], BeforeValidator(_names)] | None
 # Of every class, cut off as a test set where the source has none.
 TestShare = Annotated[float, Field(ge=0, lt=1), AGREED]
@@ -122,8 +122,8 @@ class Source(ABC):
 
     classes: Classes = None
     test_share: TestShare = 0.0
-    sites: Names = None
-    without: Names = None
+    sites: Names = None  # the sites that are read, by name; None: all
+    without: Names = None  # the sites that are left out
     group: Group = None
 
     @abstractmethod

@@ -221,7 +221,7 @@ class Pictures(Source):
     """A source of image files."""
 
     size: Size = None
-    fit: Fit = "stretch"
+    fit: Fit = "stretch"  # an image of another shape is pulled to the size, cut to its shape, or filled up with black
     on_bad: OnBad = "refuse"
 
     def decoded(self, sources: Sequence[ImageFile], names: Sequence[str], where: str) -> Decoded:

@@ -53,10 +53,10 @@ class Tabular(Source):
     named = True
     chooses = True
 
-    label: Column = None
-    site: Column = None
+    label: Column = None  # the column that holds the class; None: "label"
+    site: Column = None  # the column that holds the site; None: "site", if there is one
     columns: Columns = None
-    ignore: Names = None
+    ignore: Names = None  # columns that are no features
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Table(Tabular):
     extra = EXTRA
 
     encoding: Encoding = None
-    separator: Separator = None
-    decimal: Decimal = None
+    separator: Separator = None  # between the values of a line; None: detected
+    decimal: Decimal = None  # before the fraction of a number; None: detected
 
     @property
     def dialect(self) -> CsvDialect:
