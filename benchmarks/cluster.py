@@ -25,13 +25,12 @@ from benchmarks import cost_model
 from benchmarks.__main__ import shown
 from benchmarks.row import Row
 from benchmarks.scale import GIB, Job, measure
+from tests.helpers.ray_nodes import Nodes, nodes
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("cluster.json")
 PAGE, SECTION = ROOT / "docs" / "clusters.md", "## How fast\n"
-sys.path.insert(0, str(ROOT / "tests" / "backends"))
 
-from ray_nodes import Nodes, nodes  # noqa: E402
 
 CONV = Job(clients=16, picked=16, samples=16 * 200, rounds=3, epochs=2, method="fedavg", final=2, workers=2)
 PAPER = Job(clients=10, picked=10, samples=10 * 500, rounds=3, epochs=5, method="fedavg", final=2, workers=2)

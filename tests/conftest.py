@@ -6,30 +6,22 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from fednh.data.batches import Samples, samples_of
-from fednh.data.dataset import Dataset
 from fednh.errors import UserError
 from fednh.machine import check_bf16
 from fednh.methods import METHODS
 from fednh.models import Net, build_net
+from tests.helpers.counts import COUNTS, count
+from tests.helpers.tiny import tiny_dataset
 
-torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and tests/forked.py forks
+torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and tests/helpers/process.py forks
 # How fast this machine is says nothing about the code: no property fails because its inputs took long.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
-
-
-# They ask nothing of the engine that others do not: where a test costs seconds a method, `make soak` runs them.
-LIKE_OTHERS = (
-    *("fedprox", "fedbn", "fedlc", "fedetf", "feduh", "fedprior", "fedper", "fedrep", "fedbabu"),
-    *("fedala", "fedgela", "fedloge", "pfedfda", "fedvls"),
-)
-DISTINCT = [pytest.param(name, marks=pytest.mark.soak) if name in LIKE_OTHERS else name for name in METHODS]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,14 +36,6 @@ def bf16() -> None:
         check_bf16()
     except UserError as error:
         pytest.skip(str(error))
-
-
-COUNTS: dict[str, int] = {"kills survived": 0, "faults injected": 0, "bad inputs tried": 0}
-
-
-def count(what: str, number: int = 1) -> None:
-    """For the closing lines of `make soak`; every one of these was followed by a check that nothing was lost."""
-    COUNTS[what] += number
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -71,19 +55,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(", ".join(f"{k}: {n}" for k, n in COUNTS.items()) + f", lost: {lost}")
 
 
-def tiny_dataset() -> Dataset:
-    """Eleven training vectors of four features; four classes, of which nobody owns the last."""
-    rng = np.random.default_rng(7)
-    y = np.array([0, 0, 0, 1, 1, 0, 1, 1, 2, 2, 2], np.int64)
-    x = (rng.normal(size=(11, 4)) + y[:, None]).astype(np.float32)
-    y_test = np.arange(8, dtype=np.int64) % 4
-    x_test = (rng.normal(size=(8, 4)) + y_test[:, None]).astype(np.float32)
-    return Dataset("tiny", x, y, x_test, y_test, ("a", "b", "c", "d"), (0.0,), (1.0,), scale=1.0)
-
-
-CLIENTS = [np.arange(6), np.arange(6, 11)]  # classes {0, 1} and {1, 2}
-
-
 @pytest.fixture
 def tiny() -> Samples:
     return samples_of(tiny_dataset(), "train")
@@ -94,30 +65,10 @@ def net() -> Net:
     return build_net("mlp", (4,), 4, {"hidden": [5]})
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], **tolerance: Any) -> None:
-    """The same names and, within float tolerance, the same values."""
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], msg=lambda m, n=name: f"{n}: {m}", **tolerance)
-
-
-def identical(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    """The same bits."""
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
-
-
-def cifar10_file() -> Path:
-    from fednh.io.cache import data_folder
-
-    return data_folder() / "cifar10.npz"
-
-
 @pytest.fixture(scope="session")
 def real_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Short runs with two seeds of FedAvg and of FedNH with two values of rho; FedProto once. Gradients are logged."""
-    from synthetic import real_run
+    from tests.helpers.synthetic import real_run
 
     folder = tmp_path_factory.mktemp("runs")
     look = {"diagnostics.gradient_norm": True}
@@ -132,8 +83,7 @@ def real_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """method -> the folder of a short finished run on digits, for tests of what is done with models."""
-    from fednh.methods import METHODS
-    from synthetic import real_run
+    from tests.helpers.synthetic import real_run
 
     folder = tmp_path_factory.mktemp("finished")
     light = {"method.features_per_class": 5, "method.match_steps": 5, "method.retrain_epochs": 5}  # of creff

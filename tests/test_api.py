@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import fednh
-from conftest import identical
 from fednh.api import _settings
 from fednh.config import load
 from fednh.errors import UserError
+from tests.helpers.compare import identical
 
 
 def test_run_and_load(tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from benchmarks import cluster
 
 ROOT = Path(__file__).parents[1]

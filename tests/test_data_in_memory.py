@@ -18,12 +18,12 @@ import pytest
 import torch
 
 import fednh
-from conftest import identical
 from fednh.data.sources.registry import load, taken
 from fednh.errors import Notice, UserError
 from fednh.runs.model_file import read_model
 from fednh.runs.run_folder import RunFolder
-from forked import fednh as command
+from tests.helpers.compare import identical
+from tests.helpers.process import fednh as command
 
 QUICK: dict[str, Any] = {"method": "fedavg", "rounds": 4, "epochs": 1, "clients": 2, "partition": "iid"}
 QUICK |= {"participation": 1.0, "checkpoint__every": 1}

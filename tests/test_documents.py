@@ -20,16 +20,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import typer
 from PIL import Image
 
+<<<<<<< HEAD
 import settings_page
 from fednh.cli import app
+=======
+from fednh.config.schema import Config, Section
+>>>>>>> 3d921a9 (Tests share code in tests/helpers only: no test file imports another, pytest imports by path, the root alone is on its pythonpath)
 from fednh.data.sources.builtin import digits
 from fednh.flower import site_config
 from fednh.methods import METHODS
-from forked import fednh
-from report.browser import Browser, find
+from tests.helpers.browser import Browser, find
+from tests.helpers.process import fednh, parse
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -45,7 +48,7 @@ RUN = (
 )
 ELSEWHERE = {  # commands that need what only other tests have: the words that must stand in that test
     ("federation", "init"): "tests/flower/test_scaffold.py",
-    ("federation", "up"): "tests/flower/federations.py",
+    ("federation", "up"): "tests/helpers/deployment.py",
     ("federation", "certs"): "tests/flower/test_certs.py",
     ("federation", "serve"): "tests/flower/test_certs.py",
     ("federation", "join"): "tests/flower/test_approval.py",
@@ -140,16 +143,6 @@ def test_commands_can_be_parsed_and_are_run_or_said_not_to_be(block: Block) -> N
             continue
         known = block.stated or block.elsewhere or block.document.name in RUN
         assert known, f"{block.document.name}:{block.line}: {' '.join(words)} is neither run nor said not to be"
-
-
-def parse(args: list[str]) -> None:
-    """What the command line does before it acts: unknown options, missing arguments and wrong types are errors."""
-    group = typer.main.get_command(app)
-    context = group.make_context("fednh", list(args))
-    while hasattr(group, "resolve_command"):
-        rest = [*context._protected_args, *context.args]
-        name, group, left = group.resolve_command(context, rest)
-        context = group.make_context(name, left, parent=context)
 
 
 def shorter(words: list[str]) -> list[str]:

@@ -19,7 +19,7 @@ from fednh.inference.eval_data import Training
 from fednh.report.load import load_runs
 from fednh.report.site_text import verdict
 from fednh.report.sites import SiteTable, site_tables
-from forked import fednh as command
+from tests.helpers.process import fednh as command
 
 DOMAINS = ("art", "cartoon", "photo", "sketch")
 README = Path(__file__).parents[1] / "README.md"

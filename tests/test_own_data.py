@@ -14,7 +14,7 @@ from PIL import Image
 from fednh.data.sources.builtin import digits
 from fednh.report.load import load_run
 from fednh.runs.model_file import read_model
-from forked import fednh
+from tests.helpers.process import fednh
 
 
 def photos(root: Path) -> None:

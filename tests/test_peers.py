@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from benchmarks.peers.__main__ import PAGE, RESULTS, SECTION, Row, compare, line, page, with_section
 from benchmarks.peers.sides import OURS, PEERS, Failed, Side, measure, run
 from benchmarks.peers.work import ONE, PROCESSES, THREADS, WORKERS, WORKS, Answer, Job, clients, network

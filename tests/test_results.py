@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import results
 from fednh.report.tables import PaperNumber
+from tools import results
 
 ROOT = Path(__file__).parents[1]
 

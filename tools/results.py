@@ -25,8 +25,7 @@ from typing import Any
 from fednh.io.cache import data_folder
 from fednh.metric_names import GM, PERSONAL, PM_L, TEST_SET
 from fednh.report import tables
-from fednh.report.figures import FIGURES, Choice
-from fednh.report.figures.write import write_figure
+from fednh.report.figures import FIGURES, Choice, write_figure
 from fednh.report.groups import PAPER_METHODS, group_runs, method_name
 from fednh.report.load import Run, load_run
 from fednh.report.sheet import to_markdown

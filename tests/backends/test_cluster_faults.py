@@ -14,11 +14,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from ray_nodes import SOURCE, nodes
-from test_cluster import SMALL, SOME, ended, left_behind, lines, on_pool, rounds_of, same, start, until
 
-from conftest import count
 from fednh.methods import METHODS
+from tests.helpers.compare import lines, same_runs
+from tests.helpers.counts import count
+from tests.helpers.ray_nodes import SMALL, SOME, SOURCE, ended, left_behind, nodes, on_pool, rounds_of, start, until
 
 pytestmark = pytest.mark.soak
 FAST = ["--set", "method.match_steps=5", "--set", "method.retrain_epochs=5"]  # of creff; told and ignored elsewhere
@@ -33,7 +33,7 @@ def test_every_method_has_the_pools_bits(tmp_path: Path) -> None:
             code, _, err = ended(start(["run", *args, "--out", f"ray-{method}"], tmp_path, cluster))
             assert code == 0, f"{method}: {err}"
             on_pool(args, tmp_path / f"pool-{method}")
-            same(tmp_path / f"pool-{method}", tmp_path / f"ray-{method}")
+            same_runs(tmp_path / f"pool-{method}", tmp_path / f"ray-{method}")
 
 
 def test_blocks_have_the_pools_bits(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_blocks_have_the_pools_bits(tmp_path: Path) -> None:
         code, _, err = ended(start(["run", *args, "--out", "ray"], tmp_path, cluster))
     assert code == 0, err
     on_pool(args, tmp_path / "pool")
-    same(tmp_path / "pool", tmp_path / "ray")
+    same_runs(tmp_path / "pool", tmp_path / "ray")
 
 
 def test_a_machine_that_dies_in_mid_round_costs_time_and_nothing_else(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_machine_that_dies_in_mid_round_costs_time_and_nothing_else(tmp_path: 
     assert "are computed again elsewhere" in err
     assert lines(tmp_path / "ray")[-1]["ray"]["computed_again"] >= 1
     on_pool(LONG, tmp_path / "pool")
-    same(tmp_path / "pool", tmp_path / "ray")
+    same_runs(tmp_path / "pool", tmp_path / "ray")
     count("kills survived")
 
 
@@ -72,7 +72,7 @@ def test_a_process_that_dies_costs_time_and_nothing_else(tmp_path: Path) -> None
     assert "lost a worker on a machine of the cluster; its 1 client(s) are computed again elsewhere" in err
     assert lines(tmp_path / "ray")[-1]["ray"] == {"machines": 2, "computed_again": 1}
     on_pool(LONG, tmp_path / "pool")
-    same(tmp_path / "pool", tmp_path / "ray")
+    same_runs(tmp_path / "pool", tmp_path / "ray")
     count("kills survived")
 
 
@@ -111,7 +111,7 @@ def test_the_head_dies_and_the_run_goes_on_later(tmp_path: Path) -> None:
     assert code == 0, err
     assert "going on after round" in err
     on_pool(LONG, tmp_path / "pool")
-    same(tmp_path / "pool", tmp_path / "ray")
+    same_runs(tmp_path / "pool", tmp_path / "ray")
     count("kills survived")
 
 
@@ -124,7 +124,7 @@ def test_the_driver_is_killed_and_the_run_ends_on_the_plain_pool(tmp_path: Path)
         code, _, err = ended(start(["resume", "ray", "--quiet"], tmp_path))
         assert code == 0, err
         on_pool(LONG, tmp_path / "pool")
-        same(tmp_path / "pool", tmp_path / "ray")
+        same_runs(tmp_path / "pool", tmp_path / "ray")
         # Its workers are gone, too: the same cluster takes the next run.
         args = ["--method", "fedavg", *SMALL, *SOME]
         code, _, err = ended(start(["run", *args, "--out", "next"], tmp_path, cluster))
@@ -144,7 +144,7 @@ def test_ctrl_c_saves_and_leaves_no_process_behind(tmp_path: Path) -> None:
     code, _, err = ended(start(["resume", "ray", "--backend", "ray", "--quiet"], tmp_path))
     assert code == 0, err
     on_pool(LONG, tmp_path / "pool")
-    same(tmp_path / "pool", tmp_path / "ray")
+    same_runs(tmp_path / "pool", tmp_path / "ray")
     until(lambda: not left_behind(tmp_path), 30)
     count("kills survived")
 
@@ -173,7 +173,7 @@ def test_a_store_that_is_far_too_small(tmp_path: Path) -> None:
         code, _, err = ended(start(["run", *args, "--out", "ray"], tmp_path, cluster))
     assert code == 0, err
     on_pool(args, tmp_path / "pool")
-    same(tmp_path / "pool", tmp_path / "ray")
+    same_runs(tmp_path / "pool", tmp_path / "ray")
 
 
 def test_slots_follow_from_resources_of_ones_own(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_slots_follow_from_resources_of_ones_own(tmp_path: Path) -> None:
     assert err == "fednh: no machine of the Ray cluster has room for a client, which needs 1 CPU, 1 nothing\n"
     assert not (tmp_path / "none").exists()
     on_pool(args, tmp_path / "pool")
-    same(tmp_path / "pool", tmp_path / "ray")
+    same_runs(tmp_path / "pool", tmp_path / "ray")
 
 
 def test_methods_and_models_of_ones_own_travel(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_methods_and_models_of_ones_own_travel(tmp_path: Path) -> None:
     assert " failed in round 1: ValueError: no luck (client_update, mine.py line " in told
     code, _, err = ended(start([*args, "--out", "pool"], tmp_path))
     assert code == 0, err
-    same(tmp_path / "pool", tmp_path / "ray")
+    same_runs(tmp_path / "pool", tmp_path / "ray")
 
 
 HELPER = "def half(tree):\n    return {name: value / 2 for name, value in tree.items()}\n"
@@ -270,7 +270,7 @@ def test_a_machine_with_another_version_that_joins_later_is_not_used(tmp_path: P
     assert err.count("\n") == 1
     assert lines(tmp_path / "ray")[-1]["ray"] == {"machines": 1, "computed_again": 0}
     on_pool(args, tmp_path / "pool")
-    same(tmp_path / "pool", tmp_path / "ray")
+    same_runs(tmp_path / "pool", tmp_path / "ray")
 
 
 def test_nothing_of_a_run_is_on_the_machines(tmp_path: Path) -> None:
@@ -302,5 +302,5 @@ def test_a_sweep_shares_the_cluster(joined: bool, tmp_path: Path) -> None:
     code, _, err = ended(start([*args, "--out", "pool"], tmp_path))
     assert code == 0, err
     for path in began:
-        same(tmp_path / "pool" / path.parent.name, path.parent)
+        same_runs(tmp_path / "pool" / path.parent.name, path.parent)
     until(lambda: not left_behind(tmp_path), 30)

@@ -19,7 +19,7 @@ from fednh.backends.ray_worker import facts
 from fednh.config import load
 from fednh.config.schema import RayConfig
 from fednh.errors import UserError
-from forked import fednh
+from tests.helpers.process import fednh
 
 
 def free_port() -> int:

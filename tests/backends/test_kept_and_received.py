@@ -6,18 +6,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
-import kept_or_received
 import pytest
 import torch
-from kept_or_received import FEW, KeptOrReceived, Source
-from test_parity import compare
-from test_rounds import run_config
-from wire import federate, simulate
 
 from fednh.backends.tasks import TrainTask
 from fednh.config import Config, load
 from fednh.federated.setup import build_federation
 from fednh.tree import Tree
+from tests.helpers import kept_or_received
+from tests.helpers.compare import same_runs
+from tests.helpers.federation import federate
+from tests.helpers.kept_or_received import FEW, KeptOrReceived, Source
+from tests.helpers.simulator import run_config, simulate
 
 NAME = f"{kept_or_received.__name__}:{KeptOrReceived.__name__}"
 SOURCES: tuple[str, ...] = get_args(Source)
@@ -104,4 +104,4 @@ def test_a_site_uses_what_the_method_says(choice: dict[str, Any], tmp_path: Path
     config = small(choice, **{"partition.clients": 5, "engine": "loop"})
     simulate(config, tmp_path / "simulator")
     federate(config, tmp_path / "flower")
-    compare(tmp_path / "simulator", tmp_path / "flower")
+    same_runs(tmp_path / "simulator", tmp_path / "flower")

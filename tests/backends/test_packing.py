@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import tiny_dataset
 from fednh.backends.ray_worker import PackedParts, _sendable, as_arrays, as_tensors, pack, unpack
 from fednh.backends.tasks import EvaluateTask, Measured, TrainTask
 from fednh.data.batches import samples_of
@@ -19,6 +18,7 @@ from fednh.federated.client import ClientResult
 from fednh.federated.evaluate import Personal
 from fednh.methods.fit import Sgd
 from fednh.models import Net
+from tests.helpers.tiny import tiny_dataset
 
 
 def travelled(value: Any) -> Any:

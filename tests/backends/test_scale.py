@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_rounds import Told, play
 
-from conftest import tiny_dataset
 from fednh.backends import threads
 from fednh.config import load
 from fednh.data.batches import samples_of
@@ -24,6 +22,9 @@ from fednh.federated.setup import build_federation
 from fednh.runs.run_folder import RunFolder
 from fednh.seeding import numpy_rng
 from fednh.tree import Tree
+from tests.helpers.callbacks import Recorder
+from tests.helpers.simulator import play
+from tests.helpers.tiny import tiny_dataset
 
 MANY = 20_000
 
@@ -90,7 +91,7 @@ def test_many_clients_run_and_finish(tmp_path: Path) -> None:
     config = load("digits", settings)
     federation = build_federation(config, noise(2 * MANY))
     with RunFolder(tmp_path / "r") as folder:
-        simulation = threads.make_run(config, federation, folder, Told())
+        simulation = threads.make_run(config, federation, folder, Recorder())
         folder.begin(config, federation.dataset.classes, federation.class_counts())
         summary = simulation.run()
     members = simulation.executor.store.members
@@ -141,6 +142,6 @@ def test_aggregation_holds_no_more_uploads_than_it_must(tmp_path: Path, monkeypa
     monkeypatch.setattr(RunningMean, "add", counting)
     with RunFolder(tmp_path / "r") as folder:
         folder.begin(config, federation.dataset.classes, federation.class_counts())
-        threads.make_run(config, federation, folder, Told()).run()
+        threads.make_run(config, federation, folder, Recorder()).run()
     assert len(ALIVE) == 16
     assert max(ALIVE) <= 3

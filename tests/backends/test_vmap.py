@@ -11,9 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_rounds import run_config, timeless
 
-from conftest import identical
 from fednh.backends.tasks import TrainTask
 from fednh.backends.vmap import (
     BLOCKS,
@@ -39,6 +37,8 @@ from fednh.methods.fit import Fit, Sgd
 from fednh.models import Net, build_net
 from fednh.seeding import torch_rng
 from fednh.tree import Tree, Uploads, prefix, select, strip_prefix
+from tests.helpers.compare import identical, timeless
+from tests.helpers.simulator import run_config
 
 SIZES = (1, 3, 7, 10, 11)  # with batches of 4: one to three steps an epoch, last batches of 1, 2 and 3
 SGD = Sgd(lr=0.05, weight_decay=0.01, clip=0.5, batch_size=4, epochs=2)

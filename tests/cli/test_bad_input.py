@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_config import BAD
 
-from conftest import count
 from fednh.cli import main
+from tests.helpers.config import BAD
+from tests.helpers.counts import count
 
 X = np.arange(80, dtype=np.float32).reshape(40, 2)
 Y = np.arange(40) % 4

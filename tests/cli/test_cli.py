@@ -19,13 +19,14 @@ import pytest
 from safetensors import safe_open
 from typer.testing import CliRunner
 
-from conftest import DISTINCT, cifar10_file
 from fednh.cli import app
 from fednh.cli.app import PANELS
 from fednh.data.partitions import PARTITIONS
 from fednh.io.files import read_tree
 from fednh.methods import METHODS
-from forked import Ended, fednh
+from tests.helpers.config import DISTINCT
+from tests.helpers.process import Ended, fednh
+from tests.helpers.tiny import cifar10_file
 
 QUICK = ["--rounds", "8", "--epochs", "2"]
 

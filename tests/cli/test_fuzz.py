@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_config import keys, leaf
 
-from conftest import count
 from fednh.config import dump, load, parse_value, validate
 from fednh.data.sources import registry
 from fednh.data.sources.npz import dataset
 from fednh.errors import UserError
+from tests.helpers.config import keys, leaf
+from tests.helpers.counts import count
 
 pytestmark = pytest.mark.soak
 long = settings(max_examples=800, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

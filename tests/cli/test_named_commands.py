@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from fednh.cli import app
-from forked import fednh
+from tests.helpers.process import fednh
 
 SOURCE = Path(__file__).parents[2] / "src" / "fednh"
 FILES = [path for path in sorted(SOURCE.rglob("*")) if path.suffix in (".py", ".toml", ".md", ".tmpl", ".txt")]

@@ -12,7 +12,7 @@ import nbformat
 import pytest
 
 from fednh.cli.about import NAMES
-from forked import fednh
+from tests.helpers.process import fednh
 
 FOLDER = Path(__file__).parents[2] / "src/fednh/cli/notebooks"
 

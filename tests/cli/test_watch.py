@@ -20,7 +20,7 @@ from rich.console import Console
 
 from fednh.cli.watch import SHOWN, overview
 from fednh.runs.run_status import RunStates
-from forked import Process, fednh
+from tests.helpers.process import Process, fednh
 
 # A method that fails in its second round as long as a file says so.
 MOODY = """

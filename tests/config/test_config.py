@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednh.config import PRESETS, Config, dump, load, parse_bytes, parse_value, validate
+from fednh.config import PRESETS, dump, load, parse_bytes, parse_value, validate
 from fednh.data.partitions.dirichlet import Dirichlet
 from fednh.errors import Ignored, UserError
 from fednh.methods import METHODS
+from tests.helpers.config import BAD, keys, leaf
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -153,47 +154,6 @@ def test_another_methods_setting_is_told_and_ignored() -> None:
     assert config.method == {"name": "fedrod", "hypernetwork": "auto", "personal_sgd": "plain"}
 
 
-BAD = {
-    "method.name=fednhh": "did you mean 'fednh'",
-    "method.rho=1.2": "method.rho = 1.2 should be less than 1",
-    "method.rho=high": "method.rho = 'high'",
-    "method.lambda=1": "method.lambda is not a hyper-parameter of fednh",
-    "method.aggregation=sum": "'uniform' or 'count'",
-    "method=3": "method is a value, not a section|method = 3",
-    "rounds=0": "rounds = 0 should be greater than or equal to 1",
-    "rounds=ten": "rounds = 'ten'",
-    "rounds=1.5": "rounds = 1.5",
-    "seed=-1": "seed = -1",
-    "workers=-2": "workers = -2",
-    "participation.rate=0": "participation.rate = 0",
-    "participation.rate=1.5": "participation.rate = 1.5",
-    "participation.dropout=2": "participation.dropout = 2",
-    "partition.name=dirichlt": "partition.name = 'dirichlt'",
-    "partition.beta=0": "partition.beta = 0",
-    "partition.beta=nan": "partition.beta = nan",
-    "partition.beta=inf": "partition.beta = inf",
-    "partition.clients=0": "partition.clients = 0",
-    "train.lr=-0.1": "train.lr = -0.1",
-    "train.momentum=1": "train.momentum = 1",
-    "train.epochs=0": "train.epochs = 0",
-    "train.batch_size=0": "train.batch_size = 0",
-    "train.learning_rate=0.1": "train.learning_rate is not a setting",
-    "eval.clients=0": "eval.clients = 0 should be 'active', 'all' or a number",
-    "eval.clients=some": "eval.clients = 'some'",
-    "eval.every=-1": "eval.every = -1",
-    "checkpoint.every=-5": "checkpoint.every = -5",
-    "store.memory=lots": "store.memory = 'lots' should be a number of bytes",
-    "store.memory=150%": "store.memory = '150%'",
-    "on_error=ignore": "on_error = 'ignore'",
-    "aggregator=mode": "aggregator = 'mode'",
-    "trim=0.5": "trim = 0.5",
-    "rouns=3": "did you mean 'rounds'",
-    "data.nam=digits": "did you mean 'data.name'",
-    "data.augment=rotate": "data.augment = 'rotate'",
-    "rounds.x=1": "rounds is a value, not a section",
-}
-
-
 @pytest.mark.parametrize("setting", BAD)
 def test_bad_settings_are_named(setting: str) -> None:
     key, _, value = setting.partition("=")
@@ -244,12 +204,6 @@ def test_values_are_read_as_toml(text: str, value: object) -> None:
 )
 def test_bytes(value: int | str, expected: int) -> None:
     assert parse_bytes(value, total=1000) == expected
-
-
-leaf = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.lists(st.integers(), max_size=2)
-)
-keys = st.sampled_from([*Config.model_fields, "name", "every", "rho", "memory", "x"]) | st.text(max_size=6)
 
 
 def test_a_method_section_without_a_name_is_fednhs() -> None:

@@ -14,7 +14,7 @@ from fednh.data.agreement import not_agreed
 from fednh.data.dataset import Dataset
 from fednh.errors import Notice
 from fednh.federated.setup import build_federation, load_data
-from forked import fednh
+from tests.helpers.process import fednh
 
 Row = Callable[[int], object]  # what a row has, by its number
 NAMES = ["Anna Ode", "Bert Ulm", "Cora Ims", "Dora Eck"]

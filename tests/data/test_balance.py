@@ -18,7 +18,7 @@ from fednh.errors import UserError
 from fednh.federated.setup import build_federation
 from fednh.report.load import load_runs
 from fednh.report.tables import accuracy_sheet, comparison_sheet, fairness_sheet, records
-from forked import fednh as command
+from tests.helpers.process import fednh as command
 
 
 def counts(labels: np.ndarray, number: int, seed: int = 0) -> list[int]:

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import CLIENTS, tiny_dataset
 from fednh.data.batches import PADDING, ClientData, Samples, crop_flip, samples_of
 from fednh.data.dataset import Dataset
 from fednh.errors import UserError
+from tests.helpers.tiny import CLIENTS, tiny_dataset
 
 
 def images(count: int = 5) -> Dataset:

@@ -19,7 +19,7 @@ from fednh.data.sources.csv import read
 from fednh.data.sources.registry import load as load_source
 from fednh.errors import Notice, UserError
 from fednh.inference.eval_data import load_for
-from forked import fednh as command
+from tests.helpers.process import fednh as command
 
 flower = pytest.importorskip("fednh.flower.site")
 site_config = pytest.importorskip("fednh.flower.site_config")

@@ -27,7 +27,7 @@ from fednh.errors import Notice, Refused, UserError
 from fednh.federated.setup import build_federation, divide
 from fednh.flower.site_config import for_sites, read_policy, site_toml
 from fednh.seeding import numpy_rng
-from forked import fednh
+from tests.helpers.process import fednh
 
 # --- properties ----------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from fednh.data.sources.registry import load
 from fednh.errors import UserError
 from fednh.inference.eval_data import load_for
 from fednh.inference.export import real_samples
-from forked import fednh as command
+from tests.helpers.process import fednh as command
 
 
 def own(root: Path, **settings: Any) -> Any:

@@ -13,7 +13,7 @@ from PIL import Image
 from fednh.data.dataset import Dataset
 from fednh.data.inspection import inspect, near_copies, number_identifiers, word_identifiers
 from fednh.data.sources.registry import load
-from forked import fednh
+from tests.helpers.process import fednh
 
 RNG = np.random.default_rng(0)
 

@@ -17,7 +17,7 @@ from fednh.data.sources.registry import SOURCES, load, taken
 from fednh.errors import UserError
 from fednh.inference.eval_data import select_eval_samples
 from fednh.runs.model_file import read_model
-from forked import fednh
+from tests.helpers.process import fednh
 
 SITES = ("north", "south", "west")
 # Value, label and site of 18 samples; the site "west" has values of its own and alone has the class "c".

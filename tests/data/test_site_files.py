@@ -12,7 +12,7 @@ import pytest
 from fednh.data.dataset import Dataset
 from fednh.data.sources.registry import load
 from fednh.errors import UserError
-from forked import fednh
+from tests.helpers.process import fednh
 
 # Exports of the same columns: comma and UTF-8; semicolon, decimal comma, cp1252 and columns in another order; tab.
 NORTH = "age,blood,label\n1.5,A,ill\n2.5,B,well\n3.5,A,ill\n"

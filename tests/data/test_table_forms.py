@@ -16,7 +16,7 @@ from fednh.data.sources.csv import rows_of_numbers
 from fednh.data.sources.registry import load
 from fednh.errors import UserError
 from fednh.runs.model_file import read_model
-from forked import fednh as command
+from tests.helpers.process import fednh as command
 
 
 def table(folder: Path, text: str, encoding: str = "utf-8", **options: Any) -> Dataset:

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averages import averaged_by
-from conftest import same
 from fednh.errors import UserError
 from fednh.federated import aggregate
 from fednh.methods.fedavg import FedAvg
 from fednh.tree import Tree, Uploads, mean
+from tests.helpers.compare import same
+from tests.helpers.reference import averaged_by
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_rounds import run_config
 
-from conftest import count
 from fednh.config import load
 from fednh.data.batches import ClientData
 from fednh.federated.setup import Federation, build_federation
@@ -18,6 +16,8 @@ from fednh.methods import METHODS, Method
 from fednh.methods.fit import Fit
 from fednh.models import Net
 from fednh.tree import Tree
+from tests.helpers.counts import count
+from tests.helpers.simulator import run_config
 
 SETTINGS = {
     "rounds": 6,

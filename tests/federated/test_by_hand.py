@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_rounds import run_config
-from wire import federate
 
-from conftest import same, tiny_dataset
 from fednh.config import Config, load
 from fednh.federated.setup import build_federation
 from fednh.io.files import read_tree
 from fednh.seeding import torch_rng
+from tests.helpers.compare import same
+from tests.helpers.federation import federate
+from tests.helpers.simulator import run_config
+from tests.helpers.tiny import tiny_dataset
 
 EXECUTORS = ("loop", "vmap", "flower")
 every_executor = pytest.mark.parametrize("executor", EXECUTORS)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import CLIENTS, DISTINCT, identical, tiny_dataset
 from fednh.config import build_method
 from fednh.data.batches import ClientData, samples_of
 from fednh.data.dataset import Dataset
@@ -20,7 +19,10 @@ from fednh.methods.fit import Sgd
 from fednh.models import Net, build_net
 from fednh.seeding import torch_rng
 from fednh.tree import Tree, Uploads, canonical
-from pretend import DEVICE, Mixed, OnDevice, Pretend
+from tests.helpers.compare import identical
+from tests.helpers.config import DISTINCT
+from tests.helpers.pretend import DEVICE, Mixed, OnDevice, Pretend
+from tests.helpers.tiny import CLIENTS, tiny_dataset
 
 SETTINGS: dict[str, dict[str, Any]] = {"creff": {"match_steps": 3, "retrain_epochs": 3}}
 

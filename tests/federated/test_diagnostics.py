@@ -9,14 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from conftest import CLIENTS, DISTINCT
 from fednh.data.batches import ClientData, Samples
 from fednh.federated import client
 from fednh.methods.ditto import Ditto
 from fednh.methods.fedavg import FedAvg
 from fednh.methods.fit import Sgd
 from fednh.models import Net
-from synthetic import real_run
+from tests.helpers.config import DISTINCT
+from tests.helpers.synthetic import real_run
+from tests.helpers.tiny import CLIENTS
 
 
 def _full_gradient(net: Net, params: dict[str, torch.Tensor], data: ClientData) -> float:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wire import Quiet, federate
 
 from fednh.backends import threads
 from fednh.config import load
@@ -17,10 +16,12 @@ from fednh.federated.rounds import RoundLoop
 from fednh.federated.setup import build_federation
 from fednh.methods.fedavg import FedAvg
 from fednh.runs.run_folder import RunFolder
-from forked import fednh as command
+from tests.helpers.callbacks import Recorder
+from tests.helpers.federation import federate
+from tests.helpers.process import fednh as command
 
 SMALL = {
-    "method.name": "test_failures:Mine",
+    "method.name": f"{__name__}:Mine",
     "partition.clients": 3,
     "participation.rate": 1.0,
     "rounds": 1,
@@ -51,7 +52,7 @@ def boom(hook: str) -> Any:
 
 def simulation(folder: RunFolder, **settings: Any) -> RoundLoop:
     config = load("digits", {**SMALL, **settings})
-    return threads.make_run(config, build_federation(config), folder, Quiet())
+    return threads.make_run(config, build_federation(config), folder, Recorder())
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_a_full_disk_is_not_the_methods_fault(tmp_path: Path, monkeypatch: pytes
 
 def test_a_method_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Mine, "__post_init__", boom("__post_init__"))
-    with pytest.raises(UserError, match=r"method\.name = 'test_failures:Mine' cannot be made: IndexError: list"):
+    with pytest.raises(UserError, match=r"method\.name = 'tests\.federated\.test_failures:Mine' cannot be made: Index"):
         load("digits", SMALL)
 
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from averages import averaged_by
 from fednh.federated import checks
 from fednh.methods import METHODS, Method
 from fednh.methods.creff import CReFF
 from fednh.models import Net
 from fednh.tree import Tree
+from tests.helpers.reference import averaged_by
 
 CLIENTS, HONEST, HUGE = 10, 3.0, 1e30
 ROBUST = ("median", "trimmed_mean", "norm_clip")

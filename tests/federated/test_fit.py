@@ -3,12 +3,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conftest import CLIENTS, identical, same
 from fednh.data.batches import ClientData, Samples
 from fednh.methods.fit import LocalFit, Momentum, Sgd
 from fednh.methods.losses import cross_entropy
 from fednh.models import Net
 from fednh.tree import Tree, prefix, select, strip_prefix
+from tests.helpers.compare import identical, same
+from tests.helpers.tiny import CLIENTS
 
 
 def start(net: Net) -> Tree:

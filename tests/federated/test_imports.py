@@ -10,7 +10,7 @@ import pytest
 from fednh.errors import UserError
 from fednh.extras import imported_function
 from fednh.models import build_net
-from forked import fednh
+from tests.helpers.process import fednh
 
 MODULE = """
 import functools

@@ -8,11 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_rounds import run_config, timeless
-from wire import federate
 
 import fednh
-from conftest import identical
 from fednh.config import Config, load
 from fednh.data.sources.builtin import digits
 from fednh.errors import UserError
@@ -21,6 +18,9 @@ from fednh.io.files import read_tree
 from fednh.methods import METHODS
 from fednh.methods.fit import LocalFit
 from fednh.runs.layout import RunLayout
+from tests.helpers.compare import identical, timeless
+from tests.helpers.federation import federate
+from tests.helpers.simulator import run_config
 
 SMALL = {"rounds": 2, "train.epochs": 1, "partition.clients": 4, "participation.rate": 0.5, "eval.every": 1}
 SWITCHED = {"personal.model": "global", "personal.prior": 0.5, "personal.smoothing": 0.7}

@@ -22,7 +22,7 @@ from fednh.errors import UserError
 from fednh.machine import check_bf16, check_machine
 from fednh.models import build_net
 from fednh.seeding import torch_rng
-from forked import fednh
+from tests.helpers.process import fednh
 
 ILLEGAL = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
 

@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_rounds import run_config
-from wire import federate
 
-from conftest import identical
 from fednh.config import Config, load
 from fednh.data.batches import ClientData
 from fednh.errors import RunError
@@ -24,6 +21,9 @@ from fednh.methods.fedavg import FedAvg
 from fednh.methods.fit import Fit
 from fednh.models import Net
 from fednh.tree import Tree, Uploads, select
+from tests.helpers.compare import identical
+from tests.helpers.federation import federate
+from tests.helpers.simulator import run_config
 
 every_executor = pytest.mark.parametrize("executor", ["loop", "vmap", "flower"])
 

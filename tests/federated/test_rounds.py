@@ -15,11 +15,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from conftest import DISTINCT, identical
 from fednh import machine
-from fednh.backends import threads
 from fednh.backends.threads import SimulationReplies, in_order
-from fednh.callbacks import Callback, Phase
 from fednh.callbacks.screen import RunLines, Throttle
 from fednh.config import Config, load
 from fednh.data.batches import ClientData
@@ -38,64 +35,10 @@ from fednh.methods.fedavg import FedAvg
 from fednh.methods.fit import Fit
 from fednh.models import Net
 from fednh.runs.layout import RunLayout
-from fednh.runs.run_folder import RunFolder
 from fednh.tree import Tree, Uploads
-
-SMALL = {"rounds": 3, "train.epochs": 1, "partition.clients": 8, "eval.every": 2}
-
-
-class Told(Callback):
-    """A callback that remembers."""
-
-    def __init__(self) -> None:
-        self.records: list[dict[str, Any]] = []
-        self.notes: list[str] = []
-        self.trained: list[tuple[int, int]] = []
-
-    def on_round(self, record: dict[str, Any]) -> None:
-        self.records.append(record)
-
-    def on_progress(self, phase: Phase, done: int, total: int) -> None:
-        assert 1 <= done <= total
-        if phase == "training":
-            self.trained.append((done, total))
-
-    def on_note(self, text: str) -> None:
-        self.notes.append(text)
-
-
-def play(path: Path, federation: Federation | None = None, **settings: Any) -> tuple[RoundLoop, dict[str, Any], Told]:
-    quick = {"creff": {"method.retrain_epochs": 20}, "fedetf": {"method.turns": 1, "method.turn_epochs": 1}}
-    config = load(
-        "digits",
-        {
-            **SMALL,
-            **{k.replace("__", "."): v for k, v in settings.items()},
-            **quick.get(settings.get("method__name", ""), {}),
-        },
-    )
-    return run_config(path, config, federation)
-
-
-def run_config(
-    path: Path, config: Config, federation: Federation | None = None
-) -> tuple[RoundLoop, dict[str, Any], Told]:
-    told = Told()
-    federation = federation or build_federation(config)
-    with RunFolder(path) as folder:
-        simulation = threads.make_run(config, federation, folder, told)
-        folder.begin(config, federation.dataset.classes, federation.class_counts())
-        summary = simulation.run()
-    return simulation, summary, told
-
-
-TIMES = {"seconds", "eval_seconds", "client_seconds", "samples_per_second"}
-
-
-def timeless(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: timeless(v) for k, v in value.items() if k not in TIMES}
-    return [timeless(v) for v in value] if isinstance(value, list) else value
+from tests.helpers.compare import identical, timeless
+from tests.helpers.config import DISTINCT
+from tests.helpers.simulator import SMALL, play, run_config
 
 
 @pytest.mark.parametrize("method", DISTINCT)

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from wire import federate
 
 import fednh
-from conftest import identical
 from fednh.config import load
 from fednh.config.schema import ServerConfig
 from fednh.errors import Interrupted
@@ -22,6 +20,8 @@ from fednh.methods.fedavg import FedAvg
 from fednh.methods.fednh import FedNH
 from fednh.methods.pfedfda import PFedFDA
 from fednh.tree import Tree, Uploads
+from tests.helpers.compare import identical
+from tests.helpers.federation import federate
 
 QUICK: dict[str, Any] = {
     "rounds": 4,

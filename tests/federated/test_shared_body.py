@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_rounds import play, timeless
 
 from fednh.data.batches import Samples
 from fednh.federated import client
@@ -17,6 +16,8 @@ from fednh.federated.client import CachedFeaturesNet, SharedBody
 from fednh.methods.registry import METHODS
 from fednh.models import Net
 from fednh.tree import Tree, select
+from tests.helpers.compare import timeless
+from tests.helpers.simulator import play
 
 
 def test_the_test_set_passes_through_a_shared_body_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

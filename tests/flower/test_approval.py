@@ -14,7 +14,7 @@ from fednh.errors import RunError, UserError
 from fednh.flower import layout
 from fednh.flower.deploy import scaffold
 from fednh.flower.deploy import scaffold as approval
-from forked import fednh
+from tests.helpers.process import fednh
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 
 from fednh.errors import UserError
 from fednh.flower.deploy import certificates, scaffold
-from forked import Process, fednh
+from tests.helpers.process import Process, fednh
 
 SITES = ["site-1", "site-2"]
 

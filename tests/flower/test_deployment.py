@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from federations import Trial, assert_same_as_simulated, trial
 
 from fednh.flower.deploy import local
 from fednh.runs.run_status import RunStates
-from forked import Process
+from tests.helpers.deployment import Trial, assert_same_as_simulated, trial
+from tests.helpers.process import Process
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from federations import Trial, assert_same_as_simulated, trial
 
-from conftest import count
 from fednh.flower.deploy import certificates
 from fednh.io.files import read_tree
+from tests.helpers.counts import count
+from tests.helpers.deployment import Trial, assert_same_as_simulated, trial
 
 pytestmark = pytest.mark.soak
 ALONE = {"federation.start": 2, "federation.min_clients": 1}  # two begin, and one may go on

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from federations import Trial, trial
 
-from conftest import count
 from fednh.flower.deploy.local import marked
 from fednh.io.files import read_tree
+from tests.helpers.counts import count
+from tests.helpers.deployment import Trial, trial
 
 ROUNDS = 3
 SETTINGS = {"federation.timeout": 30.0, "federation.start": 3, "federation.min_clients": 1, "train.epochs": 1}

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
-from test_parity import small
-from wire import Wire, deployed, federate, serve, server_identity
 
-from fednh.config import load
 from fednh.federated.checks import declared_upload
 from fednh.federated.setup import build_federation, initial_state
 from fednh.flower.protocol import FORMAT, to_arrays, to_tree
 from fednh.methods import METHODS
 from fednh.runs.model_file import read_model
+from tests.helpers.config import small
+from tests.helpers.federation import federate, own_sites
 
 FACTS = {"client", "round", "samples", "loss_sum"}
 FIGURES = {"samples", "pm_v", "pm_l", "per_class"}
@@ -93,25 +92,6 @@ def test_the_global_model_of_sites_with_data_of_their_own_knows_what_is_unlike_a
     assert -1 <= low <= high <= 1
 
 
-def own_sites(folder: Path, settings: dict[str, object], names: tuple[str, ...] = ("b", "a", "c")) -> Wire:
-    """Three sites with npz files of their own, each half its own test part, and a test set at the server."""
-    from fednh.data.sources.builtin import digits
-
-    data, nodes = digits(), {}
-    for k, name in enumerate(names):
-        rows = slice(k * 60, (k + 1) * 60)
-        x, y = data.x_train[rows], data.y_train[rows]
-        np.savez(
-            folder / f"{name}.npz", x_train=x, y_train=y, x_test=x[:20], y_test=y[:20], classes=np.array(data.classes)
-        )
-        nodes[7 + k] = {"data": str(folder / f"{name}.npz"), "site": name}
-    defaults = {"rounds": 2, "model.name": "mlp", "participation.rate": 1.0, "eval.every": 1, "federation.name": "own"}
-    config = load(None, {"data.name": "digits", **defaults, "federation.test": "digits", **settings})
-    wire = deployed(folder, nodes)
-    serve(config, wire, folder / "run", identity=server_identity(folder, "own"))
-    return wire
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_the_page_names_every_upload(method: str) -> None:
     """docs/what-leaves-a-site.md against what methods declare; class counts only where it says so."""
@@ -149,7 +129,7 @@ def test_trees_travel_as_they_are() -> None:
     """Numbers without axes, whole numbers, empty trees, other memory orders."""
     import torch
 
-    from conftest import identical
+    from tests.helpers.compare import identical
 
     tree = {
         "scale": torch.tensor(20.0),

@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from torch import nn
-from wire import federate, simulate
 
-from conftest import identical
-from fednh.config import Config, dump, load
+from fednh.config import dump, load
 from fednh.flower.site import Site
 from fednh.flower.site_config import read_site_config
-from fednh.io.files import read_tree
 from fednh.methods import METHODS
-
-FAST = {
-    "creff": {"method.match_steps": 5, "method.retrain_epochs": 5},
-    "fedetf": {"method.turns": 1, "method.turn_epochs": 1},
-}
-
-
-def small(method: str, **more: object) -> Config:
-    """Digits on five clients, of which three train in each of three rounds."""
-    settings = {
-        "method.name": method,
-        "partition.clients": 5,
-        "participation.rate": 0.6,
-        "rounds": 3,
-        "train.epochs": 1,
-        "train.batch_size": 64,
-        "model.args": {"hidden": [16]},
-        "eval.every": 2,
-        "workers": 1,
-        **FAST.get(method, {}),
-        **more,
-    }
-    return load("digits", settings)
+from tests.helpers.compare import same_runs
+from tests.helpers.config import small
+from tests.helpers.federation import federate
+from tests.helpers.simulator import simulate
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -46,7 +23,7 @@ def test_same_models_and_figures_as_the_simulator(method: str, tmp_path: Path) -
     config = small(method)
     simulate(config, tmp_path / "simulator")
     federate(config, tmp_path / "flower")
-    compare(tmp_path / "simulator", tmp_path / "flower")
+    same_runs(tmp_path / "simulator", tmp_path / "flower")
 
 
 @pytest.mark.parametrize("method", ["fedrod", "ditto", "fedbabu"])
@@ -55,7 +32,7 @@ def test_same_models_with_the_fednh_authors_settings(method: str, tmp_path: Path
     config = small(method, **{f"method.{key}": value for key, value in theirs.items()})
     simulate(config, tmp_path / "simulator")
     federate(config, tmp_path / "flower")
-    compare(tmp_path / "simulator", tmp_path / "flower")
+    same_runs(tmp_path / "simulator", tmp_path / "flower")
 
 
 def test_the_same_sample_is_looked_at_also_in_an_extended_run(tmp_path: Path) -> None:
@@ -63,7 +40,7 @@ def test_the_same_sample_is_looked_at_also_in_an_extended_run(tmp_path: Path) ->
     simulate(config, tmp_path / "simulator")
     federate(config.model_copy(update={"rounds": 1}), tmp_path / "flower")
     federate(config, tmp_path / "flower")
-    compare(tmp_path / "simulator", tmp_path / "flower")
+    same_runs(tmp_path / "simulator", tmp_path / "flower")
 
 
 class Dropping(nn.Module):
@@ -78,7 +55,7 @@ def test_sites_draw_what_the_simulator_draws(tmp_path: Path) -> None:
     config = small("fedbabu", **{"model.name": f"{__name__}:Dropping", "model.args": {}, "rounds": 2})
     simulate(config, tmp_path / "simulator")
     federate(config, tmp_path / "flower")
-    compare(tmp_path / "simulator", tmp_path / "flower")
+    same_runs(tmp_path / "simulator", tmp_path / "flower")
 
 
 def test_a_site_measures_on_all_of_its_own_test_part(tmp_path: Path) -> None:
@@ -89,22 +66,3 @@ def test_a_site_measures_on_all_of_its_own_test_part(tmp_path: Path) -> None:
     place = read_site_config({"site": "a", "state": str(tmp_path / "state"), "data": f"npz:{tmp_path}/a.npz"})
     site = Site(place, dump(load("digits", settings)), None)
     assert (len(site.fed.test), len(site._held_out())) == (6, 30)
-
-
-def compare(one: Path, other: Path) -> None:
-    """All models to the bit, all figures; sites have names beside their numbers."""
-    models = sorted(path.relative_to(one) for path in (one / "models").rglob("*.safetensors"))
-    assert models == sorted(path.relative_to(other) for path in (other / "models").rglob("*.safetensors"))
-    for path in models:
-        identical(read_tree(one / path), read_tree(other / path))
-    timing = {"seconds", "client_seconds", "eval_seconds", "samples_per_second", "sites"}
-    for left, right in zip(lines(one), lines(other), strict=True):
-        assert {k: v for k, v in left.items() if k not in timing} == {k: v for k, v in right.items() if k not in timing}
-
-
-def lines(run: Path) -> list[dict[str, object]]:
-    texts = [*(run / "metrics.jsonl").read_text().splitlines(), (run / "summary.json").read_text()]
-    found = [json.loads(text) for text in texts]
-    for row in found[-1]["clients"]:
-        row.pop("site", None)
-    return found

@@ -188,12 +188,12 @@ def test_a_supernode_does_without_pytorch() -> None:
 
 def test_a_trial_does_not_wait_for_a_site_that_never_comes(tmp_path: Path) -> None:
     """Nobody will start it; a new site, or a round, is news."""
-    from federations import Quiet, Trial
-
     from fednh.flower.deploy import local, scaffold
+    from tests.helpers.callbacks import Recorder
+    from tests.helpers.deployment import Trial
 
     config, sites = scaffold.read(Trial(tmp_path).init(2).folder)
-    fed = local.LocalFederation(tmp_path / "fed", config, sites, Quiet(), threading.Event())
+    fed = local.LocalFederation(tmp_path / "fed", config, sites, Recorder(), threading.Event())
     with Processes(tmp_path, tmp_path / "home", tmp_path / "logs") as fed.processes:
         words = "waiting for sites: 1 of 2 are here (site-1)"
         for note, since in ((words, local.ALL_HERE - 5), ("going on after round 1", local.ALL_HERE + 5)):
@@ -206,12 +206,12 @@ def test_a_trial_does_not_wait_for_a_site_that_never_comes(tmp_path: Path) -> No
 
 def test_a_serverapp_that_nobody_starts_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`flwr run` waits for ever for a task that nobody takes."""
-    from federations import Quiet, Trial
-
     from fednh.flower.deploy import local, scaffold
+    from tests.helpers.callbacks import Recorder
+    from tests.helpers.deployment import Trial
 
     config, sites = scaffold.read(Trial(tmp_path).init(2).folder)
-    fed = local.LocalFederation(tmp_path / "fed", config, sites, Quiet(), threading.Event())
+    fed = local.LocalFederation(tmp_path / "fed", config, sites, Recorder(), threading.Event())
     monkeypatch.setattr(local.commands, "run", lambda *_: ["sleep", "60"])
     monkeypatch.setattr(local, "PATIENCE", -1.0)
     with Processes(tmp_path / "fed", fed.home.path, tmp_path / "logs") as fed.processes:
@@ -257,11 +257,11 @@ def test_a_superlink_that_is_killed_while_keys_are_registered_is_started_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an empty database: it refuses keys that it has."""
-    from federations import Quiet, Trial
-
     from fednh.flower.deploy import local, scaffold
+    from tests.helpers.callbacks import Recorder
+    from tests.helpers.deployment import Trial
 
-    class Notes(Quiet):
+    class Notes(Recorder):
         notes: list[str]
 
         def on_note(self, text: str) -> None:

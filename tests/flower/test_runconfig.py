@@ -19,7 +19,7 @@ from fednh.errors import UserError
 from fednh.flower.deploy import scaffold
 from fednh.flower.run_config import read_config, run_config
 from fednh.methods import METHODS
-from forked import fednh
+from tests.helpers.process import fednh
 
 TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=8) | st.sampled_from(
     ["1", "true", "[1, 2]", '"x"', "{a", "a,b", "a.b", "number", " x ", "[", "null"]

@@ -13,7 +13,7 @@ from fednh import config as settings
 from fednh.errors import UserError
 from fednh.flower.deploy import certificates, scaffold
 from fednh.methods import METHODS
-from forked import fednh
+from tests.helpers.process import fednh
 
 
 @pytest.mark.parametrize("method", METHODS)

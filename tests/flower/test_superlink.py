@@ -16,7 +16,6 @@ import httpx
 import pytest
 from alembic import command as alembic
 from fastapi import HTTPException
-from federations import SMALL, trial
 from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.proto.fleet_pb2 import (
     ActivateNodeRequest,
@@ -51,6 +50,7 @@ import fednh
 from fednh.flower.deploy import scaffold, superlink
 from fednh.flower.deploy.local import marked
 from fednh.flower.signing import read_site_private
+from tests.helpers.deployment import SMALL, trial
 
 
 def test_the_database_has_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def test_systemd_judges_them_safe(units: list[Path]) -> None:
 
 def test_the_compose_files_commands_are_ours() -> None:
     """It is untried, but it is YAML, it says that it is untried, and its commands exist."""
-    from test_documents import parse
+    from tests.helpers.process import parse
 
     folder = Path(__file__).parents[2] / "docs/examples/container"
     assert all("Untried" in (folder / name).read_text() for name in ("compose.yaml", "Containerfile"))

@@ -9,18 +9,27 @@ from pathlib import Path
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
-from test_messages import own_sites
-from test_parity import compare, small
-from wire import Wire, collect_models, deployed, divided, federate, serve, server_identity, simulate
 
-from conftest import identical
 from fednh.errors import RunError
 from fednh.flower import signing
 from fednh.flower.protocol import FORMAT, to_arrays, to_tree
 from fednh.flower.transport import GREETING, Request
 from fednh.io.files import read_tree
 from fednh.runs.model_file import read_outcomes
-from forked import fednh
+from tests.helpers.compare import identical, same_runs
+from tests.helpers.config import small
+from tests.helpers.federation import (
+    Wire,
+    collect_models,
+    deployed,
+    divided,
+    federate,
+    own_sites,
+    serve,
+    server_identity,
+)
+from tests.helpers.process import fednh
+from tests.helpers.simulator import simulate
 
 
 def upload_of(reply: Message) -> dict[str, torch.Tensor]:
@@ -166,7 +175,7 @@ def test_a_killed_server_goes_on_and_ends_as_if_nothing_had_happened(method: str
     watcher = serve(config, Wire(renamed), out, server_identity(out / "fed"))
     collect_models(out)
     assert "going on after round 2" in watcher.notes
-    compare(tmp_path / "simulator", out)
+    same_runs(tmp_path / "simulator", out)
 
 
 def test_an_order_that_comes_twice_gives_the_same_answer(tmp_path: Path) -> None:
@@ -190,7 +199,7 @@ def test_an_order_that_comes_twice_gives_the_same_answer(tmp_path: Path) -> None
     wire_of, identity = [divided(config, out, hostile=twice)], server_identity(out / "fed")
     serve(config, wire_of[0], out, identity)
     collect_models(out)
-    compare(tmp_path / "once", out)
+    same_runs(tmp_path / "once", out)
 
 
 def test_sites_with_data_of_their_own(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from fednh.callbacks.screen import slow_evaluation
 from fednh.data.sources.builtin import digits
 from fednh.inference.metrics import assess, reliability
 from fednh.inference.model import Model, Scores
-from forked import fednh as command
+from tests.helpers.process import fednh as command
 
 DATA = digits()
 

@@ -19,7 +19,7 @@ from fednh.inference.export import export
 from fednh.methods import METHODS
 from fednh.methods.base import Method, Net, Tree
 from fednh.methods.fedavg import FedAvg
-from forked import fednh as command
+from tests.helpers.process import fednh as command
 
 DATA = digits()
 SHORT = ("fednh", "fedproto", "fedrod")  # each with logits of its own; `make soak` exports the others

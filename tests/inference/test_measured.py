@@ -18,11 +18,11 @@ from fednh.inference.eval_data import EvalSamples, select_eval_samples
 from fednh.inference.personalize import personalize
 from fednh.methods.fedavg import FedAvg
 from fednh.tree import Tree
-from forked import fednh as command
+from tests.helpers.process import fednh as command
 
 SEEN: set[tuple[float, ...]] = set()  # the rows that clients were really given to train on
 QUICK = {
-    "method.name": "test_measured:Watching",
+    "method.name": f"{__name__}:Watching",
     "rounds": 2,
     "train.epochs": 2,
     "eval.every": 0,

@@ -18,7 +18,7 @@ from fednh.errors import UserError
 from fednh.inference import inputs
 from fednh.inference.eval_data import source_config
 from fednh.inference.export import real_samples
-from forked import fednh as command
+from tests.helpers.process import fednh as command
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "model-files.md"
 

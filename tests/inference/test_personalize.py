@@ -19,8 +19,8 @@ from fednh.inference.personalize import personalize
 from fednh.methods import METHODS
 from fednh.methods.fit import LocalFit
 from fednh.runs.model_file import read_model
-from forked import fednh as command
-from synthetic import real_run
+from tests.helpers.process import fednh as command
+from tests.helpers.synthetic import real_run
 
 DATA = digits()
 
@@ -172,7 +172,7 @@ def test_and_from_their_normalisation(method: str, site: str, tmp_path: Path) ->
     state["body.2.weight"] = torch.full((6,), 3.0)
     state["body.2.running_var"] = torch.full((6,), 1e6)
     save_file(state, tmp_path / "start.safetensors")
-    settings = {"method.name": method, "model.name": "test_personalize:Normalised", "model.norm": "local"}
+    settings = {"method.name": method, "model.name": f"{__name__}:Normalised", "model.norm": "local"}
     run = real_run(tmp_path / "run", {**settings, "model.weights": str(tmp_path / "start.safetensors"), **STILL}).path
     made = personalize(run, site, epochs=1)
     assert torch.allclose(made.params["body.2.weight"], torch.tensor(3.0))

@@ -13,7 +13,7 @@ from PIL import Image
 
 import fednh
 from fednh.data.sources.builtin import digits
-from forked import fednh as command
+from tests.helpers.process import fednh as command
 
 DATA = digits()
 

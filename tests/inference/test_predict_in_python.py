@@ -17,7 +17,7 @@ from PIL import Image
 
 import fednh
 from fednh.errors import Notice, UserError
-from forked import fednh as command
+from tests.helpers.process import fednh as command
 
 ROWS = 300  # more than one batch
 QUICK: dict[str, Any] = {"method": "fednh", "rounds": 1, "epochs": 1, "clients": 2, "partition": "iid"}

@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from federations import trial
-from wire import deployed, serve, server_identity
 
 import fednh
 from fednh.config import dump, load
@@ -29,7 +27,9 @@ from fednh.inference.personalize import personalize
 from fednh.methods import METHODS
 from fednh.runs.layout import RunLayout
 from fednh.runs.model_file import read_outcomes
-from forked import fednh as command
+from tests.helpers.deployment import trial
+from tests.helpers.federation import deployed, serve, server_identity
+from tests.helpers.process import fednh as command
 
 pytestmark = pytest.mark.filterwarnings("ignore::fednh.errors.Notice")
 SITES = ("bern", "lund", "oslo")

@@ -10,7 +10,7 @@ import pytest
 
 import fednh
 from fednh.errors import UserError
-from forked import fednh as command
+from tests.helpers.process import fednh as command
 
 SITES = ("2", "Plant 4", "north")  # in the order of their names: client 0 is called 2
 

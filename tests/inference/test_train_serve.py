@@ -139,9 +139,8 @@ def test_images(tmp_path: Path) -> None:
 
 
 def test_rows_at_the_sites_of_a_real_federation(tmp_path: Path) -> None:
-    from wire import deployed, serve, server_identity
-
     from fednh.config import load
+    from tests.helpers.federation import deployed, serve, server_identity
 
     columns = {**dict.fromkeys(NUMBERS, "number"), "blood": ["A", "B"]}
     agreed = {"data.columns": columns, "data.classes": ["x", "y"]}

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import SGD, Play, TwoPart, average, train
 from torch import nn
 
-from conftest import identical, same
 from fednh.data.batches import ClientData, Samples
 from fednh.federated.client import personal_model
 from fednh.methods import METHODS
 from fednh.models import Net, build_net
 from fednh.models.prototypes import sparse_head
 from fednh.tree import select
+from tests.helpers.compare import identical, same
+from tests.helpers.reference import SGD, Play, TwoPart, average, train
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 

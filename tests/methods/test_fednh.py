@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import Play, TwoPart, average, train
 
-from conftest import identical, same
 from fednh.data.batches import Samples
 from fednh.methods import METHODS
 from fednh.methods.losses import scaled_cosine
 from fednh.models import Net
 from fednh.tree import Tree, select
+from tests.helpers.compare import identical, same
+from tests.helpers.reference import Play, TwoPart, average, train
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
@@ -70,7 +70,7 @@ def test_a_round(aggregation: str, net: Net, tiny: Samples) -> None:
 
 def test_client_counts_of_the_count_case() -> None:
     """The numbers 4, 2 and 2, 3 above are the tiny clients' class counts."""
-    from conftest import CLIENTS, tiny_dataset
+    from tests.helpers.tiny import CLIENTS, tiny_dataset
 
     y = tiny_dataset().y_train
     assert [int((y[CLIENTS[0]] == c).sum()) for c in range(4)] == [4, 2, 0, 0]

@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from reference import Play, TwoPart, average, train
 
-from conftest import same
 from fednh.data.batches import Samples
 from fednh.methods import METHODS
 from fednh.methods.fedvls import distillation, suppression
 from fednh.models import Net
+from tests.helpers.compare import same
+from tests.helpers.reference import Play, TwoPart, average, train
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 

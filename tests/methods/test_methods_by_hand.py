@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import QUICK, SGD, Play, TwoPart, average, train, trained
 
-from conftest import identical, same
 from fednh.data.batches import ClientData, Samples
 from fednh.federated import client, similarity
 from fednh.methods import METHODS, Method
@@ -19,6 +17,8 @@ from fednh.methods.fedpac import mixtures
 from fednh.methods.fit import Sgd
 from fednh.models import Net, build_net
 from fednh.tree import Tree, Uploads, prefix, select
+from tests.helpers.compare import identical, same
+from tests.helpers.reference import QUICK, SGD, Play, TwoPart, average, train, trained
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 

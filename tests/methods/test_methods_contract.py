@@ -10,13 +10,13 @@ from sys import modules
 
 import pytest
 import torch
-from reference import QUICK, Play
 
-from conftest import identical
 from fednh.data.batches import Samples
 from fednh.methods import METHODS, Method
 from fednh.models import Net
 from fednh.tree import Tree, Uploads, select
+from tests.helpers.compare import identical
+from tests.helpers.reference import QUICK, Play
 
 every_method = pytest.mark.parametrize("name", METHODS)
 

@@ -14,7 +14,7 @@ from fednh.cli.about import names
 from fednh.config import load
 from fednh.errors import UserError
 from fednh.methods.registry import find_method
-from forked import fednh
+from tests.helpers.process import fednh
 
 SHORT = ["--rounds", "2", "--clients", "6", "--epochs", "1", "--quiet"]
 HEAD = (

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import Play, TwoPart, average, train
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from conftest import same
 from fednh.data.batches import ClientData, Samples
 from fednh.methods import METHODS
 from fednh.methods.pfedfda import PFedFDA, classifier, halves, raised
 from fednh.models import Net
 from fednh.tree import Tree, Uploads, select
+from tests.helpers.compare import same
+from tests.helpers.reference import Play, TwoPart, average, train
 
 CLOSE = {"rtol": 1e-3, "atol": 1e-5}
 STEPS = [0.0, 0.25, 0.5, 0.75, 1.0]

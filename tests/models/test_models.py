@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from conftest import identical
 from fednh.errors import UserError
 from fednh.models import build_net, default_model
 from fednh.tree import Tree, prefix, select
+from tests.helpers.compare import identical
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from test_rounds import run_config
 from torch import Tensor, nn
 
-from conftest import CLIENTS, identical, same
 from fednh.backends import threads
 from fednh.config import load
 from fednh.data.batches import ClientData, Samples
@@ -31,8 +29,11 @@ from fednh.models import Net, build_net
 from fednh.runs.run_folder import RunFolder
 from fednh.seeding import torch_rng
 from fednh.tree import Tree, Uploads, strip_prefix
-from forked import fednh
-from synthetic import _Quiet
+from tests.helpers.callbacks import Recorder
+from tests.helpers.compare import identical, same
+from tests.helpers.process import fednh
+from tests.helpers.simulator import run_config
+from tests.helpers.tiny import CLIENTS
 
 ME = __name__
 
@@ -322,7 +323,7 @@ def run(path: Path, method: str, workers: int, rounds: int = 3) -> dict[str, Any
     with RunFolder(path) as folder:
         if not folder.started:
             folder.begin(config, federation.dataset.classes, federation.class_counts())
-        return threads.make_run(config, federation, folder, _Quiet()).run()
+        return threads.make_run(config, federation, folder, Recorder()).run()
 
 
 class Digits(nn.Module):

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fednh
-from conftest import CLIENTS, DISTINCT, identical
 from fednh.data.batches import ClientData, Samples
 from fednh.errors import UserError
 from fednh.federated import client
@@ -24,8 +23,10 @@ from fednh.methods import METHODS
 from fednh.methods.fit import Sgd
 from fednh.models import Net, build_net
 from fednh.tree import Tree
-from runs.test_fingerprint import table
-from runs.test_kill import outcome
+from tests.helpers.compare import identical, outcome
+from tests.helpers.config import DISTINCT
+from tests.helpers.synthetic import site_table
+from tests.helpers.tiny import CLIENTS
 
 ME = __name__
 SGD = Sgd(lr=0.1, batch_size=3, epochs=2)
@@ -174,7 +175,7 @@ def test_threads_and_measurements_change_nothing(tiny: Samples) -> None:
 
 def test_a_run_is_the_same_for_any_number_of_workers_and_resumed(tmp_path: Path) -> None:
     """With batch normalisation at the clients, too; models are used with dropout off."""
-    (tmp_path / "rows.csv").write_text("\n".join(table("abcde", 12)) + "\n")
+    (tmp_path / "rows.csv").write_text("\n".join(site_table("abcde", 12)) + "\n")
     settings = {"data.name": f"csv:{tmp_path}/rows.csv", "partition.name": "site", "rounds": 3, "train.epochs": 2}
     settings |= {"method.name": "fedrep", "model.name": f"{ME}:Usual", "model.norm": "local", "checkpoint.every": 1}
     result = fednh.run({**settings, "workers": 1}, out=tmp_path / "one")

@@ -12,12 +12,12 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import fednh
-import stand_in
 from fednh import extras
 from fednh.errors import UserError
 from fednh.models import build_net
-from forked import fednh as command
-from runs.test_kill import outcome
+from tests.helpers import stand_in
+from tests.helpers.compare import outcome
+from tests.helpers.process import fednh as command
 
 DOMAINS = ("photo", "art", "cartoon", "sketch")
 CLASSES = ("dog", "house", "horse")

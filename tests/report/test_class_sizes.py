@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake import fake_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from fednh.report.figures.base import Choice
 from fednh.report.groups import by_size, long_tailed
 from fednh.report.load import Run
 from fednh.report.tables import class_size_sheet, records, result_sheets
+from tests.helpers.synthetic import fake_result
 
 # Two clients; classes a to e have 150, 100, 20, 19 and 101 samples.
 COUNTS = [[100, 50, 20, 10, 101], [50, 50, 0, 9, 0]]
@@ -26,7 +26,7 @@ def tailed(folder: Path, seed: int = 0, method: str = "fednh", **more: Any) -> R
     """GM by size: many a and e, medium b and c, few d."""
     accuracy = [90.0, 60.0, 40.0 + seed, 10.0, 70.0]
     given = {"per_class": accuracy, "counts": COUNTS, "partition__name": "longtail"} | more
-    return fake_run(folder, method, seed, 54.0, **given)
+    return fake_result(folder, method, seed, 54.0, **given)
 
 
 def test_thresholds() -> None:

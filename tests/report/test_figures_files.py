@@ -21,7 +21,7 @@ from fednh.report.figures import FIGURES, Choice, FigureUnavailable, style, writ
 from fednh.report.figures.style import shortened_apart, sparse
 from fednh.report.load import load_runs
 from fednh.runs.model_file import write_model
-from synthetic import fake_run, record
+from tests.helpers.synthetic import fake_run, record
 
 
 @pytest.mark.parametrize("name", FIGURES)

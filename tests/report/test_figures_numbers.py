@@ -24,7 +24,7 @@ from fednh.report.figures.similarity import cosines, load_groups, semantics
 from fednh.report.figures.style import Look, looks
 from fednh.report.groups import by_setting, by_variant
 from fednh.report.stats import lowest_tenth
-from synthetic import fake_run, fake_sites, person, record
+from tests.helpers.synthetic import fake_run, fake_sites, person, record
 
 
 def test_curve_is_mean_and_spread_over_seeds_at_rounds_that_all_evaluated(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import Browser, find
 from typer.testing import CliRunner
 
 from fednh.cli import app
@@ -20,7 +19,8 @@ from fednh.report.figures import FIGURES
 from fednh.report.html import render, sheet_csv, write_report
 from fednh.report.load import load_runs
 from fednh.report.sheet import Cell, Sheet
-from synthetic import DOMAINS, add_outcomes, fake_run, fake_sites, many_runs, person, record
+from tests.helpers.browser import Browser, find
+from tests.helpers.synthetic import DOMAINS, add_outcomes, fake_run, fake_sites, many_runs, person, record
 
 ARTEFACTS = Path(__file__).parents[2] / "artifacts"
 needs_browser = pytest.mark.skipif(find() is None, reason="no Chromium here (Debian: apt-get install chromium)")

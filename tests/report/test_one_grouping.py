@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import fake
 import pytest
 
 from fednh.report.figures import FIGURES, Choice
@@ -17,7 +16,7 @@ from fednh.report.groups import by_setting, group_runs
 from fednh.report.html import render
 from fednh.report.load import Run, load_run, load_runs
 from fednh.report.tables import accuracy_sheet, departures, fairness_sheet, held_out_sheet
-from synthetic import fake_run, person, record
+from tests.helpers.synthetic import fake_result, fake_run, person, record
 
 
 def rounds(*values: float) -> list[dict[str, Any]]:
@@ -131,7 +130,7 @@ SAME_FIGURES: dict[str, Any] = {
 @pytest.mark.parametrize("key", [*OTHER_FIGURES, *SAME_FIGURES])
 def test_whatever_changes_a_figure_is_a_departure_from_the_paper(key: str, tmp_path: Path) -> None:
     setting = {key.replace(".", "__"): (OTHER_FIGURES | SAME_FIGURES)[key]}
-    run = fake.fake_run(tmp_path / "r", "fednh", 0, 70.0, preset="cifar10", **setting)
+    run = fake_result(tmp_path / "r", "fednh", 0, 70.0, preset="cifar10", **setting)
     (group,) = group_runs([run])
     assert [word.partition("=")[0] for word in departures(group)] == ([key] if key in OTHER_FIGURES else [])
 

@@ -19,7 +19,7 @@ from fednh.report.sites import SiteTable, class_table, confusion, site_tables
 from fednh.report.tables import held_out_sheet
 from fednh.runs.model_file import Outcomes
 from fednh.runs.run_folder import RunFolder
-from synthetic import fake_sites
+from tests.helpers.synthetic import fake_sites
 
 CLASSES = ("cat", "dog", "horse")
 SITES = ("art", "Plant 4", "3")

@@ -7,7 +7,6 @@ from pathlib import Path
 from sys import modules
 
 import pytest
-from fake import fake_run, three_seeds
 
 from fednh.errors import UserError
 from fednh.methods import METHODS
@@ -22,6 +21,7 @@ from fednh.report.tables import (
     paired_sheet,
     result_sheets,
 )
+from tests.helpers.synthetic import fake_result, three_seeds
 
 
 @pytest.fixture(scope="module")
@@ -70,18 +70,21 @@ def test_fairness_ranks_the_lowest_spread_first(nine: list[Run]) -> None:
 def test_an_evenly_bad_method_is_not_the_best_in_spread(tmp_path: Path) -> None:
     """Higher mean first: 40 on every client is even, but 60 and 80 is better for everybody."""
     good, bad = (60.0, 80.0), (40.0, 40.0)
-    runs = [fake_run(tmp_path / "a", "fednh", 0, 80.0, pm_l=good), fake_run(tmp_path / "b", "local", 0, 80.0, pm_l=bad)]
+    runs = [
+        fake_result(tmp_path / "a", "fednh", 0, 80.0, pm_l=good),
+        fake_result(tmp_path / "b", "local", 0, 80.0, pm_l=bad),
+    ]
     assert [row[1:] for row in places(fairness_sheet(runs))] == [[2, 0, 2], [1, 0, 1]]  # spreads 0 (Local) and 10
     assert "the higher mean comes first" in fairness_sheet(runs).note
     assert [row[6:8] for row in places(comparison_sheet(runs))] == [[1, 0], [0, 0]]
-    even = fake_run(
+    even = fake_result(
         tmp_path / "c", "fedavg", 0, 80.0, pm_l=(71.0, 71.0)
     )  # the highest mean and no spread: first in both
     assert [row[2] for row in places(fairness_sheet([even, runs[0]]))] == [1, 0]
 
 
 def test_worst_tenth_is_the_mean_of_the_lowest_clients(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "a", "fednh", 0, 80.0, pm_l=[10.0, 20.0, *[90.0] * 9])  # eleven: the lowest two
+    run = fake_result(tmp_path / "a", "fednh", 0, 80.0, pm_l=[10.0, 20.0, *[90.0] * 9])  # eleven: the lowest two
     assert texts(fairness_sheet([run]))[0][3] == "15.00"
 
 
@@ -103,19 +106,19 @@ def test_cost_is_relative_to_fedavg(nine: list[Run]) -> None:
 
 
 def test_cost_without_fedavg_has_no_ratio(tmp_path: Path) -> None:
-    sheet = cost_sheet([fake_run(tmp_path / "a", "fednh", 0, 80.0)])
+    sheet = cost_sheet([fake_result(tmp_path / "a", "fednh", 0, 80.0)])
     assert not any("FedAvg" in column for column in sheet.columns)
-    other = fake_run(tmp_path / "b", "fedavg", 0, 80.0, rounds=10)  # is no measure for a run of 40 rounds
-    both = cost_sheet([fake_run(tmp_path / "c", "fednh", 0, 80.0), other])
+    other = fake_result(tmp_path / "b", "fedavg", 0, 80.0, rounds=10)  # is no measure for a run of 40 rounds
+    both = cost_sheet([fake_result(tmp_path / "c", "fednh", 0, 80.0), other])
     assert texts(both)[1][-3:] == ["–", "–", "–"]
 
 
 def test_betas_are_columns_and_data_sets_and_participation_are_rows(tmp_path: Path) -> None:
     runs = [
-        fake_run(tmp_path / "a", "fednh", 0, 80.0),
-        fake_run(tmp_path / "b", "fednh", 0, 85.0, partition__beta=1.0),
-        fake_run(tmp_path / "c", "fednh", 0, 60.0, participation__rate=0.1),
-        fake_run(tmp_path / "d", "fednh", 0, 40.0, preset="spiral"),
+        fake_result(tmp_path / "a", "fednh", 0, 80.0),
+        fake_result(tmp_path / "b", "fednh", 0, 85.0, partition__beta=1.0),
+        fake_result(tmp_path / "c", "fednh", 0, 60.0, participation__rate=0.1),
+        fake_result(tmp_path / "d", "fednh", 0, 40.0, preset="spiral"),
     ]
     sheet = accuracy_sheet(runs)
     assert sheet.columns[:6] == ["data", "participation", "method", "Dir(0.3) GM", "Dir(0.3) PM(V)", "Dir(0.3) PM(L)"]
@@ -130,9 +133,9 @@ def test_betas_are_columns_and_data_sets_and_participation_are_rows(tmp_path: Pa
 
 def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(tmp_path: Path) -> None:
     runs = [
-        fake_run(tmp_path / "a", "fednh", 0, 80.0),
-        fake_run(tmp_path / "b", "fednh", 1, 90.0, rounds=10),
-        fake_run(tmp_path / "c", "fedavg", 0, 70.0),
+        fake_result(tmp_path / "a", "fednh", 0, 80.0),
+        fake_result(tmp_path / "b", "fednh", 1, 90.0, rounds=10),
+        fake_result(tmp_path / "c", "fedavg", 0, 70.0),
     ]
     sheet = accuracy_sheet(runs)
     assert [row[:2] for row in texts(sheet)] == [
@@ -143,21 +146,21 @@ def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(tmp_path: Path)
 
 
 def test_swept_hyper_parameters_have_rows(tmp_path: Path) -> None:
-    runs = [fake_run(tmp_path / str(rho), "fednh", 0, 80.0, method__rho=rho) for rho in (0.9, 0.1)]
-    runs.append(fake_run(tmp_path / "avg", "fedavg", 0, 70.0))
+    runs = [fake_result(tmp_path / str(rho), "fednh", 0, 80.0, method__rho=rho) for rho in (0.9, 0.1)]
+    runs.append(fake_result(tmp_path / "avg", "fedavg", 0, 70.0))
     assert [row[0] for row in texts(accuracy_sheet(runs))] == ["FedAvg", "FedNH, rho=0.1", "FedNH, rho=0.9"]
 
 
 def test_workers_and_checkpoints_do_not_part_a_group(tmp_path: Path) -> None:
     runs = [
-        fake_run(tmp_path / "a", "fednh", 0, 80.0),
-        fake_run(tmp_path / "b", "fednh", 1, 90.0, workers=1, checkpoint__every=1, store__memory="1GiB"),
+        fake_result(tmp_path / "a", "fednh", 0, 80.0),
+        fake_result(tmp_path / "b", "fednh", 1, 90.0, workers=1, checkpoint__every=1, store__memory="1GiB"),
     ]
     assert len(lay_out(runs).groups) == 1
 
 
 def test_a_seed_counts_once(tmp_path: Path) -> None:
-    runs = [fake_run(tmp_path / "a", "fednh", 0, 80.0), fake_run(tmp_path / "b", "fednh", 0, 80.0)]
+    runs = [fake_result(tmp_path / "a", "fednh", 0, 80.0), fake_result(tmp_path / "b", "fednh", 0, 80.0)]
     sheet = accuracy_sheet(runs)
     assert texts(sheet)[0][1] == "80.00"
     assert "n = 1 seed" in sheet.note
@@ -165,7 +168,7 @@ def test_a_seed_counts_once(tmp_path: Path) -> None:
 
 
 def test_unequal_n_is_said_in_each_cell(nine: list[Run], tmp_path: Path) -> None:
-    runs = [*nine, fake_run(tmp_path / "per", "fedper", 0, 75.0)]
+    runs = [*nine, fake_result(tmp_path / "per", "fedper", 0, 75.0)]
     rows = {row[0]: row[1] for row in texts(accuracy_sheet(runs))}
     assert rows["FedPer"] == "75.00 (n=1)"
     assert rows["FedNH"] == "82.00 ± 2.00 (n=3)"
@@ -173,8 +176,8 @@ def test_unequal_n_is_said_in_each_cell(nine: list[Run], tmp_path: Path) -> None
 
 def test_paper_stands_beside_what_matches(tmp_path: Path) -> None:
     runs = [
-        fake_run(tmp_path / "nh", "fednh", 0, 70.01, preset="cifar10"),
-        fake_run(tmp_path / "uh", "feduh", 0, 60.0, preset="cifar10"),  # not in the paper's tables
+        fake_result(tmp_path / "nh", "fednh", 0, 70.01, preset="cifar10"),
+        fake_result(tmp_path / "uh", "feduh", 0, 60.0, preset="cifar10"),  # not in the paper's tables
     ]
     sheet = accuracy_sheet(runs, paper=True)
     assert sheet.columns[1:3] == ["GM", "GM, paper (diff.)"]
@@ -184,14 +187,14 @@ def test_paper_stands_beside_what_matches(tmp_path: Path) -> None:
 
 
 def test_paper_says_which_settings_are_not_its_own(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "nh", "fednh", 0, 60.01, preset="cifar10", rounds=20, method__rho=0.5)
+    run = fake_result(tmp_path / "nh", "fednh", 0, 60.01, preset="cifar10", rounds=20, method__rho=0.5)
     sheet = accuracy_sheet([run], paper=True)
     assert texts(sheet)[0][2] == "69.01 ± 2.51 (-9.00)*"
     assert "rounds=20 (paper: 200); rho=0.5 (paper: 0.9)" in sheet.note.replace("method.", "")
 
 
 def test_paper_fairness_sets_spread_beside_spread(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "nh", "fednh", 0, 60.0, pm_l=(80.0, 90.0), preset="cifar10")
+    run = fake_result(tmp_path / "nh", "fednh", 0, 60.0, pm_l=(80.0, 90.0), preset="cifar10")
     row = dict(zip(*((s := fairness_sheet([run], paper=True)).columns, texts(s)[0]), strict=True))
     assert row["PM(L), paper (diff.)"] == "84.63 (+0.37)"
     assert row["spread, paper (diff.)"] == "5.61 (-0.61)"
@@ -202,12 +205,12 @@ def test_paper_fairness_sets_spread_beside_spread(tmp_path: Path) -> None:
     [{"partition__beta": 0.5}, {"participation__rate": 0.2}, {"partition__name": "iid"}, {"preset": "digits"}],
 )
 def test_paper_is_silent_where_the_setting_differs(tmp_path: Path, settings: dict[str, object]) -> None:
-    run = fake_run(tmp_path / "nh", "fednh", 0, 70.0, **{"preset": "cifar10", **settings})  # type: ignore[arg-type]
+    run = fake_result(tmp_path / "nh", "fednh", 0, 70.0, **{"preset": "cifar10", **settings})  # type: ignore[arg-type]
     assert accuracy_sheet([run], paper=True).columns == ["method", "GM", "PM(V)", "PM(L)"]
 
 
 def test_participation_of_the_appendix(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "nh", "fednh", 0, 72.69, preset="cifar10", participation__rate=0.3)
+    run = fake_result(tmp_path / "nh", "fednh", 0, 72.69, preset="cifar10", participation__rate=0.3)
     assert texts(accuracy_sheet([run], paper=True))[0][2] == "72.69 ± 0.43 (+0.00)"
 
 
@@ -237,15 +240,15 @@ def test_paired_reference_can_be_chosen_and_must_exist(nine: list[Run]) -> None:
 
 
 def test_paired_needs_two_seeds_and_the_same_settings(tmp_path: Path) -> None:
-    runs = [fake_run(tmp_path / "a", "fednh", 0, 80.0), fake_run(tmp_path / "b", "fedavg", 0, 70.0)]
+    runs = [fake_result(tmp_path / "a", "fednh", 0, 80.0), fake_result(tmp_path / "b", "fedavg", 0, 70.0)]
     assert paired_sheet(runs).rows == []
-    runs += [fake_run(tmp_path / f"c{s}", "fedavg", s, 70.0, rounds=10) for s in (0, 1)]
+    runs += [fake_result(tmp_path / f"c{s}", "fedavg", s, 70.0, rounds=10) for s in (0, 1)]
     assert paired_sheet(runs).rows == []
 
 
 def test_of_several_settings_the_default_one_is_the_reference(tmp_path: Path) -> None:
     runs = [
-        fake_run(tmp_path / f"{rho}-{seed}", "fednh", seed, 100 * rho + seed * seed, method__rho=rho)
+        fake_result(tmp_path / f"{rho}-{seed}", "fednh", seed, 100 * rho + seed * seed, method__rho=rho)
         for rho in (0.5, 0.9)
         for seed in (0, 1)
     ]
@@ -258,8 +261,8 @@ def test_of_several_settings_the_default_one_is_the_reference(tmp_path: Path) ->
 def test_six_seeds_take_wilcoxon(tmp_path: Path) -> None:
     runs = []
     for seed in range(6):
-        runs.append(fake_run(tmp_path / f"nh{seed}", "fednh", seed, 80.0))
-        runs.append(fake_run(tmp_path / f"avg{seed}", "fedavg", seed, 79.0 - seed))
+        runs.append(fake_result(tmp_path / f"nh{seed}", "fednh", seed, 80.0))
+        runs.append(fake_result(tmp_path / f"avg{seed}", "fedavg", seed, 79.0 - seed))
     row = dict(zip((sheet := paired_sheet(runs)).columns, texts(sheet)[0], strict=True))
     assert (row["test"], row["p"], row["reading"]) == ("Wilcoxon", "0.031", "below")  # 2 / 2^6
     assert "With n" not in sheet.note
@@ -279,14 +282,14 @@ def test_held_out_samples_of_all_clients_together(tmp_path: Path) -> None:
     runs = [
         replace(run, summary={**run.summary, **values, "gm": None, "pm_v": None, "pm_l": None})
         for run, values in (
-            (fake_run(tmp_path / "a", "local", 0, None), whole),
-            (fake_run(tmp_path / "b", "fedavg", 0, None), whole | shared),
+            (fake_result(tmp_path / "a", "local", 0, None), whole),
+            (fake_result(tmp_path / "b", "fedavg", 0, None), whole | shared),
         )
     ]
     held, pooled = result_sheets(runs)
     assert (held.name, pooled.name) == ("held-out", "pooled")
     assert pooled.columns == ["method", "PM, last round", "PM, best round", "GM, last round", "GM, best round"]
     assert texts(pooled) == [["Local", "60.00", "70.00", "–", "–"], ["FedAvg", "60.00", "70.00", "30.00", "40.00"]]
-    sites = fake_run(tmp_path / "c", "fedavg", 0, None, partition__name="site")
+    sites = fake_result(tmp_path / "c", "fedavg", 0, None, partition__name="site")
     sites = replace(sites, summary={**sites.summary, **whole, "gm": None, "pm_v": None, "pm_l": None})
     assert [sheet.name for sheet in result_sheets([sites])] == ["held-out"]

@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 import pytest
-from fake import fake_run, three_seeds
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -17,6 +16,7 @@ from typer.testing import CliRunner
 from fednh.cli import app
 from fednh.errors import UserError
 from fednh.report.sheet import Cell, Sheet, to_latex, to_markdown, to_rich
+from tests.helpers.synthetic import fake_result, three_seeds
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_csv_has_a_line_for_each_method_setting_and_metric(folder: Path) -> None
 
 
 def test_csv_paper_columns(tmp_path: Path) -> None:
-    fake_run(tmp_path / "nh", "fednh", 0, 70.01, pm_l=(80.0, 90.0), preset="cifar10")
+    fake_result(tmp_path / "nh", "fednh", 0, 70.01, pm_l=(80.0, 90.0), preset="cifar10")
     rows = {r["metric"]: r for r in csv.DictReader(io.StringIO(table(tmp_path, "--format", "csv", "--paper")))}
     gm, spread = rows["gm"], rows["pm_l_std"]
     assert (gm["paper_mean"], gm["paper_std"]) == ("69.01", "2.51")

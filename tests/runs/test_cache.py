@@ -12,7 +12,7 @@ import pytest
 import fednh
 from fednh.errors import UserError
 from fednh.io import cache
-from forked import fednh as command
+from tests.helpers.process import fednh as command
 
 
 def test_where_data_sets_lie(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import identical
 from fednh.errors import UserError
 from fednh.runs.checkpoint import Checkpoints
 from fednh.runs.client_states import Store
 from fednh.tree import Tree
+from tests.helpers.compare import identical
 
 SERVER = {"w": torch.arange(4.0), "seed": torch.tensor(7)}
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import identical
 from fednh.io.files import read_tree
 from fednh.runs.client_states import Saved, Store
 from fednh.tree import Tree, canonical
+from tests.helpers.compare import identical
 
 NEWCOMER = {"w": torch.zeros(25)}
 

@@ -6,14 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_fingerprint import table
-from test_kill import outcome
 
 import fednh
 from fednh.errors import UserError
 from fednh.runs import run_folder
 from fednh.runs.layout import RunLayout
-from forked import fednh as command
+from tests.helpers.compare import outcome
+from tests.helpers.process import fednh as command
+from tests.helpers.synthetic import site_table
 
 SETTINGS = {
     "method.name": "fedbabu",  # its personal models are fine-tuned at the end
@@ -32,7 +32,7 @@ SETTINGS = {
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of 3 and of 6 rounds."""
     folder = tmp_path_factory.mktemp("planned")
-    (folder / "rows.csv").write_text("\n".join(table("abcde", 12)) + "\n")
+    (folder / "rows.csv").write_text("\n".join(site_table("abcde", 12)) + "\n")
     for rounds in (3, 6):
         fednh.run({**SETTINGS, "data.name": f"csv:{folder}/rows.csv", "rounds": rounds}, out=folder / str(rounds))
     return folder

@@ -19,7 +19,8 @@ from fednh.data.dataset import Dataset
 from fednh.errors import UserError
 from fednh.runs import run_folder
 from fednh.runs.run_folder import RunFolder
-from forked import fednh as command
+from tests.helpers.process import fednh as command
+from tests.helpers.synthetic import site_table
 
 QUICK = {
     "method.name": "fedper",
@@ -34,17 +35,6 @@ QUICK = {
 }
 
 
-def table(sites: str = "abc", rows: int = 30) -> list[str]:
-    rng = np.random.default_rng(5)
-    lines = []
-    for number, site in enumerate(sites):
-        for _ in range(rows):
-            label = int(rng.integers(2))
-            x, y = rng.normal(size=2) + np.array([label, number])
-            lines.append(f"{x:.6f},{y:.6f},{site},{'sick' if label else 'well'}")
-    return ["x,y,site,label", *lines]
-
-
 def weights(path: Path, value: float) -> Path:
     save_file({"body.linear1.weight": torch.full((4, 2), value), "body.linear1.bias": torch.zeros(4)}, path)
     return path
@@ -54,7 +44,7 @@ def weights(path: Path, value: float) -> Path:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with rows.csv, start.safetensors and the finished run made of them."""
     here = tmp_path_factory.mktemp("whole")
-    (here / "rows.csv").write_text("\n".join(table()) + "\n")
+    (here / "rows.csv").write_text("\n".join(site_table()) + "\n")
     weights(here / "start.safetensors", 0.5)
     settings = {"data.name": f"csv:{here}/rows.csv", "model.weights": str(here / "start.safetensors")}
     fednh.run({**QUICK, **settings}, out=here / "run")

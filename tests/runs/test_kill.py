@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from conftest import count
 from fednh.methods import METHODS
-from forked import Process, fednh
+from tests.helpers.compare import assert_same, outcome
+from tests.helpers.counts import count
+from tests.helpers.process import Process, fednh
 
-TIMES = {"seconds", "eval_seconds", "client_seconds", "samples_per_second"}
 KILLS = 3  # for each method; at least two of them must find the process alive
 
 
@@ -41,33 +41,6 @@ def command(method: str, out: Path, rounds: int = 6, every: int = 1) -> list[str
         *words,
         "--quiet",
     ]
-
-
-def timeless(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: timeless(v) for k, v in value.items() if k not in TIMES}
-    return [timeless(v) for v in value] if isinstance(value, list) else value
-
-
-def outcome(folder: Path) -> dict[str, Any]:
-    """Everything that a run leaves for others, times aside; models and config by their bytes."""
-    files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in (folder / "models").rglob("*.safetensors")}
-    files["config.toml"] = (folder / "config.toml").read_bytes()
-    files["partition.json"] = (folder / "partition.json").read_bytes()
-    return {
-        "metrics": [timeless(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()],
-        "summary": timeless(json.loads((folder / "summary.json").read_text())),
-        "files": files,
-    }
-
-
-def assert_same(folder: Path, expected: dict[str, Any]) -> None:
-    got = outcome(folder)
-    assert got["metrics"] == expected["metrics"]
-    assert got["summary"] == expected["summary"]
-    assert got["files"].keys() == expected["files"].keys()
-    for name, content in expected["files"].items():
-        assert got["files"][name] == content, name
 
 
 def rounds_written(out: Path) -> int:
@@ -197,54 +170,52 @@ def test_lost_checkpoints_are_never_a_silent_restart(tmp_path: Path) -> None:
 
 def test_asked_to_stop_during_an_evaluation(tmp_path: Path) -> None:
     """The round that is being evaluated is not lost: its evaluation is done again after the resume."""
-    from test_rounds import Told
-
     from fednh.backends import threads
     from fednh.callbacks import Phase
     from fednh.config import load
     from fednh.errors import Interrupted
     from fednh.federated.setup import build_federation
     from fednh.runs.run_folder import RunFolder
+    from tests.helpers.callbacks import Recorder
 
     config = load("digits", {"rounds": 4, "train.epochs": 1, "partition.clients": 8, "eval.every": 2})
     federation = build_federation(config)
 
-    class Stopping(Told):
+    class Stopping(Recorder):
         def on_progress(self, phase: Phase, done: int, total: int) -> None:
             if phase == "evaluating":
                 stop.set()
 
-    def go(path: Path, watcher: Told, stop: threading.Event) -> None:
+    def go(path: Path, watcher: Recorder, stop: threading.Event) -> None:
         with RunFolder(path) as folder:
             if not folder.started:
                 folder.begin(config, federation.dataset.classes, federation.class_counts())
             threads.make_run(config, federation, folder, watcher, stop).run()
 
     stop = threading.Event()
-    go(tmp_path / "whole", Told(), threading.Event())
+    go(tmp_path / "whole", Recorder(), threading.Event())
     with pytest.raises(Interrupted):
         go(tmp_path / "stopped", Stopping(), stop)
     assert rounds_written(tmp_path / "stopped") == 1, "round 2 is trained, not yet evaluated"
-    go(tmp_path / "stopped", Told(), threading.Event())
+    go(tmp_path / "stopped", Recorder(), threading.Event())
     assert_same(tmp_path / "stopped", outcome(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("at", [1, 4, 5, 13])  # a batch of the global model, of its card, of a client's card or figures
 def test_asked_to_stop_between_two_batches_of_the_final_evaluation(at: int, tmp_path: Path) -> None:
     """FedNH on 8 clients and 355 test samples: batches of 128, 128 and 99 for every model, and those for its card."""
-    from test_rounds import Told
-
     from fednh.backends import threads
     from fednh.callbacks import Phase
     from fednh.config import load
     from fednh.errors import Interrupted
     from fednh.federated.setup import build_federation
     from fednh.runs.run_folder import RunFolder
+    from tests.helpers.callbacks import Recorder
 
     config = load("digits", {"rounds": 2, "train.epochs": 1, "partition.clients": 8, "eval.every": 0, "workers": 1})
     federation, stop, seen = build_federation(config), threading.Event(), list[tuple[int, int]]()
 
-    class Stopping(Told):
+    class Stopping(Recorder):
         def on_progress(self, phase: Phase, done: int, total: int) -> None:
             if phase == "training":
                 return
@@ -253,17 +224,17 @@ def test_asked_to_stop_between_two_batches_of_the_final_evaluation(at: int, tmp_
             if len(seen) == at:
                 stop.set()
 
-    def go(path: Path, watcher: Told, stop: threading.Event) -> None:
+    def go(path: Path, watcher: Recorder, stop: threading.Event) -> None:
         with RunFolder(path) as folder:
             threads.make_run(config, federation, folder, watcher, stop).run()
 
-    go(tmp_path / "whole", Told(), threading.Event())
+    go(tmp_path / "whole", Recorder(), threading.Event())
     with pytest.raises(Interrupted):
         go(tmp_path / "stopped", Stopping(), stop)
     assert len(seen) == at
     assert seen[:3] == [(128, 355), (256, 355), (355, 355)][:at], "the global model, a batch at a time"
     assert not (tmp_path / "stopped" / "summary.json").exists()
-    go(tmp_path / "stopped", Told(), threading.Event())
+    go(tmp_path / "stopped", Recorder(), threading.Event())
     assert_same(tmp_path / "stopped", outcome(tmp_path / "whole"))
 
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from power_cut import Disk, State, put
-from test_kill import assert_same, outcome
 from typer.testing import CliRunner
 
 import fednh
-from conftest import count
 from fednh.cli import app
 from fednh.io.files import commit_file
 from fednh.runs.model_file import write_model
+from tests.helpers.compare import assert_same, outcome
+from tests.helpers.counts import count
+from tests.helpers.power_cut import Disk, State, put
 
 SMALL = {
     **{"rounds": 3, "checkpoint.every": 1, "eval.every": 2, "train.epochs": 1, "workers": 1, "store.memory": 600},

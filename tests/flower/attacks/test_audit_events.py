@@ -12,9 +12,7 @@ from typing import Any, cast
 
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message
-from test_parity import small
 from typer.testing import CliRunner
-from wire import Wire, deployed, serve, server_identity, travelled
 
 from fednh.cli.app import app
 from fednh.errors import UserError
@@ -23,7 +21,9 @@ from fednh.flower.audit_report import check, find
 from fednh.flower.deploy import scaffold
 from fednh.flower.layout import FederationFolder
 from fednh.flower.protocol import to_tree
-from forked import fednh
+from tests.helpers.config import small
+from tests.helpers.federation import Wire, deployed, serve, server_identity, travelled
+from tests.helpers.process import fednh
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store import Store, grid_of, packed
 
-from conftest import count
 from fednh.flower import protocol
 from fednh.flower.protocol import Answer, Hello, Order, SiteProblem, Task, to_arrays
 from fednh.flower.transport import GREETING, BoundedFetch, FetchError, Limit
+from tests.helpers.counts import count
+from tests.helpers.store import Store, grid_of, packed
 
 TREE = {"body.0.weight": torch.arange(12.0).reshape(3, 4), "scale": torch.tensor(20.0)}
 FORM = {name: (tuple(value.shape), value.dtype) for name, value in TREE.items()}

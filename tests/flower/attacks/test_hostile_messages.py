@@ -19,9 +19,6 @@ import safetensors.numpy
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError
-from store import Store, forged, forged_reply, grid_of, packed
-from test_parity import small
-from wire import deployed, federate, part_of, serve, server_identity, travelled
 
 from fednh.config import dump
 from fednh.flower.deploy import forking
@@ -29,6 +26,9 @@ from fednh.flower.protocol import FORMAT, Answer, Task, form_of, to_arrays, to_t
 from fednh.flower.site import Site
 from fednh.flower.site_config import read_site_config
 from fednh.flower.transport import BoundedFetch, FetchError, Limit, take_order
+from tests.helpers.config import small
+from tests.helpers.federation import deployed, federate, part_of, serve, server_identity, travelled
+from tests.helpers.store import Store, forged, forged_reply, grid_of, packed
 
 FORM = {"body.0.weight": ((16, 64), torch.float32)}
 

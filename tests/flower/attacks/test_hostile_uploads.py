@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import ConfigRecord, Message, RecordDict
-from test_parity import small
-from wire import Quiet, divided, federate, serve, server_identity, travelled
 
 from fednh.backends import threads
 from fednh.config import Config
@@ -30,6 +28,9 @@ from fednh.methods.fit import Fit
 from fednh.models import Net
 from fednh.runs.run_folder import RunFolder
 from fednh.tree import Tree
+from tests.helpers.callbacks import Recorder
+from tests.helpers.config import small
+from tests.helpers.federation import divided, federate, serve, server_identity, travelled
 
 Change = Callable[[Tree], Tree]
 
@@ -240,8 +241,8 @@ class Hostile(FedNH):
         return keep, times(1e30)(upload) if data._address[2] == 1 else upload
 
 
-def simulated(config: Config, path: Path, method: Method | None = None) -> tuple[Quiet, Tree]:
-    federation, watcher = build_federation(config), Quiet()
+def simulated(config: Config, path: Path, method: Method | None = None) -> tuple[Recorder, Tree]:
+    federation, watcher = build_federation(config), Recorder()
     if method is not None:
         federation = replace(federation, method=method)
     with RunFolder(path) as folder:

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
-from hostile import config_of
-from wire import RUN, Quiet, Wire, deployed, serve, server_identity, write_site_key
 
 from fednh.config import Config
 from fednh.flower import signing
 from fednh.flower.protocol import NOTICE
+from tests.helpers.callbacks import Recorder
+from tests.helpers.federation import RUN, Wire, deployed, serve, server_identity, write_site_key
+from tests.helpers.hostile import config_of
 
 THREE = {"partition.clients": 3, "participation.rate": 1.0, "federation.min_clients": 1}
 
@@ -31,7 +32,7 @@ def with_key_of(wire: Wire, node: int, folder: Path, name: str) -> None:
     wire.nodes[node]["key"] = str(folder / "sites" / name / "key")
 
 
-def run(folder: Path, wire: Wire, enough: int = 2, known: bool = True, config: Config | None = None) -> Quiet:
+def run(folder: Path, wire: Wire, enough: int = 2, known: bool = True, config: Config | None = None) -> Recorder:
     identity = server_identity(folder)
     identity.folder = identity.folder if known else None
     return serve(config or config_of(**THREE), wire, folder / "run", enough=enough, identity=identity)

@@ -13,8 +13,6 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from flwr.app import ConfigRecord, Message
 from flwr.proto.node_pb2 import NodeInfo
-from test_parity import small
-from wire import Wire, deployed, divided, serve, server_identity
 
 from fednh.errors import UserError
 from fednh.flower import layout
@@ -23,7 +21,9 @@ from fednh.flower.deploy.local import LocalFederation
 from fednh.flower.protocol import FORMAT, Hello, Task
 from fednh.flower.site_config import read_site_config
 from fednh.runs.layout import RunLayout
-from forked import fednh
+from tests.helpers.config import small
+from tests.helpers.federation import Wire, deployed, divided, serve, server_identity
+from tests.helpers.process import fednh
 
 FORGED = {
     "a new line": "site-1\n2026-11-16 10:00:00 round 9: site-2 was removed",

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
-from hostile import Scene, config_of, message, problem, question
 
 from fednh.config import dump
 from fednh.errors import Refused, UserError
@@ -17,6 +16,7 @@ from fednh.flower import signing
 from fednh.flower.deploy import certificates
 from fednh.flower.layout import FederationFolder
 from fednh.flower.protocol import to_arrays, to_tree
+from tests.helpers.hostile import Scene, config_of, message, problem, question
 
 
 @pytest.fixture
@@ -268,6 +268,6 @@ def test_a_signature_covers_every_value_with_its_type(
 
 
 def scene_travelled(content: RecordDict) -> RecordDict:
-    from wire import travelled
+    from tests.helpers.federation import travelled
 
     return travelled(message(content, 11)).content

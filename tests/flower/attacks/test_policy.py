@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from flwr.app import ConfigRecord, MetricRecord
-from hostile import Scene, config_of, everything, problem, question
 
 from fednh.config import dump
 from fednh.errors import Refused, UserError
 from fednh.flower.protocol import Order
 from fednh.flower.site_config import METRICS, Policy, read_policy, site_toml
 from fednh.methods import METHODS
+from tests.helpers.hostile import Scene, config_of, everything, problem, question
 
 SECRET = "Zaphod"  # it is everywhere in the site's table but in its name
 TABLE = "\n".join(
@@ -254,7 +254,7 @@ def test_a_federation_trains_without_the_metrics_of_one_site(tmp_path: Path) -> 
     """The server can do without them; the loss is that of the site that tells it."""
     import json
 
-    from wire import serve
+    from tests.helpers.federation import serve
 
     scene = Scene(tmp_path, **{"allow.metrics": ""})
     config = config_of(**{"participation.rate": 1.0, "eval.every": 1})

@@ -10,32 +10,16 @@ import numpy as np
 import pytest
 from flwr.app import Message
 from flwr.common.serde import message_to_proto
-from wire import Wire, deployed, serve, server_identity
 
 from fednh.config import load
 from fednh.data.sources.builtin import digits
-from forked import fednh
-
-NAMES = ["Anna Ode", "Bert Ulm", "Cora Ims", "Dora Eck", "Emil Uhr"]
-AGREED = {"data.columns": {"age": "number", "blood": ["A", "B"]}, "data.classes": ["healthy", "ill"]}
-RULES = {"columns": "age, blood", "label": "diagnosis"}
+from tests.helpers.federation import Wire, deployed, serve, server_identity
+from tests.helpers.hospitals import AGREED, NAMES, tables
+from tests.helpers.process import fednh
 
 
 class Enough(BaseException):
     """The server has heard every site and has begun to ask again."""
-
-
-def tables(folder: Path) -> dict[int, dict[str, Any]]:
-    """Two sites with a name, an age and a blood group in every row."""
-    nodes: dict[int, dict[str, Any]] = {}
-    for k, site in enumerate(("north", "south")):
-        rows = [
-            f"{NAMES[(i + k) % 5]},{20 + i},{'AB'[i % 2]},{['healthy', 'ill'][(i // 3) % 2]},note {NAMES[i % 5]} {i}"
-            for i in range(30)
-        ]
-        (folder / f"{site}.csv").write_text("\n".join(["patient,age,blood,diagnosis,note", *rows, ""]))
-        nodes[k + 1] = {"data": f"csv:{folder}/{site}.csv", "site": site, **RULES}
-    return nodes
 
 
 def federate(folder: Path, nodes: dict[int, dict[str, Any]], settings: dict[str, Any]) -> tuple[Wire, list[str]]:

@@ -20,7 +20,6 @@ import pytest
 import tomli_w
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from hostile import Scene, config_of, message, problem, question
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -41,6 +40,7 @@ from fednh.io.files import read_tree
 from fednh.methods import METHODS, Method, pfedfda
 from fednh.methods.fit import LocalFit, Sgd
 from fednh.models import build_net
+from tests.helpers.hostile import Scene, config_of, message, problem, question
 
 ROWS = 100
 RULES = {"allow.rounds": 5, "allow.epochs": 2, "allow.sites": 2, "allow.methods": "fedavg, fednh"}

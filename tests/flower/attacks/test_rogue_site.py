@@ -11,19 +11,19 @@ from typing import Any
 
 import httpx
 import pytest
-from federations import Trial, trial
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_from_tree
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.fleet_http_connection import http_request_response
-from hostile import question
-from wire import write_site_key
 
 from fednh.flower import signing
 from fednh.flower.deploy import commands
 from fednh.flower.deploy.processes import Processes
+from tests.helpers.deployment import Trial, trial
+from tests.helpers.federation import write_site_key
+from tests.helpers.hostile import question
 
 pytestmark = pytest.mark.soak
 

@@ -18,10 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from federations import SMALL
 
 from fednh.flower.deploy import scaffold
 from fednh.flower.deploy import scaffold as approval
+from tests.helpers.deployment import SMALL
 
 pytestmark = pytest.mark.soak
 

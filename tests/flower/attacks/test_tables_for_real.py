@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from federations import SMALL, Trial, trial
-from test_privacy import AGREED, NAMES, tables
 
 from fednh.flower import audit
 from fednh.flower.audit_report import find
-from forked import fednh
+from tests.helpers.deployment import SMALL, Trial, trial
+from tests.helpers.hospitals import AGREED, NAMES, tables
+from tests.helpers.process import fednh
 
 pytestmark = pytest.mark.soak
 

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from fednh.backends import threads
-from fednh.callbacks.screen import Silent
 from fednh.config import Config, dump, load
 from fednh.federated.setup import build_federation
 from fednh.report.load import Run, load_run
 from fednh.runs.model_file import Outcomes, write_model, write_outcomes
 from fednh.runs.run_folder import RunFolder, environment
+from tests.helpers.callbacks import Recorder
 
 DOMAINS = ("art", "cartoon", "photo", "sketch")
 
@@ -103,15 +103,8 @@ def real_run(path: Path, overrides: dict[str, Any]) -> Run:
     config = load("digits", {**quick, "participation.rate": 1.0, **overrides})
     federation = build_federation(config)
     with RunFolder(path) as folder:
-        threads.make_run(config, federation, folder, _Quiet()).run()
+        threads.make_run(config, federation, folder, Recorder()).run()
     return load_run(path)
-
-
-class _Quiet(Silent):
-    def __init__(self) -> None:
-        from rich.console import Console
-
-        super().__init__(Console(stderr=True))
 
 
 def many_runs(folder: Path, hostile: str = "") -> None:
@@ -136,3 +129,82 @@ def many_runs(folder: Path, hostile: str = "") -> None:
                 card = {"method": {"name": method}, "model": {"name": "mlp"}, "shape": [32], "classes": classes}
                 card["preprocessing"] = {"scale": 1.0, "mean": [0.0], "std": [1.0]}
                 write_model(path / "models" / "global.safetensors", {"head.weight": head}, card)
+
+
+def site_table(sites: str = "abc", rows: int = 30) -> list[str]:
+    rng = np.random.default_rng(5)
+    lines = []
+    for number, site in enumerate(sites):
+        for _ in range(rows):
+            label = int(rng.integers(2))
+            x, y = rng.normal(size=2) + np.array([label, number])
+            lines.append(f"{x:.6f},{y:.6f},{site},{'sick' if label else 'well'}")
+    return ["x,y,site,label", *lines]
+
+
+def fake_result(
+    folder: Path,
+    method: str,
+    seed: int,
+    gm: float | None,
+    pm_v: float = 50.0,
+    pm_l: Sequence[float] = (60.0, 80.0),
+    seconds: float = 10.0,
+    preset: str = "digits",
+    per_class: Sequence[float | None] | None = None,
+    counts: Sequence[Sequence[int]] | None = None,
+    **settings: Any,
+) -> Run:
+    """A finished run; `pm_l` has one value a client, and a round sends 100 bytes up and 300 down."""
+    overrides = {"method.name": method, "seed": seed, "workers": 2}
+    config = load(preset, overrides | {key.replace("__", "."): value for key, value in settings.items()})
+    mean = sum(pm_l) / len(pm_l)
+    rounds = config.rounds
+    run = RunFolder(folder)
+    folder.mkdir(parents=True)
+    table = [list(row) for row in counts] if counts is not None else [[3, 4] for _ in pm_l]
+    run.begin(config, [chr(ord("a") + c) for c in range(len(table[0]))], table)
+    record = {"train_loss": 0.5, "seconds": 0.1, "bytes_up": 100, "bytes_down": 300, "clients": [0]}
+    run.write_metrics([{"round": r + 1, **record, "dropped": [], "refused": []} for r in range(rounds)])
+    run.write_summary(
+        {
+            "method": method,
+            "data": config.data.name,
+            "seed": seed,
+            "rounds": rounds,
+            "gm": gm,
+            "pm_v": pm_v,
+            "pm_l": mean,
+            "pm_l_std": (sum((v - mean) ** 2 for v in pm_l) / len(pm_l)) ** 0.5,
+            "per_class": list(per_class) if per_class is not None else None if gm is None else [gm, gm],
+            "clients": [{"client": k, "pm_v": pm_v, "pm_l": v, "samples": 7} for k, v in enumerate(pm_l)],
+            "bytes_up": 100 * rounds,
+            "bytes_down": 300 * rounds,
+            "dropped": 0,
+            "refused": 0,
+            "failed": 0,
+            "samples": 1000,
+            "seconds": seconds,
+            "client_seconds": seconds / 2,
+            "eval_seconds": 1.0,
+            "samples_per_second": 200.0,
+        }
+    )
+    return load_run(folder)
+
+
+def three_seeds(folder: Path) -> list[Run]:
+    """FedNH, FedAvg and Local with three seeds each. By hand:
+
+    GM      FedNH 80 82 84: 82 ± 2      FedAvg 78 79 80: 79 ± 1     Local has none
+    PM(V)   FedNH 50 50 50: 50 ± 0      FedAvg 52 54 53: 53 ± 1     Local 41 40 42: 41 ± 1
+    PM(L)   70 on each seed for all; its spread over clients is 10 for FedNH, 20 for FedAvg, 30 for Local
+    """
+    runs = []
+    for seed in range(3):
+        runs += [
+            fake_result(folder / f"fednh-{seed}", "fednh", seed, [80.0, 82.0, 84.0][seed], seconds=12.0),
+            fake_result(folder / f"fedavg-{seed}", "fedavg", seed, 78.0 + seed, [52.0, 54.0, 53.0][seed], (50.0, 90.0)),
+            fake_result(folder / f"local-{seed}", "local", seed, None, [41.0, 40.0, 42.0][seed], (40.0, 100.0)),
+        ]
+    return runs

@@ -6,20 +6,21 @@ Batches hold all of a client's samples, so the order of samples does not matter 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conftest import CLIENTS
 from fednh.data.batches import ClientData, Samples
 from fednh.federated import client
+from fednh.federated.aggregate import accumulator
 from fednh.methods import Method
 from fednh.methods.fit import Sgd
 from fednh.models import Net
 from fednh.tree import Tree, Uploads, select
+from tests.helpers.tiny import CLIENTS
 
 SGD = Sgd(lr=0.2, momentum=0.9, weight_decay=0.01, clip=1.0, batch_size=100, epochs=3)
 
@@ -116,3 +117,13 @@ class Play:
 
     def personal(self, k: int) -> Tree:
         return client.personal_model(self.method, self.net, self.kept[k], self.received(k), self.data[k], SGD)
+
+
+def averaged_by(
+    name: str, trees: Iterable[Tree], server: Tree, method: Method, samples: Sequence[int] = (), trim: float = 0.2
+) -> Uploads:
+    """Uploads averaged by a rule, as the round loop does it: one by one into an accumulator."""
+    into = accumulator(name, server, trim, method)
+    for k, tree in enumerate(trees):
+        into.add(tree, samples[k] if samples else 1)
+    return into.uploads()

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -95,6 +96,58 @@ def nodes(*machines: dict[str, Any], source: Path = SOURCE) -> Iterator[Nodes]:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         shutil.rmtree(home, ignore_errors=True)
+
+
+SMALL = ["--clients", "8", "--rounds", "2", "--epochs", "1", "--set", "eval.every=1"]
+SOME = ["--set", "participation.rate=0.5", "--workers", "2", "--quiet"]
+
+
+def start(args: list[str], folder: Path, cluster: Nodes | None = None, **more: str) -> subprocess.Popen[str]:
+    """`fednh ARGS` as a process of its own in `folder`, with the cluster's address."""
+    around = {**os.environ, "FEDNH_TEST_MARK": str(folder), **(cluster.environment if cluster else {}), **more}
+    command = [sys.executable, "-m", "fednh", *args]
+    command += ["--backend", "ray", "--address", cluster.address] if cluster else []
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=around, start_new_session=True, **pipes)
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 240) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def on_pool(args: list[str], folder: Path) -> None:
+    from tests.helpers.process import fednh
+
+    done = fednh(["run", *args, "--out", str(folder)], folder.parent / "log")
+    assert done.code == 0, done.stderr
+
+
+def until(met: Any, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not met():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def rounds_of(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Processes that a run in `folder` started and that are still there."""
+    mark, found = f"FEDNH_TEST_MARK={folder}".encode(), []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (path / "environ").read_bytes().split(b"\0"):
+                found.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue
+    return found
 
 
 def _main(home: str, machines: Sequence[dict[str, Any]]) -> None:

@@ -15,15 +15,12 @@ from typing import Any
 import psutil
 import torch
 
-from fednh.backends import threads
 from fednh.callbacks import Callback
-from fednh.config import Config
-from fednh.federated.setup import build_federation
 from fednh.flower.deploy import local, scaffold
 from fednh.flower.layout import note_text
 from fednh.io.files import read_tree
-from fednh.runs.run_folder import RunFolder
-from forked import Process
+from tests.helpers.process import Process
+from tests.helpers.simulator import simulate
 
 # Small and quick: what is tested is the way that messages take.
 SMALL = {"train.epochs": 1, "train.batch_size": 64, "model.args": {"hidden": [16]}, "federation.timeout": 120.0}
@@ -91,7 +88,7 @@ class Trial:
         timer.start()
         try:
             config, sites = scaffold.read(self.folder)
-            local.LocalFederation(self.folder, config, sites, Quiet(), stop).run()
+            local.LocalFederation(self.folder, config, sites, Callback(), stop).run()
         finally:
             timer.cancel()
 
@@ -151,19 +148,6 @@ def trial(folder: Path) -> Iterator[Trial]:
         assert local.marked(made.folder) == [], "processes are left"
     finally:
         local.end_marked(made.folder)
-
-
-class Quiet(Callback):
-    """Tells nothing."""
-
-
-def simulate(config: Config, path: Path) -> Path:
-    """The same settings in the simulator."""
-    federation = build_federation(config)
-    with RunFolder(path) as folder:
-        folder.begin(config, federation.dataset.classes, federation.class_counts())
-        threads.make_run(config, federation, folder, Quiet()).run()
-    return path
 
 
 def assert_same_as_simulated(made: Trial, path: Path) -> None:

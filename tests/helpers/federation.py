@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Context, Message, RecordDict
@@ -17,9 +18,7 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from fednh.backends import threads
-from fednh.callbacks import Callback
-from fednh.config import Config
+from fednh.config import Config, load
 from fednh.flower import signing
 from fednh.flower.client_app import app
 from fednh.flower.deploy import certificates as certs
@@ -28,6 +27,7 @@ from fednh.flower.server_app import Transport, make_run
 from fednh.flower.signing import Identity
 from fednh.runs.layout import RunLayout
 from fednh.runs.run_folder import RunFolder
+from tests.helpers.callbacks import Recorder
 
 RUN = 1  # Flower's number of the run
 Tamper = Callable[[int, Message, Message], Message | None]  # (node, request, reply) -> what the server gets
@@ -111,21 +111,7 @@ def travelled(message: Message) -> Message:
     return message_from_proto(ProtoMessage.FromString(message_to_proto(message).SerializeToString()))
 
 
-class Quiet(Callback):
-    """A callback that remembers."""
-
-    def __init__(self) -> None:
-        self.records: list[dict[str, Any]] = []
-        self.notes: list[str] = []
-
-    def on_round(self, record: dict[str, Any]) -> None:
-        self.records.append(record)
-
-    def on_note(self, text: str) -> None:
-        self.notes.append(text)
-
-
-def federate(config: Config, out: Path, hostile: Tamper | None = None) -> tuple[Wire, Quiet]:
+def federate(config: Config, out: Path, hostile: Tamper | None = None) -> tuple[Wire, Recorder]:
     """The config as a federation of divided sites over a Wire, in the run folder `out`."""
     wire = divided(config, out, hostile=hostile)
     watcher = serve(config, wire, out, identity=server_identity(out / "fed"))
@@ -158,8 +144,8 @@ def collect_models(run: Path) -> None:
 
 def serve(
     config: Config, wire: Wire, out: Path, identity: Identity, enough: int | None = None, wait: float = 60.0
-) -> Quiet:
-    watcher = Quiet()
+) -> Recorder:
+    watcher = Recorder()
     with RunFolder(out) as folder:
         least = min(config.federation.min_clients, enough or len(wire.nodes))
         transport = Transport(0.2, enough or len(wire.nodes), 0.001, least, wait)
@@ -195,12 +181,20 @@ def server_identity(folder: Path, name: str = "fednh", run: int = RUN) -> Identi
     return Identity(signer, name, run, FederationFolder(folder))
 
 
-def simulate(config: Config, out: Path) -> Quiet:
-    """The same config in the simulator."""
-    from fednh.federated.setup import build_federation
+def own_sites(folder: Path, settings: dict[str, object], names: tuple[str, ...] = ("b", "a", "c")) -> Wire:
+    """Three sites with npz files of their own, each half its own test part, and a test set at the server."""
+    from fednh.data.sources.builtin import digits
 
-    federation, watcher = build_federation(config), Quiet()
-    with RunFolder(out) as folder:
-        folder.begin(config, federation.dataset.classes, federation.class_counts(), federation.sites)
-        threads.make_run(config, federation, folder, watcher).run()
-    return watcher
+    data, nodes = digits(), {}
+    for k, name in enumerate(names):
+        rows = slice(k * 60, (k + 1) * 60)
+        x, y = data.x_train[rows], data.y_train[rows]
+        np.savez(
+            folder / f"{name}.npz", x_train=x, y_train=y, x_test=x[:20], y_test=y[:20], classes=np.array(data.classes)
+        )
+        nodes[7 + k] = {"data": str(folder / f"{name}.npz"), "site": name}
+    defaults = {"rounds": 2, "model.name": "mlp", "participation.rate": 1.0, "eval.every": 1, "federation.name": "own"}
+    config = load(None, {"data.name": "digits", **defaults, "federation.test": "digits", **settings})
+    wire = deployed(folder, nodes)
+    serve(config, wire, folder / "run", identity=server_identity(folder, "own"))
+    return wire

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from flwr.app import ConfigRecord, Message, RecordDict
-from wire import Wire, deployed, server_identity, travelled
 
 from fednh.config import Config, dump, load
 from fednh.federated.setup import initial_state, network
@@ -16,6 +15,7 @@ from fednh.flower.protocol import to_arrays
 from fednh.flower.signing import Identity
 from fednh.flower.transport import GREETING, Request
 from fednh.tree import Tree
+from tests.helpers.federation import Wire, deployed, server_identity, travelled
 
 QUERY = "query"
 SMALL = {"partition.clients": 2, "rounds": 2, "train.epochs": 1, "model.args": {"hidden": [8]}, "method.name": "fedavg"}

@@ -85,3 +85,17 @@ def fednh(args: list[str], folder: Path) -> Ended:
         return ended
     new = subprocess.run([sys.executable, "-m", "fednh", *args], capture_output=True, text=True, timeout=300)
     return Ended(new.returncode, new.stdout, new.stderr)
+
+
+def parse(args: list[str]) -> None:
+    """What the command line does before it acts: unknown options, missing arguments and wrong types are errors."""
+    import typer
+
+    from fednh.cli.app import app
+
+    group = typer.main.get_command(app)
+    context = group.make_context("fednh", list(args))
+    while hasattr(group, "resolve_command"):
+        rest = [*context._protected_args, *context.args]
+        name, group, left = group.resolve_command(context, rest)
+        context = group.make_context(name, left, parent=context)
