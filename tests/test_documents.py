@@ -22,17 +22,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-<<<<<<< HEAD
-import settings_page
-from fednh.cli import app
-=======
-from fednh.config.schema import Config, Section
->>>>>>> 3d921a9 (Tests share code in tests/helpers only: no test file imports another, pytest imports by path, the root alone is on its pythonpath)
 from fednh.data.sources.builtin import digits
 from fednh.flower import site_config
 from fednh.methods import METHODS
 from tests.helpers.browser import Browser, find
 from tests.helpers.process import fednh, parse
+from tools import settings_page
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
