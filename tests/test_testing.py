@@ -8,12 +8,16 @@ import pytest
 import torch
 
 from fednh import testing
-from fednh.methods import METHODS
+from fednh.methods import METHODS, base
 from fednh.testing import one_round, tiny_clients
 
 
 def test_the_example_runs() -> None:
     assert doctest.testmod(testing) == (0, 3)
+
+
+def test_the_method_in_the_base_docstring_runs() -> None:
+    assert doctest.testmod(base) == (0, 3)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -74,8 +74,8 @@ def divide(total: Tree, count: int) -> Tree:
 class Uploads:
     """A round's uploads: their average by the federation's rule (its `aggregator`, see `federated/aggregate.py`).
 
-    Single uploads are there for a method that declares `single_uploads`: `mean(uploads.trees)` is the plain average,
-    whatever the rule is. Other rounds need not keep them.
+    Single uploads are there for a method that declares `UploadSpec(single=True)`: `mean(uploads.trees)` is the plain
+    average, whatever the rule is. Other rounds need not keep them.
     """
 
     average: Tree
@@ -96,7 +96,7 @@ class Uploads:
     def trees(self) -> tuple[Tree, ...]:
         """The single uploads, in the order of the round."""
         if self.kept is None:
-            raise UserError("a method that reads uploads.trees declares it: single_uploads: ClassVar[bool] = True")
+            raise UserError("a method that reads uploads.trees declares it: upload = UploadSpec(single=True)")
         return self.kept
 
 

@@ -78,7 +78,7 @@ def both(
         together = update_block(method, net, block, kept, down, sgd, records)
         kept = [kept[k] if k < late and round_ < rounds - k else u.keep for k, u in enumerate(one_by_one)]
         server = method.aggregate(server, Uploads.of([update.upload for update in one_by_one]))
-        records = method.records(server, [select(update.upload, *method.recorded) for update in one_by_one])
+        records = method.records(server, [select(update.upload, *method.upload.recorded) for update in one_by_one])
     return one_by_one, together
 
 

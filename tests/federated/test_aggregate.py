@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 
 from fednh.errors import UserError
 from fednh.federated import aggregate
+from fednh.methods.base import UploadSpec
 from fednh.methods.fedavg import FedAvg
 from fednh.tree import Tree, Uploads, mean
 from tests.helpers.compare import same
@@ -19,11 +19,11 @@ from tests.helpers.reference import averaged_by
 
 @dataclass(frozen=True)
 class ByClass(FedAvg):
-    by_class = ("p",)
+    upload = UploadSpec(by_class=("p",))
 
 
 def trimmed(uploads: list[Tree], share: float, method: FedAvg | None = None) -> Tree:
-    return aggregate.trimmed(uploads, share, method or FedAvg())
+    return aggregate.trimmed(uploads, share, (method or FedAvg()).upload)
 
 
 def trees(*rows: list[float]) -> list[dict[str, torch.Tensor]]:
@@ -106,7 +106,7 @@ def test_median_equals_numpy(rows: list[list[float]]) -> None:
 class Comparing(FedAvg):
     """A method that looks at single uploads."""
 
-    single_uploads: ClassVar[bool] = True
+    upload = UploadSpec(single=True)
 
 
 def test_uploads_average_by_the_rule_of_the_run() -> None:
@@ -124,7 +124,7 @@ def test_uploads_average_by_the_rule_of_the_run() -> None:
 def test_a_method_that_reads_single_uploads_must_declare_it(name: str) -> None:
     """Means are running sums: without the declaration no upload is kept, and reading them is an error, not silence."""
     uploads = averaged_by(name, trees([1.0], [2.0]), {"w": torch.zeros(1)}, FedAvg())
-    with pytest.raises(UserError, match="single_uploads"):
+    with pytest.raises(UserError, match="UploadSpec\\(single=True\\)"):
         uploads.trees  # noqa: B018
 
 

@@ -22,7 +22,7 @@ from tests.helpers.reference import averaged_by
 
 CLIENTS, HONEST, HUGE = 10, 3.0, 1e30
 ROBUST = ("median", "trimmed_mean", "norm_clip")
-BY_CLASS = {name: kind() for name, kind in METHODS.items() if kind.by_class}
+BY_CLASS = {name: kind() for name, kind in METHODS.items() if kind().upload.by_class}
 BY_CLASS["fednh by count"] = METHODS["fednh"](aggregation="count")
 
 every_rule = pytest.mark.parametrize("name", ROBUST)
@@ -40,13 +40,13 @@ def uploads(method: Method, server: Tree, net: Net, owners: int) -> list[Tree]:
     for k in range(CLIENTS):
         tree = {name: server.get(name, torch.zeros(shape)).clone() for name, (shape, _) in form.items()}
         mine, hostile = [c for c in (0, 1) if c == 1 or k < owners], k == owners - 1
-        for name in method.by_class:
+        for name in method.upload.by_class:
             rows = torch.zeros(form[name][0]).flatten(1)
             rows[mine, 0] = HONEST
             if hostile:
                 rows[0], rows[0, 1] = 0.0, HUGE
             tree[name] = rows.reshape(form[name][0])
-        for name in method.marks:
+        for name in method.upload.marks:
             tree[name] = torch.zeros(form[name][0])
             tree[name][mine] = 1.0
             if hostile:
@@ -75,13 +75,13 @@ def test_what_a_hostile_owner_can_do_is_bounded(name: str, method: Method, owner
     server = start(method, net)
     average = averaged_by(name, uploads(method, server, net, owners), server, method).mean()
     first, second = expected(name, owners)
-    for part in method.by_class:
+    for part in method.upload.by_class:
         row = average[part].flatten(1)[0] * CLIENTS / owners
         torch.testing.assert_close(row[:2], torch.tensor([first, second]), rtol=1e-5, atol=1e-6)
         assert not row[2:].any()
         assert average[part].flatten(1)[1, 0].item() == pytest.approx(HONEST), "a class of all is not disturbed"
         assert not average[part][2:].any(), "a class of nobody stays silent"
-    for mark in method.marks:
+    for mark in method.upload.marks:
         assert average[mark].tolist() == pytest.approx([owners / CLIENTS, 1, 0, 0])
 
 

@@ -16,7 +16,7 @@ from fednh.errors import RunError
 from fednh.federated.aggregate import merge_overrides, received, split_overrides
 from fednh.federated.setup import build_federation
 from fednh.io.files import read_tree
-from fednh.methods.base import MODEL
+from fednh.methods.base import MODEL, UploadSpec
 from fednh.methods.fedavg import FedAvg
 from fednh.methods.fit import Fit
 from fednh.models import Net
@@ -35,7 +35,7 @@ class Counting(FedAvg):
     The second upload of clients with `spoiled` samples is never finite.
     """
 
-    recorded = ("times",)
+    upload = UploadSpec(recorded=("times",))
     spoiled: int = -1
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:

@@ -471,7 +471,7 @@ def test_every_method_runs_with_every_aggregator(
     assert len(uploads) == 4
     parts = build_federation(simulation.config).parts
     weights = [len(parts[client]) if aggregator == "weighted_mean" else 1 for client in clients]
-    special = (*simulation.setup.method.by_class, *simulation.setup.method.marks)
+    special = (*simulation.setup.method.upload.by_class, *simulation.setup.method.upload.marks)
     names = [name for name in uploads[0] if name in before and name not in special]
     assert bool(names) != (method in ("local", "fedproto")), "these two upload no weights"
     for name, value in averaged(aggregator, before, uploads, names, weights).items():

@@ -109,7 +109,9 @@ class Play:
         ]
         self.kept = [u.keep for u in updates]
         self.server = self.method.aggregate(self.server, Uploads.of([u.upload for u in updates]))
-        self.records = self.method.records(self.server, [select(u.upload, *self.method.recorded) for u in updates])
+        self.records = self.method.records(
+            self.server, [select(u.upload, *self.method.upload.recorded) for u in updates]
+        )
         return updates
 
     def received(self, k: int) -> Tree:

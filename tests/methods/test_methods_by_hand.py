@@ -861,9 +861,9 @@ def test_fedpacs_centroids_count_samples_and_stay_where_nobody_has_the_class() -
 
 def test_fedpac_finds_what_cannot_be_true() -> None:
     method, upload = METHODS["fedpac"](), uploaded_sums((1, 2, 1), (0, 0, 0))
-    assert method.upload_problem(upload) is None
-    assert "fewer than 0" in str(method.upload_problem(uploaded_sums((1, 2, 1), (0, 0, -1))))
-    assert "negative" in str(method.upload_problem({**upload, "statistics.variance": torch.tensor(-0.5)}))
+    assert method.upload.problem(upload) is None
+    assert "fewer than 0" in str(method.upload.problem(uploaded_sums((1, 2, 1), (0, 0, -1))))
+    assert "negative" in str(method.upload.problem({**upload, "statistics.variance": torch.tensor(-0.5)}))
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])

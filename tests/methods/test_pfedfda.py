@@ -145,9 +145,9 @@ def test_no_average_makes_the_covariance_singular(net: Net) -> None:
         after = method.aggregate(server, Uploads.of([{**upload, "covariance": bad}]))
         assert float(torch.linalg.eigvalsh(after["covariance"])[0]) > 0.49
         assert torch.isfinite(method.global_model(after)["head.weight"]).all()  # type: ignore[index]
-        problem = method.upload_problem({**upload, "covariance": bad})
+        problem = method.upload.problem({**upload, "covariance": bad})
         assert problem is not None
         assert "eigenvalue" in problem
     fine = torch.eye(5) + 0.3 * torch.ones(5, 5)
     assert torch.equal(raised(fine, 0.5), fine)
-    assert method.upload_problem({**upload, "covariance": fine}) is None
+    assert method.upload.problem({**upload, "covariance": fine}) is None

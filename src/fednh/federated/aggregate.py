@@ -4,13 +4,13 @@ hostile clients cannot ruin the result.
 An accumulator takes a round's uploads one by one and makes their average, which `uploads.mean()` gives. A method says
 what its uploads mean:
 
-`Method.by_class` (prototypes, class gradients): each row is about one class. A client that lacks the class says nothing
-about it: its row is zero, or its mark for the class is 0. Such rows are left out. The robust value is taken over the
-owners of the class and scaled by their share of the round, as the plain mean does when it averages in the zero rows. A
-class may have too few owners to tell which of them is hostile, so the length of every row is bounded first, by the
-longest row of the median client. In `Method.counted` a row's length is the number of samples behind it: directions
-are trimmed, lengths are weights.
-`Method.marks` (ownership, newcomers) are 0 or 1 and are only counted: trimming or clipping would falsify the count.
+`UploadSpec.by_class` (prototypes, class gradients): each row is about one class. A client that lacks the class says
+nothing about it: its row is zero, or its mark for the class is 0. Such rows are left out. The robust value is taken
+over the owners of the class and scaled by their share of the round, as the plain mean does when it averages in the zero
+rows. A class may have too few owners to tell which of them is hostile, so the length of every row is bounded first, by
+the longest row of the median client. In `UploadSpec.counted` a row's length is the number of samples behind it:
+directions are trimmed, lengths are weights.
+`UploadSpec.marks` (ownership, newcomers) are 0 or 1 and are only counted: trimming or clipping would falsify the count.
 
 weighted_mean: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", 2017.
 trimmed_mean and median: Yin, Chen, Ramchandran, Bartlett, "Byzantine-Robust Distributed Learning", ICML 2018.
@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fednh.methods.base import Method
+from fednh.methods.base import Method, UploadSpec
 from fednh.tree import Tree, Uploads, add, divide, mean, prefix, stack
 
 # --- overrides for single clients -----------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def accumulator(name: str, server: Tree, trim: float, method: Method) -> Accumul
 
     Means are running sums, so that no upload is kept. Robust rules and methods that look at single uploads keep all.
     """
-    if method.single_uploads or name not in ("mean", "weighted_mean"):
+    if method.upload.single or name not in ("mean", "weighted_mean"):
         return AllUploads(name, server, trim, method)
     return RunningMean() if name == "mean" else RunningWeightedMean(server, method)
 
@@ -113,7 +113,7 @@ class RunningWeightedMean:
     """
 
     def __init__(self, server: Tree, method: Method):
-        self.weighted = server.keys() - {*method.by_class, *method.marks}
+        self.weighted = server.keys() - {*method.upload.by_class, *method.upload.marks}
         self.total: Tree = {}
         self.weight: dict[str, float] = {}
         self.count, self.first = 0, 1
@@ -152,18 +152,18 @@ class AllUploads:
 
     def _average(self) -> Tree:
         if self.name == "median":
-            return trimmed(self.trees, 0.5, self.method)
+            return trimmed(self.trees, 0.5, self.method.upload)
         if self.name == "trimmed_mean":
-            return trimmed(self.trees, self.trim, self.method)
+            return trimmed(self.trees, self.trim, self.method.upload)
         if self.name == "norm_clip":
-            return norm_clipped(self.trees, self.server, self.method)
+            return norm_clipped(self.trees, self.server, self.method.upload)
         running: Accumulator = RunningMean() if self.name == "mean" else RunningWeightedMean(self.server, self.method)
         for tree, number in zip(self.trees, self.samples, strict=True):
             running.add(tree, number)
         return running.uploads().mean()
 
 
-def trimmed(trees: Iterable[Tree], share: float, method: Method) -> Tree:
+def trimmed(trees: Iterable[Tree], share: float, spec: UploadSpec) -> Tree:
     """Coordinate by coordinate, the mean without the smallest and largest values; a share of 0.5 is the median.
 
     At each end as many values are cut as hostile clients are expected in the round (`share` of its clients, at least
@@ -174,11 +174,11 @@ def trimmed(trees: Iterable[Tree], share: float, method: Method) -> Tree:
     cut = max(1, int(count * share + 1e-9))
     out: Tree = {}
     for name, values in uploads.items():
-        if name in method.marks:
+        if name in spec.marks:
             out[name] = _counted(values)
-        elif name in method.by_class:
-            rows, speaks = _by_class(uploads, name, method)
-            weight = _lengths(rows) if name in method.counted else None
+        elif name in spec.by_class:
+            rows, speaks = _by_class(uploads, name, spec)
+            weight = _lengths(rows) if name in spec.counted else None
             out[name] = _middle(rows, speaks, cut, weight).reshape(values.shape[1:])
         else:
             everybody = torch.ones(count, 1, dtype=torch.bool, device=values.device)
@@ -186,10 +186,10 @@ def trimmed(trees: Iterable[Tree], share: float, method: Method) -> Tree:
     return out
 
 
-def norm_clipped(trees: Iterable[Tree], server: Tree, method: Method) -> Tree:
+def norm_clipped(trees: Iterable[Tree], server: Tree, spec: UploadSpec) -> Tree:
     """The mean, after each upload's step and other parts are scaled down to at most the round's median norm."""
     uploads = list(trees)
-    special = [name for name in uploads[0] if name in method.marks or name in method.by_class]
+    special = [name for name in uploads[0] if name in spec.marks or name in spec.by_class]
     plain = [{n: v for n, v in tree.items() if n not in special} for tree in uploads]
     moves = [{n: v - server[n] for n, v in tree.items() if n in server} for tree in plain]
     others = sorted(plain[0].keys() - moves[0].keys())
@@ -200,10 +200,10 @@ def norm_clipped(trees: Iterable[Tree], server: Tree, method: Method) -> Tree:
         total |= mean({name: tree[name] * s} for tree, s in zip(uploads, factors, strict=True))
     together = stack([{name: tree[name] for name in special} for tree in uploads])
     for name, values in together.items():
-        if name in method.marks:
+        if name in spec.marks:
             total[name] = _counted(values)
         else:
-            total[name] = _by_class(together, name, method)[0].mean(0).reshape(values.shape[1:])
+            total[name] = _by_class(together, name, spec)[0].mean(0).reshape(values.shape[1:])
     return {name: total[name] for name in uploads[0]}
 
 
@@ -212,11 +212,11 @@ def _counted(marks: Tensor) -> Tensor:  # (K, ...) -> (...)
     return (marks > 0.5).to(marks.dtype).mean(0)
 
 
-def _by_class(uploads: Tree, name: str, method: Method) -> tuple[Tensor, Tensor]:  # (K, R, D), (K, R)
+def _by_class(uploads: Tree, name: str, spec: UploadSpec) -> tuple[Tensor, Tensor]:  # (K, R, D), (K, R)
     """Rows of bounded length, zero where a client lacks the class, and which client owns which class."""
     values = uploads[name]
     rows = values.reshape(len(values), values.shape[1], -1)
-    marks = [uploads[mark] for mark in method.marks if uploads[mark].shape == rows.shape[:2]]
+    marks = [uploads[mark] for mark in spec.marks if uploads[mark].shape == rows.shape[:2]]
     speaks = marks[0] > 0.5 if marks else (rows != 0).any(2)
     rows = rows * speaks[..., None]
     lengths, speakers = _lengths(rows), speaks.any(1)

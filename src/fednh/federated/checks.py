@@ -1,6 +1,6 @@
 """Checks of every round: of its picks, its uploads and the server's state. They are cheap and always on.
 
-The loop calls them. What a paper rules out is a matter of `Method.upload_problem`; on Flower the size of a message is
+The loop calls them. What a paper rules out is a matter of `UploadSpec.problem`; on Flower the size of a message is
 checked before it is read (flower/transport.py).
 """
 
@@ -168,7 +168,7 @@ def check_personal(model: str, method: Method, name: str, initial: Tree) -> None
         sent = method.global_model(method.broadcast(initial))
     except KeyError:
         sent = None
-    if whole is None or sent is None or sent.keys() != whole.keys() or method.recorded:
+    if whole is None or sent is None or sent.keys() != whole.keys() or method.upload.recorded:
         why = "has no global model" if whole is None else "does not send all of its global model to clients"
         raise ConfigError(
             f"personal.model = 'global' is not supported by method {name}, which {why}; leave it at 'own'"

@@ -129,13 +129,14 @@ class RoundLoop:
             return self._skip_round(builder, f"{len(present)} sites are there")
         accepted = accumulator(config.aggregator, self.server, config.trim, method)
         recorded: list[Tree] = []  # the parts of used uploads of which overrides are made
+        parts = method.upload.recorded
 
         def use(result: ClientResult) -> None:
             upload = result.upload or {}
             builder.use(result)
             accepted.add(upload, result.samples or 0)
-            if method.recorded:
-                recorded.append(select(upload, *method.recorded))
+            if parts:
+                recorded.append(select(upload, *parts))
 
         try:
             bounded: list[ClientResult] = []  # with a bound on norms all uploads are compared before any is used
@@ -157,10 +158,10 @@ class RoundLoop:
                 server = method.aggregate(self.server, uploads)
                 frozen = {n: v for n, v in self.server.items() if is_frozen(n, self.setup.side.net.frozen)}
                 server = {**server, **frozen}  # a mean of equal numbers may be rounded
-                made = method.records(server, recorded) if method.recorded else []
-                down = method.broadcast(server) if method.recorded else {}
+                made = method.records(server, recorded) if parts else []
+                down = method.broadcast(server) if parts else {}
             checks.check_server(method, server, self.setup.server_specs, plan.round)
-            if method.recorded:
+            if parts:
                 checks.check_records(method, made, checks.form_of(down), len(recorded), plan.round)
         except RunError as error:
             if policy.bad_round == "stop":
@@ -168,7 +169,7 @@ class RoundLoop:
             self.executor.note(f"{error}; the server stays as it was")
             return builder.done(lost=str(error))
         before, self.server, self.moments = self.server, server, moments
-        self.overrides = {**self.overrides, **dict(zip(builder.clients, made, strict=True) if method.recorded else ())}
+        self.overrides = {**self.overrides, **dict(zip(builder.clients, made, strict=True) if parts else ())}
         if policy.bad_round == "skip" and self.setup.upload_specs and _equal(server, before):
             return self._unchanged(builder)
         return builder.done()
@@ -201,7 +202,7 @@ class RoundLoop:
         past = {client: self.progress.lengths.get(str(client), []) for client in norms}
         too_long = checks.norm_problems(norms, past, self.progress.usual, self.executor.policy.norm_bound)
         for result in results:
-            if problem := self.setup.method.upload_problem(result.upload or {}) or too_long.get(result.client):
+            if problem := self.setup.method.upload.problem(result.upload or {}) or too_long.get(result.client):
                 who = self.executor.name(result.client)
                 self._leave_out(
                     result, f"round {builder.plan.round}: the upload of {who} was refused: {problem}", builder

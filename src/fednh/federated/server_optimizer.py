@@ -46,7 +46,8 @@ class ServerOptimizer:
 
     def moved(self, server: Tree, upload: Iterable[str]) -> list[str]:
         """The names of an upload that the optimiser moves: those that the server holds and clients train."""
-        left_alone = {*self.method.by_class, *self.method.marks, *self.method.untrained}
+        spec = self.method.upload
+        left_alone = {*spec.by_class, *spec.marks, *spec.untrained}
         return [name for name in upload if name in server and name not in left_alone]
 
     def check(self, server: Tree, upload: Iterable[str]) -> None:

@@ -58,7 +58,7 @@ def start(
     setup = Started(side, checks.form_of(initial), upload_specs, optimizer, total)
     state = initial if saved is None else saved.server
     server, moments = split_moments(state) if optimizer.active else (state, {})
-    server, overrides = split_overrides(server) if method.recorded else (server, {})
+    server, overrides = split_overrides(server) if method.upload.recorded else (server, {})
     _begin_folder(config, folder, executor, side, progress, resumed=saved is not None)
     return setup, progress, server, overrides, moments
 

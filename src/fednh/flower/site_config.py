@@ -159,7 +159,7 @@ class Policy:
             if most is not None and number > most:
                 rule = "rounds" if key == "rounds" else "epochs"
                 raise Refused(f"{key} = {number} is more than the {most} that this site allows (allow.{rule})")
-        if method.tells_counts and not self.counts:
+        if method.upload.tells_counts and not self.counts:
             raise Refused(
                 f"method.name = {config.method['name']!r} with these settings uploads how many samples of each class "
                 "there are, which this site does not allow (allow.counts of its site.toml)"
@@ -432,7 +432,7 @@ sites = {config.federation.min_clients}        # fewest that train together
 samples = {usual.samples}     # of this site's own data: the fewest behind a number that leaves, and in a batch
 parameters = {usual.parameters}  # most that a model has
 pixels = {math.prod(data.size or (KEPT, KEPT))}      # most of an image, where the config says its size
-counts = {"true" if method.tells_counts else "false"}   # whether an upload may hold the class counts
+counts = {"true" if method.upload.tells_counts else "false"}   # whether an upload may hold the class counts
 metrics = {_quoted(metrics)}
 """
 

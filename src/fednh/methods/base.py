@@ -19,7 +19,7 @@ Everything that a method is written in can be imported from here (`__all__`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, final
 
@@ -60,6 +60,7 @@ __all__ = [
     "Method",
     "Net",
     "Tree",
+    "UploadSpec",
     "Uploads",
     "balanced_softmax",
     "class_means",
@@ -80,9 +81,50 @@ __all__ = [
 ]
 
 
+def _nothing_wrong(upload: Tree) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class UploadSpec:
+    """What the parts of an upload are, by name: averaging rules, checks and sites treat them accordingly."""
+
+    by_class: tuple[str, ...] = ()  # row c is about class c, zero if a client lacks it
+    marks: tuple[str, ...] = ()  # of 0 and 1, which are counted; with one a class: the classes that a client owns
+    counted: tuple[str, ...] = ()  # of `by_class`: the length of a row is the number of samples behind it
+    class_counts: bool = False  # class counts are in another part than `counted`
+    untrained: tuple[str, ...] = ()  # estimated by clients, not trained: no optimiser of the server moves them
+    recorded: tuple[str, ...] = ()  # what `records` needs; none: all clients receive the same
+    single: bool = False  # `aggregate` reads `uploads.trees`; if not, no upload need be kept
+    problem: Callable[[Tree], str | None] = _nothing_wrong  # why an upload contradicts the paper; see `bound`
+
+    @property
+    def tells_counts(self) -> bool:
+        """Whether an upload holds how many samples of each class a client has; sites refuse that by default."""
+        return bool(self.counted) or self.class_counts
+
+
 @dataclass(frozen=True)
 class Method(ABC):
-    """Hooks in the order in which a run calls them. Only `client_update` has no default."""
+    """Hooks in the order in which a run calls them. Only `client_update` has no default.
+
+    A whole method, in which clients share a head and no body ever travels:
+
+    >>> @dataclass(frozen=True)
+    ... class SharedHead(Method):
+    ...     head_epochs: int = 1  # on the head alone, before all is trained
+    ...     def enroll(self, initial):
+    ...         return select(initial, "body")
+    ...     def client_update(self, net, kept, received, data, fit):
+    ...         loss = cross_entropy(net.logits)
+    ...         start = {**select(kept, "body"), **select(received, "head")}
+    ...         tuned = fit(start, loss, only=("head",), epochs=self.head_epochs)
+    ...         model = fit(tuned, loss, only=MODEL)
+    ...         return model, select(model, "head")  # (kept, uploaded)
+    >>> from fednh.testing import one_round
+    >>> sorted(one_round(SharedHead()).results[0].upload)
+    ['head.weight']
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # an unknown hyper-parameter is an error
     cite: ClassVar[str]  # the paper, in one line
@@ -92,21 +134,11 @@ class Method(ABC):
     patents: ClassVar[tuple[str, ...]] = ()  # that may cover it and methods derived from it; see NOTICE
     model: ClassVar[tuple[str, ...]] = MODEL  # the names that `logits` needs to predict
     cosine: ClassVar[bool] = False  # logits are params["scale"] times cosines to unit prototypes, the rows of the head
-    by_class: ClassVar[tuple[str, ...]] = ()  # uploads whose row c is about class c, zero if a client lacks it
-    marks: ClassVar[tuple[str, ...]] = ()  # uploads of 0 and 1, which are counted; with one a class: the classes owned
-    untrained: ClassVar[tuple[str, ...]] = ()  # uploads that clients estimate, not train: no optimiser moves them
-    single_uploads: ClassVar[bool] = False  # whether `aggregate` reads `uploads.trees`; if not, none need be kept
-    recorded: ClassVar[tuple[str, ...]] = ()  # uploads that `records` needs; none: all clients receive the same
 
     @property
-    def counted(self) -> tuple[str, ...]:
-        """The names in `by_class` in which the length of a row is the number of samples behind it."""
-        return ()
-
-    @property
-    def tells_counts(self) -> bool:
-        """Whether an upload holds how many samples of each class a client has; sites refuse that by default."""
-        return bool(self.counted)
+    def upload(self) -> UploadSpec:
+        """What uploads hold beside parameters: a class attribute, or a property where it depends on the fields."""
+        return UploadSpec()
 
     @property
     def kept_is_trained(self) -> bool:
@@ -155,15 +187,11 @@ class Method(ABC):
     def records(self, server: Tree, uploads: Sequence[Tree]) -> list[Tree]:
         """What each client of the round receives from now on in place of the broadcast's tensors of the same names.
 
-        Asked after `aggregate`, whose result `server` is, if `recorded` is not empty: with the `recorded` parts of the
+        Asked after `aggregate`, whose result `server` is, if `upload.recorded` is not empty: with these parts of the
         uploads that were used, in whose order the records are returned. The server keeps every client's latest record;
         a client that never took part has none and receives the broadcast as it is.
         """
         return [{} for _ in uploads]
-
-    def upload_problem(self, upload: Tree) -> str | None:
-        """Why an upload contradicts the paper, in words, or None. Asked where uploads are bounded (`bound`)."""
-        return None
 
     def global_model(self, server: Tree) -> Tree | None:
         """What `logits` needs to predict for any client; None where the method has no such model."""

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fednh.methods.base import MODEL, ClientData, Fit, Method, Net, Tree, Uploads, cross_entropy, select
+from fednh.methods.base import MODEL, ClientData, Fit, Method, Net, Tree, Uploads, UploadSpec, cross_entropy, select
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ class CReFF(Method):
         "Shang et al., Federated Learning on Heterogeneous and Long-Tailed Data via Classifier Re-Training, IJCAI 2022"
     )
     look = ("#a8506e", 8)
-    by_class = ("gradient",)
-    marks = ("owned",)
+    upload = UploadSpec(by_class=("gradient",), marks=("owned",))
 
     features_per_class: Annotated[int, Field(ge=1)] = 100  # synthetic ("federated") features of each class
     match_steps: Annotated[int, Field(ge=0)] = 100  # steps of gradient matching a round

@@ -26,6 +26,7 @@ from fednh.methods.base import (
     Net,
     Tree,
     Uploads,
+    UploadSpec,
     class_means,
     cross_entropy,
     scaled_cosine,
@@ -44,7 +45,6 @@ class FedNH(Method):
     patents = ("US 12,670,409 B2",)
     model = ("body", "head", "scale")
     cosine = True
-    by_class = ("prototypes",)
 
     rho: Annotated[float, Field(gt=0, lt=1)] = 0.9  # prototype smoothing, Eq. (4)
     aggregation: Literal["uniform", "count"] = "uniform"  # alpha in Eq. (4): 1/|S|, or the authors' code: class counts
@@ -53,8 +53,10 @@ class FedNH(Method):
     head_init: Literal["separated", "orthogonal"] = "separated"  # Eq. (1), or what the authors' code does
 
     @property
-    def counted(self) -> tuple[str, ...]:
-        return ("prototypes",) if self.aggregation == "count" else ()
+    def upload(self) -> UploadSpec:
+        if self.aggregation == "count":
+            return UploadSpec(by_class=("prototypes",), counted=("prototypes",))
+        return UploadSpec(by_class=("prototypes",), problem=longer_than_a_mean)
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:
         body = select(net.init(rng), "body")
@@ -83,9 +85,10 @@ class FedNH(Method):
         owned = mu.abs().sum(1, keepdim=True) > 0  # a class that nobody in the round owns keeps its prototype
         return {**server, **average, "head.weight": torch.where(owned, moved, head)}
 
-    def upload_problem(self, upload: Tree) -> str | None:
-        """A mean of unit vectors has at most length 1; with counts, at most the number of samples."""
-        longest = float(upload["prototypes"].double().norm(dim=1).max())
-        if self.aggregation == "uniform" and longest > 1 + 1e-3:
-            return f"a prototype has length {longest:.3g}, and a mean of unit vectors is no longer than 1"
-        return None
+
+def longer_than_a_mean(upload: Tree) -> str | None:
+    """A mean of unit vectors has at most length 1."""
+    longest = float(upload["prototypes"].double().norm(dim=1).max())
+    if longest > 1 + 1e-3:
+        return f"a prototype has length {longest:.3g}, and a mean of unit vectors is no longer than 1"
+    return None

@@ -30,7 +30,26 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fednh.methods.base import MODEL, ClientData, Fit, Method, Net, Tree, Uploads, class_means, cross_entropy, select
+from fednh.methods.base import (
+    MODEL,
+    ClientData,
+    Fit,
+    Method,
+    Net,
+    Tree,
+    Uploads,
+    UploadSpec,
+    class_means,
+    cross_entropy,
+    select,
+)
+
+
+def negative(upload: Tree) -> str | None:
+    """Neither a count nor a variance is negative."""
+    if (upload["sums"][:, -1] < 0).any():
+        return "it counts fewer than 0 samples of a class"
+    return "its variance is negative" if upload["statistics.variance"] < 0 else None
 
 
 @dataclass(frozen=True)
@@ -39,15 +58,11 @@ class FedPAC(Method):
 
     cite = "Xu et al., Personalized Federated Learning with Feature Alignment and Classifier Collaboration, ICLR 2023"
     look = ("#2b5be0", 21)
-    by_class = ("sums",)
-    recorded = ("head", "statistics")
+    # The last column of `sums` has the class counts.
+    upload = UploadSpec(by_class=("sums",), class_counts=True, recorded=("head", "statistics"), problem=negative)
 
     lam: Annotated[float, Field(ge=0)] = 1.0  # lambda, the pull towards the global centroids
     head_epochs: Annotated[int, Field(ge=0)] = 1  # epochs on the head, before train.epochs on the body
-
-    @property
-    def tells_counts(self) -> bool:
-        return True  # the last column of `sums`
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:
         return {
@@ -97,11 +112,6 @@ class FedPAC(Method):
         )
         mixed = {name: torch.tensordot(alpha.to(rows), rows, 1) for name, rows in heads.items()}  # (K, ...)
         return [{name: rows[k].clone() for name, rows in mixed.items()} for k in range(len(uploads))]
-
-    def upload_problem(self, upload: Tree) -> str | None:
-        if (upload["sums"][:, -1] < 0).any():
-            return "it counts fewer than 0 samples of a class"
-        return "its variance is negative" if upload["statistics.variance"] < 0 else None
 
 
 def mixtures(variance: Tensor, mean: Tensor) -> Tensor:  # (K,), (K, C, D) -> (K, K)

@@ -38,6 +38,7 @@ from fednh.methods.base import (
     Net,
     Tree,
     Uploads,
+    UploadSpec,
     balanced_softmax,
     log_share,
     prefix,
@@ -59,7 +60,6 @@ class FedPrior(Method):
     patents = FedNH.patents
     model = FedNH.model
     cosine = True
-    by_class = FedNH.by_class
 
     tau: Annotated[float, Field(ge=0)] = 1.0  # how much of the prior a personal model adds: 1 by Bayes' rule, 0 nothing
     smoothing: Annotated[float, Field(gt=0)] = SMOOTHING  # samples added to every class for the personal prior
@@ -77,8 +77,8 @@ class FedPrior(Method):
         return FedNH(self.rho, self.aggregation, self.scale, self.train_scale, self.head_init)
 
     @property
-    def counted(self) -> tuple[str, ...]:
-        return self.fednh.counted
+    def upload(self) -> UploadSpec:
+        return self.fednh.upload
 
     @property
     def kept_is_trained(self) -> bool:
@@ -108,9 +108,6 @@ class FedPrior(Method):
         average = strip_prefix(newest, "average")
         moved = {name: average[name] + (newest[name] - average[name]) / weight for name in select(average, *MOVING)}
         return {**prefix("average", moved), "average.weight": weight}
-
-    def upload_problem(self, upload: Tree) -> str | None:
-        return self.fednh.upload_problem(upload)
 
     def global_model(self, server: Tree) -> Tree:
         return {**select(server, *self.model), **select(strip_prefix(server, "average"), *MOVING)}

@@ -15,7 +15,19 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fednh.methods.base import MODEL, ClientData, Fit, Method, Net, Tree, Uploads, class_means, cross_entropy, select
+from fednh.methods.base import (
+    MODEL,
+    ClientData,
+    Fit,
+    Method,
+    Net,
+    Tree,
+    Uploads,
+    UploadSpec,
+    class_means,
+    cross_entropy,
+    select,
+)
 
 
 @dataclass(frozen=True)
@@ -25,8 +37,7 @@ class FedProto(Method):
     cite = "Tan et al., FedProto: Federated Prototype Learning across Heterogeneous Clients, AAAI 2022"
     look = ("#b59f00", 14)
     model = ("body", "head", "prototypes", "known")
-    by_class = ("prototypes",)
-    marks = ("known",)
+    upload = UploadSpec(by_class=("prototypes",), marks=("known",))
 
     lam: Annotated[float, Field(ge=0)] = 0.1  # lambda, the pull towards the global prototypes, Eq. (7)
     inference: Literal["prototype", "logits"] = "prototype"  # predict by nearest global prototype, or by the head

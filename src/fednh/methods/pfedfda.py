@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fednh.methods.base import ClientData, Fit, Method, Net, Tree, Uploads, cross_entropy, select
+from fednh.methods.base import ClientData, Fit, Method, Net, Tree, Uploads, UploadSpec, cross_entropy, select
 
 TIE = 1e-6  # relative: losses this near the smallest count as equal
 SMOOTH = 1e-4  # added to class shares, and the weight of the identity in a covariance that is inverted
@@ -47,7 +47,6 @@ class PFedFDA(Method):
     title = "pFedFDA"
     look = ("#2f8f4e", 13)
     kept_is_trained = False
-    untrained = ("means", "covariance")
 
     grid: Annotated[int, Field(ge=1)] = 10  # beta is one of 0, 1/grid, 2/grid, ..., 1
     single_beta: bool = False  # one beta for means and covariance; false: one for each
@@ -71,7 +70,11 @@ class PFedFDA(Method):
         average = uploads.mean()
         return {**server, **average, "covariance": raised(average["covariance"], self.smallest)}
 
-    def upload_problem(self, upload: Tree) -> str | None:
+    @property
+    def upload(self) -> UploadSpec:
+        return UploadSpec(untrained=("means", "covariance"), problem=self.too_small)
+
+    def too_small(self, upload: Tree) -> str | None:
         """A client's covariance is a mix of one with `ridge` on its diagonal and of the global one."""
         least = float(torch.linalg.eigvalsh(upload["covariance"].double())[0])
         if least < 0.99 * self.smallest:

@@ -32,6 +32,7 @@ from fednh.methods.base import (
     Net,
     Tree,
     Uploads,
+    UploadSpec,
     cross_entropy,
     prefix,
     select,
@@ -46,8 +47,7 @@ class Scaffold(Method):
     cite = "Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020"
     title = "SCAFFOLD"
     look = ("#4d6a8f", 9)
-
-    marks = ("newcomers",)
+    upload = UploadSpec(marks=("newcomers",))
 
     eta_g: Annotated[float, Field(gt=0)] = 1.0  # the server's step size
 

@@ -543,7 +543,7 @@ def test_a_method_says_whether_its_upload_has_the_counts(name: str, method: Meth
         for n in (1, 2)
     )
     ratios = [float((twice[key].norm() / once[key].norm()).nan_to_num(1.0)) for key in once]
-    assert any(math.isclose(ratio, 2.0, rel_tol=0.01) for ratio in ratios) == method.tells_counts
+    assert any(math.isclose(ratio, 2.0, rel_tol=0.01) for ratio in ratios) == method.upload.tells_counts
 
 
 # --- what stays open, as docs/what-leaves-a-site.md says -------------------------------------------------------------
