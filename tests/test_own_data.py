@@ -70,7 +70,7 @@ def test_the_readmes_commands_on_a_folder_of_sites(work: Path, monkeypatch: pyte
     assert run.summary["held_share"] > 40  # chance is 17
     assert len(run.summary["clients"]) == 3
     assert {"held_macro", "held_share", "held_gm_macro", "held_gm_share"} <= set(run.summary["clients"][0])
-    assert "held-out macro" in ran.stdout
+    assert "all classes alike" in ran.stdout
     _, card = read_model(run.layout.personal_model(1))
     assert (card.site, card.preprocessing.size, card.preprocessing.channels) == ("north", [8, 8], 3)
     for command in (["table", "runs/photos"], ["table", "--format", "csv", "runs/photos"]):
@@ -80,7 +80,7 @@ def test_the_readmes_commands_on_a_folder_of_sites(work: Path, monkeypatch: pyte
     report = fednh(["report", "runs/photos", "-o", "r.html"], work / "e")
     assert report.code == 0, report.stderr
     page = (work / "r.html").read_text()
-    assert "GM held-out macro" in page
+    assert "global, all classes alike" in page
     assert '"sites":{"0":"east","1":"north","2":"west"}' in page
 
 

@@ -13,10 +13,10 @@ PERSONAL = (PM_V, PM_L)  # of one client's personal model on the test set
 TEST_SET = {GM: "GM", PM_V: "PM(V)", PM_L: "PM(L)"}
 # On the clients' own held-out samples, which differ by client, so they are never mixed with those on the test set.
 HELD_OUT = {
-    HELD_MACRO: "held-out macro",
-    HELD_SHARE: "held-out share",
-    HELD_GM_MACRO: "GM held-out macro",
-    HELD_GM_SHARE: "GM held-out share",
+    HELD_SHARE: "own accuracy",
+    HELD_MACRO: "all classes alike",
+    HELD_GM_SHARE: "global, own accuracy",
+    HELD_GM_MACRO: "global, all classes alike",
 }
 HELD = tuple(HELD_OUT)
 POOLED = (HELD_POOLED, HELD_GM_POOLED)  # on the held-out samples of all clients together

@@ -80,7 +80,7 @@ def test_what_runs_lack_is_said(tmp_path: Path) -> None:
     answers = {name: reason for name, _, reason in write_possible(load_runs([tmp_path]), Choice(), None)}
     assert answers["partition"] is None
     assert "more than one round" in (answers["curves"] or "")
-    assert "diagnostics.gradient_norm=true" in (answers["convergence"] or "")
+    assert "diagnostics.gradient_norm = true" in (answers["convergence"] or "")
     assert "no client took part" in (answers["fairness"] or "")
     assert "saved personal models" in (answers["representations"] or "")
     assert "saved model with class prototypes" in (answers["similarity"] or "")

@@ -12,11 +12,16 @@ import pytest
 from fednh.report.figures import FIGURES, Choice
 from fednh.report.figures.base import Drawing
 from fednh.report.figures.sensitivity import gains
-from fednh.report.groups import by_setting, group_runs
+from fednh.report.groups import by_setting, by_variant, group_runs, lay_out
 from fednh.report.html import render
 from fednh.report.load import Run, load_run, load_runs
 from fednh.report.tables import accuracy_sheet, departures, fairness_sheet, held_out_sheet
+<<<<<<< HEAD
 from tests.helpers.synthetic import fake_result, fake_run, person, record
+=======
+from fednh.runs.run_folder import display_name, display_names
+from synthetic import fake_run, person, record
+>>>>>>> 49dd0d7 (Display names: what people call methods, models and data, in one function; accuracies on a site's own samples have its words; the sites of a federation are sites)
 
 
 def rounds(*values: float) -> list[dict[str, Any]]:
@@ -88,9 +93,9 @@ def test_lines_of_a_sweep_that_differ_in_more_have_labels_of_their_own(tmp_path:
     settings = [{"method.rho": rho, "train.lr": lr} for rho in (0.1, 0.9) for lr in (0.01, 0.1)]
     runs = [fake_run(tmp_path / str(i), setting) for i, setting in enumerate(settings)]
     drawing = drawn("sensitivity", runs)
-    assert {row[0] for row in drawing.rows} == {"FedNH lr 0.01", "FedNH lr 0.1"}
+    assert {row[0] for row in drawing.rows} == {"FedNH train.lr 0.01", "FedNH train.lr 0.1"}
     (legend,) = drawing.figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["FedNH lr 0.01", "FedNH lr 0.1"]
+    assert [text.get_text() for text in legend.get_texts()] == ["FedNH train.lr 0.01", "FedNH train.lr 0.1"]
 
 
 # --- departures from the paper -----------------------------------------------------------------------------------
@@ -185,3 +190,38 @@ def test_a_method_without_rare_classes_is_in_the_legend_too(tmp_path: Path) -> N
         fake_run(tmp_path / method, {"method.name": method}, people=[person(who, 1.0, [1.0, 2.0])], per_class=None)
     (legend,) = drawn("frequency", load_runs([tmp_path])).figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["FedAvg", "FedNH"]
+
+
+# --- names for people ----------------------------------------------------------------------------------------------
+
+NAMES = {
+    "fednh": "FedNH",
+    "moon:Moon": "Moon",
+    "/home/me/moon.py:Moon": "Moon",
+    "csv:/data/hospitals.csv": "hospitals",
+    "csv:/data/hospitals/*.csv": "hospitals",
+    "folder:/data/photos/": "photos",
+    "hf:owner/set-v1.5": "set-v1.5",
+    "digits": "digits",
+}
+
+
+def test_methods_models_and_data_have_names_for_people() -> None:
+    assert {name: display_name(name) for name in NAMES} == NAMES
+    assert display_names(["csv:a/x.csv", "csv:b/x.csv", "digits"]) == {
+        "csv:a/x.csv": "csv:a/x.csv",  # both would be x
+        "csv:b/x.csv": "csv:b/x.csv",
+        "digits": "digits",
+    }
+
+
+def test_two_methods_of_one_name_are_not_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    methods = ["first_file:Moon", "second_file:Moon"]
+    for method in methods:
+        file = tmp_path / f"{method.partition(':')[0]}.py"
+        file.write_text("from fednh.methods.fedavg import FedAvg as Moon\n")
+    runs = [fake_run(tmp_path / str(at), {"method.name": method}) for at, method in enumerate(methods)]
+    assert list(by_variant(runs[:1])) == ["Moon"]
+    assert list(by_variant(runs)) == methods
+    assert [row.label for row in lay_out(runs).rows] == methods

@@ -10,7 +10,7 @@ import pytest
 
 from fednh.errors import UserError
 from fednh.methods import METHODS
-from fednh.report.groups import lay_out, method_name
+from fednh.report.groups import lay_out
 from fednh.report.load import Run
 from fednh.report.sheet import Sheet
 from fednh.report.tables import (
@@ -21,7 +21,11 @@ from fednh.report.tables import (
     paired_sheet,
     result_sheets,
 )
+<<<<<<< HEAD
 from tests.helpers.synthetic import fake_result, three_seeds
+=======
+from fednh.runs.run_folder import display_name
+>>>>>>> 49dd0d7 (Display names: what people call methods, models and data, in one function; accuracies on a site's own samples have its words; the sites of a federation are sites)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,7 @@ def places(sheet: Sheet) -> list[list[int]]:
 def test_methods_are_spelled_as_in_their_files() -> None:
     """A file opens with the name that the method's own paper gives it; the FedNH paper has other names for one."""
     spelled = {name: (modules[cls.__module__].__doc__ or "").partition(":")[0] for name, cls in METHODS.items()}
-    assert {name: method_name(name) for name in METHODS} == {**spelled, "feduh": "FedAvg+UH"}
+    assert {name: display_name(name) for name in METHODS} == {**spelled, "feduh": "FedAvg+UH"}
 
 
 def test_accuracy_has_the_layout_of_table_1(nine: list[Run]) -> None:
@@ -271,7 +275,7 @@ def test_six_seeds_take_wilcoxon(tmp_path: Path) -> None:
 def test_short_comparison_has_a_row_a_run(nine: list[Run]) -> None:
     sheet = comparison_sheet(nine[:3])
     assert sheet.columns == ["method", "data", "seed", "rounds", "GM", "PM(V)", "PM(L)", "fairness", "samples/s"]
-    assert texts(sheet)[0] == ["fednh", "digits", "0", "40", "80.00", "50.00", "70.00", "10.00", "200"]
+    assert texts(sheet)[0] == ["FedNH", "digits", "0", "40", "80.00", "50.00", "70.00", "10.00", "200"]
     assert places(sheet) == [[0, 0, 0, 0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 1, 0, 0]]
 
 

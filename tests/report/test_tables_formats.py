@@ -143,7 +143,7 @@ def test_long_names_make_room_for_numbers() -> None:
 
 def test_short(folder: Path) -> None:
     text = table(folder, "--short", "--format", "markdown")
-    assert text.count("| fednh | digits |") == 3
+    assert text.count("| FedNH | digits |") == 3
     assert "fairness: standard deviation of PM(L) over clients" in text
 
 

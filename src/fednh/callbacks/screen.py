@@ -131,7 +131,7 @@ class RunBar(Silent):
 def metric_words(record: dict[str, Any]) -> list[str]:
     """The metrics of a round in words, those that it has."""
     words = [] if record["train_loss"] is None else [f"loss {record['train_loss']:.3f}"]
-    shown = {**TEST_SET, HELD_MACRO: HELD_OUT[HELD_MACRO], HELD_SHARE: "share"}
+    shown = {**TEST_SET, **{key: HELD_OUT[key] for key in (HELD_SHARE, HELD_MACRO)}}
     for key, name in shown.items():
         if record.get(key) is not None:
             words.append(f"{name} {record[key]:.1f}")

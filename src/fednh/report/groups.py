@@ -26,6 +26,7 @@ from fednh.data.partitions.dirichlet import LongTail
 from fednh.methods import METHODS
 from fednh.report.load import Run
 from fednh.report.sheet import percent
+from fednh.runs.run_folder import display_name, display_names
 
 # The methods in the order of the paper's Table 1; FedUH is in Figure 2 only.
 PAPER_METHODS = (
@@ -45,9 +46,8 @@ _LAID_OUT = (
 )
 
 
-def method_name(name: str) -> str:
-    """The title of a method of this library; of others, whose code may not be here, the name in the config."""
-    return (METHODS[name].title or METHODS[name].__name__) if name in METHODS else name
+# Settings whose values are names that people have better words for.
+_NAMED = ("data.name", "method.name", "model.name")
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,12 @@ class Group:
         return self.runs[0].clients
 
     @property
+    def natural(self) -> bool:
+        return self.runs[0].natural
+
+    @property
     def column(self) -> str:
-        return self.runs[0].config.partition.kind.column()
+        return "sites" if self.natural else self.runs[0].config.partition.kind.column()
 
     @property
     def task(self) -> dict[str, Any]:
@@ -118,11 +122,12 @@ class Row:
     data: str
     rate: float
     method: str
+    name: str  # of the method, for people
     apart: str = ""  # the settings in which it differs from other rows of its method
 
     @property
     def label(self) -> str:
-        return f"{method_name(self.method)}, {self.apart}" if self.apart else method_name(self.method)
+        return f"{self.name}, {self.apart}" if self.apart else self.name
 
 
 @dataclass(frozen=True)
@@ -158,24 +163,22 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 def by_setting(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs that differ only in method and seed, by a label that distinguishes the settings; a seed counts once."""
-    found: dict[str, list[Run]] = {}
+    settings: dict[str, list[Run]] = {}
     for alike in _by(group_runs(runs), lambda g: _words(g.runs[0])):
-        apart = varying([g.task for g in alike])
-        for group in alike:
-            label = ", ".join([_words(group.runs[0]), *(f"{k}={show(group.task.get(k))}" for k in apart)])
-            found.setdefault(label, []).extend(group.runs)
-    return found
+        for group, words in zip(alike, apart([g.task for g in alike]), strict=True):
+            settings.setdefault(", ".join([_words(group.runs[0]), *words]), []).extend(group.runs)
+    return settings
 
 
 def by_variant(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs that differ only in the seed, each seed once; the label has the settings in which a method's runs differ."""
-    found: dict[str, list[Run]] = {}
+    variants: dict[str, list[Run]] = {}
+    names = display_names(run.method for run in runs)
     for same in sorted(_by(group_runs(runs), lambda g: g.method), key=lambda groups: method_order(groups[0].method)):
-        apart = varying([g.settings for g in same])
-        for group in sorted(same, key=lambda g: repr(g.hyper)):
-            words = [f"{_short(k)}={show(group.settings.get(k))}" for k in apart]
-            found[" ".join([method_name(group.method), *words])] = list(group.runs)
-    return found
+        same.sort(key=lambda g: repr(g.hyper))
+        for group, words in zip(same, apart([g.settings for g in same]), strict=True):
+            variants[" ".join([names[group.method], *words])] = list(group.runs)
+    return variants
 
 
 def seeds(runs: Iterable[Run]) -> list[int]:
@@ -186,13 +189,13 @@ def lay_out(runs: Sequence[Run]) -> TableLayout:
     """Arrange the runs in rows and columns, one group per place."""
     groups = group_runs(runs)
     places: dict[tuple[Row, str], Group] = {}
+    names = display_names(group.method for group in groups)
     for block in _by(groups, lambda g: (g.data, g.rate)):
-        shared = varying([g.shared for g in block])
+        shared = dict(zip(map(id, block), apart([g.shared for g in block]), strict=True))
         for same in _by(block, lambda g: g.method):
-            hyper = varying([g.hyper for g in same])
-            for group in same:
-                apart = ", ".join(f"{_short(k)}={show(group.settings.get(k))}" for k in [*shared, *hyper])
-                places[Row(group.data, group.rate, group.method, apart), group.column] = group
+            for group, words in zip(same, apart([g.hyper for g in same]), strict=True):
+                label = ", ".join([*shared[id(group)], *words])
+                places[Row(group.data, group.rate, group.method, names[group.method], label), group.column] = group
     rows = sorted({row for row, _ in places}, key=_row_order)
     columns = sorted({column for _, column in places}, key=lambda c: _column_order(c, groups))
     return TableLayout(rows, columns, places)
@@ -218,10 +221,23 @@ def _recorded(run: Run) -> int:
 
 
 def _words(run: Run) -> str:
-    """For example: digits, Dirichlet(0.3), 20 clients, 50% a round; or csv:a.csv, 4 natural sites, 100% a round."""
+    """For example: digits, Dirichlet(0.3), 20 clients, 50% a round; or hospitals, 4 sites, 100% a round."""
     how, rate = run.config.partition, run.config.participation.rate
-    divided = f"{run.clients} {how.kind.words()}" if run.natural else f"{how.kind.words()}, {run.clients} clients"
-    return f"{run.summary['data']}, {divided}, {percent(rate)} a round"
+    divided = f"{run.clients} sites" if run.natural else f"{how.kind.words()}, {run.clients} clients"
+    return f"{display_name(run.summary['data'])}, {divided}, {percent(rate)} a round"
+
+
+def apart(settings: Sequence[Mapping[str, Any]], form: str = "{key}={value}") -> list[list[str]]:
+    """For each of these settings the words that tell it from the others; none where they are all the same."""
+    keys = varying(settings)
+    names = {key: display_names(str(one.get(key)) for one in settings) for key in keys if key in _NAMED}
+    return [
+        [
+            form.format(key=_short(key), value=names[key][str(one.get(key))] if key in names else show(one.get(key)))
+            for key in keys
+        ]
+        for one in settings
+    ]
 
 
 def varying(settings: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -26,10 +26,11 @@ from fednh.report import tables
 from fednh.report.figures import FIGURES, Choice, FigureUnavailable, Kind, scopes, style, to_csv
 from fednh.report.figures.base import variant_looks
 from fednh.report.figures.curves import AXES
-from fednh.report.groups import by_setting, by_variant, method_name, seeds, settings_of, show
+from fednh.report.groups import by_setting, by_variant, seeds, settings_of, show
 from fednh.report.load import Run
 from fednh.report.sheet import Sheet, number, word
 from fednh.report.site_tables import explored, site_sections
+from fednh.runs.run_folder import display_name
 from fednh.text import csv_text, duration, size
 
 EXPLORED = {
@@ -142,8 +143,8 @@ def _panes(kind: Kind, name: str, runs: Sequence[Run], choice: Choice, files: di
 
 
 def _lead(runs: Sequence[Run]) -> str:
-    names = list(dict.fromkeys(method_name(run.method) for run in runs))
-    data = list(dict.fromkeys(str(run.summary["data"]) for run in runs))
+    names = list(dict.fromkeys(display_name(run.method) for run in runs))
+    data = list(dict.fromkeys(display_name(run.summary["data"]) for run in runs))
     return f"{_and(names)} on {_and(data)}."
 
 
@@ -204,9 +205,10 @@ def _runs_sheet(runs: Sequence[Run]) -> Sheet:
     columns = ["run", "method", "data", "seed", "rounds", *metrics.values(), "seconds", "commit"]
     rows = []
     for run in runs:
-        first = (run.path.name, method_name(run.method), run.summary["data"], run.config.seed, run.summary["rounds"])
-        values = [*(number(run.summary.get(key)) for key in metrics), number(run.summary["seconds"], "{:.1f}")]
-        rows.append([*map(word, first), *values, word(str(run.environment.get("commit") or "unknown")[:10])])
+        names = (run.path.name, display_name(run.method), display_name(run.summary["data"]))
+        cells = [*map(word, names), word(run.config.seed), word(run.summary["rounds"])]
+        cells += [*(number(run.summary.get(key)) for key in metrics), number(run.summary["seconds"], "{:.1f}")]
+        rows.append([*cells, word(str(run.environment.get("commit") or "unknown")[:10])])
     note = "The name is that of the run's folder; its config can be run again."
     return Sheet("runs", "Every run", columns, rows, note)
 

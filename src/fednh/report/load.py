@@ -40,13 +40,13 @@ class Run:
 
     @property
     def clients(self) -> int:
-        """The number of clients; for natural sites it is not in the config."""
-        return len(self.partition["counts"]) if self.natural else self.config.partition.clients
+        """The number of clients; of sites it is not in the config."""
+        return len(self.partition["counts"]) or len(self.names) if self.natural else self.config.partition.clients
 
     @property
     def natural(self) -> bool:
-        """Whether the clients are sites that the data names."""
-        return self.config.partition.kind.natural
+        """Whether the clients are sites: those that the data names, or those of a real federation."""
+        return self.config.partition.kind.natural or bool(self.names)
 
     @cached_property
     def names(self) -> dict[int, str]:

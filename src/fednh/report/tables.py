@@ -22,7 +22,7 @@ from fednh.data.partitions.dirichlet import Dirichlet, LongTail
 from fednh.errors import UserError, did_you_mean
 from fednh.metric_names import GM, HELD_OUT, HELD_SHARE, PM_L, POOLED, TEST_SET, best_of, std_of
 from fednh.report import groups
-from fednh.report.groups import PAPER_METHODS, Group, Row, TableLayout, lay_out, method_name, show
+from fednh.report.groups import PAPER_METHODS, Group, Row, TableLayout, lay_out, show
 from fednh.report.load import Run, left_out
 from fednh.report.sheet import (
     DASH,
@@ -39,6 +39,7 @@ from fednh.report.sheet import (
     word,
 )
 from fednh.report.stats import WILCOXON_FROM, Paired, holm, paired, spread, worst_tenth
+from fednh.runs.run_folder import display_name, display_names
 from fednh.text import csv_text
 
 
@@ -141,7 +142,7 @@ def published(group: Group, metric: str) -> PaperNumber | None:
 
 def published_number(data: str, method: str, beta: float, rate: float, metric: str) -> PaperNumber | None:
     """The paper's number for a data set, a method by its name in configs, beta and participation, if it has one."""
-    name = method_name(method) if method in PAPER_METHODS else ""
+    name = display_name(method) if method in PAPER_METHODS else ""
     return _numbers().get((data, name, beta, rate, metric))
 
 
@@ -222,8 +223,8 @@ POOLED_METRICS = tuple(
 )
 _MEAN_FIRST = "A lower spread is more even, but the higher mean comes first: only with the highest mean is it marked."
 _HELD_WORDS = (
-    "On samples that every client holds out of its own data. Macro: its classes alike; share: plain accuracy, each "
-    "class by its share; personal models, and the global model (GM) on the same samples, mean over clients"
+    "On samples that every client holds out of its own data: of its personal model, and of the global one on the same "
+    "samples. Own accuracy: the share that is right; all classes alike: the mean over its classes; mean over clients"
 )
 
 
@@ -243,7 +244,7 @@ def fairness_sheet(runs: Sequence[Run], paper: bool = False) -> Sheet:
 
 def held_out_sheet(runs: Sequence[Run]) -> Sheet:
     """Accuracy on the clients' own held-out samples: not comparable with metrics on a balanced test set."""
-    words = f"{_HELD_WORDS}; spread and worst 10%: of the personal models' share over clients. {_MEAN_FIRST}"
+    words = f"{_HELD_WORDS}; spread and worst 10%: of own accuracy over clients. {_MEAN_FIRST}"
     words += left_out(runs)
     return _metrics(
         "held-out", "Accuracy on held-out samples in percent", words, HELD_OUT_METRICS, lay_out(runs), False
@@ -333,7 +334,8 @@ def comparison_sheet(runs: Sequence[Run]) -> Sheet:
     keys |= HELD_OUT if held else {}
     rows = [
         [
-            *(word(value) for value in (run.method, run.summary["data"], run.config.seed, run.summary["rounds"])),
+            *(word(display_name(name)) for name in (run.method, run.summary["data"])),
+            *(word(value) for value in (run.config.seed, run.summary["rounds"])),
             *(number(run.summary.get(key)) for key in keys),
             number(run.summary["samples_per_second"], "{:,.0f}"),
         ]
@@ -403,7 +405,7 @@ def _sizes(layout: TableLayout) -> str:
         sizes, thirds = groups.by_size(totals := groups.class_totals(group.runs))
         here = [f"{size} {len(classes)} ({span(totals[classes])} samples)" for size, classes in sizes.items()]
         rule = "thirds by size, since one of many, medium and few would be empty" if thirds else ""
-        found[f"{group.data}, {group.column}"] = f"{', '.join(here)}{f'; {rule}' if rule else ''}"
+        found[f"{display_name(group.data)}, {group.column}"] = f"{', '.join(here)}{f'; {rule}' if rule else ''}"
     said = f"Many: more than {groups.MANY}, few: fewer than {groups.FEW}, medium: between."
     return " ".join([said, *(f"{where}: {words}." for where, words in found.items())])
 
@@ -498,7 +500,12 @@ def _lead(layout: TableLayout, partition: bool = False) -> list[str]:
 
 
 def _lead_cells(layout: TableLayout, row: Row, column: str = "") -> list[Cell]:
-    cells = {"data": word(row.data), "participation": Cell(percent(row.rate), row.rate), "partition": word(column)}
+    names = display_names(row.data for row in layout.rows)
+    cells = {
+        "data": word(names[row.data]),
+        "participation": Cell(percent(row.rate), row.rate),
+        "partition": word(column),
+    }
     return [cells[name] for name in _lead(layout, bool(column))] + [word(row.label)]
 
 
@@ -507,9 +514,9 @@ def _common(layout: TableLayout, data: bool = True) -> str:
     if not layout.groups:
         return ""
     facts = [
-        {group.data for group in layout.groups} if data else set(),
-        {group.column for group in layout.groups if not group.runs[0].natural},
-        {f"{group.clients} {'sites' if group.runs[0].natural else 'clients'}" for group in layout.groups},
+        {display_name(group.data) for group in layout.groups} if data else set(),
+        {group.column for group in layout.groups if not group.natural},
+        {f"{group.clients} {'sites' if group.natural else 'clients'}" for group in layout.groups},
         {f"{percent(group.rate)} a round" for group in layout.groups},
         {_rounds(group) for group in layout.groups} if data else set(),
     ]
@@ -562,8 +569,8 @@ def records(runs: Sequence[Run], reference: str | None = None, paper: bool = Fal
         how = group.runs[0].config.partition
         setting = {
             "data": group.data,
-            "partition": how.name,
-            "beta": getattr(how.kind, "beta", None),
+            "partition": "site" if group.natural else how.name,
+            "beta": None if group.natural else getattr(how.kind, "beta", None),
             "clients": group.clients,
             "participation": group.rate,
             "rounds": group.settings["rounds"],

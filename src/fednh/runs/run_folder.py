@@ -13,20 +13,23 @@ import os
 import platform
 import subprocess
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from operator import index
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, SupportsIndex
 
 import fednh
 from fednh.config import Config, dump, validate
+from fednh.data.sources.registry import SOURCES
 from fednh.errors import Interrupted, RunError, UserError, nearest
 from fednh.io.files import exclusive, sync_below, sync_path, write_bytes, write_json
 from fednh.machine import cores
+from fednh.methods import METHODS
 from fednh.metric_names import PM_L, TEST_SET, std_of
 from fednh.models import native
 from fednh.runs import fingerprint
@@ -306,6 +309,26 @@ def cpu() -> str:
 
 
 # --- clients by name ------------------------------------------------------------------------------------------------
+
+
+def display_name(name: str) -> str:
+    """What people call a method, a model or a data set: its title, the class of an import path, the name of a file.
+
+    For example FedNH for fednh, Moon for moon:Moon, hospitals for csv:/data/hospitals.csv.
+    """
+    if name in METHODS:
+        return METHODS[name].title or METHODS[name].__name__
+    path = PurePath(name.rpartition(":")[2])
+    suffixes = {suffix for kind in SOURCES.values() for suffix in kind.suffixes}
+    short = path.parent.name if "*" in path.name else path.stem if path.suffix.lower() in suffixes else path.name
+    return short or name
+
+
+def display_names(names: Iterable[str]) -> dict[str, str]:
+    """The display name of each of these; whole names where two of them would be called the same."""
+    shown = {name: display_name(name) for name in names}
+    count = Counter(shown.values())
+    return {name: short if count[short] == 1 else name for name, short in shown.items()}
 
 
 def names_of(partition: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[int, str]:

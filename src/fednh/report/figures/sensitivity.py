@@ -10,9 +10,10 @@ import numpy as np
 from fednh.errors import UserError
 from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, metrics_of, stated_n
 from fednh.report.figures.style import grid, legend_below, line, numbered, side_by_side
-from fednh.report.groups import Group, group_runs, method_name, show, varying
+from fednh.report.groups import Group, apart, group_runs
 from fednh.report.load import Run
 from fednh.report.stats import sd
+from fednh.runs.run_folder import display_names
 
 
 @dataclass(frozen=True)
@@ -115,16 +116,10 @@ def _lines(runs: Sequence[Run], key: str) -> dict[str, list[Group]]:
             alike.setdefault(_rest(group.settings, key), []).append(group)
     swept_ones = [groups for groups in alike.values() if len(groups) > 1]
     rests = [{**groups[0].settings, "data.name": groups[0].data, key: None} for groups in swept_ones]
-    apart = [k for k in varying(rests) if k != "method.name"]
-    found: dict[str, list[Group]] = {}
-    for groups, rest in zip(swept_ones, rests, strict=True):
-        words = [f"{_short(k)} {show(rest[k])}" for k in apart if k in rest]
-        found[" ".join([method_name(groups[0].method), *words])] = groups
-    return dict(sorted(found.items()))
-
-
-def _short(key: str) -> str:
-    return {"data.name": ""}.get(key, key.rpartition(".")[2])
+    names = display_names(groups[0].method for groups in swept_ones)
+    words = apart([{k: v for k, v in rest.items() if k != "method.name"} for rest in rests], "{key} {value}")
+    lines = {" ".join([names[groups[0].method], *more]): groups for groups, more in zip(swept_ones, words, strict=True)}
+    return dict(sorted(lines.items()))
 
 
 SENSITIVITY = Kind(

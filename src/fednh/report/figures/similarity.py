@@ -22,9 +22,10 @@ from fednh.inference.metrics import Assessment
 from fednh.methods import METHODS
 from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, stated_n
 from fednh.report.figures.style import ALARM, CYCLE, fading, grid, ink, line, muted, panels, sparse
-from fednh.report.groups import by_variant, method_name
+from fednh.report.groups import by_variant
 from fednh.report.load import Run
 from fednh.runs.model_file import read_model
+from fednh.runs.run_folder import display_name
 
 Matrix = NDArray[np.float64]
 MOST_NAMES = 20  # beside a matrix; of more classes every n-th is named
@@ -171,7 +172,7 @@ def _caption(kinship: dict[str, list[Matrix]], runs: Sequence[Run], scores: dict
         ]
         text += f"Semantics captured (mean ± standard deviation over {n} seeds): {'; '.join(said)}. "
     methods = dict.fromkeys(run.method for run in runs)
-    headless = [method_name(name) for name in methods if name in METHODS and METHODS[name].headless]
+    headless = [display_name(name) for name in methods if name in METHODS and METHODS[name].headless]
     return text + (
         f"No head is uploaded by {', '.join(headless)}: it is the one they started from." if headless else ""
     )
