@@ -52,7 +52,7 @@ ELSEWHERE = {  # commands that need what only other tests have: the words that m
     ("federation", "audit"): "tests/flower/attacks/test_audit_events.py",
     ("federation", "status"): "tests/flower/attacks/test_audit_events.py",
 }
-# Rows of the tables in docs/methods.md with runs on the digits: method, settings, and a column for each seed.
+# Rows of the tables in docs/method-notes.md with runs on the digits: method, settings, and a column for each seed.
 DIGITS = re.compile(
     r"^\| `(\w+)`((?:, `method\.\w+=[\w.]+`)*)(?: \(the default\))? \| (\d[^|]+?) \|(?: ?([^|]*?) ?\|)?$", re.M
 )
@@ -65,7 +65,7 @@ NAMED = r"\bcommits? ([0-9a-f]{7,40})\b(?: and ([0-9a-f]{7,40}))?(?! of their)" 
 REPEATED = (
     r"`make (?:bench|bench-peers|results)`|`python -m benchmarks|\bsoak\s+test|`results/|results(?:-settings)?\.md#"
 )
-LONG_RUNS = {  # rows of docs/methods.md with runs of 200 rounds: their folders on CIFAR-10 and CIFAR-100
+LONG_RUNS = {  # rows of docs/method-notes.md with runs of 200 rounds: their folders on CIFAR-10 and CIFAR-100
     "text: scale from 20, `uniform`, `separated`": ("cifar10-fednh", "cifar100-fednh"),
     "the scale alone from 1": (None, "cifar100-fednh-scale1"),
     "**authors' code: scale from 1, `count`, `orthogonal`**": ("cifar10-fednh-authors-full", "cifar100-fednh-authors"),
@@ -276,9 +276,9 @@ def test_every_page_of_the_site_in_a_browser(tmp_path: Path) -> None:
 
 
 def digits_rows() -> list[tuple[str, str, int, list[float]]]:
-    """(method, setting, seed, GM and PM(V) and PM(L)) of the tables in docs/methods.md with runs on the digits."""
+    """(method, setting, seed, GM and PM(V) and PM(L)) of the tables in docs/method-notes.md with runs on the digits."""
     found = []
-    for method, settings, *columns in DIGITS.findall((ROOT / "docs/methods.md").read_text(encoding="utf-8")):
+    for method, settings, *columns in DIGITS.findall((ROOT / "docs/method-notes.md").read_text(encoding="utf-8")):
         for seed, cell in enumerate(columns):
             if cell:
                 numbers = [float(n) for n in re.findall(r"[\d.]+", cell)]
@@ -353,13 +353,13 @@ def test_the_table_of_benchmarks_is_what_make_bench_wrote() -> None:
 
 
 def test_numbers_of_long_runs_are_those_of_results() -> None:
-    """In docs/methods.md GM, PM(V) / PM(L) and, if there is a fourth, the spread; in the README GM alone."""
+    """In docs/method-notes.md GM, PM(V) / PM(L) and, if there is a fourth, the spread; in the README GM alone."""
 
     def of(run: str, *names: str) -> list[str]:
         summary = json.loads((ROOT / "results" / run / "summary.json").read_text(encoding="utf-8"))
         return [f"{summary[name]:.1f}" for name in names]
 
-    text = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/method-notes.md").read_text(encoding="utf-8")
     for row, runs in LONG_RUNS.items():
         line = next(line for line in text.splitlines() if line.startswith(f"| {row} |"))
         for run, cell in zip(runs, line.split("|")[2:4], strict=True):
@@ -401,7 +401,7 @@ def test_the_federation_reference_has_every_key_of_a_site() -> None:
 
 def test_presets_with_the_authors_way_are_told_on_the_methods_page() -> None:
     """The rows that say "presets:" have what the paper's presets have in their tables [methods.NAME], and no more."""
-    text = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/method-notes.md").read_text(encoding="utf-8")
     told = {
         method.lower(): dict(re.findall(r'`(\w+) = "(\w+)"`', cell))
         for method, cell in re.findall(r"^\| (\w+) \|[^|]*\| presets: ([^|]*) \|$", text, flags=re.MULTILINE)
