@@ -16,12 +16,8 @@ from fednh.report.groups import by_setting, by_variant, group_runs, lay_out
 from fednh.report.html import render
 from fednh.report.load import Run, load_run, load_runs
 from fednh.report.tables import accuracy_sheet, departures, fairness_sheet, held_out_sheet
-<<<<<<< HEAD
-from tests.helpers.synthetic import fake_result, fake_run, person, record
-=======
 from fednh.runs.run_folder import display_name, display_names
-from synthetic import fake_run, person, record
->>>>>>> 49dd0d7 (Display names: what people call methods, models and data, in one function; accuracies on a site's own samples have its words; the sites of a federation are sites)
+from tests.helpers.synthetic import fake_result, fake_run, person, record
 
 
 def rounds(*values: float) -> list[dict[str, Any]]:

@@ -21,11 +21,8 @@ from fednh.report.tables import (
     paired_sheet,
     result_sheets,
 )
-<<<<<<< HEAD
-from tests.helpers.synthetic import fake_result, three_seeds
-=======
 from fednh.runs.run_folder import display_name
->>>>>>> 49dd0d7 (Display names: what people call methods, models and data, in one function; accuracies on a site's own samples have its words; the sites of a federation are sites)
+from tests.helpers.synthetic import fake_result, three_seeds
 
 
 @pytest.fixture(scope="module")
