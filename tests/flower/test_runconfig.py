@@ -97,7 +97,14 @@ def test_every_setting_comes_back(tree: dict[str, Any]) -> None:
         config = settings.validate({**tree, "federation": {"folder": "/run", **tree.get("federation", {})}})
     except UserError:
         assume(False)
+    assume(config.data.folds is None)
     assert through_flower(config) == config
+
+
+def test_folds_are_refused_in_a_deployment() -> None:
+    config = settings.validate({"federation": {"folder": "/run"}, "data": {"folds": 5, "fold": 2}})
+    with pytest.raises(UserError, match=r"data\.folds is for simulations: .* use data\.holdout$"):
+        through_flower(config)
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_each_site_is_told_which_model_to_use(of_sites: str) -> None:
     assert "<small>92.9 to 100.0</small>" in rows["art"]  # Wilson, 50 of 50: 50 / (50 + 1.96^2)
     assert '<td data-value="50">50</td>' in rows["art"]
     assert "oo few samples to tell" in rows["cartoon"]
-    assert "the personal model is the one to use at 1 site" in section.lower()
+    assert "federating helps at 1 of 4 sites (art)" in section.lower()
     means = re.findall(r"<td>([\d.]+)</td>", table[table.index("<tfoot>") :])
     assert means == ["100.0", "77.5", "77.5"]  # global: (60 + 50 + 100 + 100) / 4
 

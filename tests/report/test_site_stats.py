@@ -1,11 +1,11 @@
 """Intervals of one site's figures, against values computed by other means."""
 
-from math import comb, sqrt
+from math import sqrt
 
 import numpy as np
 import pytest
 
-from fednh.report.stats import Difference, difference, wilson
+from fednh.report.stats import Design, Gain, accuracy_interval, estimate, together, wilson
 
 
 @pytest.mark.parametrize(
@@ -24,63 +24,94 @@ def test_wilsons_interval(correct: int, n: int, low: float, high: float) -> None
     assert wilson(correct, n) == (pytest.approx(low, abs=0.05), pytest.approx(high, abs=0.05))
 
 
-def outcomes(both: int, one: int, other: int, neither: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two models' hits: samples that both, only the first, only the second and none of them get right."""
-    first = np.repeat([True, True, False, False], [both, one, other, neither])
-    second = np.repeat([True, False, True, False], [both, one, other, neither])
-    mixed = np.random.default_rng(3).permutation(len(first))
-    return first[mixed], second[mixed]
+def plain(n: int) -> Design:
+    """n samples, measured once each."""
+    return Design(np.arange(n), np.arange(n), np.zeros(n, int), np.zeros(n, int))
 
 
-def test_the_paired_bootstrap_has_the_width_of_paired_differences() -> None:
-    """n differences of +1 (60), -1 (35) and 0: the normal interval of their mean, which pairing makes narrow."""
-    n, gained, lost = 400, 60, 35
-    found = difference(*outcomes(280, gained, lost, 25))
-    half = 1.96 * sqrt((gained + lost) / n - ((gained - lost) / n) ** 2) / sqrt(n)
-    assert found.points == pytest.approx(6.25)
-    assert (found.low, found.high) == (
-        pytest.approx(6.25 - 100 * half, abs=0.3),
-        pytest.approx(6.25 + 100 * half, abs=0.3),
+def differences(gained: int, lost: int, n: int) -> np.ndarray:
+    return np.repeat([1.0, -1.0, 0.0], [gained, lost, n - gained - lost])
+
+
+def test_a_difference_has_bonett_and_prices_interval() -> None:
+    """60 gained and 35 lost of 400, one more each of 402: the variance of 402 differences, 0.061692 - 0.0622^2."""
+    (gain,) = together([estimate(differences(60, 35, 400), plain(400))])
+    near, half = 25 / 402, 1.966 * sqrt((97 / 402 - (25 / 402) ** 2) / 401)
+    assert gain.points == pytest.approx(6.25)
+    assert (gain.low, gain.high) == (
+        pytest.approx(100 * (near - half), abs=0.02),
+        pytest.approx(100 * (near + half), abs=0.02),
     )
-    unpaired = 1.96 * sqrt(0.85 * 0.15 / n + 0.7875 * 0.2125 / n)
-    assert found.high - found.low < 200 * unpaired - 1
-    assert found.clear
-
-
-def test_one_sided_disagreements_follow_the_binomial_distribution() -> None:
-    """With 10 of 50 gained and none lost, the number gained in a resample is binomial(50, 0.2): its quantiles."""
-    share, n = 0.2, 50
-    mass = np.cumsum([comb(n, k) * share**k * (1 - share) ** (n - k) for k in range(n + 1)])
-    low, high = int(np.searchsorted(mass, 0.025)), int(np.searchsorted(mass, 0.975))
-    found = difference(*outcomes(20, 10, 0, 20))
-    assert (found.points, found.low, found.high) == (20.0, 100 * low / n, 100 * high / n)
-
-
-def test_the_same_samples_always_have_the_same_interval_and_the_order_does_not_matter() -> None:
-    one, other = outcomes(30, 12, 5, 3)
-    first, back = difference(one, other), difference(other, one)
-    assert first == difference(one[::-1], other[::-1])
-    assert (back.points, back.disagreements) == (-first.points, 17)
-    assert back.low == pytest.approx(-first.high, abs=1)
+    assert gain.clear
+    assert gain.p < 0.05
 
 
 @pytest.mark.parametrize(
-    ("counts", "clear", "alike"),
+    ("gained", "lost", "n", "clear", "alike"),
     [
-        ((0, 5, 0, 0), False, False),  # five samples, all for one model: 2 / 2^5 = 6% by chance
-        ((0, 6, 0, 0), True, False),  # six: 3%
-        ((95, 5, 0, 0), False, False),  # the bootstrap alone would call this sure
-        ((30, 0, 0, 0), False, False),  # no difference in 30 samples: up to 10% may still differ
-        ((200, 0, 0, 0), False, True),
-        ((900, 20, 20, 60), False, True),
-        ((30, 10, 10, 10), False, False),
+        (4, 0, 4, False, False),
+        (8, 0, 8, True, False),
+        (5, 0, 100, False, False),  # five to none happens to one of 16 pairs of equal models
+        (0, 0, 30, False, False),  # no difference in 30 samples: up to 10% may still differ
+        (0, 0, 200, False, True),
+        (20, 20, 1500, False, True),
+        (10, 10, 60, False, False),
+        (0, 20, 60, True, False),
     ],
 )
-def test_what_is_clear_and_what_is_alike(counts: tuple[int, ...], clear: bool, alike: bool) -> None:
-    found = difference(*outcomes(*counts))
-    assert (found.clear, found.alike) == (clear, alike)
+def test_what_is_clear_and_what_is_alike(gained: int, lost: int, n: int, clear: bool, alike: bool) -> None:
+    (gain,) = together([estimate(differences(gained, lost, n), plain(n))])
+    assert (gain.clear, gain.alike) == (clear, alike)
+
+
+def test_interval_and_p_are_corrected_alike() -> None:
+    """p is below 5% if and only if the interval leaves out zero, for one question and for four."""
+    for gained in range(4, 40):
+        one = estimate(differences(gained, 4, 90), plain(90))
+        for times in (1, 4):
+            for gain in together([one] * times):
+                assert (gain.p < 0.05) == gain.clear
+    assert together([one] * 4)[0].low < together([one])[0].low
+
+
+def test_samples_that_recur_count_once() -> None:
+    """Sample 0 is right in one of two runs, samples 1 and 2 are measured once: (1/2 + 1 + 0) / 3."""
+    design = Design(np.array([0, 0, 1, 2]), np.array([0, 0, 1, 2]), np.array([0, 1, 0, 1]), np.zeros(4, int))
+    assert design.mean(np.array([1.0, 0, 1, 0])) == pytest.approx(0.5)
+    n, x = 80, differences(30, 10, 80)
+    (once,) = together([estimate(x, plain(n))])
+    twice = Design(np.tile(np.arange(n), 3), np.tile(np.arange(n), 3), np.repeat([0, 1, 2], n), np.zeros(3 * n, int))
+    (same,) = together([estimate(np.tile(x, 3), twice)])
+    assert (same.points, same.low, same.high) == pytest.approx((once.points, once.low, once.high))
+
+
+def test_samples_of_a_group_tell_as_much_as_one() -> None:
+    """Ten groups of eight samples with one fate: the interval of ten samples."""
+    x = differences(7, 1, 10)
+    (alone,) = together([estimate(x, plain(10))])
+    design = Design(np.arange(80), np.repeat(np.arange(10), 8), np.zeros(80, int), np.zeros(80, int))
+    (grouped,) = together([estimate(np.repeat(x, 8), design)])
+    assert (grouped.low, grouped.high) == pytest.approx((alone.low, alone.high))
+    assert accuracy_interval(np.repeat(np.maximum(x, 0), 8), design) == pytest.approx(wilson(7, 10), abs=2)
+
+
+def test_runs_that_differ_widen_the_interval() -> None:
+    """Three seeds on the same 60 samples, one of which gains everywhere: that is no proof for the next seed."""
+    x = np.concatenate([differences(60, 0, 60), differences(0, 0, 60), differences(0, 0, 60)])
+    sample = np.tile(np.arange(60), 3)
+    seeds = Design(sample, sample, np.repeat([0, 1, 2], 60), np.zeros(180, int))
+    (gain,) = together([estimate(x, seeds)])
+    (no_seeds,) = together([estimate(x, Design(sample, sample, np.zeros(180, int), np.zeros(180, int)))])
+    assert gain.points == no_seeds.points == pytest.approx(100 / 3)
+    assert no_seeds.clear
+    assert not gain.clear
+
+
+def test_classes_count_alike_in_balanced_accuracy() -> None:
+    design = Design(np.arange(10), np.arange(10), np.zeros(10, int), np.repeat([0, 1], [8, 2]))
+    assert design.mean(np.repeat([1.0, 0.0], [8, 2])) == pytest.approx(0.5)
 
 
 def test_an_interval_on_the_other_side_is_clear_too() -> None:
-    assert Difference(-8.0, -12.0, -4.0, 400, 50).clear
-    assert not Difference(-8.0, -17.0, 1.0, 40, 50).clear
+    assert Gain(-8.0, -12.0, -4.0).clear
+    assert not Gain(-8.0, -17.0, 1.0).clear

@@ -1,9 +1,10 @@
-"""Which model serves a site best: figures, marks and sentences from outcomes that are written down by hand."""
+"""Does federating help a site: numbers, marks and sentences from outcomes that are written down by hand."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from fednh.config import load
 from fednh.errors import UserError
 from fednh.report.load import Run, load_run
 from fednh.report.site_tables import class_sheet, site_sheet, to_csv
-from fednh.report.site_text import verdict
 from fednh.report.sites import SiteTable, class_table, confusion, site_tables
 from fednh.report.tables import held_out_sheet
+from fednh.report.verdicts import SiteVerdict, headline, verdicts
 from fednh.runs.model_file import Outcomes
 from fednh.runs.run_folder import RunFolder
 from tests.helpers.synthetic import fake_sites
@@ -73,27 +74,132 @@ def one_table(*runs: Run) -> SiteTable:
     return table
 
 
+def said(table: SiteTable, site: str) -> SiteVerdict:
+    return verdicts(table)[table.rows.index(table.row(site))]
+
+
 def sentence(table: SiteTable, site: str) -> str:
-    return verdict(table.row(site), table.classes).sentence
+    return said(table, site).sentence
 
 
-def test_a_site_is_told_which_model_to_use_and_how_sure_that_is(tmp_path: Path) -> None:
-    """art: personal 300 of 400, global 260, the same ones: 40 gained, none lost: +10 points, about +7 to +13."""
-    outcomes = {0: held(400, 300, 260), 1: held(400, 259, 293), 2: held(14, 10, 9, first=5)}
-    table = one_table(run_of(tmp_path / "r", outcomes))
-    art = table.row("art")
-    assert (table.columns, art.n, art.best) == (("personal", "global"), 400, art.models[0])
-    assert [(m.label, m.accuracy) for m in art.models] == [("personal", 75.0), ("global", 65.0)]
-    ((_, gap),) = art.rivals
-    assert gap is not None
-    half = 1.96 * (0.1 * 0.9 / 400) ** 0.5 * 100  # a share of 10%, of 400
-    assert (gap.low, gap.high) == (pytest.approx(10 - half, abs=0.3), pytest.approx(10 + half, abs=0.3))
-    told = f"Use the personal model: +10.0 points over the global one (n = 400, {gap.low:+.1f} to {gap.high:+.1f})."
-    assert sentence(table, "art") == told
-    assert sentence(table, "Plant 4").startswith("The global model is better here (64.8 against 73.2): +8.5 points")
-    assert table.row("Plant 4").best == table.row("Plant 4").models[1]
-    assert sentence(table, "3").startswith("Too few samples to tell (n = 14): personal 71.4, global 64.3; ")
-    assert table.row("3").best is None
+def alone(folder: Path, outcomes: Mapping[int, Outcomes], **settings: Any) -> Run:
+    return run_of(folder, outcomes, "local", **settings)
+
+
+def test_a_site_is_told_whether_federating_helps_and_how_sure_that_is(tmp_path: Path) -> None:
+    """art: 300 of 400 against 240 alone, the same ones: 60 gained, none lost: +15 points."""
+    outcomes = {0: held(400, 300, 260), 1: held(400, 200, 200), 2: held(14, 10, 9, first=5)}
+    local = {0: held(400, 240, None), 1: held(400, 280, None), 2: held(14, 9, None)}
+    table = one_table(run_of(tmp_path / "r", outcomes), alone(tmp_path / "l", local))
+    assert (table.columns, table.row("art").n) == (("personal", "global", "local only"), 400)
+    assert [(m.label, m.accuracy) for m in table.row("art").models] == [
+        ("personal", 75.0),
+        ("global", 65.0),
+        ("local only", 60.0),
+    ]
+    art, plant, third = verdicts(table)
+    assert (art.site, art.kind, art.n, art.model, art.use) == ("art", "federate", 400, "personal", "personal")
+    assert art.gain is not None
+    near, half = 60 / 402, 2.509 * (62 / 402 - (60 / 402) ** 2) ** 0.5 / 401**0.5  # t at 1 - 0.05 / 8
+    assert (art.gain.points, art.gain.low, art.gain.high) == pytest.approx(
+        (15, 100 * (near - half), 100 * (near + half)), abs=0.05
+    )
+    assert art.sentence.startswith(f"Federate: personal has +15.0 points over training alone ({art.gain.low:+.1f} to ")
+    assert " Its personal model is better than the global one: personal over global +10.0 (" in art.sentence
+    assert (plant.kind, plant.use) == ("alone", "local only")
+    assert plant.sentence.startswith("Train alone: the best federated model, personal, has -20.0 points over training")
+    assert (third.kind, third.use) == ("unclear", None)
+    assert third.sentence.startswith("Too few samples to tell: personal has ")
+    assert headline([art, plant, third]) == (
+        "Federating helps at 1 of 3 sites (art); training alone is better at 1 of 3 sites (Plant 4); too few samples "
+        "to tell at 1 of 3 sites (3)."
+    )
+
+
+def test_a_bad_third_method_changes_nothing(tmp_path: Path) -> None:
+    runs = [run_of(tmp_path / "a", {0: held(60, 40, 38)}, "fedavg"), alone(tmp_path / "l", {0: held(60, 38, None)})]
+    before = said(one_table(*runs), "art")
+    after = said(one_table(*runs, run_of(tmp_path / "p", {0: held(60, 10, 9)}, "fedprior")), "art")
+    assert (before.kind, after.kind) == ("unclear", "unclear")
+    assert (after.gain, after.balanced_gain) == (before.gain, before.balanced_gain)
+    assert (before.model, after.model) == ("personal", "FedAvg personal")
+
+
+def test_a_model_no_better_than_the_commonest_class_is_named(tmp_path: Path) -> None:
+    """Sixty cats, thirty dogs: a model that says cat to everything has 66.7% and has learned nothing."""
+    label = np.repeat([0, 1], [60, 30])
+    constant, good = np.zeros(90, int), np.where(np.arange(90) % 10 == 0, 1 - label, label)
+    counts = [(200, 100, 0)] * 3
+    idle = run_of(tmp_path / "i", {0: Outcomes(label, constant, constant)}, counts=counts)
+    runs = [idle, alone(tmp_path / "l", {0: Outcomes(label, constant)}, counts=counts)]
+    found = said(one_table(*runs), "art")
+    assert found.kind == "nothing learned"
+    assert found.sentence == (
+        "No model has learned anything here: none is better than always answering cat (66.7%, n = 90)."
+    )
+    runs[1] = alone(tmp_path / "g", {0: Outcomes(label, good)}, counts=counts)
+    found = said(one_table(*runs), "art")
+    assert found.kind == "alone"
+    assert found.sentence.endswith(" Not better than always answering cat (66.7%): personal, global.")
+    sheet = site_sheet(one_table(*runs))
+    assert sheet.columns == ["site", "n", "commonest class", "chance", "personal", "global", "local only"]
+    assert [cell.text for cell in sheet.rows[0][:4]] == ["art", "90", "66.7", "50.0"]
+
+
+def test_balanced_accuracy_decides_as_well(tmp_path: Path) -> None:
+    """150 cats, 50 dogs. Federated: 50 dogs right and 120 cats; alone: 10 and 150: 85 to 80, balanced 90 to 60."""
+    label = np.repeat([0, 1], [150, 50])
+    joint, own = label.copy(), label.copy()
+    joint[:30], own[160:] = 1, 0
+    counts = [(300, 100, 0)] * 3
+    first = run_of(tmp_path / "r", {0: Outcomes(label, joint)}, counts=counts)
+    found = said(one_table(first, alone(tmp_path / "l", {0: Outcomes(label, own)}, counts=counts)), "art")
+    assert found.gain is not None
+    assert found.balanced_gain is not None
+    assert (found.kind, found.gain.clear, found.balanced_gain.clear) == ("federate", False, True)
+    assert (found.gain.points, found.balanced_gain.points) == pytest.approx((5, 30))
+    worse = label.copy()
+    worse[:75] = 1  # half of the cats: 62.5 against 80 in accuracy, 75 against 60 balanced
+    second = run_of(tmp_path / "s", {0: Outcomes(label, worse)}, counts=counts)
+    found = said(one_table(second, alone(tmp_path / "m", {0: Outcomes(label, own)}, counts=counts)), "art")
+    assert found.kind == "unclear"
+    assert found.sentence.startswith("Accuracy and balanced accuracy contradict each other: personal has -17.5 points")
+
+
+def of_seed(seed: int, personal: int, n: int = 60) -> Outcomes:
+    """Rows seed, seed + 1, ...: neighbouring seeds share all but one of their samples."""
+    rows = np.arange(seed, seed + n)
+    label = rows % len(CLASSES)
+    return replace(Outcomes(label, hits(label, personal)), sample=rows)
+
+
+def test_seeds_and_folds_are_pooled_and_a_sample_counts_once(tmp_path: Path) -> None:
+    runs = []
+    for seed in range(3):
+        runs.append(run_of(tmp_path / f"r{seed}", {0: of_seed(seed, 40)}, seed=seed))
+        runs.append(alone(tmp_path / f"l{seed}", {0: of_seed(seed, 20)}, seed=seed))
+    table = one_table(*runs)
+    assert (table.title, table.row("art").n) == ("npz:x.npz, 3 seeds", 62)
+    assert said(table, "art").kind == "federate"
+    folds = [
+        run_of(tmp_path / f"{method}{fold}", {0: of_seed(60 * fold, 40)}, method, data__folds=3, data__fold=fold)
+        for method in ("fednh", "local")
+        for fold in range(3)
+    ]
+    table = one_table(*folds)
+    assert (table.title, table.row("art").n) == ("npz:x.npz, seed 0, 3 folds", 180)
+    assert one_table(*folds[:2], *folds[3:5]).title == "npz:x.npz, seed 0, 2 of 3 folds"
+    table = one_table(*runs[:3])
+    assert table.row("art").n == 60
+    assert table.notes[0] == "Seeds and folds that not all methods have are left out: 1 of 2."
+
+
+def test_runs_that_do_not_say_which_samples_they_hold_out_count_with_one_seed(tmp_path: Path) -> None:
+    runs = [run_of(tmp_path / f"r{seed}", {0: held(60, 40, 30)}, seed=seed) for seed in (0, 1)]
+    runs += [alone(tmp_path / f"l{seed}", {0: held(60, 20, None)}, seed=seed) for seed in (0, 1)]
+    table = one_table(*runs)
+    assert (table.title, table.row("art").n, said(table, "art").kind) == ("npz:x.npz, seed 0", 60, "federate")
+    assert "which samples they hold out, so those of two seeds cannot be matched: only seed 0 counts." in table.notes[0]
 
 
 def test_a_name_comes_first_and_a_number_is_a_number(tmp_path: Path) -> None:
@@ -108,36 +214,28 @@ def test_a_name_comes_first_and_a_number_is_a_number(tmp_path: Path) -> None:
 def test_training_alone_comes_from_a_run_of_local_on_the_same_samples(tmp_path: Path) -> None:
     outcomes = {0: held(400, 300, 260), 1: held(400, 300, 300), 2: held(50, 20, 20)}
     first = run_of(tmp_path / "r", outcomes)
-    (note,) = one_table(first).notes
+    table = one_table(first)
+    (note,) = table.notes
     assert f"`fednh run {tmp_path}/r/config.toml --method local --out {tmp_path}/r-local` adds it." in note
-    alone = run_of(tmp_path / "l", {0: held(400, 200, None), 1: held(400, 300, None), 2: held(50, 45, None)}, "local")
-    table = one_table(alone, first)
+    assert said(table, "art").kind == "unknown"
+    told = (
+        "Personal 75.0, global 65.0 (n = 400): what training alone achieves is not known. Its personal model is better"
+    )
+    assert sentence(table, "art").startswith(told)
+    own = {0: held(400, 200, None), 1: held(400, 300, None), 2: held(50, 45, None)}
+    table = one_table(alone(tmp_path / "l", own), first)
     assert (table.columns, table.notes) == (("personal", "global", "local only"), ())
-    assert sentence(table, "art").startswith("Use the personal model: +10.0 points over the global one (n = 400, ")
-    assert " and +25.0 over training alone (" in sentence(table, "art")
-    assert sentence(table, "Plant 4").startswith("No model is better here: personal 75.0, global 75.0, local only 75.0")
-    assert sentence(table, "3").startswith("Use the model trained here alone: +50.0 points over the personal one (n =")
+    assert [found.kind for found in verdicts(table)] == ["federate", "alike", "alone"]
     assert table.mean("local only") == pytest.approx((50 + 75 + 90) / 3)
-    assert not set(one_table(run_of(tmp_path / "n", outcomes), alone).columns) ^ set(table.columns)
 
 
-def test_a_model_that_is_clearly_better_than_one_and_not_than_the_other_is_not_marked(tmp_path: Path) -> None:
-    runs = [
-        run_of(tmp_path / "r", {0: held(400, 300, 260)}),
-        run_of(tmp_path / "l", {0: held(400, 297, None)}, "local"),
-    ]
-    table = one_table(*runs)
-    assert table.row("art").best is None
-    assert sentence(table, "art").startswith("Use the personal model: +10.0 points over the global one")
-    assert "; it is as good as training alone (+0.8, " in sentence(table, "art")
-    assert all(cell.place == 0 for row in site_sheet(table).rows for cell in row)
-
-
-def test_other_seeds_and_other_splits_hold_out_other_samples_and_are_not_compared(tmp_path: Path) -> None:
+def test_other_splits_hold_out_other_samples_and_are_not_compared(tmp_path: Path) -> None:
     outcomes = {0: held(60, 30, 30)}
-    runs = [run_of(tmp_path / "a", outcomes), run_of(tmp_path / "b", outcomes, "local", seed=1)]
-    runs.append(run_of(tmp_path / "c", outcomes, "local", data__holdout=0.3))
-    assert [table.columns for table in site_tables(runs)] == [("personal", "global"), ("local only",), ("local only",)]
+    runs = [run_of(tmp_path / "a", outcomes), run_of(tmp_path / "c", outcomes, "local", data__holdout=0.3)]
+    assert [table.columns for table in site_tables(runs)] == [("personal", "global"), ("local only",)]
+    table = one_table(runs[0], run_of(tmp_path / "b", outcomes, "local", seed=1))
+    assert table.columns == ("personal", "global")
+    assert table.notes[0] == "Local was run with other seeds or folds than the others: it is left out."
     other = Outcomes(np.array([2, 2, 1] * 20), np.zeros(60, int))
     table = one_table(runs[0], run_of(tmp_path / "d", {0: other}, "local"))
     assert table.columns == ("personal", "global")
@@ -148,11 +246,11 @@ def test_several_methods_say_whose_model_it_is(tmp_path: Path) -> None:
     runs = [
         run_of(tmp_path / "a", {0: held(400, 300, 260)}),
         run_of(tmp_path / "b", {0: held(400, 380, 250)}, "fedavg"),
+        alone(tmp_path / "l", {0: held(400, 300, None)}),
     ]
     table = one_table(*runs)
-    assert table.columns == ("FedAvg personal", "FedAvg global", "FedNH personal", "FedNH global")
-    told = sentence(table, "art")
-    assert told.startswith("Use the personal model of FedAvg: +20.0 points over the personal one of FedNH (n = 400, ")
+    assert table.columns == ("FedAvg personal", "FedAvg global", "FedNH personal", "FedNH global", "local only")
+    assert sentence(table, "art").startswith("Federate: FedAvg personal has +20.0 points over training alone (")
 
 
 def test_a_one_class_site_is_left_out_of_means_and_named(tmp_path: Path) -> None:
@@ -161,7 +259,7 @@ def test_a_one_class_site_is_left_out_of_means_and_named(tmp_path: Path) -> None
     run = run_of(tmp_path / "r", {0: held(40, 30, 20), 1: single, 2: held(40, 20, 20)}, counts=counts)
     table = one_table(run)
     assert (table.mean("personal"), table.mean("global")) == (62.5, 50.0)
-    assert table.row("Plant 4").best is None
+    assert said(table, "Plant 4").kind == "one class"
     assert sentence(table, "Plant 4").startswith("This site has one class, cat:")
     assert "left out of means: Plant 4." in site_sheet(table).note
     assert site_sheet(table).rows[-1][0].text == "mean of 2 sites"
@@ -172,7 +270,7 @@ def test_a_one_class_site_is_left_out_of_means_and_named(tmp_path: Path) -> None
 def test_runs_without_single_samples_have_no_intervals_and_say_why(tmp_path: Path) -> None:
     outcomes = {0: held(400, 300, 200), 1: held(400, 100, 200)}
     old = one_table(run_of(tmp_path / "old", outcomes, keep=False))
-    assert (old.row("art").n, old.row("art").best) == (None, None)
+    assert (old.row("art").n, said(old, "art").kind) == (None, "unknown")
     assert sentence(old, "art").startswith("Personal 75.0, global 50.0: how sure that is cannot be said here")
     assert "was made before runs kept what happened to held-out samples" in old.notes[0]
     far = one_table(run_of(tmp_path / "far", outcomes, keep=False, backend="flower", counts=(), seed=3))
@@ -180,7 +278,7 @@ def test_runs_without_single_samples_have_no_intervals_and_say_why(tmp_path: Pat
     assert "without numbers of samples, so there are no intervals" in far.notes[0]
     assert not any("--method local" in note for note in far.notes), "the server has no data to train on"
     assert class_sheet(old, old.row("art")) is None
-    assert [cell.text for cell in site_sheet(old).rows[0]] == ["art", "–", "75.0", "50.0"]
+    assert [cell.text for cell in site_sheet(old).rows[0]] == ["art", "–", "–", "33.3", "75.0", "50.0"]
 
 
 def test_recall_precision_and_confusion_of_a_class_at_a_site(tmp_path: Path) -> None:

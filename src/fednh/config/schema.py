@@ -53,6 +53,16 @@ class DataSection(Section):
     augment: Literal["auto", "none", "crop_flip"] = "auto"  # auto: as the data set's literature does
     merge_test: bool = False  # the test part joins the training part; clients hold out some of their own samples
     holdout: float | None = Field(None, ge=0, lt=1)  # of every client's classes; None: 0.2 without a test set, else 0
+    folds: int | None = Field(None, ge=2, le=1000)  # instead of holdout: every client's samples in so many folds,
+    fold: int = Field(0, ge=0, le=999)  # of which this one, counted from 0, is held out; the seed does not matter
+
+    @model_validator(mode="after")
+    def _one_way_to_hold_out(self) -> DataSection:
+        if self.folds is not None and self.holdout is not None:
+            raise ValueError("takes data.folds or data.holdout, not both")
+        if self.fold >= (self.folds or 1):
+            raise ValueError(f"has no fold {self.fold}: with data.folds = {self.folds} they count from 0")
+        return self
 
     if TYPE_CHECKING:
 

@@ -164,6 +164,35 @@ def hold_out(
     return np.setdiff1d(part, chosen), chosen
 
 
+def fold_of(labels: Indices, groups: Indices | None, folds: int, rng: np.random.Generator) -> Indices:
+    """The fold of every sample: each has about as many of every class, and samples of one group are in one fold."""
+    order = rng.permutation(len(labels))
+    if groups is None:
+        order = order[np.argsort(labels[order], kind="stable")]  # class after class, dealt out in turn
+        found = np.empty(len(labels), np.int64)
+        found[order] = np.arange(len(labels)) % folds
+        return found
+    group, y = (np.unique(values, return_inverse=True)[1] for values in (groups, labels))
+    table = class_table(y, group, int(group.max()) + 1)  # (G, C)
+    share = table / table.sum(axis=0)
+    filled, chosen = np.zeros((folds, table.shape[1])), np.zeros(len(table), np.int64)
+    shuffled = rng.permutation(len(table))
+    for at in shuffled[np.argsort(-table[shuffled].sum(axis=1), kind="stable")]:  # the largest first
+        chosen[at] = np.argmin(((filled + share[at]) ** 2 - filled**2).sum(axis=1))
+        filled[chosen[at]] += share[at]
+    return chosen[group]
+
+
+def hold_out_fold(
+    labels: Indices, part: Indices, folds: int, fold: int, rng: np.random.Generator, groups: Indices | None = None
+) -> tuple[Indices, Indices]:
+    """A client's samples to train on and to measure on: one of its folds. Over all folds each is measured once."""
+    if not len(part):
+        return part, part
+    held = fold_of(labels[part], None if groups is None else groups[part], folds, rng) == fold
+    return part[~held], part[held]
+
+
 def test_rows(labels: Labels, share: float, groups: Labels | None) -> NDArray[np.bool_]:
     """Marks a test set as `hold_out` chooses it, the same for every seed."""
     _, chosen = hold_out(labels, np.arange(len(labels)), share, numpy_rng(0, "test share"), groups)

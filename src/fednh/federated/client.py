@@ -241,9 +241,8 @@ def measured(
     if not len(held):
         return person
     trees = (model,) if shared is None else (model, shared)
-    outcomes = Outcomes(
-        *map(_classes, (held.y, *(logits_of(method, net, tree, held, tick).argmax(1) for tree in trees)))
-    )
+    guessed = [_classes(logits_of(method, net, tree, held, tick).argmax(1)) for tree in trees]
+    outcomes = Outcomes(_classes(held.y), guessed[0], None if shared is None else guessed[1])
     return replace(person, outcomes=outcomes, **evaluate.held_metrics(outcomes, held.num_classes))
 
 

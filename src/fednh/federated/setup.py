@@ -18,8 +18,8 @@ from fednh.data.dataset import Dataset
 from fednh.data.inspection import about_test_set
 from fednh.data.partitions import Indices, class_table, left_out
 from fednh.data.sources.registry import file_of, load
-from fednh.data.splits import DEFAULT_SHARE, balanced_sample, hold_out
-from fednh.errors import Notice
+from fednh.data.splits import DEFAULT_SHARE, balanced_sample, hold_out, hold_out_fold
+from fednh.errors import Notice, UserError
 from fednh.io import cache
 from fednh.machine import check_machine
 from fednh.methods import Method
@@ -95,6 +95,8 @@ class Federation:
             notes=tuple(f"{self.dataset.name}: {words}" for words in self._notes(config)),
             train=self.train,
             trained_on=np.concatenate(self.parts),
+            held_out=self.held_out,
+            groups=self.dataset.group_train,
         )
 
 
@@ -119,6 +121,8 @@ class ServerSide:
     notes: tuple[str, ...] = ()  # about the data, for the user
     train: Samples | None = None  # the training samples, where all are in one place
     trained_on: Indices | None = None  # those of them that clients train on
+    held_out: Sequence[Indices] = ()  # client -> the rows that it holds out
+    groups: Indices | None = None  # row -> the group that it belongs to
 
     @property
     def one_class(self) -> list[int]:
@@ -221,12 +225,22 @@ def divide(data: Dataset, config: Config) -> tuple[list[Indices], list[Indices]]
     """Each client's samples to train on, and those that it holds out."""
     owned = config.partition.kind.divide(data, numpy_rng(config.seed, "partition"))
     # By name, so that a site holds out the same samples alone as in the simulation of all sites.
-    names, share = client_names(data, config, len(owned)), _share(data, config)
-    both = [
-        hold_out(data.y_train, part, share, numpy_rng(config.seed, f"holdout {name}"), data.group_train)
-        for part, name in zip(owned, names, strict=True)
-    ]
+    names = client_names(data, config, len(owned))
+    both = [_held_out(data, config, part, name) for part, name in zip(owned, names, strict=True)]
     return [train for train, _ in both], [held for _, held in both]
+
+
+def _held_out(data: Dataset, config: Config, part: Indices, name: str) -> tuple[Indices, Indices]:
+    """The samples that a client trains on and those that it holds out: a share, or one of its folds."""
+    if config.data.folds is None:
+        rng = numpy_rng(config.seed, f"holdout {name}")
+        return hold_out(data.y_train, part, _share(data, config), rng, data.group_train)
+    rng = numpy_rng(0, f"folds {name}")  # of every seed the same
+    train, held = hold_out_fold(data.y_train, part, config.data.folds, config.data.fold, rng, data.group_train)
+    if len(part) and not len(train):
+        what = "sample" if data.group_train is None else "group of samples"
+        raise UserError(f"data.folds: {name} has a single {what}, so nothing is left to train on; leave it out")
+    return train, held
 
 
 def client_names(data: Dataset, config: Config, clients: int) -> list[str]:
@@ -236,6 +250,8 @@ def client_names(data: Dataset, config: Config, clients: int) -> list[str]:
 
 def _share(data: Dataset, config: Config) -> float:
     """The share of its samples that every client holds out."""
+    if config.data.folds is not None:
+        return 1 / config.data.folds
     if config.data.holdout is not None:
         return config.data.holdout
     return 0.0 if len(data.y_test) else DEFAULT_SHARE

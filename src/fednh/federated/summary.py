@@ -45,7 +45,8 @@ def close_round(
     _add_shared(record, config, setup, logits, evaluated)
     if in_summary is not None:
         _write_models(config, setup, server, replies, meter, folder)
-        folder.write_outcomes({p.client: p.outcomes for p in people if p.outcomes is not None})
+        found = {p.client: p.outcomes for p in people if p.outcomes is not None}
+        folder.write_outcomes({k: each.of_rows(side.held_out[k], side.groups) for k, each in found.items()})
         folder.remove_others(person.client for person in people)
     record["eval_seconds"] = round(time.perf_counter() - started, 4)
     progress.eval_seconds += record["eval_seconds"]

@@ -32,6 +32,11 @@ def read_config(run_config: Mapping[str, Any]) -> Config:
     config = _load(run_config)
     if config.federation.folder is None or not Path(config.federation.folder).is_absolute():
         raise UserError("federation.folder must be the absolute path of the server's run folder")
+    if config.data.folds is not None:
+        raise UserError(
+            "data.folds is for simulations: answers about other folds of the same samples would tell about single "
+            "ones, so a real site agrees to one division; use data.holdout"
+        )
     return config
 
 

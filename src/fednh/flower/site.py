@@ -170,7 +170,9 @@ class Site:
         shared = None if shared is None else {**shared, **more}
         person = clients.measured(fed.method, fed.net, order.client, data, model, shared, test, held)
         if person.outcomes is not None:  # of single held-out samples: no message holds anything of it
-            write_outcomes(self.kept.outcomes_file, person.outcomes)
+            rows = self.fed.held_out[max(self.site_config.part, 0)]
+            kept_here = person.outcomes.of_rows(rows, fed.dataset.group_train) if len(rows) else person.outcomes
+            write_outcomes(self.kept.outcomes_file, kept_here)
         keys = (*(("pm_v", "pm_l") if len(test) >= self.fewest else ()), *(HELD if len(held) >= self.fewest else ()))
         numbers: dict[str, Number | None] = {key: getattr(person, key) for key in keys}
         if self.site_config.divided and person.per_class is not None:  # -1: the test set lacks the class

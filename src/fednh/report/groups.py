@@ -35,7 +35,7 @@ PAPER_METHODS = (
 )
 # How a run was computed, stored and monitored: these change neither the meaning nor the value of a metric.
 _NO_MATTER = (
-    *("seed", "workers", "data.dir", "checkpoint", "store", "eval.every", "eval.prior", "diagnostics"),
+    *("seed", "data.fold", "workers", "data.dir", "checkpoint", "store", "eval.every", "eval.prior", "diagnostics"),
     *("federation.name", "federation.folder", "federation.timeout"),
 )
 # Settings that the blocks and columns of a table show; a column shows those that its partition uses.
@@ -156,7 +156,8 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         found.setdefault(_key({"data shown": run.summary["data"], **settings_of(run)}), []).append(run)
     groups = []
     for same in found.values():
-        chosen = tuple(max((r for r in same if r.config.seed == seed), key=_recorded) for seed in seeds(same))
+        keys = sorted({run.repeat for run in same})
+        chosen = tuple(max((run for run in same if run.repeat == key), key=_recorded) for key in keys)
         groups.append(Group(chosen, settings_of(same[0]), len(same) - len(chosen)))
     return groups
 

@@ -39,6 +39,11 @@ class Run:
         return str(self.config.method["name"])
 
     @property
+    def repeat(self) -> tuple[int, int]:
+        """Its seed and the fold that it holds out: what tells runs of one setting apart."""
+        return self.config.seed, self.config.data.fold
+
+    @property
     def clients(self) -> int:
         """The number of clients; of sites it is not in the config."""
         return len(self.partition["counts"]) or len(self.names) if self.natural else self.config.partition.clients

@@ -6,18 +6,22 @@ numbers; this decides which of them are shown.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from fednh.report.load import Run
 from fednh.report.sheet import DASH, Cell, Sheet, number, word
-from fednh.report.site_text import verdict
 from fednh.report.sites import FEW, ClassRow, SiteModel, SiteRow, SiteTable, class_table, confusion, site_tables
+from fednh.report.verdicts import SiteVerdict, headline, verdicts
 from fednh.text import csv_text
 
+HOW = (
+    "Points: percent of the n samples that the site held out, the best federated model minus training alone on the "
+    "same samples; balanced: its classes alike. In brackets 95% intervals that hold together, over samples and seeds. "
+    "The best model is chosen on other samples than those that it is compared on (cross-fitting)."
+)
 _CSV = ["federation", "site", "client", "n", "model", "accuracy", "low", "high", "best", "sentence"]
 
 
@@ -29,26 +33,32 @@ def sheets(table: SiteTable, classes: bool = False) -> list[Sheet]:
 
 def advice_sheet(table: SiteTable) -> Sheet:
     """A sentence a site."""
-    rows = [[word(row.name), word(verdict(row, table.classes).sentence)] for row in table.rows]
-    note = (
-        "Points: differences of accuracy in percent, on samples that the site held out; in brackets how many they are, "
-        "and a 95% interval (paired bootstrap over samples)."
-    )
-    return Sheet("advice", f"Which model to use; {table.title}", ["site", "which model to use"], rows, note)
+    rows = [[word(found.site), word(found.sentence)] for found in verdicts(table)]
+    return Sheet("advice", f"Does federating help? {table.title}", ["site", "verdict"], rows, HOW)
 
 
 def site_sheet(table: SiteTable) -> Sheet:
     """A row a site, a column a model: its accuracy on the site's held-out samples, with a 95% interval."""
-    cells = [[word(row.name), number(row.n, "{:,}"), *(_accuracy(row, c) for c in table.columns)] for row in table.rows]
+    cells = [
+        [word(row.name), number(row.n, "{:,}"), *_baselines(row), *(_accuracy(row, c, found) for c in table.columns)]
+        for row, found in zip(table.rows, verdicts(table), strict=True)
+    ]
     if len(table.measured) > 1:
         means = [number(table.mean(column), "{:.1f}") for column in table.columns]
-        cells.append([word(f"mean of {len(table.measured)} sites"), Cell(DASH), *means])
+        cells.append([word(f"mean of {len(table.measured)} sites"), Cell(DASH), Cell(DASH), Cell(DASH), *means])
     note = (
-        "Accuracy in percent on samples that the site held out: no model was trained on them. In brackets Wilson's 95% "
-        "interval. Bold: better than every other model, by a paired bootstrap over the same samples."
+        "Accuracy in percent on samples that the site held out: no model was trained on them. In brackets a 95% "
+        "interval. Commonest class: always that of the site's training samples; chance: one guess among its classes. "
+        "Bold: the model to use, where that is clear."
     )
     title = f"Models on the sites' held-out samples; {table.title}"
-    return Sheet("sites", title, ["site", "n", *table.columns], cells, " ".join([note, *table.notes]))
+    return Sheet(
+        "sites",
+        title,
+        ["site", "n", "commonest class", "chance", *table.columns],
+        cells,
+        " ".join([note, *table.notes]),
+    )
 
 
 def class_sheet(table: SiteTable, row: SiteRow) -> Sheet | None:
@@ -76,20 +86,24 @@ def to_csv(tables: Sequence[SiteTable]) -> str:
     """A line for each site and model; numbers are not rounded, unknown values are empty."""
     lines: list[Sequence[object]] = [_CSV]
     for table in tables:
-        for row in table.rows:
-            sentence = verdict(row, table.classes).sentence
+        for row, found in zip(table.rows, verdicts(table), strict=True):
             for model in row.models:
-                best = None if row.n is None else int(row.best is model)
-                metrics = (model.label, model.accuracy, model.low, model.high, best, sentence)
+                best = None if row.n is None else int(found.use == model.label)
+                metrics = (model.label, model.accuracy, model.low, model.high, best, found.sentence)
                 lines.append([table.title, row.name, row.client, row.n, *metrics])
     return csv_text(lines)
 
 
-def _accuracy(row: SiteRow, column: str) -> Cell:
+def _baselines(row: SiteRow) -> list[Cell]:
+    constant = row.constant
+    return [number(None if constant is None else constant.accuracy, "{:.1f}"), number(row.chance, "{:.1f}")]
+
+
+def _accuracy(row: SiteRow, column: str, found: SiteVerdict) -> Cell:
     model = row.model(column)
     if model is None:
         return Cell(DASH)
-    return Cell(f"{model.accuracy:.1f}{_interval(model)}", model.accuracy, 1 if row.best is model else 0)
+    return Cell(f"{model.accuracy:.1f}{_interval(model)}", model.accuracy, 1 if found.use == column else 0)
 
 
 def _interval(model: SiteModel) -> str:
@@ -100,11 +114,10 @@ def _interval(model: SiteModel) -> str:
 
 MOST_ROWS = 1500  # a longer table by class is left to the explorer and the CSV file
 _RATES = ("recall", "precision")
-_ALONE = {"personal": "the personal model", "global": "the global model", "local": "the model trained there alone"}
 
 
 def site_sections(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """One entry for each federation of natural sites and each seed, for the template."""
+    """One entry for each federation of natural sites, for the template."""
     found: list[dict[str, Any]] = []
     for table in site_tables([run for run in runs if run.names]):
         name = f"sites-{len(found)}" if found else "sites"
@@ -113,10 +126,10 @@ def site_sections(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "id": name,
             "title": table.title,
             "again": any(one["table"].runs[0].summary["data"] == table.runs[0].summary["data"] for one in found),
-            "digest": digest(table),
+            "digest": headline(verdicts(table)),
             "sure": any(row.n is not None for row in table.rows),
             "table": table,
-            "rows": [_row(row, table) for row in table.rows],
+            "rows": [_row(row, table, found) for row, found in zip(table.rows, verdicts(table), strict=True)],
             "means": [table.mean(column) for column in table.columns],
             "left_out": len(table.rows) - len(table.measured),
             "file": to_csv([table]),
@@ -126,28 +139,6 @@ def site_sections(runs: Sequence[Run]) -> list[dict[str, Any]]:
         }
         found.append(entry)
     return found
-
-
-def digest(table: SiteTable) -> str:
-    """How many sites should use what: what a person wants to know of two hundred sites."""
-    verdicts = [(row, verdict(row, table.classes).kind) for row in table.rows]
-    kinds: Counter[str] = Counter(kind for _, kind in verdicts)
-    use: Counter[str] = Counter(row.leader.kind for row, kind in verdicts if kind == "use" and row.leader is not None)
-    first = " is the one to use"
-    parts = []
-    for kind in _ALONE:
-        if use[kind]:
-            parts.append(f"{_ALONE[kind]}{first} at {_sites(use[kind])}")
-            first = ""
-    others = {
-        "alike": "all models are equally good at",
-        "unclear": "there are too few samples to tell at",
-        "one class": "there is only one class at",
-        "unknown": "it is not known how sure the numbers are at",
-    }
-    parts += [f"{words} {_sites(kinds[kind])}" for kind, words in others.items() if kinds[kind]]
-    sentence = "; ".join(parts)
-    return f"{sentence[:1].upper()}{sentence[1:]}."
 
 
 def class_page_sheet(table: SiteTable, name: str, apart: bool = False) -> Sheet:
@@ -179,24 +170,29 @@ def explored(runs: Sequence[Run]) -> dict[str, Any] | None:
     if not tables:
         return None
     table = tables[0]
-    return {"models": list(table.columns), "clients": {row.client: _client(row, table) for row in table.rows}}
+    return {"models": list(table.columns), "clients": dict(_clients(table))}
 
 
-def _client(row: SiteRow, table: SiteTable) -> dict[str, Any]:
+def _clients(table: SiteTable) -> Iterator[tuple[int, dict[str, Any]]]:
+    for row, found in zip(table.rows, verdicts(table), strict=True):
+        yield row.client, _client(row, table, found)
+
+
+def _client(row: SiteRow, table: SiteTable, found: SiteVerdict) -> dict[str, Any]:
     models = _by_class(row, table)
     classes = next(iter(models.values()), [])
     shown = []
-    for label, found in models.items():
+    for label, by_class in models.items():
         model = row.model(label)
         assert model is not None
         counts = confusion(row, model, len(table.classes))
-        rates = {rate: [_rounded(getattr(one, rate)) for one in found] for rate in _RATES}
-        cells = [int(value) for t, p in np.argwhere(counts) for value in (t, p, counts[t, p])]
+        rates = {rate: [_rounded(getattr(one, rate)) for one in by_class] for rate in _RATES}
+        cells = [round(float(value), 1) for t, p in np.argwhere(counts) for value in (t, p, counts[t, p])]
         shown.append({"label": label, **rates, "confusion": cells})
     return {
         "n": row.n,
-        "leader": row.leader.label if row.leader is not None else None,
-        "says": verdict(row, table.classes).sentence if table.runs[0].names else None,
+        "leader": found.use or found.model,
+        "says": found.sentence if table.runs[0].names else None,
         "classes": [table.classes.index(one.name) for one in classes],
         "held": [one.n for one in classes],
         "few": [one.few for one in classes],
@@ -210,11 +206,10 @@ def _by_class(row: SiteRow, table: SiteTable) -> dict[str, list[ClassRow]]:
     return {label: classes for label, classes in found.items() if classes}
 
 
-def _row(row: SiteRow, table: SiteTable) -> dict[str, Any]:
-    best, advice = row.best, verdict(row, table.classes)
+def _row(row: SiteRow, table: SiteTable, found: SiteVerdict) -> dict[str, Any]:
     models = [row.model(column) for column in table.columns]
-    shown = {"row": row, "models": models, "best": best.label if best else None}
-    return {**shown, "says": advice.sentence, "kind": advice.kind}
+    shown = {"row": row, "models": models, "best": found.use, "verdict": found}
+    return {**shown, "says": found.sentence, "kind": found.kind}
 
 
 def _held(one: ClassRow, apart: bool) -> list[Cell]:
@@ -224,7 +219,3 @@ def _held(one: ClassRow, apart: bool) -> list[Cell]:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 1)
-
-
-def _sites(count: int) -> str:
-    return "1 site" if count == 1 else f"{count} sites"

@@ -1,18 +1,20 @@
-"""What each site gets out of a run: its personal model, the global one and training alone, on its held-out samples.
+"""What each site gets out of its runs: personal models, the global one and training alone, on its held-out samples.
 
-Runs of the same federation, which hold out the same samples, stand in one table: a row a site, a column a model. Every
-metric is of samples that no model was trained on. From the predictions that a run keeps for them (runs/model_file.py)
-follow the intervals, the comparison of models on the same samples, and recall, precision and confusion by class. Where
-a run kept none, the accuracies of its summary are shown, without intervals.
+Runs of the same federation stand in one table, whatever their seed and fold: a row a site, a column a model. Every
+metric is of samples that no model was trained on, and a sample counts once, however many runs held it out. From the
+predictions that a run keeps for them (runs/model_file.py) follow the intervals, the comparison of models on the same
+samples (report/verdicts.py), and recall, precision and confusion by class. Where a run kept none, the accuracies of its
+summary are shown, without intervals.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -25,16 +27,22 @@ from fednh.errors import UserError, nearest
 from fednh.metric_names import HELD_GM_SHARE, HELD_SHARE
 from fednh.report.groups import by_variant, settings_of, varying
 from fednh.report.load import Run
-from fednh.report.stats import Difference, difference, wilson
+from fednh.report.stats import Design, accuracy_interval
 from fednh.runs import fingerprint
-from fednh.runs.model_file import Classes, read_model, read_outcomes
+from fednh.runs.model_file import Classes, Outcomes, Rows, read_model, read_outcomes
 from fednh.runs.run_folder import find_client
 from fednh.text import some
 
-ModelKind = Literal["personal", "global", "local"]
-Column = tuple[str, ModelKind, Run]  # its label, and the run that made its models
+RunKey = tuple[int, int]  # seed and fold
+ModelKind = Literal["personal", "global", "local", "constant"]
+Column = tuple[str, ModelKind, dict[RunKey, Run]]  # its label, and the runs that made its models
 FEW = 10  # held-out samples of a class: with fewer, its numbers say little
-_NO_SPLIT = ("data.name", "data.dir", "data.augment")  # of the data's settings: these do not decide who holds out what
+_NO_SPLIT = (
+    "data.name",
+    "data.dir",
+    "data.augment",
+    "data.fold",
+)  # of the data's: these do not decide whose samples are whose
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,26 +51,71 @@ class SiteModel:
 
     label: str  # its column: "personal", "global", "local only"; with several methods "FedNH personal"
     kind: ModelKind
-    accuracy: float  # in percent
-    guessed: Classes | None = field(default=None, repr=False)  # (N,), the class that it takes each sample for
-    low: float | None = None  # Wilson's 95% interval; None: the number of samples is not known
+    accuracy: float  # in percent, mean over samples, each of them the mean over the runs that held it out
+    guessed: Classes | None = field(default=None, repr=False)  # (M,), the class that it takes each sample for
+    low: float | None = None  # 95% interval; None: the number of samples is not known
     high: float | None = None
+    balanced: float | None = None  # mean recall over the classes that the site holds out, in percent
+
+    @property
+    def method(self) -> str:
+        """Whose model it is, as far as the label says so."""
+        return self.label.removesuffix(self.kind).strip()
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """The held-out samples of a site in all runs: what follows is of observations, a sample in one run each."""
+
+    label: Classes  # (M,), the true classes
+    sample: Rows  # (M,), the row in the data
+    group: Rows  # (M,), the group that it belongs to; without groups the sample
+    seed: Rows  # (M,)
+    fold: Rows  # (M,)
+
+    @cached_property
+    def n(self) -> int:
+        """How many samples there are."""
+        return len(np.unique(self.sample))
+
+    @cached_property
+    def designs(self) -> tuple[Design, Design]:
+        """How observations belong together, for the accuracy and for the balanced accuracy."""
+        runs = self.seed if len(np.unique(self.seed)) > 1 else self.fold
+        sample, unit, run, label = (
+            np.unique(column, return_inverse=True)[1] for column in (self.sample, self.group, runs, self.label)
+        )
+        return Design(sample, unit, run, np.zeros_like(sample)), Design(sample, unit, run, label)
+
+    def same(self, other: Held) -> bool:
+        """Whether both have the same observations."""
+        columns = ("label", "sample", "group", "seed", "fold")
+        return all(np.array_equal(getattr(self, column), getattr(other, column)) for column in columns)
+
+    def measured(self, column: str, kind: ModelKind, guessed: Classes) -> SiteModel:
+        """A model with its accuracies, and the interval of the first."""
+        right = (guessed == self.label).astype(np.float64)
+        plain, balanced = self.designs
+        share = plain.mean(right)
+        return SiteModel(
+            column, kind, 100 * share, guessed, *accuracy_interval(right, plain), 100 * balanced.mean(right)
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class SiteRow:
-    """One site: its models, and what can be said about the choice between them."""
+    """One site: its models, and the samples that they were measured on."""
 
     client: int
     name: str
     models: tuple[SiteModel, ...]  # in the order of the columns, without those that the site lacks
-    label: Classes | None = field(default=None, repr=False)  # (N,), the true classes; None: not recorded
-    trained: tuple[int, ...] = ()  # training samples by class; empty: only the site knows
+    held: Held | None = field(default=None, repr=False)  # None: single samples are not recorded
+    trained: tuple[int, ...] = ()  # training samples by class, of all runs; empty: only the site knows
 
     @property
     def n(self) -> int | None:
         """The number of its held-out samples; None: not known here."""
-        return None if self.label is None else len(self.label)
+        return None if self.held is None else self.held.n
 
     @property
     def only_class(self) -> int | None:
@@ -70,36 +123,27 @@ class SiteRow:
         there = np.flatnonzero(self.trained)
         return int(there[0]) if len(there) == 1 else None
 
+    @property
+    def commonest(self) -> int | None:
+        """The commonest class of its training samples, or of those held out where only these are known."""
+        counts = self.trained or (() if self.held is None else np.bincount(self.held.label))
+        return int(np.argmax(counts)) if len(counts) else None
+
+    @property
+    def constant(self) -> SiteModel | None:
+        """What the commonest class as the answer to everything achieves; None: single samples are not recorded."""
+        if self.held is None or self.commonest is None:
+            return None
+        return self.held.measured("commonest class", "constant", np.full_like(self.held.label, self.commonest))
+
+    @property
+    def chance(self) -> float | None:
+        """What guessing among its classes achieves, in percent; None: they are not known."""
+        there = set(np.flatnonzero(self.trained)) | set(() if self.held is None else self.held.label.tolist())
+        return 100 / len(there) if there else None
+
     def model(self, label: str) -> SiteModel | None:
         return next((model for model in self.models if model.label == label), None)
-
-    @property
-    def leader(self) -> SiteModel | None:
-        """The model with the highest accuracy; of equals the first."""
-        return max(self.models, key=lambda model: model.accuracy, default=None)
-
-    def over(self, other: SiteModel) -> Difference | None:
-        """How much the leader is better than another model; None: not known sample by sample."""
-        first = self.leader
-        if first is None or self.label is None or first.guessed is None or other.guessed is None:
-            return None
-        return difference(first.guessed == self.label, other.guessed == self.label)
-
-    @property
-    def rivals(self) -> list[tuple[SiteModel, Difference | None]]:
-        """The other models, the best first, each with how much the leader is better."""
-        others = [model for model in self.models if model is not self.leader]
-        return [(model, self.over(model)) for model in sorted(others, key=lambda model: -model.accuracy)]
-
-    @property
-    def best(self) -> SiteModel | None:
-        """The model that is better than every other one, as far as the intervals say so; else None.
-
-        Each comparison has its own 95% interval. That all of them must agree makes up for there being several.
-        """
-        found = self.rivals
-        sure = bool(found) and all(gap is not None and gap.clear for _, gap in found)
-        return self.leader if sure and self.only_class is None else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,8 +203,8 @@ class ClassRow:
 
     name: str
     n: int
-    correct: int
-    guesses: int  # held-out samples that the model takes for this class
+    correct: float  # a sample that several runs held out counts by the share of them in which it is right
+    guesses: float  # held-out samples that the model takes for this class
     trained: int | None  # training samples of the class at this site; None: only the site knows
 
     @property
@@ -177,7 +221,10 @@ class ClassRow:
 
 
 def site_tables(runs: Sequence[Run]) -> list[SiteTable]:
-    """A table for every federation whose runs measured held-out samples; other seeds hold out other samples."""
+    """A table for every federation whose runs measured held-out samples, over all seeds and folds.
+
+    Clients that are not sites are others with every seed, which has a table of its own.
+    """
     found: dict[str, list[Run]] = {}
     for run in runs:
         if run.has(HELD_SHARE):
@@ -190,9 +237,10 @@ def own_table(model: Path, outcomes: Path) -> SiteTable:
     """What a real site knows about itself alone: from its personal model's card and its own outcomes."""
     _, card = read_model(model)
     found, name = read_outcomes(outcomes), card.site or f"client {card.client}"
+    held = _held({(0, 0): found})
     guesses: dict[ModelKind, Classes | None] = {"personal": found.personal, "global": found.shared}
-    models = tuple(_measured(kind, kind, guess, found.label) for kind, guess in guesses.items() if guess is not None)
-    row = SiteRow(card.client or 0, name, models, found.label)
+    models = tuple(held.measured(kind, kind, guess) for kind, guess in guesses.items() if guess is not None)
+    row = SiteRow(card.client or 0, name, models, held)
     method = card.method.get("name")
     columns = tuple(model.label for model in models)
     return SiteTable((), f"{method} at {name}", card.classes, columns, (row,), ())
@@ -203,20 +251,21 @@ def class_table(row: SiteRow, model: SiteModel, classes: Sequence[str]) -> list[
 
     Empty where single samples are not recorded.
     """
-    if row.label is None or model.guessed is None:
+    if row.held is None or model.guessed is None:
         return []
     table, trained = confusion(row, model, len(classes)), row.trained or (None,) * len(classes)
-    columns = [row.label, *(other.guessed for other in row.models if other.guessed is not None)]
+    columns = [row.held.label, *(other.guessed for other in row.models if other.guessed is not None)]
     seen = np.unique(np.concatenate([*columns, np.flatnonzero(row.trained)]))
     n, right, guesses = table.sum(1), table.diagonal(), table.sum(0)
-    return [ClassRow(classes[c], int(n[c]), int(right[c]), int(guesses[c]), trained[c]) for c in map(int, seen)]
+    return [ClassRow(classes[c], round(n[c]), float(right[c]), float(guesses[c]), trained[c]) for c in map(int, seen)]
 
 
-def confusion(row: SiteRow, model: SiteModel, classes: int) -> NDArray[np.int64]:  # (C, C)
-    """How many samples of each class (rows) a model takes for each class (columns)."""
-    assert row.label is not None
+def confusion(row: SiteRow, model: SiteModel, classes: int) -> NDArray[np.float64]:  # (C, C)
+    """How many samples of each class (rows) a model takes for each class (columns); each sample counts once."""
+    assert row.held is not None
     assert model.guessed is not None
-    table: NDArray[np.int64] = np.bincount(row.label * classes + model.guessed, minlength=classes * classes)
+    weight = row.held.n * row.held.designs[0].weight
+    table: NDArray[np.float64] = np.bincount(row.held.label * classes + model.guessed, weight, classes**2).astype(float)
     return table.reshape(classes, classes)
 
 
@@ -224,7 +273,7 @@ def confusion(row: SiteRow, model: SiteModel, classes: int) -> NDArray[np.int64]
 
 
 def _split(run: Run) -> str:
-    """A key of what decides who holds out what: the data's content, how they are divided, the seed."""
+    """A key of whose samples are whose: the data's content and how they are divided, for sites whatever the seed."""
     data = dict((fingerprint.read(run.path) or {}).get("data") or {"name": run.summary["data"]})
     content = {key: value for key, value in data.items() if key not in ("path", "bytes")}
     settings = {
@@ -232,7 +281,8 @@ def _split(run: Run) -> str:
         for key, value in flat(run.config.model_dump(mode="json")).items()
         if _decides(key, run.config.partition.name)
     }
-    return json.dumps([content, settings, run.config.seed, run.partition], sort_keys=True, default=str)
+    who = run.names or run.config.seed
+    return json.dumps([content, settings, run.partition["classes"], who], sort_keys=True, default=str)
 
 
 def _decides(key: str, partition: str) -> bool:
@@ -243,60 +293,106 @@ def _decides(key: str, partition: str) -> bool:
 
 
 def _table(runs: Sequence[Run]) -> SiteTable:
-    variants = {label: same[0] for label, same in by_variant(runs).items()}
-    columns, notes = _columns(variants), list[str]()
-    clients = sorted({client for run in variants.values() for client in run.by_client(HELD_SHARE)})
+    variants = {label: {run.repeat: run for run in same} for label, same in by_variant(runs).items()}
+    variants, notes = _comparable(variants)
+    chosen = [run for same in variants.values() for run in same.values()]
+    columns = _columns(variants)
+    clients = sorted({client for run in chosen for client in run.by_client(HELD_SHARE)})
     rows = [_row(client, columns, notes) for client in clients]
     there = {model.label for row in rows for model in row.models}
-    notes += _lacking(list(variants.values()))
+    notes += _lacking([next(iter(same.values())) for same in variants.values()])
     return SiteTable(
-        tuple(variants.values()),
-        f"{runs[0].summary['data']}, seed {runs[0].config.seed}",
-        tuple(runs[0].partition["classes"]),
+        tuple(chosen),
+        ", ".join([str(chosen[0].summary["data"]), *_repeats(chosen)]),
+        tuple(chosen[0].partition["classes"]),
         tuple(label for label, *_ in columns if label in there),
         tuple(rows),
         tuple(dict.fromkeys(notes)),
     )
 
 
-def _columns(variants: dict[str, Run]) -> list[Column]:
+def _repeats(runs: Sequence[Run]) -> list[str]:
+    """The seeds and folds of runs, in words."""
+    seeds, folds = (sorted(set(numbers)) for numbers in zip(*(run.repeat for run in runs), strict=True))
+    words = [f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds"]
+    if (whole := runs[0].config.data.folds) is not None:
+        words.append(f"{whole} folds" if len(folds) == whole else f"{len(folds)} of {whole} folds")
+    return words
+
+
+Variants = dict[str, dict[RunKey, Run]]  # label of a variant -> its runs
+
+
+def _comparable(variants: Variants) -> tuple[Variants, list[str]]:
+    """The runs that every variant has, and what is left out: models are compared on the same samples."""
+    kept, notes = dict(variants), list[str]()
+    while not (shared := set.intersection(*(set(same) for same in kept.values()))):
+        fewest = min(kept, key=lambda label: (len(kept[label]), next(iter(kept[label].values())).method != "local"))
+        notes.append(f"{fewest} was run with other seeds or folds than the others: it is left out.")
+        del kept[fewest]
+    if known := [run for same in kept.values() for run in same.values() if _lacks_rows(run)]:
+        shared = {min(run.repeat for run in known)} if len(shared) > 1 else shared
+        if any(len(same) > 1 for same in kept.values()):
+            words = "was made before runs recorded which samples they hold out, so those of two seeds cannot be matched"
+            notes.append(f"{known[0].path} {words}: only seed {min(shared)[0]} counts.")
+    elif more := {key for same in kept.values() for key in same} - shared:
+        notes.append(f"Seeds and folds that not all methods have are left out: {len(more)} of {len(more | shared)}.")
+    found = {label: {key: same[key] for key in sorted(shared) if key in same} for label, same in kept.items()}
+    return {label: same for label, same in found.items() if same}, notes
+
+
+def _lacks_rows(run: Run) -> bool:
+    first = next(iter(run.layout.clients_with_outcomes()), None)
+    return first is not None and (found := run.outcomes(first)) is not None and found.sample is None
+
+
+def _columns(variants: Variants) -> list[Column]:
     """The models that runs may have made: a run of Local makes what each site can do alone."""
-    several = sum(run.method != "local" for run in variants.values()) > 1
+    methods = {label: next(iter(same.values())).method for label, same in variants.items()}
+    several = sum(method != "local" for method in methods.values()) > 1
     found: list[Column] = []
-    for label, run in sorted(variants.items(), key=lambda item: item[1].method == "local"):
-        if run.method == "local":
+    for label, same in sorted(variants.items(), key=lambda item: methods[item[0]] == "local"):
+        if methods[label] == "local":
             words = label.partition(" ")[2]
-            found.append((f"local only {words}".strip(), "local", run))
+            found.append((f"local only {words}".strip(), "local", same))
         else:
             before = f"{label} " if several else ""
-            found += [(f"{before}personal", "personal", run), (f"{before}global", "global", run)]
+            found += [(f"{before}personal", "personal", same), (f"{before}global", "global", same)]
     return found
 
 
 def _row(client: int, columns: Sequence[Column], notes: list[str]) -> SiteRow:
-    label: Classes | None = None
+    held: Held | None = None
     models: list[SiteModel] = []
-    opened = {run.path: run.outcomes(client) for _, _, run in columns}
-    for column, kind, run in columns:
-        outcomes = opened[run.path]
-        if outcomes is None:
-            if (value := _accuracy(run, client, kind)) is not None:
-                models.append(SiteModel(column, kind, value))
+    every = {run.path: run for _, _, runs in columns for run in runs.values()}
+    opened = {path: run.outcomes(client) for path, run in every.items()}
+    for column, kind, runs in columns:
+        found = {key: outcomes for key, run in runs.items() if (outcomes := opened[run.path]) is not None}
+        if not found:
+            values = [value for run in runs.values() if (value := _accuracy(run, client, kind)) is not None]
+            models += [SiteModel(column, kind, sum(values) / len(values))] if values else []
             continue
-        label = outcomes.label if label is None else label
-        guessed = outcomes.shared if kind == "global" else outcomes.personal
-        if not np.array_equal(outcomes.label, label):
+        here = _held(found)
+        held = here if held is None else held
+        guessed = [each.shared if kind == "global" else each.personal for each in found.values()]
+        if not held.same(here):
+            run = next(iter(runs.values()))
             notes.append(f"{run.path} held out other samples of {run.client_name(client)}: they are not compared.")
-        elif guessed is not None:
-            models.append(_measured(column, kind, guessed, label))
-    known = [run for _, _, run in columns if client < len(run.partition["counts"])]
-    trained = tuple(known[0].partition["counts"][client]) if known else ()
-    return SiteRow(client, columns[0][2].client_name(client), tuple(models), label, trained)
+        elif all(one is not None for one in guessed):
+            models.append(held.measured(column, kind, np.concatenate([one for one in guessed if one is not None])))
+    counts = [run.partition["counts"][client] for run in every.values() if client < len(run.partition["counts"])]
+    trained = tuple(int(value) for value in np.ceil(np.mean(counts, axis=0))) if counts else ()
+    return SiteRow(client, next(iter(every.values())).client_name(client), tuple(models), held, trained)
 
 
-def _measured(column: str, kind: ModelKind, guessed: Classes, label: Classes) -> SiteModel:
-    right, n = int((guessed == label).sum()), len(label)
-    return SiteModel(column, kind, 100 * right / n, guessed, *wilson(right, n))
+def _held(found: Mapping[RunKey, Outcomes]) -> Held:
+    """The observations of one site in these runs."""
+    rows = [np.arange(len(each)) if each.sample is None else each.sample for each in found.values()]
+    groups = [row if each.group is None else each.group for row, each in zip(rows, found.values(), strict=True)]
+    sizes = [len(each) for each in found.values()]
+    seed, fold = (np.repeat(numbers, sizes) for numbers in zip(*found, strict=True))
+    label = np.concatenate([each.label for each in found.values()])
+    return Held(label, np.concatenate(rows), np.concatenate(groups), seed, fold)
 
 
 def _accuracy(run: Run, client: int, kind: ModelKind) -> float | None:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from math import ceil, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
-
-from fednh.seeding import numpy_rng
 
 # With n pairs the smallest two-sided p of a Wilcoxon test is 2 / 2^n: from six pairs on it can fall below 0.05.
 WILCOXON_FROM = 6
@@ -96,56 +94,147 @@ def holm(ps: Sequence[float | None]) -> list[float | None]:
 # --- one site ------------------------------------------------------------------------------------------------------
 
 Z = 1.959963984540054  # 95% of a normal distribution lie within this many standard deviations
-RESAMPLES = 10_000
-# Two models that are equally good disagree in favour of one by chance: with five disagreements, all of them in
-# favour of the same one has a probability of 2 / 2^5 = 6%. From six on an answer is possible at all.
-FEWEST_DISAGREEMENTS = 6
+LEVEL = 0.05  # of all comparisons at a site together
 ALIKE = 3.0  # points: a difference that is surely smaller than this does not matter to the choice of a model
-FEWEST_FOR_ALIKE = 100  # samples: with fewer, two models that agree on all of them may still differ by ALIKE points
+
+Floats = NDArray[np.float64]
+Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Difference:
-    """The accuracy of one model minus that of another on the same samples, in points, with a 95% interval."""
+class Gain:
+    """One model's accuracy minus another's on the same samples, in points; interval and p are corrected alike."""
 
     points: float
     low: float
     high: float
-    n: int
-    disagreements: int  # samples that one of them gets right and the other does not
+    p: float = 1.0
 
     @property
     def clear(self) -> bool:
-        """Whether one model is better: the interval leaves out zero, and enough samples tell the two apart."""
-        return (self.low > 0 or self.high < 0) and self.disagreements >= FEWEST_DISAGREEMENTS
+        """Whether one model is better: the interval leaves out zero."""
+        return self.low > 0 or self.high < 0
 
     @property
     def alike(self) -> bool:
         """Whether the difference is surely too small to matter."""
-        return not self.clear and self.low > -ALIKE and self.high < ALIKE and self.n >= FEWEST_FOR_ALIKE
+        return not self.clear and self.low > -ALIKE and self.high < ALIKE
 
 
-def wilson(correct: int, n: int) -> tuple[float, float]:
-    """Wilson's 95% interval of an accuracy, in percent; n >= 1."""
+@dataclass(frozen=True, eq=False)
+class Design:
+    """Which observations belong together: one is what a model made of one sample in one run.
+
+    A sample that several runs measured is one sample: its observations share its weight. Samples are independent, or
+    their groups are; and so are runs, by their seeds. Strata count alike: classes, for the balanced accuracy.
+    """
+
+    sample: Numbers  # (M,), numbered from 0, as are the others
+    unit: Numbers  # (M,), the sample, or the group that it belongs to
+    run: Numbers  # (M,), the seed; of a single seed the fold
+    stratum: Numbers  # (M,)
+
+    @cached_property
+    def _share(self) -> Floats:  # (M,)
+        """An observation's share in its sample."""
+        return np.asarray(1 / np.bincount(self.sample)[self.sample])
+
+    @cached_property
+    def weight(self) -> Floats:  # (M,)
+        """What an observation counts for; they add up to one."""
+        total = np.bincount(self.stratum, self._share)
+        return np.asarray(self._share / total[self.stratum] / len(total))
+
+    @cached_property
+    def units(self) -> Floats:  # (H,)
+        """The number of units in every stratum."""
+        pairs = np.unique(self.stratum * (int(self.unit.max()) + 1) + self.unit)
+        return np.bincount(pairs // (int(self.unit.max()) + 1)).astype(np.float64)
+
+    def means(self, x: Floats) -> Floats:  # (H,)
+        """The mean of x in every stratum."""
+        return np.asarray(np.bincount(self.stratum, self._share * x) / np.bincount(self.stratum, self._share))
+
+    def mean(self, x: Floats) -> float:
+        return float(self.means(x).mean())
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """A mean difference with its standard error, and the degrees of freedom of that."""
+
+    mean: float
+    centre: float  # of the interval: a little nearer to zero
+    error: float
+    freedom: float
+
+
+def estimate(x: Floats, design: Design) -> Estimate:
+    """The mean of x, differences from -1 to 1, over samples and runs that could have been others.
+
+    Samples: the sum of squares of what each unit contributes (a cluster-robust variance), with one more unit at +1 and
+    one at -1 in every stratum, so that few samples, or models that agree on all, do not look sure (Bonett and Price,
+    "Adjusted Wald confidence interval for a difference of binomial proportions based on paired data", 2012). Runs: how
+    much their totals vary beyond what the samples in them explain. Degrees of freedom by Satterthwaite.
+    """
+    strata, units = len(design.units), design.units
+    means = design.means(x)
+    near = means * units / (units + 2)
+    pull = (units / (units + 2))[design.stratum]
+    added = float((2 * (1 + near**2) / (strata * (units + 2)) ** 2).sum())
+    of_samples = added + _of_samples(pull * design.weight * (x - near[design.stratum]), design)
+    of_runs, runs = _of_runs(design.weight * (x - means[design.stratum]), design)
+    whole, several = of_samples + of_runs, int(design.unit.max()) + 1
+    freedom = whole**2 / (of_samples**2 / (several + 1) + of_runs**2 / max(runs - 1, 1))
+    return Estimate(float(means.mean()), float(near.mean()), sqrt(whole), freedom)
+
+
+def _of_samples(each: Floats, design: Design) -> float:
+    """The variance of a mean that comes from samples, or their groups; `each` observation's part of the mean."""
+    parts = np.bincount(design.unit, each)
+    return float(parts @ parts) * len(parts) / max(len(parts) - 1, 1)
+
+
+def _of_runs(each: Floats, design: Design) -> tuple[float, int]:
+    """The variance of the same mean that comes from runs, and how many runs there are."""
+    runs, units = int(design.run.max()) + 1, int(design.unit.max()) + 1
+    if runs == 1:
+        return 0.0, 1
+    share = np.bincount(design.run, design.weight, runs)
+    table = np.bincount(design.unit * runs + design.run, each, units * runs).reshape(units, runs)
+    apart = table - table.sum(axis=1, keepdims=True) * share  # what a unit does to the difference between runs
+    total = apart.sum(axis=0)
+    return float(max(0.0, total @ total - (apart**2).sum()) * runs / (runs - 1)), runs
+
+
+def together(estimates: Sequence[Estimate], level: float = LEVEL) -> list[Gain]:
+    """Simultaneous intervals, in points: the chance that any of them misses its true value is at most `level`."""
+    from scipy.special import stdtr, stdtrit  # takes a moment to import
+
+    gains = []
+    for each in estimates:
+        p = min(1.0, 2 * len(estimates) * float(stdtr(each.freedom, -abs(each.centre) / each.error)))
+        half = float(stdtrit(each.freedom, 1 - level / 2 / len(estimates))) * each.error
+        low, high = max(-1.0, each.centre - half), min(1.0, each.centre + half)
+        gains.append(Gain(100 * each.mean, 100 * low, 100 * high, p))
+    return gains
+
+
+def wilson(correct: float, n: float) -> tuple[float, float]:
+    """Wilson's 95% interval of an accuracy, in percent; n > 0."""
     share, more = correct / n, Z * Z / n
     centre = (share + more / 2) / (1 + more)
     half = Z * sqrt(share * (1 - share) / n + more / (4 * n)) / (1 + more)
     return 0.0 if correct == 0 else 100 * (centre - half), 100.0 if correct == n else 100 * (centre + half)
 
 
-def difference(one: NDArray[np.bool_], other: NDArray[np.bool_]) -> Difference:
-    """Paired bootstrap over samples: where `one` and `other` say which samples each model gets right; n >= 1.
-
-    A resample is made of samples that only one model gets right, that only the other does, and the rest: how many
-    there are of each is all that its difference depends on, so a resample is one draw of a multinomial distribution.
-    The draws are seeded: the same outcomes always have the same interval.
-    """
-    return _difference(len(one), int((one & ~other).sum()), int((other & ~one).sum()))
-
-
-@lru_cache(maxsize=10_000)
-def _difference(n: int, gained: int, lost: int) -> Difference:
-    shares = [gained / n, lost / n, (n - gained - lost) / n]
-    drawn = numpy_rng(0, "paired bootstrap").multinomial(n, shares, RESAMPLES)
-    low, high = np.percentile(100 * (drawn[:, 0] - drawn[:, 1]) / n, [2.5, 97.5])
-    return Difference(100 * (gained - lost) / n, float(low), float(high), n, gained + lost)
+def accuracy_interval(right: Floats, design: Design) -> tuple[float, float]:
+    """95% interval of an accuracy in percent: Wilson's, with as many samples as independent ones would tell as much."""
+    samples, units = int(design.sample.max()) + 1, int(design.unit.max()) + 1
+    share = design.mean(right)
+    if len(right) == units and len(design.units) == 1:
+        return wilson(share * samples, samples)
+    each = design.weight * (right - design.means(right)[design.stratum])
+    error = _of_samples(each, design) + _of_runs(each, design)[0]
+    worth = min(share * (1 - share) / error if error else units, samples)
+    return wilson(share * worth, worth)

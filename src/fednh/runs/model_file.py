@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,14 @@ from fednh.tree import Tree
 # --- predictions for held-out samples -------------------------------------------------------------------------------
 # What became of every sample that a client holds out, after the last round: its class, and what the models predict.
 #
-# A file a client, small: three numbers a sample, in the order of the held-out samples. Accuracy, precision, recall
-# and confusion of a site follow from it, and so does the comparison of two models on the same samples. It stays where
-# the samples are: in the run folder of a simulation, on a real site's own disk.
+# A file a client, small: a few numbers a sample, in the order of the held-out samples. Accuracy, precision, recall
+# and confusion of a site follow from it, and so does the comparison of two models on the same samples. By its row in
+# the data a sample is known again in runs of other seeds and folds. It stays where the samples are: in the run folder
+# of a simulation, on a real site's own disk.
 
 
 Classes = NDArray[np.int32]
+Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,21 +49,32 @@ class Outcomes:
     label: Classes  # (N,)
     personal: Classes  # (N,)
     shared: Classes | None = None  # (N,), by the global model; None: the method makes none
+    sample: Rows | None = None  # (N,), its row in the training part of the data as read; None: an older run
+    group: Rows | None = None  # (N,), the group that it belongs to (data.group)
 
     def __len__(self) -> int:
         return len(self.label)
 
+    def of_rows(self, rows: Rows, groups: Rows | None) -> Outcomes:
+        """The same with the samples' rows in the data, and their groups, of which `groups` has one for every row."""
+        return replace(self, sample=rows, group=None if groups is None else groups[rows])
+
 
 def write_outcomes(file: Path, found: Outcomes, sync: bool = True) -> None:
-    columns = {"label": found.label, "personal": found.personal, "global": found.shared}
-    held = {name: np.ascontiguousarray(column, np.int32) for name, column in columns.items() if column is not None}
+    classes = {"label": found.label, "personal": found.personal, "global": found.shared}
+    rows = {"sample": found.sample, "group": found.group}
+    held: dict[str, NDArray[Any]] = {
+        name: np.ascontiguousarray(column, np.int32 if name in classes else np.int64)
+        for name, column in (classes | rows).items()
+        if column is not None
+    }
     write_bytes(file, safetensors.numpy.save(held), sync)
 
 
 def read_outcomes(file: Path) -> Outcomes:
     try:
         held = safetensors.numpy.load(file.read_bytes())
-        found = Outcomes(held["label"], held["personal"], held.get("global"))
+        found = Outcomes(held["label"], held["personal"], *(held.get(name) for name in ("global", "sample", "group")))
         if any(column.shape != found.label.shape or column.ndim != 1 for column in held.values()):
             raise ValueError("its columns differ in length")
     except (OSError, SafetensorError, KeyError, ValueError) as error:
