@@ -76,8 +76,6 @@ def test_from_image_files_to_an_answer_for_every_site(tmp_path: Path, monkeypatc
     assert "http" + "s://cdn" not in page
     own, shared, _ = table.rows[3].models
     assert own.accuracy > shared.accuracy + 10, "no global model fits the sketches' sixes and nines"
-        "no global model fits the sketches' sixes and nines"
-    )
     assert "Classes of photo" in told["compare"]
 
     with (tmp_path / "predictions.csv").open() as file:
