@@ -116,9 +116,9 @@ def test_a_data_frame_gives_the_run_of_its_parquet_file(tmp_path: Path) -> None:
     given = frame()
     given.to_parquet(tmp_path / "t.parquet", index=False)
     settings = {**QUICK, "data__label": "diagnosis"}
-    with pytest.warns(Notice, match=r"t.parquet: 1 of 60 values of 'age' are missing"):
+    with pytest.warns(Notice, match=r"t.parquet: values are missing \('age' 1 of 60\)"):
         wanted = fednh.run(data=f"parquet:{tmp_path / 't.parquet'}", out=tmp_path / "file", **settings)
-    with pytest.warns(Notice, match="the data frame: 1 of 60 values of 'age' are missing"):
+    with pytest.warns(Notice, match=r"the data frame: values are missing \('age' 1 of 60\)"):
         found = fednh.run(data=given, out=tmp_path / "frame", **settings)
     identical(tensors(found.path), tensors(wanted.path))
     named = [column["name"] for column in found.model().info["preprocessing"]["columns"]]

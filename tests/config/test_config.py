@@ -220,3 +220,18 @@ def test_any_tree_is_a_config_or_one_sentence(tree: dict[str, object]) -> None:
         assert message, "an error says something"
         return
     assert validate(tomllib.loads(dump(config))) == config
+
+
+def test_few_clients_all_take_part_unless_set(tmp_path: Path) -> None:
+    """A preset says 10% itself, and stays as it is."""
+
+    def rate(source: str | None = None, **given: object) -> float:
+        return load(source, {key.replace("__", "."): value for key, value in given.items()}).participation.rate
+
+    assert rate(data__name="npz:x.npz", partition__clients=20) == 1.0
+    assert rate(data__name="npz:x.npz", partition__clients=21) == 0.1
+    assert rate(data__name="npz:x.npz", partition__clients=20, participation__rate=0.5) == 0.5
+    assert rate(data__name="npz:x.npz") == 0.1  # of 100 clients
+    assert rate("cifar10", partition__clients=10) == 0.1
+    (tmp_path / "c.toml").write_text("[partition]\nclients = 5\n")
+    assert rate(str(tmp_path / "c.toml")) == 1.0

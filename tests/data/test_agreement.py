@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from fednh.config import load
 from fednh.data.agreement import not_agreed
@@ -103,24 +103,18 @@ def test_arrays_with_and_without_names() -> None:
     assert not_agreed(named, ("a", "b", "d"), None) is not None
 
 
-def test_a_simulation_warns_and_goes_on(tmp_path: Path) -> None:
+def test_inspect_says_what_sites_would_refuse_and_a_simulation_does_not(tmp_path: Path) -> None:
     source = table(tmp_path)
-    base = ["run", "--data", source, "--partition", "site", "--rounds", "1", "--set", "model.name=mlp"]
-    ended = fednh([*base, "--out", str(tmp_path / "run")], tmp_path / "io")
-    assert ended.code == 0, ended.stderr
-    assert "sites of a real federation would refuse to take part" in ended.stderr
-    assert not any(name in ended.stderr for name in NAMES)
 
+    def warned(*settings: str) -> list[str]:
+        ended = fednh(["inspect", "--data", source, "--format", "json", *settings], tmp_path / "io")
+        assert ended.code == 0, ended.stderr
+        words = [each for each in json.loads(ended.stdout)["warnings"] if "would refuse to take part" in each]
+        assert not any(name in each for name in NAMES for each in words)
+        return words
 
-def test_no_warning_where_there_is_nothing_to_tell(tmp_path: Path) -> None:
-    source = table(tmp_path)
-    for settings in (
-        {"data.name": "digits", "partition.clients": 3},
-        {"data.name": source, "partition.clients": 2, "partition.name": "iid"},
-        {"data.name": source, "partition.name": "site", "data.columns": {"age": "number"}},
-    ):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Notice)
-            build_federation(load(None, {"model.name": "mlp", **settings}))
-    with pytest.warns(Notice, match="sites of a real federation would refuse"):
+    assert len(warned()) == 1
+    assert not warned("--set", 'data.columns={age="number"}')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Notice)
         build_federation(load(None, {"model.name": "mlp", "data.name": source, "partition.name": "site"}))

@@ -122,10 +122,8 @@ def test_what_is_missing_or_never_seen_is_counted_and_told(tmp_path: Path) -> No
     source = written(tmp_path, "code,age,label\nA,1,a\n ,?,b\nNA,2,a\nZ,3,b\nY,4,a\nZ,5,b\n")
     data = own(source, columns={"code": ["A", "B"], "age": "number"})
     assert [note.partition(": ")[2] for note in data.notes] == [
-        "2 of 6 values of 'code' are missing and 3 were never seen in training or data.columns ('Z', 'Y') "
-        "and count as unknown",
-        "1 of 6 values of 'age' are missing and take the mean of the training rows (with natural sites, the "
-        "mean that the sites agree on)",
+        "values are missing ('code' 2 of 6, 'age' 1 of 6); numbers take the mean, categories are unknown",
+        "3 of 6 values of 'code' were never seen in training or data.columns ('Z', 'Y') and count as unknown",
     ]
     kept = own(source, columns={"code": ["A", "NA"]})  # Namibia
     assert kept.x_train.argmax(1).tolist() == [0, 2, 1, 2, 2, 2]

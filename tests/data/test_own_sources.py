@@ -177,9 +177,9 @@ def test_a_table(tmp_path: Path) -> None:
     assert data.x_test.tolist() == [[80, 0, 0, 1]]  # blood group 0 is in no training row
     assert data.mean == (40.0, 0.0, 0.0, 0.0)
     assert data.std == pytest.approx((np.sqrt(800 / 3), 1, 1, 1))
-    assert [note.partition(": ")[2][:40] for note in data.notes] == [
-        "1 of 5 values of 'age' are missing and t",
-        "1 of 5 values of 'blood' are missing and",
+    assert [note.partition(": ")[2].partition(";")[0] for note in data.notes] == [
+        "values are missing ('age' 1 of 5, 'blood' 1 of 5)",
+        "1 of 5 values of 'blood' were never seen in training or data.columns ('0') and count as unknown",
     ]
     again = encode(read(tmp_path / "t.csv"), data.preprocessing, "")[0]  # what a model card is enough for
     assert np.array_equal(again[:4], data.x_train, equal_nan=True)
@@ -214,7 +214,8 @@ def test_agreed_columns_and_classes_give_every_site_the_same_form(tmp_path: Path
         ("a,b\n1,2\n", {}, "no column 'label'; choose from a, b; say which one it is with data.label"),
         ("a,label\n1,x\n2,x\n", {}, "holds only the class 'x'"),
         ("a,label\n1,x\n2,\n", {}, "1 of 2 rows have nothing in the column 'label'"),
-        ("a,label\n1,x\n2,y,z\n", {}, "cannot be read as a table"),
+        ("a,label\n1,x\n\n2,y,z\n", {}, "line 4 has 3 values where the heading has 2"),
+        ('a,label\n1,"x\n"\n2\n', {}, "line 4 has 1 values where the heading has 2"),
         ("a,a,label\n1,1,x\n", {}, "two columns named 'a'"),
         ("label\nx\ny\n", {}, "holds no feature"),
         ("a,label\ninf,x\n2,y\n", {}, "holds an infinite value"),

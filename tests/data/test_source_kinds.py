@@ -190,10 +190,13 @@ def test_the_settings_of_data_are_those_of_the_kinds() -> None:
     """By hand: which keys there are, which of them a server may decide for sites, and which a kind uses."""
     fixed = {"name", "dir", "augment", "holdout", "merge_test"}
     of_kinds = {"size", "label", "site", "classes", "columns", "encoding", "test_share", "sites", "without"}
-    of_kinds |= {"fit", "on_bad", "layout", "ignore", "separator", "decimal", "group"}
+    of_kinds |= {"fit", "on_bad", "layout", "ignore", "separator", "decimal", "group", "missing", "missing_indicator"}
     assert set(type(Config().data).model_fields) == fixed | of_kinds
-    assert set(SAFE_DATA) == {"augment", "holdout", "size", "fit", "classes", "encoding", "test_share"}
+    assert set(SAFE_DATA) == {"augment", "holdout", "size", "fit", "classes", "encoding", "test_share"} | {
+        "missing_indicator"
+    }
     common, table = {"classes", "test_share", "sites", "without", "group"}, {"label", "site", "columns", "ignore"}
+    table |= {"missing", "missing_indicator"}
     pictures = {"size", "fit", "on_bad"}
     expected = {
         "npz": common,

@@ -162,8 +162,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "t.csv").write_text("\n".join(GERMAN), encoding="cp1252")
     settings = {"data.name": f"csv:{folder / 't.csv'}", "data.label": "Befund", "data.site": "Klinik"}
     settings |= {"data.encoding": "cp1252", "partition.name": "site", "method.name": "fedavg", "rounds": 2}
-    with pytest.warns(UserWarning, match="real federation"):
-        fednh.run({**settings, "train.lr": 0.1}, out=folder / "run")
+    fednh.run({**settings, "train.lr": 0.1}, out=folder / "run")
     return folder
 
 

@@ -105,7 +105,7 @@ def test_rows_of_a_table(work: Path) -> None:
         assert np.array_equal(model.predict_proba(x), exact), name  # to the bit
     one = plain.iloc[0].to_dict()
     assert model.predict(one).tolist() == model.predict([one]).tolist() == model.predict(frame[:1]).tolist()
-    with pytest.warns(Notice, match=r"the table: 1 of 1 values of 'age' are missing"):
+    with pytest.warns(Notice, match=r"the table: values are missing \('age' 1 of 1\)"):
         model.predict({**one, "age": None})
     with pytest.warns(Notice, match=r"1 of 1 values of 'blood' were never seen in training"):
         model.predict({**one, "age": 3, "blood": 17})

@@ -106,8 +106,7 @@ def test_rows_of_natural_sites(tmp_path: Path) -> None:
     lines = [f"{line},{file.stem}" for file in files for line in file.read_text().splitlines()[1:]]
     (tmp_path / "both.csv").write_text("\n".join([f"{COLUMNS},site", *lines, ""]))
     source = {"data.name": f"csv:{tmp_path / 'both.csv'}", "partition.name": "site"}
-    with pytest.warns(UserWarning, match="sites of a real federation"):
-        run = fednh.run({**SETTINGS, **source}, out=tmp_path / "run").path
+    run = fednh.run({**SETTINGS, **source}, out=tmp_path / "run").path
     trained = rows()
     used = [served(run, file, client) for client, file in enumerate(files)]
     assert used == [served(run, file) for file in files], "the global model sees what personal ones see"

@@ -14,7 +14,7 @@ from fednh.cli.options import Given, Short, set_option, set_values, short, with_
 if TYPE_CHECKING:
     from fednh.report.sheet import Sheet
 
-ROWS, COLUMNS = 20, 12  # of a client table; more are summed up
+ROWS, COLUMNS, SITES = 20, 12, 5  # of a table; more clients, classes or sites are summed up
 
 
 class InspectFormat(StrEnum):
@@ -44,6 +44,7 @@ def inspect(
 ) -> None:
     """Show what data hold and how they would be divided, and warn of problems. Nothing is written."""
     from fednh.config import load
+    from fednh.data.agreement import not_agreed
     from fednh.data.inspection import Division
     from fednh.data.inspection import inspect as look
     from fednh.federated.setup import divide, load_data
@@ -61,6 +62,8 @@ def inspect(
         names = found.sites if natural else tuple(str(k) for k in range(len(parts)))
         division = Division(config.partition.kind, names, parts, held_out)
     facts = look(found, division)
+    if found.sites and (words := not_agreed(found, config.data.classes, config.data.columns)):
+        facts["warnings"].append(f"sites of a deployed federation would refuse to take part: {words}")
     if form is InspectFormat.JSON:
         typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
         return
@@ -71,7 +74,8 @@ def _show(facts: dict[str, Any]) -> None:
     from fednh.report.sheet import to_rich
 
     console = console_for_people()
-    for sheet in [_classes(facts), *([_clients(facts)] if "clients" in facts else [])]:
+    gaps = [_missing(facts)] if facts["missing"] else []
+    for sheet in [_classes(facts), *([_clients(facts)] if "clients" in facts else []), *gaps]:
         console.print(to_rich(sheet, console.width), "")
     for note in facts["notes"]:
         typer.echo(note)
@@ -103,6 +107,29 @@ def _classes(facts: dict[str, Any]) -> Sheet:
 def _ends(classes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ordered = sorted(classes, key=lambda row: -row["train"])
     return [*ordered[:ROWS], *ordered[-ROWS:]]
+
+
+def _missing(facts: dict[str, Any]) -> Sheet:
+    """Missing values: a row a column, and a column a site, or the sites that lack most where there are many."""
+    from fednh.report.sheet import Sheet, word
+
+    def share(count: dict[str, Any]) -> str:
+        return f"{count['missing']:,} of {count['rows']:,}" if count["missing"] else ""
+
+    columns = sorted(facts["missing"], key=lambda row: -row["missing"])
+    narrow = len(facts["sites"]) <= SITES
+    rows = []
+    for row in columns[:ROWS]:
+        worst = sorted(row["sites"].items(), key=lambda item: -item[1]["missing"] / max(item[1]["rows"], 1))[:3]
+        by_site = map(share, row["sites"].values()) if narrow else [", ".join(f"{s} {share(n)}" for s, n in worst)]
+        rows.append([word(row["column"]), word(share(row)), *map(word, by_site)])
+    heads = ["column", "missing", *(facts["sites"] if narrow else ["most at"])]
+    note = (
+        "Of the training rows. Numbers take the mean, categories count as unknown; data.missing_indicator marks them."
+    )
+    if len(columns) > ROWS:
+        note = f"The first {ROWS} of {len(columns)} columns. {note}"
+    return Sheet("missing", "Missing values", heads, rows, note)
 
 
 def _clients(facts: dict[str, Any]) -> Sheet:

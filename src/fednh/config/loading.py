@@ -19,6 +19,7 @@ from fednh.errors import ConfigError, Ignored, UserError, did_you_mean
 from fednh.io.files import expanded
 
 PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet", "pfllib")
+FEW_CLIENTS = 20  # so many all take part in every round, unless participation.rate is set
 FRESH = ("method.name", "model.name")  # another one has other settings, so those given before are dropped
 
 
@@ -38,7 +39,7 @@ def load(source: str | None, overrides: Mapping[str, Any]) -> Config:
         _put(tree, key, overrides[key])
     _of_the_method(tree, where)
     _make_paths_absolute(tree)
-    _natural_sites(tree, overrides)
+    _few_clients(tree, overrides)
     return validate(tree, where)
 
 
@@ -75,14 +76,16 @@ def _make_paths_absolute(tree: dict[str, Any]) -> None:
             data["group"] = str(expanded(data["group"]).absolute())
 
 
-def _natural_sites(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Natural sites are few and reliable: unless the user sets it, all take part in every round."""
+def _few_clients(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Natural sites, and up to FEW_CLIENTS others, all take part in every round, unless the user sets it."""
     partition = tree.get("partition")
-    if not isinstance(partition, dict) or partition.get("name") != "site":
+    if not isinstance(partition, dict):
         return
-    if "partition.clients" in overrides:
+    natural, clients = partition.get("name") == "site", partition.get("clients")
+    if natural and "partition.clients" in overrides:
         warnings.warn("partition.clients is not a setting of natural sites: ignored", Ignored, stacklevel=3)
-    participation = tree.setdefault("participation", {})
+    few = isinstance(clients, int) and clients <= FEW_CLIENTS
+    participation = tree.setdefault("participation", {}) if natural or few else None
     if isinstance(participation, dict):
         participation.setdefault("rate", 1.0)
 

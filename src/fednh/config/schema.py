@@ -101,7 +101,8 @@ else:
 
 
 class ParticipationConfig(Section):
-    rate: float = Field(0.1, gt=0, le=1)  # gamma: ceil(gamma * clients) are picked in every round
+    # gamma: ceil(gamma * clients) are picked in every round; unless set, 1 for natural sites and up to 20 clients
+    rate: float = Field(0.1, gt=0, le=1)
     dropout: float = Field(0.0, ge=0, le=1)  # the chance that a picked client never reports
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fednh.data.dataset import Dataset
+from fednh.data.scaling import feature_slices
 from fednh.data.sources.table import MANY_VALUES
 
 AT = "of the federation's config"
@@ -38,15 +39,12 @@ def _classes(data: Dataset, agreed: Sequence[str] | None) -> list[str]:
 
 
 def _columns(data: Dataset, agreed: Mapping[str, str | Sequence[str]]) -> list[str]:
-    text, rows, at = False, False, 0
-    for column in data.preprocessing.get("columns", []):
-        width = 1
+    text = rows = False
+    for column, features in feature_slices(data.preprocessing):
         if column["kind"] == "category":
-            width = len(column["values"]) + 1
-            held = int((data.x_train[:, at : at + width - 1] > 0).any(axis=0).sum())
+            held = int((data.x_train[:, features][:, :-1] > 0).any(axis=0).sum())
             rows |= _names_rows(held, len(data.x_train))
             text |= list(agreed.get(column["name"], ())) != list(column["values"])
-        at += width
     found = []
     if rows:
         found.append("a text column names rows rather than describing them: leave it out of data.columns")

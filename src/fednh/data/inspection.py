@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from fednh.data.dataset import Dataset, Inputs
 from fednh.data.partitions.base import Indices, Partition, left_out
-from fednh.data.scaling import category_slots, measure
+from fednh.data.scaling import category_slots, feature_slices, measure
 from fednh.data.splits import not_divided
 from fednh.seeding import numpy_rng
 from fednh.text import some
@@ -260,6 +260,7 @@ def inspect(data: Dataset, division: Division | None = None) -> dict[str, Any]:
         "imbalance": {"gini": round(gini(train), 4), "effective_classes": round(effective(train), 3)},
         "sites": list(data.sites),
         "preprocessing": data.preprocessing,
+        "missing": _missing(data),
         "notes": list(data.notes),
     }
     warnings = [*data.warnings, *_class_warnings(data, train, test), *_exact_duplicates(data)]
@@ -274,6 +275,22 @@ def inspect(data: Dataset, division: Division | None = None) -> dict[str, Any]:
                 row["used"] = n
         warnings += more
     return {**facts, "warnings": warnings}
+
+
+def _missing(data: Dataset) -> list[dict[str, Any]]:
+    """The columns of a table that lack values in training rows: how many of how many rows, in all and at every site."""
+    found = []
+    for column, features in feature_slices(data.preprocessing):
+        values = data.x_train[:, features]
+        absent = values[:, -1] == 1 if column["kind"] == "category" else np.isnan(values[:, 0])
+        if not absent.any():
+            continue
+        by_site = {
+            name: {"missing": int(np.sum(absent[mask])), "rows": int(np.sum(mask))}
+            for name, mask in ((name, data.site_train == k) for k, name in enumerate(data.sites))
+        }
+        found.append({"column": column["name"], "missing": int(absent.sum()), "rows": len(absent), "sites": by_site})
+    return found
 
 
 def _class_warnings(data: Dataset, train: NDArray[Any], test: NDArray[Any]) -> list[str]:

@@ -11,7 +11,7 @@ natural sites the training samples are measured together. Test samples are never
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
@@ -120,15 +120,26 @@ def _agreed(means: Sequence[float], stds: Sequence[float]) -> tuple[float, float
     return centre, max(width, EPSILON * abs(centre)) if width else 1.0
 
 
-def category_slots(preprocessing: dict[str, Any]) -> list[int]:
-    """Which features of a table are one-hot slots; a category has one for each value and one for all others."""
-    found: list[int] = []
-    at = 0
+def feature_slices(preprocessing: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], slice]]:
+    """The columns of a table, and the features that each becomes.
+
+    A category has a slot for each value and one for all others; a number is one feature, and perhaps a second one, its
+    indicator, which is 1 where the number is missing.
+    """
+    start = 0
     for column in preprocessing.get("columns", []):
-        width = len(column["values"]) + 1 if column["kind"] == "category" else 1
-        found += range(at, at + width) if column["kind"] == "category" else []
-        at += width
-    return found
+        width = len(column["values"]) + 1 if column["kind"] == "category" else 1 + column.get("indicator", False)
+        yield column, slice(start, start + width)
+        start += width
+
+
+def category_slots(preprocessing: Mapping[str, Any]) -> list[int]:
+    """Which features of a table are slots that are 0 or 1 and are not scaled: those of categories, and indicators."""
+    return [
+        slot
+        for column, features in feature_slices(preprocessing)
+        for slot in range(features.start + (column["kind"] == "number"), features.stop)
+    ]
 
 
 def restore(seen: NDArray[Any], scale: float, scaling: Scaling) -> NDArray[np.float64]:

@@ -12,7 +12,6 @@ import numpy as np
 
 from fednh.config import Config
 from fednh.data import scaling, splits
-from fednh.data.agreement import not_agreed
 from fednh.data.batches import Samples, samples_of, subset
 from fednh.data.dataset import Dataset
 from fednh.data.inspection import about_test_set
@@ -193,8 +192,6 @@ def build_federation(config: Config, dataset: Dataset | None = None, run: Path |
     as_read = fingerprint_of(config, data)
     if run is not None:
         fingerprint.check(run, config, as_read)
-    if natural and dataset is None:
-        _tell_what_is_not_agreed(data, config)
     parts, held_out = divide(data, config)
     for words in splits.not_divided(
         data, parts, held_out, client_names(data, config, len(parts)), _share(data, config)
@@ -213,12 +210,6 @@ def build_federation(config: Config, dataset: Dataset | None = None, run: Path |
         sites=data.sites if natural else (),
         as_read=as_read,
     )
-
-
-def _tell_what_is_not_agreed(data: Dataset, config: Config) -> None:
-    """Warn in a simulation about what real sites, which do not see each other's rows, would have to agree on."""
-    if ":" in config.data.name and (words := not_agreed(data, config.data.classes, config.data.columns)):
-        warnings.warn(f"sites of a real federation would refuse to take part with {data.name}: {words}", Notice, 3)
 
 
 def divide(data: Dataset, config: Config) -> tuple[list[Indices], list[Indices]]:

@@ -49,6 +49,7 @@ DATA_KEYS = {
     "ignore",
     "separator",
     "decimal",
+    "missing",
     "group",
 }
 # ... and [allow], what may be run and what may leave.
@@ -74,6 +75,7 @@ class Policy:
     ignore: tuple[str, ...] | None = None  # the columns that are none
     separator: str | None = None  # between the values of its own text files; None: found
     decimal: str | None = None  # of numbers in them; None: found
+    missing: tuple[str, ...] = ()  # values of its tables that mean missing, "-9", or "age=-9" for one column
     weights: str | None = None  # its own copy of the pretrained weights that the federation starts from
     methods: tuple[str, ...] = tuple(METHODS)
     models: tuple[str, ...] = ("auto", *MODELS)
@@ -94,6 +96,8 @@ class Policy:
             config = validate(tree, "the server's config: ")
             self._check_method(config)
             self._check_pixels(config)
+            if source is not None and missing_words(config.data.missing) != self.missing:
+                raise Refused("data.missing: which values mean missing, this site's site.toml says (missing =)")
             return config
         except (tomllib.TOMLDecodeError, RecursionError):
             raise Refused("the server's config is not valid TOML") from None
@@ -201,7 +205,7 @@ class Policy:
         own |= _known(
             group=self.group, columns=self._columns(asked), ignore=None if self.ignore is None else list(self.ignore)
         )
-        return {**how, "name": source, **own}
+        return {**how, "name": source, **own, **_known(missing=asked.get("missing"))}
 
     def _columns(self, asked: Mapping[str, Any]) -> Any:
         """The federation's columns, if all of them may be read."""
@@ -238,6 +242,7 @@ def read_policy(node: Mapping[str, Any]) -> Policy:
         group=text["group"],
         separator=text["separator"],
         decimal=text["decimal"],
+        missing=_words(node, "missing") or (),
         weights=None if text["weights"] is None else str(expanded(text["weights"]).absolute()),
         methods=usual.methods if lists["methods"] is None else lists["methods"],
         models=usual.models if lists["models"] is None else lists["models"],
@@ -324,7 +329,7 @@ def _checked(key: str, setting: str, value: str) -> str:
 
 def about_samples(config: Config) -> dict[str, Any]:
     """The server's settings that decide which samples of a site count, and how they are made."""
-    data = {f"data.{key}": getattr(config.data, key) for key in (*SAFE_DATA, "columns")}
+    data = {f"data.{key}": getattr(config.data, key) for key in (*SAFE_DATA, "columns", "missing")}
     more = {"partition.min_samples": config.partition.min_samples, "eval.samples": config.eval.samples}
     found: dict[str, Any] = json.loads(json.dumps({"seed": config.seed, **data, **more}))
     return found
@@ -414,6 +419,7 @@ def site_toml(facts: Mapping[str, Any], config: Config) -> str:
         "ignore": ", ".join(data.ignore or ()) or None,
         "separator": data.separator,
         "decimal": data.decimal,
+        "missing": ", ".join(missing_words(data.missing)) or None,
     }
     known = _known(federation=config.federation.name, **(said if own else {"set": data.name}))
     method, usual = config.build_method(), Policy()
@@ -435,6 +441,13 @@ pixels = {math.prod(data.size or (KEPT, KEPT))}      # most of an image, where t
 counts = {"true" if method.upload.tells_counts else "false"}   # whether an upload may hold the class counts
 metrics = {_quoted(metrics)}
 """
+
+
+def missing_words(missing: Any) -> tuple[str, ...]:
+    """data.missing as site.toml has it: its values, "column=value" where they are those of one column."""
+    if isinstance(missing, Mapping):
+        return tuple(f"{column}={value}" for column, values in missing.items() for value in values)
+    return tuple(map(str, missing or ()))
 
 
 def _quoted(text: str) -> str:

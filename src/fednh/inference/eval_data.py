@@ -99,6 +99,8 @@ def _as_in(card: Card, source: str, known: Mapping[str, Any], given: Mapping[str
     if "columns" in how:
         agreed = {c["name"]: list(c["values"]) if c["kind"] == "category" else "number" for c in how["columns"]}
         settings["columns"] = agreed
+        settings["missing"] = {c["name"]: list(c["missing"]) for c in how["columns"] if c.get("missing")}
+        settings["missing_indicator"] = any(c.get("indicator") for c in how["columns"])
     return {f"data.{key}": value for key, value in settings.items() if uses(kind, key)}
 
 

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from fednh.data.dataset import Dataset, Inputs, select_rows
 from fednh.data.scaling import measure
-from fednh.data.sources.columns import in_order
+from fednh.data.sources.columns import in_order, spelling
 from fednh.data.sources.csv import known_encoding
 from fednh.errors import DataError, did_you_mean
 from fednh.io.files import expanded
@@ -53,6 +53,14 @@ def _encoding(value: str) -> str:
 def _set(value: Any) -> Any:
     """Empty text is no setting: `--set data.site=` overrules what a model remembers."""
     return None if value == "" else value
+
+
+def _missing(value: Any) -> Any:
+    """The spellings of values, for all features or by the name of a column; also one value, or text with commas."""
+    if isinstance(value, dict):
+        return {column: _missing(values) for column, values in value.items()}
+    values = [value] if isinstance(value, int | float) else _list(value)
+    return [spelling(each) if isinstance(each, int | float) else each for each in values] if values else values
 
 
 def _separator(value: Any) -> Any:
@@ -100,6 +108,10 @@ Separator = Annotated[str, BeforeValidator(_separator)] | None
 Decimal = Annotated[str, BeforeValidator(_decimal)] | None
 # The columns of a table that are features, agreed beforehand: name = "number" or the list of its values.
 Columns = dict[str, Annotated[str | list[str], BeforeValidator(_column)]] | None
+# Values that mean that nothing was measured, beside empty cells and words such as NA: in all features, or by column.
+Missing = Annotated[list[str] | dict[str, list[str]] | None, BeforeValidator(_missing)]
+# Whether every number has a second feature, which is 1 where it is missing.
+MissingIndicator = Annotated[bool, AGREED]
 # The column that holds the class (None: "label"), and the one that holds the site (None: "site", if there is one).
 Column = Annotated[str | None, BeforeValidator(_set)]
 # Which samples belong together: a column, an array, a pattern of file names or a CSV file of them; empty: none do.

@@ -228,6 +228,22 @@ def one_hot_index(found: Categories, known: Sequence[str]) -> OneHotIndex:
     return OneHotIndex(index, {value: n for value, at, n in rows if at is None and n and value not in MISSING})
 
 
+def without_values(column: pa.ChunkedArray, name: str, where: str, missing: Sequence[str]) -> pa.ChunkedArray:
+    """The column with nothing where it has one of these values, however it is spelled: -9 is -9.0."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    column = _plain(column)
+    if not missing:
+        return column
+    found = categories(column, name, where)
+    meanings = {*missing, *map(_meaning, missing)}
+    absent = np.array([*(value in meanings or _meaning(value) in meanings for value in found.values), False], bool)
+    if not absent.any():
+        return column
+    return pc.if_else(pa.array(absent[found.codes]), pa.scalar(None, column.type), column)
+
+
 def matcher(known: Sequence[str]) -> Callable[[str], int | None]:
     """Finds a value's index among the known ones: by its spelling, else by its meaning if only one value has that."""
     exact = {value: at for at, value in enumerate(known)}

@@ -307,14 +307,30 @@ def _csv_table(path: Path, dialect: CsvDialect) -> pa.Table:
     encoding = encoding_of(path, dialect)
     separator = separator_of(path, encoding, dialect)
     how, parse = csv.ReadOptions(encoding=encoding), csv.ParseOptions(delimiter=separator)
-    with csv.open_csv(path, how, parse) as start:
-        text = {name: pa.string() for name in start.schema.names}
-    convert = csv.ConvertOptions(column_types=text, strings_can_be_null=False)
-    table = csv.read_csv(path, how, parse, convert)
+    try:
+        with csv.open_csv(path, how, parse) as start:
+            text = {name: pa.string() for name in start.schema.names}
+        table = csv.read_csv(path, how, parse, csv.ConvertOptions(column_types=text, strings_can_be_null=False))
+    except pa.ArrowInvalid:
+        _check_widths(path, encoding, separator)
+        raise
     decimal = decimal_of(table, separator, dialect, str(path))
     table = with_points(table) if decimal == "," else table
     used = {"encoding": encoding, "separator": separator, "decimal": decimal}
     return table.replace_schema_metadata({**FROM_CSV, **used})
+
+
+def _check_widths(path: Path, encoding: str, separator: str) -> None:
+    """Refuse a file by its first line that has more or fewer values than the heading."""
+    with open_text(path, encoding) as file:
+        rows = csv.reader(file, delimiter=separator)
+        heading = next(rows, [])
+        for row in rows:
+            if row and len(row) != len(heading):
+                raise DataError(
+                    f"{path}: line {rows.line_num} has {len(row)} values where the heading has {len(heading)}; correct "
+                    "it, or say with data.separator what separates values"
+                )
 
 
 def dialect_of(table: pa.Table) -> dict[str, str]:

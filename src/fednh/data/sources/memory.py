@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from fednh import extras
 from fednh.data.dataset import Dataset
 from fednh.data.sources.base import Source
-from fednh.data.sources.columns import numbered, spelling
 from fednh.data.sources.csv import EXTRA
 from fednh.data.sources.npz import KEYS, MEDMNIST_KEYS, from_arrays
 from fednh.data.sources.table import Tabular, from_table
@@ -138,8 +137,7 @@ class Memory(Tabular):
         if isinstance(data, Dataset):
             found = replace(data, name=f"{self.prefix}:{data.name}") if data.name else _named_by_checksum(data)
         else:
-            arrays, agreed = _with_numbers(_arrays(data), self.classes or [])
-            found = _named_by_checksum(from_arrays("memory", "data", arrays, agreed, self.group))
+            found = _named_by_checksum(from_arrays("memory", "data", _arrays(data), self.classes or (), self.group))
         return self.restricted(found, "data")
 
     @classmethod
@@ -169,29 +167,6 @@ def _arrays(data: Any) -> dict[str, NDArray[Any]]:
     else:
         raise DataError(f"data is of the type {type(data).__name__}; give {FORMS}")
     return {str(key): array(value, f"data: {key}") for key, value in named.items()}
-
-
-def _with_numbers(arrays: dict[str, NDArray[Any]], agreed: list[str]) -> tuple[dict[str, NDArray[Any]], list[str]]:
-    """The arrays with classes as numbers, and the names of the classes where labels are names."""
-    if "site_train" in arrays:
-        arrays["site_train"] = _names(arrays["site_train"], "site_train")
-    labels = [key for key in (KEYS[1], KEYS[3], MEDMNIST_KEYS[1], MEDMNIST_KEYS[3]) if key in arrays]
-    names = {key: _names(arrays[key], key) for key in labels}
-    if not any(part.dtype.kind == "U" for part in names.values()):
-        return arrays, agreed
-    numbers, classes = numbered([str(name) for part in names.values() for name in part.reshape(-1)], agreed, "data")
-    parts = np.split(numbers, np.cumsum([part.size for part in names.values()])[:-1])
-    return {**arrays, **dict(zip(names, parts, strict=True))}, list(classes)
-
-
-def _names(values: NDArray[Any], key: str) -> NDArray[Any]:
-    """Names as text; numbers as they are."""
-    if values.dtype.kind not in "bOSU":
-        return values
-    wrong = next((value for value in values.reshape(-1).tolist() if not isinstance(value, str | int)), None)
-    if wrong is not None or None in values.reshape(-1).tolist():
-        raise DataError(f"data: {key} holds {wrong!r}; give every sample a name or a number")
-    return np.array([spelling(value) for value in values.reshape(-1).tolist()], str)
 
 
 @dataclass(frozen=True)

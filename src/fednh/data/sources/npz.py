@@ -3,7 +3,7 @@
 - images as uint8 (N, H, W) or (N, H, W, C). Images of any other number type are refused rather than guessed at, because
   0..1 and 0..255 cannot be told apart safely;
 - vectors as a float or integer array (N, F), which becomes float32;
-- labels of any integer type, or floats that are whole numbers, of shape (N,) or (N, 1), counted from 0;
+- labels of shape (N,) or (N, 1): of any integer type or floats that are whole numbers, counted from 0, or names;
 - optionally `classes`, an array of strings that names the classes;
 - optionally `site_train`, the site of every training sample as a number or a name, and `sites`, the numbers' names;
 - optionally an array that data.group names, with the group of every training sample as a number or a name;
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from fednh.data.dataset import Arrays, Dataset, Inputs, Labels
 from fednh.data.scaling import measure
 from fednh.data.sources.base import Source
-from fednh.data.sources.columns import numbered_sites
+from fednh.data.sources.columns import numbered, numbered_sites, spelling
 from fednh.data.sources.images import MEAN, STD
 from fednh.errors import DataError, UserError
 from fednh.io.files import expanded
@@ -54,7 +54,7 @@ def from_arrays(
     Normalised by the mean and deviation of the training part. Images of natural sites are not: no site's images
     should affect how another site's are normalised.
     """
-    members = {key: np.asarray(value) for key, value in members.items()}
+    members, agreed = _numbered_labels(where, {key: np.asarray(value) for key, value in members.items()}, agreed)
     x_train, y_train, x_test, y_test, named = _checked(where, members, agreed)
     classes = tuple(agreed) or named
     if classes is None:
@@ -80,6 +80,33 @@ def from_arrays(
         group_train=None if group is None else _groups(where, members, group, len(y_train)),
         fitted=fitted,
     )
+
+
+def _numbered_labels(
+    where: str, arrays: dict[str, NDArray[Any]], agreed: Sequence[str]
+) -> tuple[dict[str, NDArray[Any]], Sequence[str]]:
+    """The arrays with classes as numbers, and the names of the classes where labels are names; sites' names as text."""
+    if "site_train" in arrays:
+        arrays["site_train"] = _as_text(where, "site_train", arrays["site_train"])
+    labels = [key for key in (KEYS[1], KEYS[3], MEDMNIST_KEYS[1], MEDMNIST_KEYS[3]) if key in arrays]
+    names = {key: _as_text(where, key, arrays[key]) for key in labels}
+    if not any(part.dtype.kind == "U" for part in names.values()):
+        return arrays, agreed
+    known = agreed or arrays.get("classes", np.array([], str)).tolist()
+    numbers, classes = numbered([str(name) for part in names.values() for name in part.reshape(-1)], known, where)
+    parts = np.split(numbers, np.cumsum([part.size for part in names.values()])[:-1])
+    return {**arrays, **dict(zip(names, parts, strict=True))}, classes
+
+
+def _as_text(where: str, key: str, values: NDArray[Any]) -> NDArray[Any]:
+    """Names as text, one a sample; numbers as they are."""
+    if values.dtype.kind not in "bOSU":
+        return values
+    plain = (values.astype(str) if values.dtype.kind == "S" else values).reshape(-1).tolist()
+    wrong = [value for value in plain if not isinstance(value, str | int)]
+    if wrong:
+        raise DataError(f"{where}: {key} holds {wrong[0]!r}; give every sample a name or a number")
+    return np.array([spelling(value) for value in plain], str)
 
 
 def read(path: Path) -> Arrays:

@@ -21,7 +21,17 @@ from fednh.data import inspection
 from fednh.data.dataset import Dataset, Inputs, Labels
 from fednh.data.scaling import measure
 from fednh.data.sources import columns
-from fednh.data.sources.base import Column, Columns, Decimal, Encoding, Names, Separator, Source
+from fednh.data.sources.base import (
+    Column,
+    Columns,
+    Decimal,
+    Encoding,
+    Missing,
+    MissingIndicator,
+    Names,
+    Separator,
+    Source,
+)
 from fednh.data.sources.columns import MISSING, in_order, numbered
 from fednh.data.sources.csv import (
     EXTRA,
@@ -38,6 +48,7 @@ from fednh.data.sources.csv import (
 from fednh.data.splits import from_rows, numbered_groups, test_rows
 from fednh.errors import DataError, Notice, did_you_mean
 from fednh.io.files import expanded
+from fednh.text import some
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -57,6 +68,8 @@ class Tabular(Source):
     site: Column = None  # the column that holds the site; None: "site", if there is one
     columns: Columns = None
     ignore: Names = None  # columns that are no features
+    missing: Missing = None
+    missing_indicator: MissingIndicator = False
 
 
 @dataclass(frozen=True)
@@ -142,6 +155,7 @@ def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Data
         raise DataError(f"data.group: the column {group!r} of {where} says what belongs together, and is no feature")
     aside = {*used, *_ignored(where, header, used, options)}
     table, test, has_split = _split(table, used, where)
+    aside |= {"split"} if has_split else set()
     if len(table) == 0:
         raise DataError(f"{where} holds no row")
     from_csv = is_from_csv(table)
@@ -155,7 +169,12 @@ def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Data
         test = test_rows(y, options.test_share, numbered_groups(groups) if group else None)
     if test.all():
         raise DataError(f"{where} holds test rows only; training rows are those whose split is 'train'")
-    described, notes = _described(where, table, aside | ({"split"} if has_split else set()), ~test, options)
+    missing = _missing_values([name for name in table.column_names if name not in aside], where, options)
+    table = _without_values(table, missing, where)
+    described, notes = _described(where, table, aside, ~test, options)
+    for column in described:
+        column |= {"missing": missing[column["name"]]} if column["name"] in missing else {}
+        column |= {"indicator": True} if options.missing_indicator and column["kind"] == "number" else {}
     preprocessing: dict[str, Any] = {"kind": "table", "columns": described}
     x, gaps = encode(table, preprocessing, where)
     mean, std = measure(x[~test], 1.0, preprocessing)
@@ -212,24 +231,26 @@ def encode(
     A missing number is NaN and takes the mean.
     """
     features: list[NDArray[Any]] = []
+    gaps: dict[str, int] = {}
     notes: list[str] = []
     header = _header(table, where)
     for column in preprocessing["columns"]:
         name = column["name"]
         if name not in header:
             raise DataError(f"{where} lacks the column {name!r}")
+        cells = columns.without_values(table.column(name), name, where, column.get("missing", ()))
         if column["kind"] == "number":
-            values = columns.numbers(table.column(name), name, where)
-            if missing := int(np.isnan(values).sum()):
-                becomes = "take the mean of the training rows (with natural sites, the mean that the sites agree on)"
-                notes.append(f"{where}: {missing} of {len(table)} values of {name!r} are missing and {becomes}")
-            features.append(values[:, None])
+            values = columns.numbers(cells, name, where)
+            absent = np.isnan(values)
+            gaps[name] = int(absent.sum())
+            features += [values[:, None], *([absent[:, None]] if column.get("indicator") else [])]
         else:
-            found, known = columns.categories(table.column(name), name, where), column["values"]
-            one_hot = columns.one_hot_index(found, known)
-            notes += _unknown(where, name, len(table), found.missing(known), one_hot.unseen)
+            category, known = columns.categories(cells, name, where), column["values"]
+            one_hot = columns.one_hot_index(category, known)
+            gaps[name] = category.missing(known)
+            notes += _unseen(where, name, len(table), one_hot.unseen)
             features.append(np.eye(len(known) + 1, dtype=np.float32)[one_hot.codes])
-    return np.concatenate(features, axis=1).astype(np.float32), tuple(notes)
+    return np.concatenate(features, axis=1).astype(np.float32), (*_gaps(where, len(table), gaps), *notes)
 
 
 def warn_notes(x: NDArray[np.float32], notes: Sequence[str]) -> NDArray[np.float32]:  # (N, F)
@@ -239,14 +260,22 @@ def warn_notes(x: NDArray[np.float32], notes: Sequence[str]) -> NDArray[np.float
     return x
 
 
-def _unknown(where: str, name: str, rows: int, missing: int, unseen: dict[str, int]) -> list[str]:
-    """How many values of a category are unknown, and which."""
-    shown = ", ".join(repr(value) for value in list(unseen)[:5]) + ", ..." * (len(unseen) > 5)
-    said = [f"{missing} of {rows} values of {name!r} are missing"] if missing else []
-    if unseen:
-        whose = f"of {rows} values of {name!r} " * (not missing)
-        said.append(f"{sum(unseen.values())} {whose}were never seen in training or data.columns ({shown})")
-    return [f"{where}: {' and '.join([*said, 'count as unknown'])}"] if said else []
+def _gaps(where: str, rows: int, missing: Mapping[str, int]) -> list[str]:
+    """One sentence on all values that are missing, by column."""
+    counts = sorted(((n, name) for name, n in missing.items() if n), key=lambda each: -each[0])
+    if not counts:
+        return []
+    named = some([f"{name!r} {n} of {rows}" for n, name in counts], 3)
+    return [f"{where}: values are missing ({named}); numbers take the mean, categories are unknown"]
+
+
+def _unseen(where: str, name: str, rows: int, unseen: dict[str, int]) -> list[str]:
+    """How many values of a category were never seen, and which."""
+    if not unseen:
+        return []
+    values = f"{sum(unseen.values())} of {rows} values of {name!r}"
+    shown = some([repr(value) for value in unseen], 5)
+    return [f"{where}: {values} were never seen in training or data.columns ({shown}) and count as unknown"]
 
 
 def _header(table: pa.Table, where: str) -> list[str]:
@@ -288,6 +317,24 @@ def _ignored(where: str, header: Sequence[str], used: set[str], options: Tabular
         if name in used or name in (options.columns or ()):
             raise DataError(f"data.ignore leaves out the column {name!r} of {where}, which another setting uses")
     return options.ignore or []
+
+
+def _missing_values(features: Sequence[str], where: str, options: Tabular) -> dict[str, list[str]]:
+    """The values of each feature that mean that it is missing, where there are any."""
+    if isinstance(options.missing, dict):
+        if strangers := [name for name in options.missing if name not in features]:
+            hint = did_you_mean(strangers[0], features)
+            raise DataError(f"data.missing: {where} has no feature {strangers[0]!r}{hint}")
+        return {name: values for name, values in options.missing.items() if values}
+    return dict.fromkeys(features, options.missing) if options.missing else {}
+
+
+def _without_values(table: pa.Table, missing: Mapping[str, Sequence[str]], where: str) -> pa.Table:
+    """The table with nothing where a column has one of its values that mean missing."""
+    for name, values in missing.items():
+        cells = columns.without_values(table.column(name), name, where, values)
+        table = table.set_column(table.column_names.index(name), name, cells)
+    return table
 
 
 def _described(
