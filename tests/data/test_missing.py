@@ -15,7 +15,7 @@ from fednh.data.scaling import category_slots
 from fednh.data.sources.registry import load
 from fednh.errors import Refused, UserError
 from fednh.flower.site_config import read_policy, site_toml
-from forked import fednh
+from tests.helpers.process import fednh
 
 TABLE = """age,pulse,code,label,site
 -9,60,A,-9,north

@@ -108,9 +108,8 @@ Separator = Annotated[str, BeforeValidator(_separator)] | None
 Decimal = Annotated[str, BeforeValidator(_decimal)] | None
 # The columns of a table that are features, agreed beforehand: name = "number" or the list of its values.
 Columns = dict[str, Annotated[str | list[str], BeforeValidator(_column)]] | None
-# Values that mean that nothing was measured, beside empty cells and words such as NA: in all features, or by column.
+# Spellings of values, of all features or by the name of a column.
 Missing = Annotated[list[str] | dict[str, list[str]] | None, BeforeValidator(_missing)]
-# Whether every number has a second feature, which is 1 where it is missing.
 MissingIndicator = Annotated[bool, AGREED]
 # The column that holds the class (None: "label"), and the one that holds the site (None: "site", if there is one).
 Column = Annotated[str | None, BeforeValidator(_set)]

@@ -68,8 +68,8 @@ class Tabular(Source):
     site: Column = None  # the column that holds the site; None: "site", if there is one
     columns: Columns = None
     ignore: Names = None  # columns that are no features
-    missing: Missing = None
-    missing_indicator: MissingIndicator = False
+    missing: Missing = None  # values that mean missing, beside empty cells and words such as NA; for all, or by column
+    missing_indicator: MissingIndicator = False  # after every number, a feature that is 1 where it is missing
 
 
 @dataclass(frozen=True)
