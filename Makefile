@@ -61,7 +61,7 @@ bench-peers: setup
 	@$(BIN)/python -m benchmarks.peers
 
 results: setup
-	@$(BIN)/python tools/results.py
+	@$(BIN)/python -m tools.results
 
 docs: setup
 	@FEDNH_EXECUTE=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -W ignore -m mkdocs build --strict --quiet

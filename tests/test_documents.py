@@ -383,7 +383,7 @@ def test_numbers_of_long_runs_are_those_of_results() -> None:
 
 
 def test_the_page_of_settings_is_that_of_the_schema() -> None:
-    """`python tools/settings_page.py` writes it."""
+    """`python -m tools.settings_page` writes it."""
     assert settings_page.PAGE.read_text(encoding="utf-8") == settings_page.page()
 
 

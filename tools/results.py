@@ -23,13 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from fednh.io.cache import data_folder
+from fednh.io.files import read_tree, write_tree
 from fednh.metric_names import GM, PERSONAL, PM_L, TEST_SET
 from fednh.report import tables
 from fednh.report.figures import FIGURES, Choice, write_figure
-from fednh.report.groups import PAPER_METHODS, group_runs, method_name
+from fednh.report.groups import PAPER_METHODS, group_runs
 from fednh.report.load import Run, load_run
 from fednh.report.sheet import to_markdown
 from fednh.runs.layout import RunLayout
+from fednh.runs.run_folder import display_name
+from fednh.tree import select
+from tools.claims import HEAD, claims_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS, IMAGES = ROOT / "results", ROOT / "docs/images"
@@ -186,6 +190,9 @@ def collect(entry: Entry, work: Path, results: Path = RESULTS) -> None:
         else:
             (target / name).unlink(missing_ok=True)
     whole = RunLayout(source)
+    if whole.finished and whole.global_model.exists():  # its prototypes: 77 kB on CIFAR-100
+        head = select(read_tree(whole.global_model), "head.weight")
+        write_tree(target / HEAD, head) if head else None
     if whole.finished and rounds_of(source) == entry.rounds < FULL:
         found = json.loads(whole.summary_file.read_text(encoding="utf-8"))
         means = {key: value for key, value in found.items() if key not in ("clients", "per_class")}
@@ -213,12 +220,19 @@ def pages(results: Path = RESULTS) -> dict[Path, str]:
             full = full_length(there, results)
             lead, _, notes = text.strip().partition("\n\n")
             main += [f"## {title}\n\n{lead}\n", *table_1(full), f"{notes}\n", *fairness_and_cost(full)]
+            main += ["## Claims of the paper's text\n", claims_table(paper_runs(full))]
             other += ["## Full-length runs by round\n", by_round(there, results)]
             if departing := [run for run in full if run not in main_runs(full)]:
                 other += [to_markdown(sheet) for sheet in tables.result_sheets(departing, paper=True)]
         else:
             other += [head, with_and_without_prior(there, results) if about == "ablation" else by_round(there, results)]
     return {PAGE: "\n".join(main), SETTINGS_PAGE: "\n".join(other)}
+
+
+def paper_runs(full: list[Run]) -> list[Run]:
+    """The runs of the paper's methods with the preset's settings, at any beta and participation."""
+    groups = [g for g in group_runs(full) if g.method in PAPER_METHODS and not tables.departures(g)]
+    return [run for group in groups for run in group.runs]
 
 
 def main_runs(full: list[Run]) -> list[Run]:
@@ -256,7 +270,7 @@ def accuracy_table(preset: str, runs: list[Run]) -> str:
     lines.append("| :-- | --: |" + " --: | --: | :-- |" * len(TEST_SET))
     for method in (*PAPER_METHODS, "fedprior"):
         group = groups.get(method)
-        cells = [method_name(method) + (" (ours)" if method == "fedprior" else ""), str(group.n) if group else "–"]
+        cells = [display_name(method) + (" (ours)" if method == "fedprior" else ""), str(group.n) if group else "–"]
         for key, label in TEST_SET.items():
             ours = [run.summary[key] for run in group.runs if run.summary.get(key) is not None] if group else []
             paper = tables.published_number(preset, method, 0.3, 0.1, label)
@@ -375,7 +389,7 @@ def mean_of(records: list[dict[str, Any]], metric: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="tools/results.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.results", description=__doc__)
     parser.add_argument("--page", action="store_true", help="only write the page")
     parser.add_argument(
         "--collect", action="store_true", help="only copy what the runs have so far, and write the page"

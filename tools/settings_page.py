@@ -28,7 +28,7 @@ from fednh.data.sources.registry import SOURCES
 PAGE = Path(__file__).parents[1] / "docs/settings.md"
 INTRO = """# Settings
 
-Every setting of a run, from the schema that checks them (`python tools/settings_page.py` writes this page). Give them
+Every setting of a run, from the schema that checks them (`python -m tools.settings_page` writes this page). Give them
 in a TOML file, as `--set key=value`, or in Python as `fednh.run(**{"train.lr": 0.1})`; the command line has options for
 the most common. Settings below `[method]` are hyper-parameters: [Methods](methods.md) has them.
 """
