@@ -237,7 +237,7 @@ def paper_runs(full: list[Run]) -> list[Run]:
 
 def main_runs(full: list[Run]) -> list[Run]:
     """The runs of Table 1: the paper's methods with the preset's settings, and FedPrior with the same."""
-    groups = [g for g in group_runs(full) if g.runs[0].config.partition.beta == 0.3]
+    groups = [g for g in group_runs(full) if g.runs[0].config.partition.beta == 0.3 and g.rate == 0.1]
     paper = [g for g in groups if g.method in PAPER_METHODS and not tables.departures(g)]
     ours = [g for g in groups if g.method == "fedprior" and all(g.settings[key] == v for key, v in OURS.items())]
     return [run for group in (*paper, *ours) for run in group.runs]
