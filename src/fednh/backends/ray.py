@@ -42,7 +42,7 @@ from fednh.errors import Interrupted, RunError, UserError
 from fednh.federated.rounds import RoundLoop
 from fednh.federated.setup import Federation
 from fednh.runs.run_folder import RunFolder, worker_count
-from fednh.text import one_line
+from fednh.text import one_line, plural
 from fednh.tree import Tree, size
 
 MAX_ATTEMPTS = 4  # of a job whose worker is lost
@@ -501,7 +501,7 @@ class RayCluster(Simulation):
         if done["attempt"]:
             number = sum(map(len, job.batches))
             self.computed_again += number
-            self.note(f"lost a worker on {self._lost_machine()}; its {number} client(s) are computed again elsewhere")
+            self.note(f"lost a worker on {self._lost_machine()}; {plural(number, 'client')} computed again elsewhere")
         if error := done.get("error"):
             raise RunError(error)
         self.machines.add(done["node"])

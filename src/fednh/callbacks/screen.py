@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fednh.callbacks import Callback, Phase
 from fednh.metric_names import HELD_MACRO, HELD_OUT, HELD_SHARE, TEST_SET
-from fednh.text import duration
+from fednh.text import duration, plural
 
 
 class Silent(Callback):
@@ -62,8 +62,8 @@ class Throttle:
 def progress_words(phase: Phase, done: int, total: int) -> str:
     """What a run is at, within a round."""
     if phase == "training":
-        return f"training: {done} of {total} clients"
-    return f"evaluating: {done / max(total, 1):.0%} of {total:,} samples"
+        return f"training: {done} of {plural(total, 'client')}"
+    return f"evaluating: {done / max(total, 1):.0%} of {plural(total, 'sample')}"
 
 
 def slow_evaluation(seconds: float = 10.0) -> Callable[[int, int], None]:

@@ -94,16 +94,21 @@ app.add_typer(data_app, name="data")
 
 
 @app.command()
-def methods() -> None:
+def methods(
+    chosen: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME...]", help="Only these; default: all.", autocompletion=OFFERED["method"]),
+    ] = None,
+) -> None:
     """List the methods, also those of installed packages, with their hyper-parameters and papers."""
     import dataclasses
 
     from rich.markup import escape
 
-    from fednh.methods.registry import listed
+    from fednh.methods.registry import find_method, listed
 
     console = console_for_people()
-    for name, cls in listed():
+    for name, cls in [(name, find_method(name)) for name in chosen] if chosen else listed():
         if not isinstance(cls, type):
             console.print(f"[bold]{escape(name)}[/bold]  [red]{escape(str(cls))}[/red]", highlight=False)
             continue

@@ -13,6 +13,7 @@ from fednh.cli.app import app, console_for_people
 from fednh.cli.options import OFFERED, Given, Quiet, Setting, Short, set_values, short, with_short_options
 from fednh.cli.run import stop_on_signal
 from fednh.errors import UserError
+from fednh.text import one_line, plural, some
 
 if TYPE_CHECKING:
     from fednh.config import Config
@@ -32,6 +33,9 @@ def init(
     folder: FederationArgument,
     method: Annotated[Given, Short("method")],
     sites: Annotated[int | None, typer.Option(min=1, help="How many sites there are; default: 3.")] = None,
+    names: Annotated[
+        str | None, typer.Option(metavar="A,B,C", help="The sites' names, one a site; default: site-1, site-2, ...")
+    ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -48,12 +52,13 @@ def init(
     from fednh.flower.layout import FederationFolder
 
     given = method | rounds | set_values(settings)
-    made = scaffold.write(folder, sites, data or [], given)
+    named = None if names is None else [name.strip() for name in names.split(",")]
+    made = scaffold.write(folder, sites, data or [], given, named)
     if extras.installed("flower"):
         from fednh.flower.deploy import certificates as keys
 
         keys.make_orders(folder.absolute(), [site.name for site in made])
-    typer.echo(f"{folder}: a federation of {len(made)} sites, {made[0].name} to {made[-1].name}")
+    typer.echo(f"{folder}: a federation of {plural(len(made), 'site')}, {some([site.name for site in made])}")
     if any(":" in source for source in data or []) and not {"data.classes", "data.columns"} & set(given):
         typer.echo(
             "sites tell only what is agreed: list classes with names in data.classes, text columns in data.columns"
@@ -123,9 +128,11 @@ def up(
         with only_one(folder), stop_on_signal("fednh: stopping the federation", insist=False) as stop:
             keys.make(folder, [site.name for site in sites])
             keys.check_complete(folder, [site.name for site in sites])
-            name = f"{config.method['name']} at {len(sites)} sites"
+            name = f"{config.method['name']} at {plural(len(sites), 'site')}"
             with screen_for(console, config.rounds, name, quiet) as screen:
-                screen.on_note(f"starting the server and {len(sites)} sites; logs: {FederationFolder(folder).logs}")
+                screen.on_note(
+                    f"starting the server and {plural(len(sites), 'site')}; logs: {FederationFolder(folder).logs}"
+                )
                 try:
                     LocalFederation(folder, config, sites, screen, stop, proxy).run()
                 except Stopped:
@@ -141,7 +148,6 @@ def status(
     """Show the sites of a federation: names, keys, when each last answered, and in which rounds it took part."""
     need_extra()
     from fednh.flower.status import lines, read_status
-    from fednh.text import one_line
 
     rows, said = read_status(folder.absolute())
     for line in lines(rows):
@@ -167,7 +173,6 @@ def audit(
     """
     from fednh.flower.audit import Head
     from fednh.flower.audit_report import check, find, tell
-    from fednh.text import one_line
 
     heads = [Head.read(text) for text in known or []]
     if None in heads:
@@ -309,5 +314,5 @@ def approve(
     typer.echo(f"holds {', '.join(app.files)}")
     for site in sites:
         approval.approve(site.approved_file, app.hash)
-    typer.echo(f"approved in the folders of {len(sites)} sites; at a site that has its folder already:")
+    typer.echo(f"approved in the folders of {plural(len(sites), 'site')}; at a site that has its folder already:")
     typer.echo(f"fednh federation approve SITE {app.hash}")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -16,15 +19,14 @@ from fednh.errors import UserError, did_you_mean
 
 @app.command()
 def figure(
-    name: Annotated[
-        str,
+    words: Annotated[
+        list[str],
         typer.Argument(
-            metavar="NAME",
-            help="A figure, 'all', or 'list': which ones are possible.",
+            metavar="[NAME] DIR...",
+            help="A figure, 'all' (the default), or 'list': which ones are possible; then run folders.",
             autocompletion=OFFERED["figure"],
         ),
     ],
-    folders: RunFolders,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="A .svg, .pdf or .png file; a folder for 'all'.")
     ] = None,
@@ -48,11 +50,15 @@ def figure(
     from fednh.report.figures import FIGURES, Choice, FigureUnavailable, style, write_figure, write_possible
     from fednh.report.load import load_runs
 
-    if name not in ("list", "all", *FIGURES):
-        raise UserError(f"there is no figure {name!r}{did_you_mean(name, ('list', 'all', *FIGURES))}")
+    known = ("list", "all", *FIGURES)
+    name, folders = (words[0], words[1:]) if words[0] in known else ("all", words)
+    if name not in words and not Path(words[0]).exists():
+        raise UserError(f"there is no figure and no folder {words[0]!r}{did_you_mean(words[0], known)}")
+    if not folders:
+        raise UserError(f"{name}: of which runs? Give their folders: fednh figure {name} DIR...")
     bounds = _two_numbers(shots, "--shots")
-    choice = Choice(_words(clients), _words(classes), x, groups, setting, base, bounds)
-    runs = load_runs(folders)
+    choice = Choice(_split(clients), _split(classes), x, groups, setting, base, bounds)
+    runs = load_runs([Path(folder) for folder in folders])
     if name in ("list", "all"):
         console = console_for_people()
         into = None if name == "list" else (out or Path("figures"))
@@ -73,22 +79,57 @@ def figure(
 @app.command()
 def report(
     folders: RunFolders,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="The .html or .pdf file to write.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="What stands at its top.")] = "Personalised federated learning",
     paper: Annotated[bool, typer.Option("--paper", help="Set the paper's numbers beside those that match.")] = False,
     groups: Annotated[Path | None, typer.Option(help="Super-classes for the similarity figure, as JSON.")] = None,
 ) -> None:
-    """Write one HTML file about finished runs: settings, tables, figures, clients. It needs no network."""
+    """Write one file about finished runs: settings, tables, figures, clients. HTML needs no network, PDF Chromium."""
     extras.need("report", "a figure or report")
+    from fednh.io.files import atomic_write
     from fednh.report.html import write_report
     from fednh.report.load import load_runs
     from fednh.text import size
 
-    written = write_report(load_runs(folders), out, title, paper, groups)
-    typer.echo(f"{out} ({size(written)})")
+    printer = _pdf_printer(out)
+    runs = load_runs(folders)
+    if printer is None:
+        write_report(runs, out, title, paper, groups)
+    else:
+        with atomic_write(out) as draft, TemporaryDirectory() as place:
+            page = Path(place) / "report.html"
+            write_report(runs, page, title, paper, groups)
+            _print_pdf(printer, page, draft)
+    typer.echo(f"{out} ({size(out.stat().st_size)})")
 
 
-def _words(text: str | None) -> tuple[str, ...] | None:
+def _pdf_printer(out: Path) -> str | None:
+    """The browser that prints a report as PDF, where `out` is one; None: it is HTML."""
+    if out.suffix.lower() in (".html", ".htm"):
+        return None
+    if out.suffix.lower() != ".pdf":
+        raise UserError(f"{out}: a report is written as .html or .pdf")
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        raise UserError(f"{out}: Chromium prints a report as PDF and is not installed; write .html and print that")
+    return browser
+
+
+def _print_pdf(browser: str, page: Path, draft: Path) -> None:
+    """Print a page that was written by us, which needs no network and no sandbox."""
+    profile = page.with_name("profile")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-pdf-header-footer"]
+    command = [browser, *flags, f"--user-data-dir={profile}", f"--print-to-pdf={draft.absolute()}", page.as_uri()]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{browser} did not print the report within five minutes; write .html and print that") from None
+    if not draft.exists():
+        reason = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+        raise UserError(f"{browser} cannot print the report ({reason}); write .html and print that")
+
+
+def _split(text: str | None) -> tuple[str, ...] | None:
     return None if text is None else tuple(word.strip() for word in text.split(","))
 
 

@@ -16,6 +16,7 @@ from fednh import extras
 from fednh.cli.app import app, console_for_people
 from fednh.cli.options import OFFERED, set_option, set_values
 from fednh.errors import UserError
+from fednh.text import plural
 
 if TYPE_CHECKING:
     from fednh.inference.metrics import Assessment
@@ -297,7 +298,7 @@ def _print_assessment(result: Assessment) -> None:
         key=lambda found: -found[0],
     )[:3]
     if worst:
-        confused = "; ".join(f"{truth} taken for {guess} {n} times" for n, truth, guess in worst)
+        confused = "; ".join(f"{truth} taken for {guess} {plural(n, 'time')}" for n, truth, guess in worst)
         console.print(f"most often confused: {confused}", highlight=False, markup=False)
 
 

@@ -29,11 +29,14 @@ from fednh.cli.options import (
 from fednh.cli.run import stop_on_signal
 from fednh.config.options import SHORT_OPTIONS
 from fednh.errors import UserError
-from fednh.text import duration
+from fednh.text import duration, plural
 
 if TYPE_CHECKING:
     from fednh.experiments.sweep import Planned, SweepOutcome
     from fednh.report.sheet import Sheet
+
+
+MOST_WARNINGS = 10  # different ones that the end of a sweep repeats
 
 
 class SilentSweep:
@@ -86,15 +89,16 @@ class SweepLines(SilentSweep):
 
     def started(self, run: Planned) -> None:
         at = self.before[run.name]
-        self._say(f"{run.name}: {f'going on, {at} of' if at else 'starting,'} {run.config.rounds} rounds")
+        self._say(f"{run.name}: {f'going on, {at} of' if at else 'starting,'} {plural(run.config.rounds, 'round')}")
 
     def ended(self, run: Planned, seconds: float, problem: str | None) -> None:
         super().ended(run, seconds, problem)
         what = f"failed: {problem}" if problem else f"done in {duration(seconds)}"
-        self._say(f"{run.name}: {what}; {self.done} of {self.runs} runs done, {self.left([])}")
+        self._say(f"{run.name}: {what}; {self.done} of {plural(self.runs, 'run')} done, {self.left([])}")
 
     def interrupted(self, run: Planned) -> None:
-        self._say(f"{run.name}: interrupted, {run.folder.rounds_written()} of {run.config.rounds} rounds there")
+        at, rounds = run.folder.rounds_written(), plural(run.config.rounds, "round")
+        self._say(f"{run.name}: interrupted, {at} of {rounds} there")
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -139,7 +143,7 @@ class SweepBar(SilentSweep):
     def update(self, active: Sequence[Planned]) -> None:
         for run in active:
             self.progress.update(self.tasks[run.name], completed=run.folder.rounds_written())
-        words = f"{self.done} of {self.runs} runs done, {self.left(active)}"
+        words = f"{self.done} of {plural(self.runs, 'run')} done, {self.left(active)}"
         self.progress.update(self.all, completed=self.rounds(active)[0], words=words)
 
 
@@ -260,13 +264,13 @@ def _plan_sheet(plan: Sequence[Planned], jobs: int, workers: int) -> Sheet:
         if run.folder.finished:
             state = "finished: skipped"
         elif run.folder.rounds_written():
-            state = f"goes on, {run.folder.rounds_written()} of {run.config.rounds} rounds there"
+            state = f"goes on, {run.folder.rounds_written()} of {plural(run.config.rounds, 'round')} there"
         else:
-            state = f"new, {run.config.rounds} rounds"
+            state = f"new, {plural(run.config.rounds, 'round')}"
         rows.append([word(run.name), word(state)])
     pending = sum(not run.folder.finished for run in plan)
     note = f"Runs at a time: {jobs}; workers in each: {workers}. A sweep estimates its time while it runs."
-    return Sheet("plan", f"{len(plan)} runs, {pending} of them to do", ["run", "state"], rows, note)
+    return Sheet("plan", f"{plural(len(plan), 'run')}, {pending} to do", ["run", "state"], rows, note)
 
 
 def _tell(outcome: SweepOutcome, plan: Sequence[Planned], out: Path, quiet: bool) -> None:
@@ -282,19 +286,23 @@ def _tell(outcome: SweepOutcome, plan: Sequence[Planned], out: Path, quiet: bool
         for sheet in result_sheets(load_runs(done)):
             if sheet.name != "fairness":
                 console.print(to_rich(sheet, console.width))
-        typer.echo(f"{len(outcome.finished)} runs finished now, {len(outcome.skipped)} before. All: fednh table {out}")
-    if outcome.logs_with_output:
-        typer.echo(f"fednh: finished runs printed warnings: {' '.join(map(str, outcome.logs_with_output))}", err=True)
+        now, before = plural(len(outcome.finished), "run"), len(outcome.skipped)
+        typer.echo(f"{now} finished now, {before} before. All: fednh table {out}")
+    for warning, logs in list(outcome.warnings.items())[:MOST_WARNINGS]:
+        typer.echo(f"fednh: {plural(len(logs), 'finished run')} said: {warning} (for example {logs[0]})", err=True)
+    if (more := len(outcome.warnings) - MOST_WARNINGS) > 0:
+        typer.echo(f"fednh: and {plural(more, 'other sentence')}, in {SweepLayout(out).notes}/*.log", err=True)
     for name, why in outcome.failed.items():
         typer.echo(f"fednh: {name} failed: {why} (its output: {SweepLayout(out).log_file(name)})", err=True)
     if outcome.interrupted:
         typer.echo(
-            f"fednh: interrupted; {len(done)} of {len(plan)} runs are finished, the same command goes on", err=True
+            f"fednh: interrupted; {len(done)} of {plural(len(plan), 'run')} finished, the same command goes on",
+            err=True,
         )
         raise typer.Exit(130)
     if outcome.failed:
         typer.echo(
-            f"fednh: {len(outcome.failed)} of {len(plan)} runs failed; the same command tries them again", err=True
+            f"fednh: {len(outcome.failed)} of {plural(len(plan), 'run')} failed; the same command tries again", err=True
         )
         raise typer.Exit(1)
     if quiet:

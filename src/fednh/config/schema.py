@@ -103,7 +103,7 @@ else:
 class ParticipationConfig(Section):
     # gamma: ceil(gamma * clients) are picked in every round; unless set, 1 for natural sites and up to 20 clients
     rate: float = Field(0.1, gt=0, le=1)
-    dropout: float = Field(0.0, ge=0, le=1)  # the chance that a picked client never reports
+    dropout: float = Field(0.0, ge=0, lt=1)  # the chance that a picked client never reports
 
 
 class ModelConfig(Section):

@@ -52,7 +52,7 @@ class SweepOutcome:
     finished: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)  # they were finished before
     failed: dict[str, str] = field(default_factory=dict)  # name -> why
-    logs_with_output: list[Path] = field(default_factory=list)  # of finished runs, about refused uploads for example
+    warnings: dict[str, list[Path]] = field(default_factory=dict)  # what finished runs said -> the logs that have it
     interrupted: bool = False
 
 
@@ -90,10 +90,10 @@ def values(text: str) -> list[Any]:
 
 
 def combine(source: str | None, axes: Axes, named: Collection[str], out: Path) -> list[Planned]:
-    """Every combination, validated, in a stable order, each once; the settings in `named` are part of its name.
+    """Every combination, validated, in a stable order, each once; its name has the settings in `named` that vary.
 
     A hyper-parameter is given to the methods that have it, and a setting of a partition to the partitions that use it;
-    one that nobody has is an error.
+    one that nobody has is an error. A run folder whose name has all of them, as it used to, keeps its name.
     """
     base = load(source, {key: axes[key][0] for key in ("data.name", "method.name", "partition.name") if key in axes})
     methods = axes.get("method.name", [base.method["name"]])
@@ -101,7 +101,7 @@ def combine(source: str | None, axes: Axes, named: Collection[str], out: Path) -
     for method in methods:
         build_method({"name": method})
     _check_used(axes, methods, partitions)
-    found: dict[str, tuple[Config, str]] = {}
+    combinations: dict[str, tuple[Config, str]] = {}
     for method, partition in product(methods, partitions):
         mine = {key: options for key, options in axes.items() if _uses(key, method, partition)}
         mine |= {"method.name": [method], "partition.name": [partition]}
@@ -110,9 +110,11 @@ def combine(source: str | None, axes: Axes, named: Collection[str], out: Path) -
             settings = dict(zip(order, chosen, strict=True))
             config = load(source, settings)
             shown = {key: settings[key] for key in named if key in settings and key not in _IN_NAME}
-            found.setdefault(dump(config), (config, run_name(config, shown)))
-    names = unlike([name for _, name in found.values()], list(found))
-    return [Planned(name, c, RunFolder(out / name)) for name, (c, _) in zip(names, found.values(), strict=True)]
+            if not (out / run_name(config, shown)).exists():
+                shown = {key: value for key, value in shown.items() if len(axes[key]) > 1}
+            combinations.setdefault(dump(config), (config, run_name(config, shown)))
+    names = unlike([name for _, name in combinations.values()], list(combinations))
+    return [Planned(name, c, RunFolder(out / name)) for name, (c, _) in zip(names, combinations.values(), strict=True)]
 
 
 def check(plan: Sequence[Planned]) -> None:
@@ -239,9 +241,10 @@ def execute(
             problem = None if code == 0 else _problem(code, child.log)
             if code == 0:
                 outcome.finished.append(child.run.name)
-                if len(_lines(child.log)) > 1:  # one is the run folder's name
-                    outcome.logs_with_output.append(child.log)
-                else:
+                said = set(_lines(child.log)) - {str(child.run.folder.path)}
+                for line in said:
+                    outcome.warnings.setdefault(line.removeprefix("fednh: "), []).append(child.log)
+                if not said:
                     child.log.unlink(missing_ok=True)
             elif stopping and code in (130, -signal.SIGTERM):
                 screen.interrupted(child.run)

@@ -31,6 +31,7 @@ from fednh.runs import fingerprint
 from fednh.runs.layout import RunLayout
 from fednh.runs.model_file import REMEMBERED, Card, remembered
 from fednh.runs.run_folder import read_config, read_partition
+from fednh.text import plural, some
 
 
 def load_for(
@@ -106,12 +107,11 @@ def _as_in(card: Card, source: str, known: Mapping[str, Any], given: Mapping[str
 
 def _renamed(labels: Labels, theirs: Sequence[str], ours: Sequence[str], source: str) -> Labels:
     """Labels by our numbering; a class that we do not know is refused."""
-    there = np.unique(labels)
-    unknown = [theirs[c] for c in there if theirs[c] not in ours]
+    unknown = [theirs[c] for c in np.unique(labels) if theirs[c] not in ours]
     if unknown:
         raise UserError(
-            f"{source} has {len(unknown)} classes that the model does not know: {', '.join(unknown[:5])}"
-            f"{', ...' * (len(unknown) > 5)}; it knows {', '.join(ours[:10])}{', ...' * (len(ours) > 10)}"
+            f"{source} has {plural(len(unknown), 'class', 'classes')} that the model does not know: {some(unknown)}; "
+            f"it knows {some(ours, 10)}"
         )
     number = np.array([ours.index(name) if name in ours else -1 for name in theirs], np.int64)
     return number[labels]

@@ -64,6 +64,8 @@ class ExportedModel(nn.Module):
 def export(model: Model, path: Path) -> dict[str, Any]:
     """Write the model to `path` as ONNX; returns what it was checked on and the largest difference found."""
     extras.need("onnx", "an export to ONNX")
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name the file to write, such as {path / 'model.onnx'}")
     samples, origin = real_samples(model)
     whole = ExportedModel(model).eval()
     with torch.no_grad(), _quiet(), _explained(model):

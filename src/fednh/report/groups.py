@@ -27,6 +27,7 @@ from fednh.methods import METHODS
 from fednh.report.load import Run
 from fednh.report.sheet import percent
 from fednh.runs.run_folder import display_name, display_names
+from fednh.text import plural
 
 # The methods in the order of the paper's Table 1; FedUH is in Figure 2 only.
 PAPER_METHODS = (
@@ -224,7 +225,8 @@ def _recorded(run: Run) -> int:
 def _words(run: Run) -> str:
     """For example: digits, Dirichlet(0.3), 20 clients, 50% a round; or hospitals, 4 sites, 100% a round."""
     how, rate = run.config.partition, run.config.participation.rate
-    divided = f"{run.clients} sites" if run.natural else f"{how.kind.words()}, {run.clients} clients"
+    clients = plural(run.clients, "site" if run.natural else "client")
+    divided = clients if run.natural else f"{how.kind.words()}, {clients}"
     return f"{display_name(run.summary['data'])}, {divided}, {percent(rate)} a round"
 
 

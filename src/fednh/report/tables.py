@@ -40,7 +40,7 @@ from fednh.report.sheet import (
 )
 from fednh.report.stats import WILCOXON_FROM, Paired, holm, paired, spread, worst_tenth
 from fednh.runs.run_folder import display_name, display_names
-from fednh.text import csv_text
+from fednh.text import csv_text, plural
 
 
 @dataclass(frozen=True)
@@ -298,10 +298,11 @@ def cost_sheet(runs: Sequence[Run]) -> Sheet:
         cells += [size(_mean(_bytes_a_round(group, key))) for key in ("bytes_up", "bytes_down")]
         cells += [size(_mean(group.values(key))) for key in ("bytes_up", "bytes_down")]
         rows.append(cells + (_beside(group, base.get(group.setting)) if base else []))
-    workers = sorted({int(run.environment["workers"]) for group in layout.groups for run in group.runs})
+    *fewer, most = sorted({int(run.environment["workers"]) for group in layout.groups for run in group.runs})
+    workers = "".join(f"{number} or " for number in fewer) + plural(most, "worker")
     note = (
         "Client seconds: wall time of waiting for the clients' work, without aggregation and evaluation. Times hold "
-        f"for the machine they were measured on, with {' or '.join(map(str, workers))} worker(s) a run, and grow when "
+        f"for the machine they were measured on, with {workers} a run, and grow when "
         f"other work shares its cores. Bytes: what the round's clients send up and receive. {_counts(layout)}"
     )
     return Sheet("cost", "Cost" + _common(layout), columns, rows, note)
@@ -337,7 +338,7 @@ def comparison_sheet(runs: Sequence[Run]) -> Sheet:
             *(word(display_name(name)) for name in (run.method, run.summary["data"])),
             *(word(value) for value in (run.config.seed, run.summary["rounds"])),
             *(number(run.summary.get(key)) for key in keys),
-            number(run.summary["samples_per_second"], "{:,.0f}"),
+            number(run.summary["samples_per_second"] or None, "{:,.0f}"),  # a method need not call `fit`
         ]
         for run in runs
     ]
@@ -516,17 +517,12 @@ def _common(layout: TableLayout, data: bool = True) -> str:
     facts = [
         {display_name(group.data) for group in layout.groups} if data else set(),
         {group.column for group in layout.groups if not group.natural},
-        {f"{group.clients} {'sites' if group.natural else 'clients'}" for group in layout.groups},
+        {plural(group.clients, "site" if group.natural else "client") for group in layout.groups},
         {f"{percent(group.rate)} a round" for group in layout.groups},
-        {_rounds(group) for group in layout.groups} if data else set(),
+        {plural(group.settings["rounds"], "round") for group in layout.groups} if data else set(),
     ]
     words = [fact.pop() for fact in facts if len(fact) == 1]
     return f"; {', '.join(words)}" if words else ""
-
-
-def _rounds(group: Group) -> str:
-    rounds = group.settings["rounds"]
-    return "1 round" if rounds == 1 else f"{rounds} rounds"
 
 
 def _sampled(layout: TableLayout) -> str:
@@ -540,7 +536,7 @@ def _sampled(layout: TableLayout) -> str:
 def _counts(layout: TableLayout) -> str:
     sizes = sorted({group.n for group in layout.groups})
     repeated = sum(group.repeated for group in layout.groups)
-    twice = f" {repeated} run(s) with settings and seed of another one are left out." if repeated else ""
+    twice = f" Left out: {plural(repeated, 'run')} with settings and seed of another one." if repeated else ""
     if sizes == [1]:
         return f"n = 1 seed: no spread is known.{twice}"
     n = f"n = {sizes[0]}" if len(sizes) == 1 else f"n = {sizes[0]} to {sizes[-1]}"

@@ -30,7 +30,7 @@ from fednh.flower.layout import FederationFolder, SiteFolder
 from fednh.flower.run_config import read_config, run_config
 from fednh.flower.site_config import site_toml
 from fednh.io.files import private_folder, write_bytes
-from fednh.text import name_problem
+from fednh.text import name_problem, plural
 
 # --- apps that a site lets run --------------------------------------------------------------------------------------
 
@@ -109,8 +109,16 @@ DEFAULTS = {"rounds": 10, "participation.rate": 1.0, "checkpoint.every": 1, "eva
 BUNDLE = ["/*.[mp][dy]"]
 
 
-def write(folder: Path, sites: int | None, sources: Sequence[str], overrides: Mapping[str, Any]) -> list[SiteFolder]:
+def write(
+    folder: Path,
+    sites: int | None,
+    sources: Sequence[str],
+    overrides: Mapping[str, Any],
+    names: Sequence[str] | None = None,
+) -> list[SiteFolder]:
     """Write a new federation; if the settings are wrong, nothing is written."""
+    if names is not None:
+        sites = _count_named(names, sites)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not empty; choose another folder for the new federation")
     folder = folder.absolute()
@@ -122,7 +130,8 @@ def write(folder: Path, sites: int | None, sources: Sequence[str], overrides: Ma
         federation |= {"federation.start": count, "federation.min_clients": min(2, count)}
     federation["federation.key"] = str(fed.orders_key)
     chosen = settings.load(None, {**DEFAULTS, **_data(sources, count), **federation, **overrides})
-    made = [fed.site(each) for each in site_names(count)]
+    called = site_names(count) if names is None else names
+    made = [fed.site(each) for each in (called if _own(sources) else sorted(called))]  # the k-th has part k
     write_bytes(fed.app_file, app(name, chosen).encode())
     private = (fed.home.path, fed.certs, fed.logs, fed.proxy, fed.run, fed.sites, fed.trial)
     write_bytes(fed.ignore_file, "".join(f"/{each.name}/\n" for each in private).encode() + b"*.db\n")
@@ -137,6 +146,18 @@ def write(folder: Path, sites: int | None, sources: Sequence[str], overrides: Ma
         write_bytes(site.node_config, site_toml(says, chosen).encode())
     write_bytes(fed.readme, readme(name, fed, made).encode())
     return made
+
+
+def _count_named(names: Sequence[str], sites: int | None) -> int:
+    """How many sites the names are of; refuses names that are no folders of their own."""
+    for name in names:
+        if problem := name_problem(name) or ("it is no name of a folder" if Path(name).name != name else None):
+            raise UserError(f"--names {name!r} cannot be a site's name, which its folder has: {problem}")
+    if len(set(names)) < len(names):
+        raise UserError(f"--names has {next(name for name in names if names.count(name) > 1)!r} twice")
+    if sites not in (None, len(names)):
+        raise UserError(f"--sites {sites} does not fit {plural(len(names), 'name')} of --names; leave --sites out")
+    return len(names)
 
 
 def project_name(word: str) -> str:

@@ -13,6 +13,7 @@ from fednh.errors import UserError
 from fednh.metric_names import HELD_OUT, TEST_SET
 from fednh.report.figures.style import Look, looks
 from fednh.report.load import Run
+from fednh.text import plural
 
 
 class FigureUnavailable(UserError):
@@ -27,9 +28,9 @@ def metrics_of(runs: Iterable[Run]) -> dict[str, str]:
 
 
 def stated_n(counts: Iterable[int]) -> str:
-    """ "n = 3", or "n = 2 to 3" where the groups differ."""
+    """ "n = 3 seeds", or "n = 2 to 3 seeds" where the groups differ."""
     low, high = min(known := list(counts)), max(known)
-    return f"n = {low}" if low == high else f"n = {low} to {high}"
+    return f"n = {plural(low, 'seed')}" if low == high else f"n = {low} to {high} seeds"
 
 
 def variant_looks(variants: Mapping[str, Sequence[Run]]) -> dict[str, Look]:

@@ -89,7 +89,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     band = "the band is ± one standard deviation over seeds" if several else "one seed, so no band"
     clients = sorted({str(run.config.eval.clients) for run in runs})
     caption = (
-        f"Mean over {stated_n(map(len, variants.values()))} run(s) a method (seed {', '.join(map(str, seeds(runs)))}); "
+        f"Mean over {stated_n(map(len, variants.values()))} a method ({', '.join(map(str, seeds(runs)))}); "
         f"{band}. Personal models before the end are those of eval.clients = {', '.join(clients)}."
     )
     rows = [[label, metrics[metric], p.x, p.mean, p.spread, p.n] for (label, metric), ps in curves.items() for p in ps]
@@ -144,7 +144,7 @@ def draw_gradient(runs: Sequence[Run], choice: Choice) -> Drawing:
     n = stated_n(map(len, variants.values()))
     caption = (
         f"Full gradient of the method's own loss on all samples of each picked client; mean over clients, then over "
-        f"{n} seeds; the band is their range. Losses of different methods have different scales: compare values of "
+        f"{n}; the band is their range. Losses of different methods have different scales: compare values of "
         "rho, not methods."
     )
     return Drawing(figure, caption, ["method", "round", "mean", "lowest_seed", "highest_seed", "n"], rows)

@@ -66,7 +66,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     whose = client_noun(able[0])
     seeds = stated_n(map(len, variants.values()))
     caption = (
-        f"One dot a {client_noun(able[0], several=False)} and seed, {total:,} in all ({seeds} seed(s) a method); "
+        f"One dot a {client_noun(able[0], several=False)} and seed, {total:,} in all ({seeds} a method); "
         f"higher mean first. The bar is the mean, ± the standard deviation over {whose}, beside it "
         f"the mean of the worst 10% of {whose} (at least one), all three averaged over seeds; red diamonds are the "
         "worst 10% of each seed."

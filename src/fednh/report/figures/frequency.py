@@ -60,7 +60,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     few, many = choice.shots
     n = stated_n(map(len, variants.values()))
     caption = (
-        f"Means over {n} seeds; whiskers ± one standard deviation over seeds. A class is few-shot below {few} training "
+        f"Means over {n}; whiskers ± one standard deviation over seeds. A class is few-shot below {few} training "
         f"samples, many-shot above {many}, medium-shot between: on the left counted over all clients, on the right "
         "on the client whose model it is."
     )

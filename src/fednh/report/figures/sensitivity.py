@@ -93,8 +93,8 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         raise FigureUnavailable(f"no run of another value has a seed in common with {key} = {base:g}")
     n = stated_n(counts)
     caption = (
-        f"Each run is compared with the run at {key} = {base:g} of the same seed; mean of the differences over {n} "
-        "seeds, whiskers ± one standard deviation."
+        f"Each run is compared with the run at {key} = {base:g} of the same seed; mean of the differences over {n}, "
+        "whiskers ± one standard deviation."
     )
     return Drawing(figure, caption, ["runs", "metric", key, "gain", "sd_over_seeds", "n"], rows)
 

@@ -170,7 +170,7 @@ def _caption(kinship: dict[str, list[Matrix]], runs: Sequence[Run], scores: dict
             f"{label} {v.mean():+.3f}" + (f" ± {v.std(ddof=1):.3f}" if len(v) > 1 else "")
             for label, v in scores.items()
         ]
-        text += f"Semantics captured (mean ± standard deviation over {n} seeds): {'; '.join(said)}. "
+        text += f"Semantics captured (mean ± standard deviation over {n}): {'; '.join(said)}. "
     methods = dict.fromkeys(run.method for run in runs)
     headless = [display_name(name) for name in methods if name in METHODS and METHODS[name].headless]
     return text + (
