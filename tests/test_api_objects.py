@@ -95,6 +95,12 @@ def test_a_result_is_one_line_and_a_frame(tmp_path: Path) -> None:
     assert repr(result).startswith("<Result: fednh on digits, 3 rounds, GM ")
     assert "\n" not in repr(result)
     assert len(repr(result)) < 300
+    model = result.model()
+    assert repr(model).startswith("<Model: global model of fednh, mlp of ")
+    assert repr(model).endswith("images of 1x8x8, 10 classes (0, 1, 2, 3, 4 and 5 more), digits>")
+    assert "personal model of fednh for client 2" in repr(result.model(2))
+    assert "<th>GM</th>" in result._repr_html_()
+    assert "<th>classes</th><td>10 classes (0, 1, 2, 3, 4 and 5 more)</td>" in model._repr_html_()
     pytest.importorskip("pandas")
     frame = result.to_frame()
     assert list(frame.index) == [1, 2, 3]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import fednh
-from fednh.text import duration, size
+from fednh.text import duration, html_table, plural, size
 
 SOURCE = Path(fednh.__file__).parent
 
@@ -21,6 +21,21 @@ def test_times(seconds: float, text: str) -> None:
 @pytest.mark.parametrize(("count", "text"), [(999, "999 B"), (999.99, "1.0 kB"), (1_260_000, "1.3 MB")])
 def test_sizes(count: float, text: str) -> None:
     assert size(count) == text
+
+
+def test_plurals() -> None:
+    assert [plural(n, "run") for n in (0, 1, 2, 1200)] == ["0 runs", "1 run", "2 runs", "1,200 runs"]
+    assert [plural(n, "class", "classes") for n in (1, 2)] == ["1 class", "2 classes"]
+
+
+def test_a_small_table_takes_no_text_for_markup() -> None:
+    assert html_table({"a": "<b>"}) == "<table><tr><th>a</th><td>&lt;b&gt;</td></tr></table>"
+
+
+def test_nobody_leaves_the_plural_to_the_reader() -> None:
+    for path in sorted(SOURCE.rglob("*.py")):
+        texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        assert not [text for text in texts if isinstance(text, str) and "(s) " in f"{text} "], path
 
 
 def called(path: Path) -> set[str]:

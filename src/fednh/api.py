@@ -26,10 +26,12 @@ from fednh.federated.setup import build_federation, fingerprint_of
 from fednh.inference.model import Model, load_model
 from fednh.io.files import path_of
 from fednh.methods import METHODS, Method
+from fednh.metric_names import HELD_SHARE, TEST_SET
 from fednh.report.load import load_run as _load_run
 from fednh.runs import fingerprint
 from fednh.runs.layout import new_folder
 from fednh.runs.run_folder import RunFolder, read_config
+from fednh.text import html_table, plural
 
 RUN = "the folder of a run"
 
@@ -70,12 +72,20 @@ class Result:
 
     def __repr__(self) -> str:
         """One line: what was run, for how long, and its main metrics."""
-        shown = {"GM": "gm", "PM(V)": "pm_v", "PM(L)": "pm_l", "own accuracy": "held_share"}
-        metrics = [
-            f"{name} {self.summary[key]:.1f}" for name, key in shown.items() if self.summary.get(key) is not None
-        ]
-        what = f"{self.summary['method']} on {self.summary['data']}, {self.summary['rounds']} rounds"
-        return f"<Result: {', '.join([what, *metrics])}; {self.path}>"
+        metrics = [f"{name} {value}" for name, value in self._metrics().items()]
+        return f"<Result: {', '.join([self._what(), *metrics])}; {self.path}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return html_table({"run": self._what(), **self._metrics(), "folder": str(self.path)})
+
+    def _what(self) -> str:
+        return f"{self.summary['method']} on {self.summary['data']}, {plural(self.summary['rounds'], 'round')}"
+
+    def _metrics(self) -> dict[str, str]:
+        shown = {**TEST_SET, HELD_SHARE: "own accuracy"}
+        values = {name: self.summary.get(key) for key, name in shown.items()}
+        return {name: f"{value:.1f}" for name, value in values.items() if value is not None}
 
     def to_frame(self) -> pd.DataFrame:
         """The metrics as a pandas data frame, a row for every round."""

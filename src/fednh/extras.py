@@ -79,7 +79,10 @@ def imported(path: str, setting: str) -> Any:
                 f"move the class into a module"
             ) from error
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
-        raise ConfigError(f"{setting} = {path!r} cannot be imported: {kind}{error}") from error
+        top = module.partition(".")[0]
+        lost = isinstance(error, ModuleNotFoundError) and error.name == top
+        hint = f"; start where {top}.py is, put its folder on PYTHONPATH, or install it" if lost else ""
+        raise ConfigError(f"{setting} = {path!r} cannot be imported: {kind}{error}{hint}") from error
 
 
 def import_path(found: type, what: str) -> str:

@@ -1,10 +1,11 @@
-"""Text for people: times and sizes, received text made safe for a log or a terminal; and CSV for programs."""
+"""Text for people: numbers, times, sizes, small tables, received text made safe; and CSV for programs."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 
 LONGEST = 200  # characters of a name
 
@@ -41,6 +42,12 @@ def some(names: Sequence[str], most: int = 5) -> str:
 def plural(number: int, noun: str, several: str | None = None) -> str:
     """A number with its noun: 1 run, 2 runs, 1,200 runs; `several` is the plural of a noun that has another one."""
     return f"{number:,} {noun if number == 1 else several or f'{noun}s'}"
+
+
+def html_table(facts: Mapping[str, str]) -> str:
+    """Facts by name as a small table, for notebooks."""
+    rows = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts.items())
+    return f"<table>{''.join(rows)}</table>"
 
 
 def csv_text(rows: Iterable[Iterable[object]]) -> str:

@@ -170,6 +170,10 @@ def test_partitions_are_listed_with_their_settings(tmp_path: Path) -> None:
 
 def test_methods_lists_all_with_settings_and_papers(tmp_path: Path) -> None:
     text = ok(["methods"], tmp_path).stdout
+    one = ok(["methods", "ditto"], tmp_path).stdout
+    assert one in text
+    assert one.startswith("ditto  ")
+    assert "fednh  " not in one
     for name, cls in METHODS.items():
         assert re.search(rf"^{name}  ", text, re.MULTILINE)
         assert cls.cite.split(",")[0] in text

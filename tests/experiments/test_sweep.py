@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 from fednh.backends import threads
 from fednh.callbacks import Callback
 from fednh.cli import app
-from fednh.cli.sweep import share
+from fednh.cli.sweep import MOST_WARNINGS, _tell, share
 from fednh.config import load
 from fednh.errors import UserError
-from fednh.experiments.sweep import combine, values
+from fednh.experiments.sweep import SweepOutcome, combine, values
 from fednh.federated.setup import build_federation, initial_state
 from fednh.methods import METHODS
 from fednh.report.load import load_runs
@@ -78,6 +78,27 @@ def test_the_plan_is_the_product_with_readable_names(tmp_path: Path) -> None:
         assert run.folder.path == tmp_path / run.name
         if run.config.method["name"] == "fednh":
             assert f"rho{run.config.method['rho']:g}" in run.name
+
+
+def test_names_have_only_what_varies_unless_a_folder_is_named_otherwise(tmp_path: Path) -> None:
+    axes = {"method.rho": [0.1, 0.9], "train.lr": [0.05]}
+    one, other = combine("digits", axes, list(axes), tmp_path)
+    assert one.name == "digits-fednh-dirichlet0.3-rho0.1-seed0"
+    assert other.name == "digits-fednh-dirichlet0.3-rho0.9-seed0"
+    (tmp_path / "digits-fednh-dirichlet0.3-rho0.9-lr0.05-seed0").mkdir()
+    assert combine("digits", axes, list(axes), tmp_path)[1].name == "digits-fednh-dirichlet0.3-rho0.9-lr0.05-seed0"
+    assert combine("digits", axes, list(axes), tmp_path)[0].name == one.name
+
+
+def test_a_warning_of_many_runs_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs = [tmp_path / f"{number}.log" for number in range(72)]
+    many = {f"other {number}": [logs[0]] for number in range(MOST_WARNINGS + 1)}
+    _tell(SweepOutcome(warnings={"an upload was refused": logs, **many}), [], tmp_path, quiet=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"fednh: 72 finished runs said: an upload was refused (for example {logs[0]})"
+    assert lines[1] == f"fednh: 1 finished run said: other 0 (for example {logs[0]})"
+    assert lines[-1] == f"fednh: and 2 other sentences, in {tmp_path}/.sweep/*.log"
+    assert len(lines) == MOST_WARNINGS + 1
 
 
 def test_a_value_given_twice_runs_once(tmp_path: Path) -> None:
@@ -195,7 +216,7 @@ def test_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     words = ["--method", "fednh,fedrep", "--seed", "0,1", "--rounds", "3", "--dry-run", "--out", str(out)]
     result = CliRunner().invoke(app, ["sweep", "digits", *words], catch_exceptions=False)
-    assert "4 runs, 4 of them to do" in result.stdout
+    assert "4 runs, 4 to do" in result.stdout
     assert "digits-fedrep-dirichlet0.3-seed1" in result.stdout
     assert "Runs at a time: 1; workers in each: " in result.stdout
     assert not out.exists()
@@ -292,7 +313,7 @@ def test_a_killed_sweep_goes_on_and_its_table_is_the_same(uninterrupted: Path, t
     told, errors = again.communicate(timeout=180)
     assert again.returncode == 0, errors
     assert "2 of 2 runs done" in told
-    assert "finished runs printed warnings" in errors
+    assert "said: going on after round" in errors
     assert any("going on after round" in log.read_text() for log in (out / ".sweep").glob("*.log"))
     assert figures(out) == figures(uninterrupted)
 
@@ -304,7 +325,7 @@ def test_ctrl_c_leaves_everything_resumable(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     told, errors = process.communicate(timeout=180)
     assert process.returncode == 130, errors
-    assert "interrupted; 0 of 2 runs are finished, the same command goes on" in errors
+    assert "interrupted; 0 of 2 runs finished, the same command goes on" in errors
     assert "failed" not in told + errors
     assert ": interrupted, " in told
     (run,) = [path for path in out.iterdir() if path.name != ".sweep"]  # the second was not begun

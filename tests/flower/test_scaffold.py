@@ -47,6 +47,33 @@ def test_sources_of_the_sites_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         scaffold.write(tmp_path / "other", 3, ["npz:a.npz", "npz:b.npz"], {})
 
 
+def test_sites_by_name(tmp_path: Path) -> None:
+    ended = fednh(["federation", "init", str(tmp_path / "fed"), "--names", "zurich, basel"], tmp_path / "io")
+    assert ended.code == 0, ended.stderr
+    assert "a federation of 2 sites, basel, zurich" in ended.stdout
+    told = {site.name: tomllib.loads(site.node_config.read_text()) for site in scaffold.sites_of(tmp_path / "fed")}
+    assert {name: row["partition-id"] for name, row in told.items()} == {"basel": 0, "zurich": 1}
+    sources = ["npz:/srv/z.npz", "npz:/srv/b.npz"]
+    scaffold.write(tmp_path / "own", None, sources, {}, ["zurich", "basel"])
+    told = {site.name: tomllib.loads(site.node_config.read_text()) for site in scaffold.sites_of(tmp_path / "own")}
+    assert {name: row["data"] for name, row in told.items()} == {"zurich": sources[0], "basel": sources[1]}
+
+
+@pytest.mark.parametrize(
+    ("names", "sites", "words"),
+    [
+        (["a", "a"], None, "has 'a' twice"),
+        (["a", "../b"], None, "it is no name of a folder"),
+        (["a", ""], None, "it is empty"),
+        (["a", "b"], 3, "--sites 3 does not fit 2 names"),
+    ],
+)
+def test_names_that_cannot_be(tmp_path: Path, names: list[str], sites: int | None, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        scaffold.write(tmp_path / "fed", sites, [], {}, names)
+    assert not (tmp_path / "fed").exists()
+
+
 def test_the_app_that_flower_builds_is_the_app_and_nothing_else(tmp_path: Path) -> None:
     """Also when the .gitignore is lost, and for folders that nobody thought of."""
     from flwr.cli.build import build_fab_from_disk

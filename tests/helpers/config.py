@@ -54,6 +54,7 @@ BAD = {
     "participation.rate=0": "participation.rate = 0",
     "participation.rate=1.5": "participation.rate = 1.5",
     "participation.dropout=2": "participation.dropout = 2",
+    "participation.dropout=1": "participation.dropout = 1",
     "partition.name=dirichlt": "partition.name = 'dirichlt'",
     "partition.beta=0": "partition.beta = 0",
     "partition.beta=nan": "partition.beta = nan",

@@ -105,3 +105,9 @@ def test_the_command(finished: dict[str, Path], tmp_path: Path) -> None:
     assert ended.code == 0, ended.stderr
     assert "agrees within" in ended.stdout
     assert (tmp_path / "deep/m.onnx").exists()
+    ended = command([*args[:-1], str(tmp_path / "deep")], tmp_path / "io")
+    assert (ended.code, ended.stderr) == (
+        2,
+        f"fednh: {tmp_path}/deep is a folder; name the file to write, such as {tmp_path}/deep/model.onnx\n",
+    )
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["m.onnx"]

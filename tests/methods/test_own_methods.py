@@ -24,7 +24,7 @@ HEAD = (
 )
 BROKEN = {
     "no_colon": ("", "broken", "is not known"),
-    "nowhere": ("", "nowhere_at_all:Mine", "cannot be imported: No module named 'nowhere_at_all'"),
+    "nowhere": ("", "nowhere_at_all:Mine", "No module named 'nowhere_at_all'; start where nowhere_at_all.py is"),
     "no_such_class": ("", "broken:Mine", "cannot be imported: module 'broken' has no attribute 'Mine'"),
     "syntax": ("class Mine(:", "broken:Mine", "cannot be imported: SyntaxError"),
     "raises": ("1 / 0", "broken:Mine", "cannot be imported: ZeroDivisionError"),

@@ -147,6 +147,7 @@ def test_the_command(real_runs: Path, tmp_path: Path) -> None:
     assert (tmp_path / "c.png").exists()
     for words, complaint in [
         (["figure", "curvs", str(real_runs)], "did you mean 'curves'"),
+        (["figure", "curves"], "of which runs?"),
         (["figure", "curves", str(real_runs), "-o", str(tmp_path / "c.gif")], ".svg, .pdf or .png"),
         (["figure", "partition", str(real_runs), "--clients", "0,zebra"], "have no names: choose one by its number"),
         (["figure", "representations", str(real_runs), "--clients", "0,1,2"], "two clients, and 3 were chosen"),
@@ -159,8 +160,10 @@ def test_the_command(real_runs: Path, tmp_path: Path) -> None:
 
 def test_all_figures_in_one_go(tmp_path: Path) -> None:
     fake_run(tmp_path / "r", {}, [record(1, gm=1.0), record(2, gm=2.0)])
-    done = CliRunner().invoke(app, ["figure", "all", str(tmp_path), "-o", str(tmp_path / "figures")])
+    done = CliRunner().invoke(app, ["figure", str(tmp_path / "r"), "-o", str(tmp_path / "figures")])
     assert done.exit_code == 0, done.output
+    named = CliRunner().invoke(app, ["figure", "all", str(tmp_path), "-o", str(tmp_path / "figures")])
+    assert named.output == done.output
     drawn = {path.name for path in (tmp_path / "figures").iterdir()}
     assert drawn == {f"{name}.{kind}" for name in ("partition", "curves") for kind in ("svg", "png", "csv")}
     assert "convergence      no: no run logged gradient norms" in done.output

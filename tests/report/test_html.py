@@ -221,6 +221,29 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
         write_report(load_runs([tmp_path]), tmp_path / "file" / "report.html", "t")
 
 
+@needs_browser
+def test_a_pdf_is_a_pdf(real_runs: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["report", str(real_runs), "-o", str(tmp_path / "report.pdf")])
+    assert done.exit_code == 0, done.output
+    content = (tmp_path / "report.pdf").read_bytes()
+    assert content.startswith(b"%PDF-")
+    assert content.rstrip().endswith(b"%%EOF")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.pdf"]
+
+
+def test_what_is_no_page_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_run(tmp_path / "r", {}, [record(1, gm=1.0)])
+    monkeypatch.setenv("PATH", "")
+    for name, words in {
+        "report.pdf": "Chromium prints a report as PDF and is not",
+        "report.docx": ".html or .pdf",
+    }.items():
+        done = CliRunner().invoke(app, ["report", str(tmp_path / "r"), "-o", str(tmp_path / name)])
+        assert isinstance(done.exception, UserError)
+        assert words in str(done.exception)
+        assert not (tmp_path / name).exists()
+
+
 @pytest.fixture
 def browser(tmp_path: Path) -> Iterator[Browser]:
     with Browser(tmp_path / "profile") as page:

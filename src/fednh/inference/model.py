@@ -25,6 +25,7 @@ from fednh.models import Net
 from fednh.runs.layout import MODEL, RunLayout
 from fednh.runs.model_file import Card, architecture, read_model
 from fednh.runs.run_folder import find_client, read_names
+from fednh.text import html_table, one_line, plural, some
 from fednh.tree import Tree
 
 Floats = NDArray[np.float32]
@@ -59,6 +60,27 @@ class Model:
     card: Card
     net: Net
     method: Method
+
+    def __repr__(self) -> str:
+        """One line: whose model it is, what it takes and which classes it knows."""
+        return f"<Model: {', '.join(self._facts().values())}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return html_table(self._facts())
+
+    def _facts(self) -> dict[str, str]:
+        card = self.card
+        owner = card.site or (None if card.client is None else f"client {card.client}")
+        kind = "global" if owner is None and "personalised_on" not in card.trained_on else "personal"
+        numbers, shape = sum(value.numel() for value in self.params.values()), "x".join(map(str, card.shape))
+        return {
+            "model": f"{kind} model of {card.method.get('name')}{'' if owner is None else f' for {owner}'}",
+            "network": f"{card.model.name} of {plural(numbers, 'number')}",
+            "takes": f"{'images' if inputs.is_image(card) else 'vectors'} of {shape}",
+            "classes": f"{plural(len(self.classes), 'class', 'classes')} ({some(self.classes)})",
+            "trained on": one_line(str(card.trained_on.get("data", "unknown data")), 100),
+        }
 
     @property
     def classes(self) -> tuple[str, ...]:
