@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 
 from fednh.config import schema
 from fednh.config.schema import Config, Section
-from fednh.data.partitions import PARTITIONS
+from fednh.data.partitions.kinds import PARTITIONS
 from fednh.data.sources.registry import SOURCES
 
 PAGE = Path(__file__).parents[1] / "docs/settings.md"

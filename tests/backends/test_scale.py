@@ -15,7 +15,7 @@ from fednh.backends import threads
 from fednh.config import load
 from fednh.data.batches import samples_of
 from fednh.data.dataset import Dataset
-from fednh.data.partitions.dirichlet import Dirichlet
+from fednh.data.partitions.kinds import Dirichlet
 from fednh.errors import UserError
 from fednh.federated.aggregate import RunningMean
 from fednh.federated.setup import build_federation

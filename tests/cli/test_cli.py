@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from fednh.cli import app
 from fednh.cli.app import PANELS
-from fednh.data.partitions import PARTITIONS
+from fednh.data.partitions.kinds import PARTITIONS
 from fednh.io.files import read_tree
 from fednh.methods import METHODS
 from tests.helpers.config import DISTINCT

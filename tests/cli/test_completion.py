@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from fednh.callbacks.trackers import TRACKERS
 from fednh.cli import app
 from fednh.config import PRESETS
-from fednh.data.partitions import PARTITIONS
-from fednh.data.published import PUBLISHED
+from fednh.data.partitions.kinds import PARTITIONS
 from fednh.data.sources.builtin import BUILTIN
+from fednh.data.sources.registry import PUBLISHED
 from fednh.methods import METHODS
 from fednh.models import MODELS
 from fednh.report.figures import FIGURES

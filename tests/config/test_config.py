@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednh.config import PRESETS, dump, load, parse_bytes, parse_value, validate
-from fednh.data.partitions.dirichlet import Dirichlet
+from fednh.data.partitions.kinds import Dirichlet
 from fednh.errors import Ignored, UserError
 from fednh.methods import METHODS
 from tests.helpers.config import BAD, keys, leaf

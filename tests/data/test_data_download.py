@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fednh.data.published import PUBLISHED
-from fednh.data.published.base import RemoteFile, download
+from fednh.data.published import RemoteFile, download
 from fednh.data.sources import registry
 from fednh.data.sources.builtin import BUILTIN
+from fednh.data.sources.registry import PUBLISHED
 from fednh.errors import UserError
 
 CONTENT = np.random.default_rng(0).bytes(700_000)

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fednh.data.published import PUBLISHED, cifar, idx
+from fednh.data.published import cifar, idx
 from fednh.data.sources import registry
 from fednh.data.sources.builtin import BUILTIN
+from fednh.data.sources.registry import PUBLISHED
 from fednh.errors import UserError
 
 IMAGES = {"cifar10": (32, 32, 3), "cifar100": (32, 32, 3), "fashion_mnist": (28, 28), "mnist": (28, 28)}

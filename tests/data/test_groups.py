@@ -17,9 +17,8 @@ from fednh.config import PartitionConfig
 from fednh.config import load as load_config
 from fednh.data.dataset import Dataset
 from fednh.data.inspection import Division, inspect
-from fednh.data.partitions import PARTITIONS, Drawn
-from fednh.data.partitions.dirichlet import LongTail
-from fednh.data.partitions.simple import BySite
+from fednh.data.partitions import Drawn
+from fednh.data.partitions.kinds import PARTITIONS, BySite, LongTail
 from fednh.data.sources.registry import load, taken
 from fednh.data.splits import hold_out
 from fednh.data.splits import test_rows as cut_rows
@@ -208,7 +207,7 @@ def test_what_names_no_groups_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(UserError, match=r"the 1 groups of data\.group are too few"):
         own(name, group=r"(p)\d", test_share=0.2)
     many = load_config(None, {"partition.name": "iid", "partition.clients": 13, "partition.min_samples": 1})
-    with pytest.raises(UserError, match=r"13 clients cannot each have a group: .* are dealt, and there are 12"):
+    with pytest.raises(UserError, match=r"partition.clients = 13 cannot each have a group: .* are dealt, and there are 12"):
         divide(own(table, group="patient"), many)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fednh.config import Config, load
 from fednh.data.dataset import Dataset, one_site
 from fednh.data.inspection import Division, effective, gini, inspect
-from fednh.data.partitions.simple import BySite
+from fednh.data.partitions.kinds import BySite
 from fednh.data.scaling import Scaling, agreed, measure, statistics
 from fednh.data.splits import hold_out
 from fednh.errors import UserError

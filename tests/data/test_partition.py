@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from fednh.config import PartitionConfig
 from fednh.config import load as load_config
 from fednh.data.inspection import Division, inspect
-from fednh.data.partitions import PARTITIONS, Drawn, uses
-from fednh.data.partitions import settings as all_settings
-from fednh.data.partitions.dirichlet import Dirichlet, LongTail
+from fednh.data.partitions import Drawn
+from fednh.data.partitions.kinds import PARTITIONS, Dirichlet, LongTail, uses
+from fednh.data.partitions.kinds import settings as all_settings
 from fednh.errors import UserError
 from fednh.federated.setup import build_federation
 from fednh.seeding import numpy_rng

@@ -20,11 +20,10 @@ import pytest
 import fednh
 from fednh.cli.options import OFFERED
 from fednh.config import Config
-from fednh.data.published import PUBLISHED, Published
-from fednh.data.published.base import RemoteFile
+from fednh.data.published import Published, RemoteFile
+from fednh.data.sources import Source
 from fednh.data.sources import registry as sources
-from fednh.data.sources.base import Source
-from fednh.data.sources.registry import SOURCES
+from fednh.data.sources.registry import PUBLISHED, SOURCES
 from fednh.errors import UserError
 from fednh.flower.site_config import SAFE_DATA, Policy
 
@@ -45,8 +44,8 @@ from pydantic import Field
 
 from fednh.data.dataset import Dataset
 from fednh.data.sources.npz import from_arrays
-from fednh.data.sources.base import Source
-from fednh.data.sources.base import AGREED
+from fednh.data.sources import Source
+from fednh.data.sources import AGREED
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,7 @@ def test_every_kind_is_complete_and_documented(kind: type[Source]) -> None:
 
 def test_the_settings_of_data_are_those_of_the_kinds() -> None:
     """By hand: which keys there are, which of them a server may decide for sites, and which a kind uses."""
-    fixed = {"name", "dir", "augment", "holdout", "merge_test"}
+    fixed = {"name", "dir", "augment", "holdout", "merge_test", "folds", "fold"}
     of_kinds = {"size", "label", "site", "classes", "columns", "encoding", "test_share", "sites", "without"}
     of_kinds |= {"fit", "on_bad", "layout", "ignore", "separator", "decimal", "group", "missing", "missing_indicator"}
     assert set(type(Config().data).model_fields) == fixed | of_kinds

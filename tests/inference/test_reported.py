@@ -18,7 +18,7 @@ import pytest
 
 import fednh
 from fednh.config import dump, load
-from fednh.data.partitions import PARTITIONS
+from fednh.data.partitions.kinds import PARTITIONS
 from fednh.data.sources.registry import SOURCES
 from fednh.flower.deploy import scaffold
 from fednh.inference.eval_data import Training, select_eval_samples

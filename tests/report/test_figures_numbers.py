@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fednh.data.published import PUBLISHED
+from fednh.data.sources.registry import PUBLISHED
 from fednh.errors import UserError
 from fednh.methods import METHODS
 from fednh.report.figures import FIGURES

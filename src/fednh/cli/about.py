@@ -127,7 +127,7 @@ def partitions() -> None:
     """List the ways to divide samples among clients, with their settings."""
     import dataclasses
 
-    from fednh.data.partitions import PARTITIONS
+    from fednh.data.partitions.kinds import PARTITIONS
 
     console = console_for_people()
     for name, kind in PARTITIONS.items():

@@ -49,21 +49,20 @@ def _methods() -> list[str]:
 
 
 def _partitions() -> Iterable[str]:
-    from fednh.data.partitions import PARTITIONS
+    from fednh.data.partitions.kinds import PARTITIONS
 
     return PARTITIONS
 
 
 def _data() -> list[str]:
-    from fednh.data.published import PUBLISHED
     from fednh.data.sources.builtin import BUILTIN
-    from fednh.data.sources.registry import SOURCES
+    from fednh.data.sources.registry import PUBLISHED, SOURCES
 
     return [*BUILTIN, *PUBLISHED, *(f"{kind}:" for kind in SOURCES)]
 
 
 def _published() -> Iterable[str]:
-    from fednh.data.published import PUBLISHED
+    from fednh.data.sources.registry import PUBLISHED
 
     return PUBLISHED
 

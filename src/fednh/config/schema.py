@@ -24,8 +24,9 @@ from pydantic import (
 from pydantic.errors import PydanticSchemaGenerationError
 
 from fednh.config import options
-from fednh.data import partitions
-from fednh.data.partitions import PARTITIONS, Partition
+from fednh.data.partitions import Partition
+from fednh.data.partitions import kinds as partition_kinds
+from fednh.data.partitions.kinds import PARTITIONS
 from fednh.data.sources import registry
 from fednh.errors import ConfigError, Ignored, did_you_mean
 from fednh.methods import METHODS, Method
@@ -96,7 +97,7 @@ else:
         "PartitionConfig",
         __base__=PartitionSection,
         name=(Literal[tuple(PARTITIONS)], "dirichlet"),
-        **partitions.settings(),
+        **partition_kinds.settings(),
     )
 
 

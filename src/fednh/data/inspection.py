@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Dataset, Inputs
-from fednh.data.partitions.base import Indices, Partition, left_out
+from fednh.data.partitions import Indices, Partition, left_out
 from fednh.data.scaling import category_slots, feature_slices, measure
 from fednh.data.splits import not_divided
 from fednh.seeding import numpy_rng

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fednh.data.dataset import Dataset, Inputs
-from fednh.data.partitions.base import Indices
+from fednh.data.partitions import Indices
 
 EPSILON = float(np.finfo(np.float32).eps)  # a smaller share of the mean is lost in float32
 

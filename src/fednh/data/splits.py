@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Dataset, Inputs, Labels, select_rows
-from fednh.data.partitions.base import Indices, class_table
+from fednh.data.partitions import Indices, class_table
 from fednh.data.scaling import measure
 from fednh.data.sources.columns import numbered_sites
 from fednh.errors import DataError

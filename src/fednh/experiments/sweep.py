@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fednh.config import Config, build_method, dump, load, parse_value
-from fednh.data import partitions as kinds
 from fednh.data.dataset import Dataset
+from fednh.data.partitions import kinds
 from fednh.errors import UserError, did_you_mean
 from fednh.federated.setup import build_federation, load_data
 from fednh.io.files import exclusive, write_bytes

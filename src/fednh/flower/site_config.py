@@ -21,10 +21,9 @@ from filelock import FileLock
 
 from fednh.config import Config, validate
 from fednh.config.schema import DEFAULT_METHOD
-from fednh.data.published import PUBLISHED
 from fednh.data.sources.builtin import BUILTIN
 from fednh.data.sources.images import KEPT
-from fednh.data.sources.registry import agreed, with_prefix
+from fednh.data.sources.registry import PUBLISHED, agreed, with_prefix
 from fednh.errors import Refused, UserError
 from fednh.flower.layout import SiteFolder
 from fednh.flower.protocol import RANGES

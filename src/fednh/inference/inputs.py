@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fednh.data.dataset import Inputs
-from fednh.data.sources import memory
-from fednh.data.sources.base import Source
+from fednh.data.sources import Source, memory
 from fednh.data.sources.csv import numbers_of, site_files
 from fednh.data.sources.folder import walk
 from fednh.data.sources.images import BROKEN, SUFFIXES, decode, fitted, rule

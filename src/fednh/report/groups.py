@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.config import flat
-from fednh.data.partitions import PARTITIONS, uses
-from fednh.data.partitions.dirichlet import LongTail
+from fednh.data.partitions.kinds import PARTITIONS, LongTail, uses
 from fednh.methods import METHODS
 from fednh.report.load import Run
 from fednh.report.sheet import percent

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.config import flat
-from fednh.data.partitions import uses
+from fednh.data.partitions.kinds import uses
 from fednh.errors import UserError, nearest
 from fednh.metric_names import HELD_GM_SHARE, HELD_SHARE
 from fednh.report.groups import by_variant, settings_of, varying

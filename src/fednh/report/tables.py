@@ -18,7 +18,7 @@ from importlib import resources
 from typing import Any
 
 from fednh.config import PRESETS, flat, load
-from fednh.data.partitions.dirichlet import Dirichlet, LongTail
+from fednh.data.partitions.kinds import Dirichlet, LongTail
 from fednh.errors import UserError, did_you_mean
 from fednh.metric_names import GM, HELD_OUT, HELD_SHARE, PM_L, POOLED, TEST_SET, best_of, std_of
 from fednh.report import groups

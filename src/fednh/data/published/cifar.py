@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays
-from fednh.data.published.base import DataPath, Published, RemoteFile
+from fednh.data.published import DataPath, Published, RemoteFile
 from fednh.errors import DataError
 
 PIXELS = 3 * 32 * 32  # an image is a row: all red, then all green, then all blue values

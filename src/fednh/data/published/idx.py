@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays
-from fednh.data.published.base import DataPath, Published, RemoteFile
+from fednh.data.published import DataPath, Published, RemoteFile
 from fednh.errors import DataError
 
 DEBIAN_ROOT = Path("/usr/share/datasets")  # where Debian's dataset-* packages put their files

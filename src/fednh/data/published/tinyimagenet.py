@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays
-from fednh.data.published.base import DataPath, Published, RemoteFile
+from fednh.data.published import DataPath, Published, RemoteFile
 from fednh.data.sources.images import BROKEN, decode
 from fednh.errors import DataError
 from fednh.io import cache

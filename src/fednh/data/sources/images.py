@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fednh.data.dataset import Dataset
-from fednh.data.sources.base import Fit, FitRule, OnBad, Size, Source
+from fednh.data.sources import Fit, FitRule, OnBad, Size, Source
 from fednh.data.sources.columns import in_order, numbered
 from fednh.data.splits import from_rows
 from fednh.errors import DataError

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from fednh import extras
 from fednh.data.dataset import Dataset
-from fednh.data.sources.base import Source
+from fednh.data.sources import Source
 from fednh.data.sources.csv import EXTRA
 from fednh.data.sources.npz import KEYS, MEDMNIST_KEYS, from_arrays
 from fednh.data.sources.table import Tabular, from_table

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays, Dataset, Inputs, Labels
 from fednh.data.scaling import measure
-from fednh.data.sources.base import Source
+from fednh.data.sources import Source
 from fednh.data.sources.columns import numbered, numbered_sites, spelling
 from fednh.data.sources.images import MEAN, STD
 from fednh.errors import DataError, UserError

@@ -18,10 +18,12 @@ from typing import Any, NamedTuple, TypeVar
 from fednh.data import declared_settings
 from fednh.data.dataset import Dataset
 from fednh.data.inspection import vector_identifiers
-from fednh.data.published import PUBLISHED
-from fednh.data.published.base import DownloadProgress
-from fednh.data.published.base import download as download_files
-from fednh.data.sources.base import AGREED, Source
+from fednh.data.published import DownloadProgress, Published
+from fednh.data.published import download as download_files
+from fednh.data.published.cifar import CIFAR10, CIFAR100
+from fednh.data.published.idx import FASHION_MNIST, MNIST
+from fednh.data.published.tinyimagenet import TINYIMAGENET
+from fednh.data.sources import AGREED, Source
 from fednh.data.sources.builtin import BUILTIN
 from fednh.data.sources.columns import alike
 from fednh.data.sources.folder import Folder
@@ -35,6 +37,7 @@ from fednh.io.files import expanded
 
 S = TypeVar("S", bound=Source)
 
+PUBLISHED: dict[str, Published] = {each.name: each for each in (CIFAR10, CIFAR100, TINYIMAGENET, FASHION_MNIST, MNIST)}
 SOURCES: dict[str, type[Source]] = {
     kind.prefix: kind for kind in (Npz, Folder, Csv, Parquet, HuggingFace, Python, Memory)
 }

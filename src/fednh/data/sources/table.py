@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from fednh.data import inspection
 from fednh.data.dataset import Dataset, Inputs, Labels
 from fednh.data.scaling import measure
-from fednh.data.sources import columns
-from fednh.data.sources.base import (
+from fednh.data.sources import (
     Column,
     Columns,
     Decimal,
@@ -31,6 +30,7 @@ from fednh.data.sources.base import (
     Names,
     Separator,
     Source,
+    columns,
 )
 from fednh.data.sources.columns import MISSING, in_order, numbered
 from fednh.data.sources.csv import (

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from fednh.data.partitions.dirichlet import LongTail
+from fednh.data.partitions.kinds import LongTail
 from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, client_noun, identified, identity
 from fednh.report.figures.style import CYCLE, fading, grid, legend_below, panels, shortened_apart, sparse
 from fednh.report.load import Run
