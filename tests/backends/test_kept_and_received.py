@@ -14,10 +14,8 @@ from fednh.config import Config, load
 from fednh.federated.setup import build_federation
 from fednh.tree import Tree
 from tests.helpers import kept_or_received
-from tests.helpers.compare import same_runs
-from tests.helpers.federation import federate
-from tests.helpers.kept_or_received import FEW, KeptOrReceived, Source
-from tests.helpers.simulator import run_config, simulate
+from tests.helpers.kept_or_received import KeptOrReceived, Source
+from tests.helpers.simulator import run_config
 
 NAME = f"{kept_or_received.__name__}:{KeptOrReceived.__name__}"
 SOURCES: tuple[str, ...] = get_args(Source)
@@ -97,11 +95,3 @@ def test_what_a_method_takes_from_what_it_kept_makes_a_difference(tmp_path: Path
         for choice in ({"head": "kept"}, {"head": "received"})
     )
     assert (server["head.weight"] - averaged["head.weight"]).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("choice", FEW, ids=called)
-def test_a_site_uses_what_the_method_says(choice: dict[str, Any], tmp_path: Path) -> None:
-    config = small(choice, **{"partition.clients": 5, "engine": "loop"})
-    simulate(config, tmp_path / "simulator")
-    federate(config, tmp_path / "flower")
-    same_runs(tmp_path / "simulator", tmp_path / "flower")

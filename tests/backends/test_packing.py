@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednh.backends.ray_worker import PackedParts, _sendable, as_arrays, as_tensors, pack, unpack
+from fednh.backends.ray_worker import _sendable, as_arrays, as_tensors, pack, pack_parts, unpack, unpack_parts
 from fednh.backends.tasks import EvaluateTask, Measured, TrainTask
 from fednh.data.batches import samples_of
 from fednh.federated.client import ClientResult
@@ -91,9 +91,9 @@ def test_results_come_back_in_their_order() -> None:
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6))
 def test_parts_are_the_same_by_client(sizes: list[int]) -> None:
     parts = [np.arange(size) + 10 * k for k, size in enumerate(sizes)]
-    packed = PackedParts.of(parts)
-    assert len(packed) == len(parts)
-    assert [packed[k].tolist() for k in range(len(parts))] == [part.tolist() for part in parts]
+    back = unpack_parts(travelled(pack_parts(parts)))
+    assert [part.tolist() for part in back] == [part.tolist() for part in parts]
+    assert all(part.flags.writeable for part in back)
 
 
 def test_samples_are_shared_and_nobody_is_warned(recwarn: pytest.WarningsRecorder) -> None:

@@ -36,21 +36,8 @@ from fednh.methods.fit import Fit
 from fednh.models import Net
 from fednh.runs.layout import RunLayout
 from fednh.tree import Tree, Uploads
-from tests.helpers.compare import identical, timeless
-from tests.helpers.config import DISTINCT
+from tests.helpers.compare import identical
 from tests.helpers.simulator import SMALL, play, run_config
-
-
-@pytest.mark.parametrize("method", DISTINCT)
-def test_any_number_of_workers_gives_the_same_bits(method: str, tmp_path: Path) -> None:
-    runs = [play(tmp_path / str(w), method__name=method, workers=w) for w in (1, 4)]
-    for simulation, summary, told in runs[1:]:
-        identical(simulation.server, runs[0][0].server)
-        assert timeless(summary) == timeless(runs[0][1])
-        assert timeless(told.records) == timeless(runs[0][2].records)
-    names = sorted(p.name for p in (tmp_path / "1/models/personal").iterdir())
-    for name in names:
-        identical(read_tree(tmp_path / "1/models/personal" / name), read_tree(tmp_path / "4/models/personal" / name))
 
 
 def test_the_clients_of_a_round_are_counted_as_they_finish(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,9 +143,15 @@ def collect_models(run: Path) -> None:
 
 
 def serve(
-    config: Config, wire: Wire, out: Path, identity: Identity, enough: int | None = None, wait: float = 60.0
+    config: Config,
+    wire: Wire,
+    out: Path,
+    identity: Identity,
+    enough: int | None = None,
+    wait: float = 60.0,
+    recorder: Recorder | None = None,
 ) -> Recorder:
-    watcher = Recorder()
+    watcher = recorder or Recorder()
     with RunFolder(out) as folder:
         least = min(config.federation.min_clients, enough or len(wire.nodes))
         transport = Transport(0.2, enough or len(wire.nodes), 0.001, least, wait)

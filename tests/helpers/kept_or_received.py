@@ -10,10 +10,6 @@ from torch import Tensor
 from fednh.methods.base import MODEL, ClientData, Fit, Method, Net, Tree, cross_entropy, prefix, select, strip_prefix
 
 Source = Literal["received", "kept", "halfway", "before"]
-FEW = [
-    {"body": "received", "head": "kept", "names": "same"},
-    {"body": "halfway", "head": "before", "names": "both", "enrolls": True, "uploads": "body"},
-]
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,12 @@ class Nodes:
     def environment(self) -> dict[str, str]:
         """Of a process that joins it."""
         kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-        return {**kept, **LOOPBACK, "PYTHONPATH": str(SOURCE), "FEDNH_CACHE": os.environ.get("FEDNH_CACHE", "")}
+        return {
+            **kept,
+            **LOOPBACK,
+            "PYTHONPATH": f"{SOURCE}{os.pathsep}{SOURCE.parent}",
+            "FEDNH_CACHE": os.environ.get("FEDNH_CACHE", ""),
+        }
 
 
 @contextmanager

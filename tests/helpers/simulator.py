@@ -42,10 +42,11 @@ def run_config(
     return simulation, summary, told
 
 
-def simulate(config: Config, out: Path) -> Recorder:
-    """The config on this machine, in the run folder `out`."""
-    federation, recorder = build_federation(config), Recorder()
+def simulate(config: Config, out: Path, recorder: Recorder | None = None) -> Recorder:
+    """The config on this machine, in the run folder `out`, from where that stands."""
+    federation, recorder = build_federation(config), recorder or Recorder()
     with RunFolder(out) as folder:
-        folder.begin(config, federation.dataset.classes, federation.class_counts(), federation.sites)
+        if not folder.started:
+            folder.begin(config, federation.dataset.classes, federation.class_counts(), federation.sites)
         threads.make_run(config, federation, folder, recorder).run()
     return recorder

@@ -1,15 +1,14 @@
 """The executor of many machines: clients as tasks of Ray, with the bits of one machine's thread pool.
 
-The driver, this process, holds the run folder, the samples and the store of what clients keep. Samples go into Ray's
-object store once, what clients receive once an exchange, and what a client kept travels with its job and comes back
-with the result. Small clients are packed: a job is as many batches as take about `JOB_SECONDS`. Results are read in the
-order of the clients, so that sums have the same bits for any number of machines. Ray computes a job again if its worker
-or its machine is lost.
+The driver, this process, holds the run folder, the samples and the store of what clients keep. Ray brings this package
+to the machines. Samples go into Ray's object store once, what clients receive once an exchange, and what a client kept
+travels with its job and comes back with the result. Small clients are packed: a job is as many batches as take about
+`JOB_SECONDS`. Results are read in the order of the clients, so that sums have the same bits for any number of machines.
+Ray computes a job again if its worker or its machine is lost.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -30,9 +29,10 @@ from typing import Any, NamedTuple
 
 import ray
 from ray import exceptions
-from ray.util import scheduling_strategies
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from fednh.backends.ray_worker import SAME, facts, pack, pack_data, unpack
+import fednh
+from fednh.backends.ray_worker import JobResult, compute, pack, pack_data, unpack, versions
 from fednh.backends.tasks import ClientBatch, ClientTask
 from fednh.backends.threads import Simulation
 from fednh.callbacks import Callback
@@ -41,7 +41,7 @@ from fednh.config.schema import RayConfig
 from fednh.errors import Interrupted, RunError, UserError
 from fednh.federated.rounds import RoundLoop
 from fednh.federated.setup import Federation
-from fednh.runs.run_folder import RunFolder, worker_count
+from fednh.runs.run_folder import RunFolder, cpu, worker_count
 from fednh.text import one_line, plural
 from fednh.tree import Tree, size
 
@@ -51,17 +51,9 @@ JOB_BYTES = 16 << 20  # of the models in a packed job
 AHEAD = 2  # jobs a slot: one at work, one waiting
 START_SECONDS = 180.0  # for a cluster to find room for one client and start its worker
 GATHER_SECONDS = 15.0  # for the other machines to answer; those that others use will come later
-HEAD_SECONDS = 10.0  # that the cluster's head may be out of reach
-SHUTDOWN_SECONDS = 20.0
-LOST = (
-    exceptions.WorkerCrashedError,
-    exceptions.NodeDiedError,
-    exceptions.OutOfMemoryError,
-    exceptions.ObjectLostError,
-)  # the worker or the machine of a job, more often than Ray computes it again
+SHUTDOWN_SECONDS = 20.0  # a lost cluster may not answer
 POLL_INTERVAL = 0.1  # seconds between two looks at whether the run should stop
-
-STRATEGIES: Any = scheduling_strategies  # Ray's types are incomplete
+LOST = tuple(getattr(exceptions, f"{what}Error") for what in ("WorkerCrashed", "NodeDied", "OutOfMemory", "ObjectLost"))
 
 # --- connection -----------------------------------------------------------------------------------------------------
 
@@ -69,10 +61,14 @@ RAY_ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",  # a run tells nobody about itself
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning about the future
     "RAY_task_oom_retries": str(MAX_ATTEMPTS - 1),  # Ray would try for ever
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "20",  # then Ray ends this process; see `message_if_killed`
 }
 LOCAL_ENV = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # "no cluster of several machines": listen on 127.0.0.1 alone
-CLUSTER_ENV = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3600"}  # HeadMonitor notices earlier; Ray would end us
-INIT_OPTIONS: Any = {"logging_level": logging.CRITICAL, "log_to_driver": False}
+INIT_OPTIONS: Any = {
+    "logging_level": logging.CRITICAL,
+    "log_to_driver": False,
+    "runtime_env": {"py_modules": [fednh]},  # machines compute with this source, whatever they have themselves
+}
 
 
 def check_address(address: str | None) -> None:
@@ -95,20 +91,18 @@ def local_cpus(config: Config) -> int:
 
 
 @contextlib.contextmanager
-def connected(address: str | None, cpus: int) -> Iterator[HeadMonitor]:
-    """Ray while a run lasts: the cluster at `address`, or one of this machine alone with so many CPUs."""
+def connected(address: str | None, cpus: int) -> Iterator[str]:
+    """Ray while a run lasts, and its address: the cluster at `address`, or one of this machine with so many CPUs."""
     check_address(address)
     address = cluster_address(address)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    with _environment({**RAY_ENV, **(LOCAL_ENV if address is None else CLUSTER_ENV)}):
+    with environment(RAY_ENV | (LOCAL_ENV if address is None else {})):
         _silence()
         try:
             if address is None:
                 ray.init("local", num_cpus=cpus, include_dashboard=False, **INIT_OPTIONS)
             else:
-                host, _, port = address.rpartition(":")
-                if host and port.isdigit() and not reachable(address, 5.0):
-                    raise ConnectionError("nothing answers there")  # Ray would try for a minute
+                _check_reachable(address)
                 ray.init(address, **INIT_OPTIONS)
         except (ConnectionError, ValueError, RuntimeError, OSError) as error:
             ray.shutdown()
@@ -117,53 +111,22 @@ def connected(address: str | None, cpus: int) -> Iterator[HeadMonitor]:
             if threading.current_thread() is threading.main_thread():
                 for number, handler in handlers.items():  # Ray's own would end the run without saving
                     signal.signal(number, handler)
-    monitor = HeadMonitor(ray.get_runtime_context().gcs_address, LOCAL_ENV if address is None else {})
     try:
-        yield monitor
+        yield ray.get_runtime_context().gcs_address
     finally:
-        monitor.stop()
-        if monitor.gone():
-            atexit.register(_exit_at_once)  # Ray's own way out speaks to the head, and would crash
-        else:
-            leaving = threading.Thread(target=ray.shutdown, daemon=True)  # a lost cluster may not answer
-            leaving.start()
-            leaving.join(SHUTDOWN_SECONDS)
+        leaving = threading.Thread(target=ray.shutdown, daemon=True)
+        leaving.start()
+        leaving.join(SHUTDOWN_SECONDS)
 
 
-class HeadMonitor(threading.Thread):
-    """Watches the head of the cluster; `lost` is set when it has been out of reach for `patience` seconds."""
-
-    def __init__(self, address: str, environment: Mapping[str, str], patience: float = HEAD_SECONDS):
-        """`environment`: of other processes that join the cluster."""
-        super().__init__(daemon=True, name="ray-head-monitor")
-        self.address, self.environment, self.patience = address, environment, patience
-        self.lost, self._stopped = threading.Event(), threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        seen = time.monotonic()
-        while not self._stopped.wait(self.patience / 10):
-            if reachable(self.address, self.patience):
-                seen = time.monotonic()
-            elif time.monotonic() - seen > self.patience:
-                self.lost.set()
-                return
-
-    def gone(self) -> bool:
-        """Whether the head cannot be reached now: Ray ends a process that asks it for anything."""
-        return self.lost.is_set() or not reachable(self.address, self.patience)
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-
-def reachable(address: str, seconds: float) -> bool:
+def _check_reachable(address: str) -> None:
+    """Refuse at once; Ray would try for a minute."""
     host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), seconds).close()
-    except OSError:
-        return False
-    return True
+    if host and port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), 5.0).close()
+        except OSError:
+            raise ConnectionError("nothing answers there") from None
 
 
 def _refusal(address: str | None, error: Exception) -> str:
@@ -179,7 +142,7 @@ def _refusal(address: str | None, error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _environment(settings: dict[str, str]) -> Iterator[None]:
+def environment(settings: dict[str, str]) -> Iterator[None]:
     """Ray is configured by the environment; what the user has set holds."""
     added = {key: value for key, value in settings.items() if key not in os.environ}
     os.environ |= added
@@ -197,12 +160,6 @@ def _silence() -> None:
     if hasattr(worker, "print_to_stdstream"):
         worker.print_to_stdstream = lambda *_, **__: None
     logging.getLogger("ray").setLevel(logging.CRITICAL)
-
-
-def _exit_at_once() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
 
 
 @contextlib.contextmanager
@@ -257,47 +214,7 @@ def in_words(wanted: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in wanted.items())
 
 
-def machine_problem(about: Mapping[str, Any]) -> str | None:
-    """Why a machine cannot be used, in a sentence."""
-    mine, name = facts(), f"the machine {about['host']} (node {about['node'][:8]})"
-    if words := about.get("problem"):
-        return f"{name} cannot compute clients: {words}; install there what is installed here"
-    for key in SAME:
-        if about[key] != mine[key]:
-            if key == "source":
-                return f"{name} has another source of fednh {mine['fednh']}; install this machine's"
-            return f"{name} has {key} {about[key]}, this one {mine[key]}; install the same versions"
-    return None
-
-
 # --- code -----------------------------------------------------------------------------------------------------------
-
-
-def _remote_function(wanted: Mapping[str, float]) -> Any:
-    """A job as a task of Ray. It is defined here so that Ray sends it as it is: the machine may lack this package."""
-
-    def fednh_client(*job: Any) -> dict[str, Any]:
-        import socket
-
-        import ray
-
-        process: Any = ray._private.worker.global_worker  # nothing public tells the attempt
-        attempt, node = process.core_worker.get_current_task_attempt_number(), ray.get_runtime_context().get_node_id()
-        here = {"host": socket.gethostname(), "node": node, "attempt": attempt}
-        try:
-            from fednh.backends import ray_worker
-
-            return {**here, **ray_worker.compute(*job)}
-        except Exception as error:
-            return {**here, "problem": f"{type(error).__name__}: {error}"}
-
-    return ray.remote(
-        num_cpus=wanted.get("CPU", 0),
-        num_gpus=wanted.get("GPU", 0),
-        resources={name: amount for name, amount in wanted.items() if name not in ("CPU", "GPU")},
-        max_retries=MAX_ATTEMPTS - 1,
-        max_calls=0,  # a worker is used again
-    )(fednh_client)
 
 
 def own_modules() -> list[ModuleType]:
@@ -380,161 +297,114 @@ class RayCluster(Simulation):
         self.machines: set[str] = set()  # nodes that have computed clients
         self.computed_again = 0  # clients whose first computation was lost
         self._seconds: dict[type[ClientTask], float] = {}  # of a batch, the last time
-        self._refused: set[str] = set()  # nodes that cannot be used
-        self._alive: set[str] = set()  # nodes at the start of the exchange
-        self._cpus = {facts()["cpu"]}
+        self._cpus = {cpu()}
 
     def __enter__(self) -> RayCluster:
         self._stack = ExitStack()
-        self.monitor = self._stack.enter_context(connected(self.address, local_cpus(self.config)))
-        told = f"Ray has ended this run, as it does when this machine's part of the cluster is lost; {self.next}"
-        self._stack.enter_context(message_if_killed(f"fednh: {told}"))
+        self._stack.enter_context(connected(self.address, local_cpus(self.config)))
+        why = f"Ray has ended this run, as it does when its head or this machine's part of it is lost; {self.next}"
+        self._stack.enter_context(message_if_killed(f"fednh: {why}"))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self._stack.close()
 
     def begin(self, initial: Tree) -> None:
-        """Send the samples, and ask every machine what it computes with."""
+        """Send the samples, and have every machine say whether it can compute clients."""
         super().begin(initial)
         room(self.config)
         self._data = ray.put(pack_data(self.data, pickled_by_value))
-        self._function = _remote_function(self.needs)
+        self._compute: Any = ray.remote(
+            num_cpus=self.needs.get("CPU", 0),
+            num_gpus=self.needs.get("GPU", 0),
+            resources={name: amount for name, amount in self.needs.items() if name not in ("CPU", "GPU")},
+            max_retries=MAX_ATTEMPTS - 1,
+            max_calls=0,  # a worker is used again
+        )(compute)
         nodes = [node for node, has in alive().items() if slots(self.needs, [has])]
-        jobs = [self._submit([], self._data, STRATEGIES.NodeAffinitySchedulingStrategy(node, False)) for node in nodes]
-        asked = [job.ref for job in jobs]
+        asked = [self._submit([], None, NodeAffinitySchedulingStrategy(node, soft=False)).ref for node in nodes]
         if not self._wait(asked, 1, START_SECONDS):
             raise UserError(
                 f"the Ray cluster started no worker for a client, which needs {in_words(self.needs)}, in "
                 f"{START_SECONDS:g} s; `ray status` shows whether others use it all"
             )
         for ref in self._wait(asked, len(asked), GATHER_SECONDS):
-            with contextlib.suppress(exceptions.RayError):  # it is lost already
-                if problem := machine_problem(ray.get(ref)):
-                    raise UserError(problem)
+            with contextlib.suppress(*LOST):  # it is lost already
+                if error := _result(ref).error:
+                    raise UserError(error)
 
     def finished(self, rounds: int) -> dict[str, Any]:
         return {"ray": {"machines": len(self.machines), "computed_again": self.computed_again}}
 
     def map(self, task: ClientTask, batches: Sequence[ClientBatch]) -> Iterator[list[Any]]:
         """The results in the order of `batches`; at most `AHEAD` jobs a slot are at work or waiting to be read."""
-        free = self._slots() or 1
-        slots = min(self.config.workers or free, free)
-        at_once = slots if slots < free else AHEAD * slots  # where all slots are ours, Ray has the next jobs already
-        most = max(1, JOB_BYTES // max(1, size(task.down)))
-        given, waiting, ready = 0, deque[Job](), set[Any]()
         try:
-            shared = ray.put(pack(task))
+            shared, free = ray.put(pack(task)), slots(self.needs, list(alive().values())) or 1
+            limit = min(self.config.workers or free, free)
+            at_once = limit if limit < free else AHEAD * limit  # Ray has the next jobs if all slots are ours
+            most = max(1, JOB_BYTES // max(1, size(task.down)))
+            given, waiting, ready = 0, deque[Job](), set[Any]()
             while given < len(batches) or waiting:
                 running = [job.ref for job in waiting if job.ref not in ready]
-                while given < len(batches) and len(waiting) < AHEAD * slots and len(running) < at_once:
-                    number = job_size(self._seconds.get(type(task)), len(batches) - given, slots, most)
+                while given < len(batches) and len(waiting) < AHEAD * limit and len(running) < at_once:
+                    number = job_size(self._seconds.get(type(task)), len(batches) - given, limit, most)
                     waiting.append(self._submit(batches[given : given + number], shared))
                     running.append(waiting[-1].ref)
                     given += number
-                job = waiting[0]
-                if job.ref not in ready:
-                    ready.update(self._any(running))
+                if waiting[0].ref not in ready:
+                    ready.update(found := self._wait(running, 1, START_SECONDS))
+                    if not found and not slots(self.needs, list(alive().values())):
+                        raise self.lost(f"no machine has room for a client, which needs {in_words(self.needs)}")
                     continue
-                waiting.popleft()
+                job = waiting.popleft()
                 ready.remove(job.ref)
                 done = self._done(job)
-                if not self._usable(done):
-                    waiting.appendleft(self._submit(job.batches, shared))
-                    continue
-                self._account(job, done)
-                self._seconds[type(task)] = done["seconds"] / len(job.batches)
-                for batch, results in zip(job.batches, unpack(done["results"], self.config.device), strict=True):
+                self._seconds[type(task)] = done.seconds / len(job.batches)
+                for batch, results in zip(job.batches, unpack(done.results, self.config.device), strict=True):
                     self.meter(sum(task.samples(self.data, client) for client in batch))
                     yield results
-        except exceptions.RayError as error:  # its store or its disk is full, or a part of it is gone
-            self.check()
+        except (exceptions.RayError, ConnectionError) as error:  # its store or disk is full, or a part of it is gone
             raise self.lost(one_line(str(error), 300)) from error
 
-    def _submit(self, batches: Sequence[ClientBatch], task: Any, strategy: Any = None) -> Job:
-        device = self.config.device.partition(":")[0]
-        if strategy is None and self._refused:
-            others = {"ray.io/node-id": STRATEGIES.NotIn(*self._refused)}
-            strategy = STRATEGIES.NodeLabelSchedulingStrategy(others)
-        kept = pack([self.kept(batch) for batch in batches])
-        function = self._function.options(scheduling_strategy=strategy or "SPREAD")
-        # In a list, references are resolved by the function: the machine may lack what their objects are made of.
-        return Job(batches, function.remote(facts(), device, [self._data, task], batches, kept))
+    def _submit(self, batches: Sequence[ClientBatch], task: Any, strategy: Any = "SPREAD") -> Job:
+        kept, device = pack([self.kept(batch) for batch in batches]), self.config.device.partition(":")[0]
+        # In a list, references are not resolved by Ray: the worker keeps what it has read for its next job.
+        job = (versions(), device, [self._data, task], batches, kept)
+        return Job(batches, self._compute.options(scheduling_strategy=strategy, name="fednh_client").remote(*job))
 
-    def _any(self, running: Sequence[Any]) -> list[Any]:
-        """Wait for one of the jobs."""
-        while not (found := self._wait(running, 1, START_SECONDS)):
-            if not self._slots():
-                raise self.lost(f"no machine has room for a client, which needs {in_words(self.needs)}")
-        return found
+    def _wait(self, refs: Sequence[Any], number: int, seconds: float) -> list[Any]:
+        """Those that are ready when `number` are, or when the time is over; Interrupted when the run should stop."""
+        deadline = time.monotonic() + seconds
+        while True:
+            if self.stop.is_set():
+                raise Interrupted
+            ready, _ = ray.wait(list(refs), num_returns=number, timeout=POLL_INTERVAL)
+            if len(ready) >= number or time.monotonic() > deadline:
+                return ready
 
-    def _done(self, job: Job) -> dict[str, Any]:
-        """What a job that is ready returns."""
+    def _done(self, job: Job) -> JobResult:
+        """What a job that is ready returns; its machine is noted, and whether it was lost before."""
         try:
-            done: dict[str, Any] = ray.get(job.ref)
+            done = _result(job.ref)
         except LOST as error:
             raise RunError(
                 f"client {job.batches[0][0]} was lost {MAX_ATTEMPTS} times with the process that computed it; is "
                 f"memory short there? ({one_line(str(error), 300)})"
             ) from error
-        return done
-
-    def _usable(self, done: Mapping[str, Any]) -> bool:
-        """False if a job came to a machine that cannot compute clients, such as one that joined later."""
-        problem = machine_problem(done)
-        if problem and done["node"] not in self._refused:
-            self._refused.add(done["node"])
-            self.note(f"{problem}; it is not used")
-        return problem is None
-
-    def _wait(self, refs: Sequence[Any], number: int, seconds: float) -> list[Any]:
-        """Those that are ready when `number` are, or when the time is over."""
-        deadline = time.monotonic() + seconds
-        while True:
-            self.check()
-            ready, _ = ray.wait(list(refs), num_returns=number, timeout=POLL_INTERVAL)
-            if len(ready) >= number or time.monotonic() > deadline:
-                return ready
-
-    def _account(self, job: Job, done: Mapping[str, Any]) -> None:
-        """Note where a job was computed, and whether it was lost before."""
-        if done["attempt"]:
+        if done.error:
+            raise RunError(done.error)
+        if done.attempt:
             number = sum(map(len, job.batches))
             self.computed_again += number
-            self.note(f"lost a worker on {self._lost_machine()}; {plural(number, 'client')} computed again elsewhere")
-        if error := done.get("error"):
-            raise RunError(error)
-        self.machines.add(done["node"])
-        if done["cpu"] not in self._cpus:
-            self._cpus.add(done["cpu"])
+            self.note(f"a worker or its machine was lost; {plural(number, 'client')} computed again elsewhere")
+        self.machines.add(done.node)
+        if done.cpu not in self._cpus:
+            self._cpus.add(done.cpu)
             self.note(
                 f"machines have different processors ({', '.join(sorted(self._cpus))}): the last bits of results may "
                 f"depend on which of them computes a client"
             )
-
-    def _lost_machine(self) -> str:
-        """The machine that was lost in this exchange; Ray does not say where a single worker was."""
-        nodes: list[dict[str, Any]] = [] if self.monitor.gone() else ray.nodes()  # type: ignore[no-untyped-call]
-        for node in nodes:
-            if not node["Alive"] and node["NodeID"] in self._alive:
-                return f"{node['NodeManagerHostname']} (node {node['NodeID'][:8]})"
-        return "a machine of the cluster"
-
-    def _slots(self) -> int:
-        """The slots of the cluster as it is now; asks the head, so it must be there."""
-        while self.monitor.gone():
-            self.check()
-            time.sleep(POLL_INTERVAL)
-        nodes = alive()
-        self._alive = set(nodes)
-        return slots(self.needs, [has for node, has in nodes.items() if node not in self._refused])
-
-    def check(self) -> None:
-        """Stop if the user asked for it, or if the cluster is gone."""
-        if self.stop.is_set():
-            raise Interrupted
-        if self.monitor.lost.is_set():
-            raise self.lost(f"its head at {self.monitor.address} does not answer")
+        return done
 
     def lost(self, why: str) -> RunError:
         """What the user is told when nothing is left to compute on."""
@@ -548,3 +418,14 @@ class RayCluster(Simulation):
             return "checkpoint.every = 0: nothing is saved"
         again = f"fednh resume {self.folder.path}"
         return f"continue with `{again} --backend ray`, or on this machine with `{again}`"
+
+
+def _result(ref: Any) -> JobResult:
+    try:
+        done: JobResult = ray.get(ref)
+    except exceptions.RayTaskError as error:  # `compute` raises nothing: it could not be imported there
+        why = str(error).strip().rpartition("\n")[2]
+        raise UserError(
+            f"a machine of the Ray cluster cannot compute clients: {why}; install there what is installed here"
+        ) from error
+    return done

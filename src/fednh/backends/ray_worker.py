@@ -1,4 +1,4 @@
-"""What a Ray worker computes, on a machine that has this package and nothing of the run.
+"""What a Ray worker computes, on a machine that has nothing of the run.
 
 Everything arrives through Ray: the samples once, what clients receive once an exchange, what a client kept with its
 job. Nothing is read from or written to a disk.
@@ -6,11 +6,9 @@ job. Nothing is read from or written to a disk.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import pickle
-import platform
 import socket
 import time
 import warnings
@@ -18,15 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 import torch
-from numpy.typing import NDArray
 
-import fednh
 from fednh import machine
 from fednh.backends.tasks import ClientBatch, ClientTask, SimulatedData
 from fednh.data.batches import Samples
@@ -34,30 +29,6 @@ from fednh.data.partitions import Indices
 from fednh.errors import UserError
 from fednh.federated.client import ClientResult
 from fednh.runs.run_folder import cpu
-
-SAME = ("python", "fednh", "source", "torch", "numpy")  # what must be the same on all machines
-
-
-@cache
-def facts() -> dict[str, str]:
-    """What this machine computes with."""
-    return {
-        "python": ".".join(platform.python_version_tuple()[:2]),
-        "fednh": fednh.__version__,
-        "source": _digest(Path(fednh.__file__).parent),
-        "torch": metadata.version("torch"),
-        "numpy": metadata.version("numpy"),
-        "cpu": cpu(),
-    }
-
-
-def _digest(folder: Path) -> str:
-    """Of the package's source: two copies of one version may differ."""
-    whole = hashlib.sha256()
-    for file in sorted(folder.rglob("*.py")):
-        whole.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
-    return whole.hexdigest()[:12]
-
 
 # --- serialisation --------------------------------------------------------------------------------------------------
 
@@ -93,64 +64,73 @@ def as_tensors(samples: Samples, device: str) -> Samples:
     return replace(samples, **tensors)
 
 
-@dataclass(frozen=True)
-class PackedParts(Sequence[Indices]):
+def pack_parts(parts: Sequence[Indices]) -> Any:
     """Each client's indices, as two arrays instead of one for each client."""
+    return np.concatenate([*parts, np.zeros(0, np.int64)]), np.cumsum([len(part) for part in parts], dtype=np.int64)
 
-    indices: NDArray[np.int64]
-    ends: NDArray[np.int64]
 
-    @classmethod
-    def of(cls, parts: Sequence[Indices]) -> PackedParts:
-        none = np.zeros(0, np.int64)
-        return cls(np.concatenate([*parts, none]), np.cumsum([len(part) for part in parts], dtype=np.int64))
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, client: Any) -> Any:
-        return self.indices[self.ends[client - 1] if client else 0 : self.ends[client]].copy()  # shared: not writable
+def unpack_parts(packed: tuple[Indices, Indices]) -> list[Indices]:
+    indices, ends = packed
+    return np.split(indices.copy(), ends[:-1])  # a copy can be written to, which torch wants
 
 
 def pack_data(data: SimulatedData, dumps: Callable[[Any], bytes]) -> tuple[SimulatedData, bytes]:
     """The data for Ray's object store, and the network and the method as `dumps` pickles them."""
-    train, test = as_arrays(data.train), as_arrays(data.test)
-    parts, held_out, code = PackedParts.of(data.parts), PackedParts.of(data.held_out), dumps((data.net, data.method))
+    train, test, parts, held_out = as_arrays(data.train), as_arrays(data.test), data.parts, data.held_out
     empty: Any = None
-    return SimulatedData(train, test, parts, held_out, empty, empty, data.sites), code
+    packed = replace(data, train=train, test=test, parts=pack_parts(parts), held_out=pack_parts(held_out))
+    return replace(packed, net=empty, method=empty), dumps((data.net, data.method))
 
 
-def unpack_data(packed: SimulatedData, code: bytes, device: str) -> SimulatedData:
+def unpack_data(packed: Any, code: bytes, device: str) -> SimulatedData:
     net, method = pickle.loads(code)
     train, test = as_tensors(packed.train, device), as_tensors(packed.test, device)
-    return replace(packed, train=train, test=test, net=net, method=method)
+    parts, held_out = unpack_parts(packed.parts), unpack_parts(packed.held_out)
+    return SimulatedData(train, test, parts, held_out, net, method, packed.sites)
 
 
 # --- jobs -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class JobResult:
+    """What a job returns. A failure is a sentence: an exception may not survive the way to the driver."""
+
+    node: str
+    cpu: str
+    attempt: int  # 0: the first one
+    error: str = ""
+    results: bytes = b""
+    seconds: float = 0.0
+
+
+@cache
+def versions() -> dict[str, str]:
+    """What decides the bits of a result, and must be the same on all machines; Ray itself compares Python's version."""
+    return {name: metadata.version(name) for name in ("torch", "numpy")}
+
+
 def compute(
     wanted: Mapping[str, str], device: str, refs: Sequence[Any], batches: Sequence[ClientBatch], kept: bytes
-) -> dict[str, Any]:
-    """This machine's facts and, if they are as `wanted`, the packed results of the batches and their seconds.
-
-    `refs` are the packed data and the packed task. A failure is returned as a sentence, "error": an exception may
-    not survive the way to the driver.
-    """
-    here = facts()
-    if any(here[key] != wanted[key] for key in SAME):
-        return here
-    device = _assigned(device)
-    began, data = time.perf_counter(), _data(refs[0], device)
-    if not batches:
-        return here
-    task, results = _task(refs[1], device), []
-    for batch, mine in zip(batches, unpack(kept, device), strict=True):
-        try:
-            results.append([_sendable(result) for result in task(data, batch, mine)])
-        except Exception as error:
-            return {**here, "error": _sentence(error)}
-    return {**here, "results": pack(results), "seconds": time.perf_counter() - began}
+) -> JobResult:
+    """The packed results of the batches; `refs` are the packed data and the packed task."""
+    process: Any = ray._private.worker.global_worker  # nothing public tells the attempt
+    attempt, node = process.core_worker.get_current_task_attempt_number(), ray.get_runtime_context().get_node_id()
+    here, host = JobResult(node, cpu(), attempt), socket.gethostname()
+    for name, mine in versions().items():
+        if mine != wanted[name]:
+            words = f"the machine {host} (node {node[:8]}) has {name} {mine}, the driver {wanted[name]}"
+            return replace(here, error=f"{words}; install the same versions")
+    try:
+        began, device = time.perf_counter(), _assigned(device)
+        data, results = _data(refs[0], device), []
+        for batch, mine in zip(batches, unpack(kept, device), strict=True):
+            results.append([_sendable(result) for result in _task(refs[1], device)(data, batch, mine)])
+    except UserError as error:
+        return replace(here, error=str(error))
+    except Exception as error:
+        return replace(here, error=f"on {host}: {type(error).__name__}: {error}")
+    return replace(here, results=pack(results), seconds=time.perf_counter() - began)
 
 
 @lru_cache(maxsize=1)
@@ -182,9 +162,3 @@ def _assigned(device: str) -> str:
 def _sendable(result: Any) -> Any:
     """An exception may hold anything, and need not be picklable."""
     return replace(result, error=None) if isinstance(result, ClientResult) else result
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, UserError):
-        return str(error)
-    return f"on {socket.gethostname()}: {type(error).__name__}: {error}"

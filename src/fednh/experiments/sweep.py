@@ -194,17 +194,15 @@ def place_of(backend: str, address: str | None, plan: Sequence[Planned]) -> Iter
     if backend != "ray":
         yield Place()
         return
-    from fednh.backends.ray import cluster_address, connected, local_cpus, room
+    from fednh.backends.ray import LOCAL_ENV, cluster_address, connected, local_cpus, room
 
     cpus = max(local_cpus(run.config) for run in plan)
     with ExitStack() as stack:
-        ray = stack.enter_context(connected(address, cpus))
-        place = Place(
-            min(room(run.config) for run in plan), ("--backend", "ray", "--address", ray.address), ray.environment
-        )
-        if cluster_address(address) is not None:
+        head, joined = stack.enter_context(connected(address, cpus)), cluster_address(address) is not None
+        free, options = min(room(run.config) for run in plan), ("--backend", "ray", "--address", head)
+        if joined:
             stack.close()  # it lives without us
-        yield place
+        yield Place(free, options, {} if joined else LOCAL_ENV)
 
 
 def execute(

@@ -1,0 +1,63 @@
+"""What every executor is tried with: a method that needs all that an executor carries, and a config for each case."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fednh.config import Config, load
+from fednh.federated.setup import build_federation
+from fednh.methods.base import ClientData, Fit, Net, Tree
+from tests.helpers.kept_or_received import KeptOrReceived
+
+VICTIM = 1  # the client with whom something is wrong
+
+
+@dataclass(frozen=True)
+class Contract(KeptOrReceived):
+    """Clients start from what they kept; the one with `size` samples uploads what is not finite, or fails."""
+
+    fault: str = ""
+    size: int = 0
+    head: str = "kept"  # type: ignore[assignment]
+    enrolls: bool = True
+
+    def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+        block = getattr(data, "block", None)  # of vmap, which fails as a whole and is then computed one by one
+        if self.fault == "error" and self.size in (block.sizes if block is not None else [len(data)]):
+            raise RuntimeError("no luck")
+        keep, upload = super().client_update(net, kept, received, data, fit)
+        if self.fault == "refused":
+            bad = torch.where(data.counts.sum() == self.size, torch.nan, 0.0)
+            upload = {name: value + bad for name, value in upload.items()}
+        return keep, upload
+
+
+CASES = {
+    "bits": {},
+    "dropouts": {"participation.dropout": 0.3},
+    "refused": {"method.fault": "refused"},
+    "error": {"method.fault": "error", "on_error": "skip"},
+    "interrupt": {"checkpoint.every": 1},
+}
+
+
+def config_of(case: str) -> Config:
+    """Digits on six clients, of which four train in each of four rounds."""
+    settings = {
+        "method.name": f"{__name__}:Contract",
+        "partition.clients": 6,
+        "participation.rate": 0.6,
+        "rounds": 4,
+        "train.epochs": 1,
+        "train.batch_size": 64,
+        "model.args": {"hidden": [8]},
+        "eval.every": 1,
+        "workers": 1,
+        "engine": "loop",
+        **CASES[case],
+    }
+    sizes = [len(part) for part in build_federation(load("digits", settings)).parts]
+    assert sizes.count(sizes[VICTIM]) == 1
+    return load("digits", {**settings, "method.size": sizes[VICTIM]})
