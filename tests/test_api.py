@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import fednh
 from fednh.api import _settings
 from fednh.config import load
 from fednh.errors import UserError
+from fednh.methods.fedavg import FedAvg
 from tests.helpers.compare import identical
 
 
@@ -84,3 +87,78 @@ def test_numbers_of_other_types_choose_clients_and_thresholds(finished: dict[str
     client = run.clients[0]
     identical(run.model(np.int64(client)).params, run.model(client).params)  # type: ignore[arg-type]
     assert run.model().threshold(0.6) == run.model().threshold("0.6") == 0.6
+
+
+def test_a_sweep_is_its_runs(tmp_path: Path) -> None:
+    small: dict[str, Any] = {"rounds": 1, "epochs": 1, "clients": 4}
+    runs = fednh.sweep(method="fedper", seed=[0], train__lr=[0.2, 0.1], out=tmp_path / "s", **small)
+    assert [run.config.train.lr for run in runs] == [0.2, 0.1]
+    alone = fednh.run(method="fedper", seed=0, lr=0.1, out=tmp_path / "r", **small)
+    assert runs[1].summary["pm_l"] == alone.summary["pm_l"]
+    assert [run.path.name for run in runs] == [f"digits-fedper-dirichlet0.3-lr{lr}-seed0" for lr in (0.2, 0.1)]
+
+
+def test_a_sweep_refuses_what_its_processes_cannot_import(tmp_path: Path) -> None:
+    class Cell(FedAvg):
+        pass
+
+    Cell.__module__, Cell.__qualname__ = "__main__", "Cell"
+    sys.modules["__main__"].Cell = Cell  # type: ignore[attr-defined]
+    with pytest.raises(fednh.ConfigError, match="Cell is defined in this program or notebook; move it into a module"):
+        fednh.sweep(method=[Cell, "fedavg"], out=tmp_path / "s")
+    with pytest.raises(fednh.ConfigError, match="a sweep takes the class FedAvg; give its hyper-parameters as"):
+        fednh.sweep(method=FedAvg(), out=tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+
+
+def test_evaluate_is_the_summary_of_the_run(finished: dict[str, Path]) -> None:
+    run = fednh.load_run(finished["fedavg"])
+    assert 100 * fednh.evaluate(run).balanced_accuracy == pytest.approx(run.summary["gm"], abs=1e-4)
+    own = fednh.evaluate(finished["fedavg"], client=run.clients[0], split="test")
+    assert 0 < own.accuracy < 1
+    with pytest.warns(UserWarning, match="the model was trained on"):
+        fednh.evaluate(run, split="train")
+
+
+def test_personalize_gives_a_model_and_writes_it(finished: dict[str, Path], tmp_path: Path) -> None:
+    made = fednh.personalize(finished["fednh"], "digits", epochs=1, out=tmp_path / "p")
+    x = np.zeros((2, 8, 8), np.uint8)
+    assert (made.model.predict_proba(x) == fednh.load_model(tmp_path / "p").predict_proba(x)).all()
+    with pytest.raises(UserError, match="holds something already"):
+        fednh.personalize(finished["fednh"], "digits", epochs=1, out=tmp_path / "p")
+
+
+def test_export_takes_a_run_or_a_model(finished: dict[str, Path], tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    run = fednh.load_run(finished["fedavg"])
+    assert fednh.export(run, tmp_path / "m.onnx")["difference"] < 1e-4
+    assert (tmp_path / "m.onnx").exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        (lambda: fednh.run(rounds=-1), fednh.ConfigError),
+        (lambda: fednh.run(method="fednhh"), fednh.ConfigError),
+        (lambda: fednh.run(model="conv22"), fednh.ConfigError),
+        (lambda: fednh.run(data="csv:/nowhere.csv"), fednh.DataError),
+        (lambda: fednh.run(clients=100_000), fednh.DataError),
+    ],
+)
+def test_errors_say_their_kind_and_name_no_flags(call: Callable[[], object], kind: type[UserError]) -> None:
+    with pytest.raises(kind, match=r"^((?!--).)*$") as error:
+        call()
+    assert isinstance(error.value, UserError)
+    assert error.value.exit_code == 2
+    assert fednh.RunError.exit_code == 1
+
+
+def test_documents_import_public_names_alone() -> None:
+    """fednh itself, the words that methods are written in, and help for tests."""
+    root = Path(__file__).parents[1]
+    files = [*root.glob("docs/**/*.md"), root / "README.md", *root.glob("src/fednh/cli/notebooks/*.ipynb")]
+    lines = [(file.name, line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    imports = [
+        (name, found[0]) for name, line in lines if (found := re.findall(r"(?:from|import) (fednh\.[\w.]+)", line))
+    ]
+    assert {module for _, module in imports} <= {"fednh.methods.base", "fednh.testing"}, imports

@@ -1,13 +1,14 @@
-"""The Python side of the command line: run, resume, load a run, load a model. `import fednh` offers all of them."""
+"""The Python API. `import fednh` offers what `__all__` names; every function has a command of the same name."""
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from torch import nn
@@ -20,12 +21,13 @@ from fednh.config.options import SHORT_OPTIONS
 from fednh.data.dataset import Dataset
 from fednh.data.sources.memory import is_given
 from fednh.data.sources.registry import taken
-from fednh.errors import ConfigError, Interrupted, Notice, Refused, RunError, UserError
+from fednh.errors import ConfigError, DataError, Interrupted, Notice, Refused, RunError, UserError
 from fednh.extras import import_path
 from fednh.federated.setup import build_federation, fingerprint_of
 from fednh.inference.model import Model, load_model
 from fednh.io.files import path_of
 from fednh.methods import METHODS, Method
+from fednh.methods.base import UploadSpec
 from fednh.metric_names import HELD_SHARE, TEST_SET
 from fednh.report.load import load_run as _load_run
 from fednh.runs import fingerprint
@@ -34,13 +36,19 @@ from fednh.runs.run_folder import RunFolder, read_config
 from fednh.text import html_table, plural
 
 RUN = "the folder of a run"
+KEYWORDS = {**{name: option.key for name, option in SHORT_OPTIONS.items()}, "lr": "train.lr"}  # keyword -> setting
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from fednh.inference.metrics import Assessment
+    from fednh.inference.personalize import Personalised
+
 __all__ = [
     "Callback",
     "Config",
+    "ConfigError",
+    "DataError",
     "Dataset",
     "Interrupted",
     "Method",
@@ -48,11 +56,16 @@ __all__ = [
     "Refused",
     "Result",
     "RunError",
+    "UploadSpec",
     "UserError",
+    "evaluate",
+    "export",
     "load_model",
     "load_run",
+    "personalize",
     "resume",
     "run",
+    "sweep",
 ]
 
 
@@ -106,38 +119,58 @@ def run(
     method: str | type[Method] | Method | Mapping[str, Any] | None = None,
     model: str | type[nn.Module] | Mapping[str, Any] | None = None,
     data: Any = None,
+    data_dir: str | Path | None = None,
+    partition: str | Mapping[str, Any] | None = None,
+    beta: float | None = None,
+    clients: int | None = None,
+    participation: float | Mapping[str, Any] | None = None,
     rounds: int | None = None,
+    epochs: int | None = None,
+    lr: float | None = None,
     seed: int | None = None,
+    workers: int | None = None,
+    engine: str | None = None,
+    device: str | None = None,
     callbacks: Sequence[Callback] = (),
     backend: str = "simulator",
     address: str | None = None,
     out: str | Path | None = None,
     progress: bool = False,
-    **overrides: Any,
+    **settings: Any,
 ) -> Result:
     """Run one method on one federation and return what came out.
 
     `config` is a preset, a TOML file, a dict of settings (nested, or by dotted name) or a Config; none is `digits`.
-    `method` is a name, a class of your own or an instance with its hyper-parameters; `model` is a name or a class of
-    your own (its arguments are `model__args`). Classes may be written in a notebook cell; a run of such a class goes on
-    in the program that has it. `callbacks` are told what happens (see `Callback`); one whose `on_round` returns True
-    stops the run, which is saved: `Interrupted` is raised, and `resume` goes on. `backend="ray"` computes clients on a
-    Ray cluster, at `address` or started here.
+    Keywords overrule it. Those with a name of their own are the settings used most: `partition` and `beta` divide the
+    samples among `clients`, of which `participation` is the share picked in a round; `epochs` and `lr` are those of
+    local training. All other settings go by their dotted name with two underscores for the dot
+    (`train__batch_size=32`); a section may be a dict (`eval={"every": 5}`).
 
-    Overrides are the options of `fednh run` (`method="fedavg", rounds=20, clients=10`), whole sections as dicts
-    (`train={"lr": 0.1}`), or any setting with two underscores for the dot (`train__lr=0.1`). The run folder is
-    `out`, by default a new one below `runs/`; the same run there is continued, or returned if it is finished.
+    `method` is a name, a class of your own or an instance with its hyper-parameters. `model` is a name or a class of
+    your own, whose arguments are `model__args`; an instance is refused, since every client makes its own and its
+    arguments are not known: `model__weights` starts from its saved weights. Classes may be written in a notebook cell,
+    for `backend="ray"` too; a run of such a class goes on in the program that has it.
 
-    `data` is a source as in `--data`, settings as a dict, or the samples themselves: `(x, y)`, `(x, y, site)`,
+    `data` is a source as `data.name` takes it, settings as a dict, or the samples themselves: `(x, y)`, `(x, y, site)`,
     `(x_train, y_train, x_test, y_test)`, a dict of arrays with the names of an .npz file, a data frame (pandas, Polars,
     Arrow) with a label column (`data__label="diagnosis"`), or a `Dataset`. Labels are numbers from 0, or names. Such
     samples are not kept: `data.name` is `memory:` and a name or a checksum, and to go on with the run, give them again.
+
+    `callbacks` are told what happens (see `Callback`); one whose `on_round` returns True stops the run, which is saved:
+    `Interrupted` is raised, and `resume` goes on. `backend="ray"` computes clients on a Ray cluster, at `address` or
+    started here. The run folder is `out`, by default a new one below `runs/`; the same run there is continued, or
+    returned if it is finished.
     """
-    given = {**_method_settings(method), **_model_settings(model), "rounds": rounds, "seed": seed}
-    overrides = {**{key: value for key, value in given.items() if value is not None}, **overrides}
-    settings, samples = _with_data(config, data, overrides)
-    folder = RunFolder(new_folder(settings) if out is None else path_of(out, "out= the folder of the run"))
-    return _run(settings, folder, progress, samples=samples, callbacks=callbacks, backend=backend, address=address)
+    named = {"data_dir": data_dir, "partition": partition, "beta": beta, "clients": clients, "rounds": rounds}
+    named |= {"participation": participation, "epochs": epochs, "lr": lr, "seed": seed, "workers": workers}
+    given = {**_method_settings(method), **_model_settings(model), **named, "engine": engine, "device": device}
+    complete, samples = _with_data(config, data, {**_present(given), **settings})
+    folder = RunFolder(new_folder(complete) if out is None else path_of(out, "out= the folder of the run"))
+    return _run(complete, folder, progress, samples=samples, callbacks=callbacks, backend=backend, address=address)
+
+
+def _present(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if value is not None}
 
 
 def _method_settings(method: Any) -> dict[str, Any]:
@@ -231,6 +264,120 @@ def load_run(path: str | Path) -> Result:
     return Result(found.path, found.config, found.summary, found.records)
 
 
+def sweep(
+    config: str | Path | None = None,
+    *,
+    out: str | Path = "sweep",
+    jobs: int | None = None,
+    workers: int | None = None,
+    backend: str = "simulator",
+    address: str | None = None,
+    **settings: Any,
+) -> list[Result]:
+    """Run every combination of settings, each in a folder of its own below `out`; returns the finished runs.
+
+    Settings are named as in `run`; a list has several values: `sweep(method=["fednh", "fedavg"], seed=[0, 1, 2])`. A
+    value that is a list itself stands in another one (`model__args={"hidden": [[16, 8]]}`). A hyper-parameter is given
+    to the methods that have it. A method of your own is a class in a module: runs are processes, `jobs` of them at
+    once, each with `workers`. The same call again skips what is finished, goes on with what was interrupted and tries
+    again what failed; what failed raises RunError after the others are done.
+    """
+    from fednh.experiments import sweep as sweeps
+
+    run_maker(backend, address)  # refuses what cannot be
+    axes = {key: value if isinstance(value, list) else [value] for key, value in _flat(settings).items()}
+    axes |= {"method.name": [_importable(each) for each in axes["method.name"]]} if "method.name" in axes else {}
+    folder = path_of(out, "out= the folder of the sweep")
+    varied = [key for key, values in axes.items() if len(values) > 1]  # they are part of a run's name
+    plan = sweeps.combine(None if config is None else str(config), axes, varied, folder)
+    with sweeps.locked(folder):
+        sweeps.check(plan)
+        pending = sum(not each.folder.finished for each in plan)
+        with sweeps.place_of(backend, address, plan) as place:
+            at_once, each_has = sweeps.share(jobs, workers, pending, place.slots)
+            done = sweeps.execute(plan, at_once, each_has, (), sweeps.Unwatched(), threading.Event(), place)
+    if done.failed:
+        name, why = next(iter(done.failed.items()))
+        raise RunError(f"{len(done.failed)} of {len(plan)} runs of the sweep {folder} failed; {name}: {why}")
+    return [load_run(each.folder.path) for each in plan]
+
+
+def _importable(method: Any) -> Any:
+    """The name of a method that another process can find; a class of a notebook cell has none."""
+    if isinstance(method, Method):
+        raise ConfigError(f"a sweep takes the class {type(method).__name__}; give its hyper-parameters as method__NAME")
+    name = _method_settings(method)["method"]
+    if str(name).startswith("__main__:"):
+        raise ConfigError(f"method = {method.__name__} is defined in this program or notebook; move it into a module")
+    return name
+
+
+def evaluate(
+    model: Result | str | Path,
+    data: str | None = None,
+    *,
+    client: int | str | None = None,
+    split: Literal["held", "test", "train", "all"] | None = None,
+    **settings: Any,
+) -> Assessment:
+    """Measure a model on labelled data: accuracy, precision, recall, F1 and confusion by class, calibration.
+
+    `model` is a run (its global model, or `client`'s personal one) or a model file. Without `data` they are those of
+    the model's own run; without `split` those that it held out, else the test set. Settings say how to read them
+    (`data__label="kind"`). Samples that the model was trained on are counted and warned about.
+    """
+    from fednh.inference.eval_data import select_eval_samples
+    from fednh.inference.metrics import assess
+
+    path = _path(model)
+    used = load_model(path, client)
+    chosen = select_eval_samples(used.card, path, data, split, _flat(settings))
+    if chosen.warning:
+        warnings.warn(chosen.warning, Notice, stacklevel=2)
+    return assess(used, chosen.x, chosen.y)
+
+
+def personalize(
+    run: Result | str | Path,
+    data: str,
+    *,
+    epochs: int | None = None,
+    holdout: float | None = None,
+    site: str | None = None,
+    out: str | Path | None = None,
+    **settings: Any,
+) -> Personalised:
+    """Make a personal model for a site that never took part in a finished run, from the site's `data`.
+
+    Its `model` predicts, and its `comparison` has the accuracies of the global model, of this one and of one trained
+    alone, on samples held out: the data's test set, or the share `holdout`. Of a source with several sites, `site` is
+    meant. With `out` model and comparison are written to that folder.
+    """
+    from fednh.inference import personalize as personal
+
+    folder = None if out is None else personal.empty_folder(path_of(out, "out= the folder of the model"))
+    made = personal.personalize(_path(run), data, epochs, holdout, _flat(settings), site)
+    if folder is not None:
+        made.write(folder)
+    return made
+
+
+def export(model: Model | Result | str | Path, out: str | Path, *, client: int | str | None = None) -> dict[str, Any]:
+    """Write a model as ONNX, preprocessing included, for use without fednh.
+
+    `model` is a model, a run (its global model, or `client`'s personal one) or a model file. What was written is
+    compared with the original before it gets its name; returns the file, the samples and the largest difference.
+    """
+    from fednh.inference.export import export as write
+
+    used = model if isinstance(model, Model) else load_model(_path(model), client)
+    return write(used, path_of(out, "out= the file to write"))
+
+
+def _path(given: Result | str | Path) -> Path:
+    return given.path if isinstance(given, Result) else path_of(given, "a run folder or a model file")
+
+
 def _with_data(config: Any, data: Any, overrides: Mapping[str, Any]) -> tuple[Config, Dataset | None]:
     """The settings, and the samples where a program gives them."""
     if is_given(config) and not isinstance(config, Mapping | Config):
@@ -261,9 +408,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         elif prefix or isinstance(value, Mapping):
             found[prefix + key] = value
         else:
-            short = SHORT_OPTIONS.get(key)
-            name = short.key if short else key.replace("__", ".")
-            found[name] = str(value) if isinstance(value, Path) else value
+            found[KEYWORDS.get(key) or key.replace("__", ".")] = str(value) if isinstance(value, Path) else value
     return found
 
 

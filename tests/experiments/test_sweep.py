@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 from fednh.backends import threads
 from fednh.callbacks import Callback
 from fednh.cli import app
-from fednh.cli.sweep import MOST_WARNINGS, _tell, share
+from fednh.cli.sweep import MOST_WARNINGS, _tell
 from fednh.config import load
 from fednh.errors import UserError
-from fednh.experiments.sweep import SweepOutcome, combine, values
+from fednh.experiments.sweep import SweepOutcome, combine, share, values
 from fednh.federated.setup import build_federation, initial_state
 from fednh.methods import METHODS
 from fednh.report.load import load_runs

@@ -179,20 +179,15 @@ def personalize(
     form: Annotated[AssessmentFormat, typer.Option("--format", help="json is for machines.")] = AssessmentFormat.TABLE,
 ) -> None:
     """Make a personal model for a site that never took part, and compare it with the global and a local one."""
+    from fednh.inference.personalize import empty_folder
     from fednh.inference.personalize import personalize as train
-    from fednh.io.files import write_json
-    from fednh.runs.layout import MODEL
-    from fednh.runs.model_file import write_model
 
-    folder = out or run.with_name(f"{run.resolve().name}-personal")
-    if (folder / MODEL).exists() or (folder.exists() and not folder.is_dir()):
-        raise UserError(f"{folder} holds something already; choose another folder with -o")
+    folder = empty_folder(out or run.with_name(f"{run.resolve().name}-personal"))
     made = train(run, data, epochs, holdout, set_values(settings), site)
     if known := made.comparison["held_out_trained_on"]:
         words = f"the run was trained on {known:,} of the {made.comparison['held_out']:,} samples to compare on"
         typer.echo(f"fednh: warning: {words}, so the global and the personalised model look too good", err=True)
-    write_json(folder / "comparison.json", made.comparison)
-    write_model(folder / MODEL, made.params, made.card)
+    made.write(folder)
     if form is AssessmentFormat.JSON:
         typer.echo(json.dumps(made.comparison, indent=2))
     else:

@@ -200,7 +200,7 @@ def sweep(
     """
     from fednh.backends import run_maker
     from fednh.callbacks.trackers import check as check_trackers
-    from fednh.experiments.sweep import check, combine, execute, locked, place_of
+    from fednh.experiments.sweep import check, combine, execute, locked, place_of, share
     from fednh.report.sheet import to_rich
 
     named = set_texts(settings)
@@ -238,22 +238,6 @@ def _axes(given: Given, named: Mapping[str, str]) -> dict[str, Sequence[Any]]:
     paths = ("data.name", "data.dir")  # they may have commas
     short_options = {key: [value] if key in paths else values(str(value)) for key, value in given.items()}
     return {**short_options, **{key: values(text) for key, text in named.items()}}
-
-
-def share(jobs: int | None, workers: int | None, pending: int, slots: int | None) -> tuple[int, int]:
-    """How many runs at once, and how many workers in each.
-
-    On this machine: no more in all than there are cores, unless asked for. On a cluster: never more than its `slots`,
-    since a run that finds no room gives up; and by default no more runs than this machine, which adds up their rounds,
-    has cores.
-    """
-    from fednh.machine import cores
-
-    if slots is None:
-        jobs = max(1, min(jobs or 1, pending))
-        return jobs, workers or max(1, cores() // jobs)
-    jobs = max(1, min(jobs or cores(), pending, slots // min(workers or 1, slots)))
-    return jobs, min(workers or slots, slots // jobs)
 
 
 def _plan_sheet(plan: Sequence[Planned], jobs: int, workers: int) -> Sheet:

@@ -26,6 +26,7 @@ from fednh.data.partitions import kinds
 from fednh.errors import UserError, did_you_mean
 from fednh.federated.setup import build_federation, load_data
 from fednh.io.files import exclusive, write_bytes
+from fednh.machine import cores
 from fednh.methods.registry import hyper_parameters
 from fednh.runs.layout import SweepLayout, run_name, unlike
 from fednh.runs.run_folder import RunFolder
@@ -63,6 +64,22 @@ class SweepWatcher(Protocol):
     def ended(self, run: Planned, seconds: float, problem: str | None) -> None: ...
     def interrupted(self, run: Planned) -> None: ...
     def update(self, active: Sequence[Planned]) -> None: ...
+
+
+class Unwatched:
+    """Tells nobody."""
+
+    def started(self, run: Planned) -> None:
+        pass
+
+    def ended(self, run: Planned, seconds: float, problem: str | None) -> None:
+        pass
+
+    def interrupted(self, run: Planned) -> None:
+        pass
+
+    def update(self, active: Sequence[Planned]) -> None:
+        pass
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
@@ -205,6 +222,20 @@ def place_of(backend: str, address: str | None, plan: Sequence[Planned]) -> Iter
         yield Place(free, options, {} if joined else LOCAL_ENV)
 
 
+def share(jobs: int | None, workers: int | None, pending: int, slots: int | None) -> tuple[int, int]:
+    """How many runs at once, and how many workers in each.
+
+    On this machine: no more in all than there are cores, unless asked for. On a cluster: never more than its `slots`,
+    since a run that finds no room gives up; and by default no more runs than this machine, which adds up their rounds,
+    has cores.
+    """
+    if slots is None:
+        jobs = max(1, min(jobs or 1, pending))
+        return jobs, workers or max(1, cores() // jobs)
+    jobs = max(1, min(jobs or cores(), pending, slots // min(workers or 1, slots)))
+    return jobs, min(workers or slots, slots // jobs)
+
+
 def execute(
     plan: Sequence[Planned],
     jobs: int,
@@ -222,34 +253,38 @@ def execute(
     waiting = [run for run in plan if not run.folder.finished]
     active: list[_Child] = []
     stopping = False
-    while active or (waiting and not stop.is_set()):
-        while waiting and len(active) < jobs and not stop.is_set():
-            run = waiting.pop(0)
-            screen.started(run)
-            active.append(_start(run, workers, track, place))
-        if stop.is_set() and not stopping:
-            stopping = True
-            for child in active:
-                child.process.terminate()
-        stop.wait(0.1) if not stopping else time.sleep(0.1)
-        screen.update([child.run for child in active])
-        for child in [child for child in active if child.process.poll() is not None]:
-            active.remove(child)
-            code = child.process.returncode
-            problem = None if code == 0 else _problem(code, child.log)
-            if code == 0:
-                outcome.finished.append(child.run.name)
-                said = set(_lines(child.log)) - {str(child.run.folder.path)}
-                for line in said:
-                    outcome.warnings.setdefault(line.removeprefix("fednh: "), []).append(child.log)
-                if not said:
-                    child.log.unlink(missing_ok=True)
-            elif stopping and code in (130, -signal.SIGTERM):
-                screen.interrupted(child.run)
-                continue
-            else:
-                outcome.failed[child.run.name] = str(problem)
-            screen.ended(child.run, time.perf_counter() - child.began, problem)
+    try:
+        while active or (waiting and not stop.is_set()):
+            while waiting and len(active) < jobs and not stop.is_set():
+                run = waiting.pop(0)
+                screen.started(run)
+                active.append(_start(run, workers, track, place))
+            if stop.is_set() and not stopping:
+                stopping = True
+                for child in active:
+                    child.process.terminate()
+            stop.wait(0.1) if not stopping else time.sleep(0.1)
+            screen.update([child.run for child in active])
+            for child in [child for child in active if child.process.poll() is not None]:
+                active.remove(child)
+                code = child.process.returncode
+                problem = None if code == 0 else _problem(code, child.log)
+                if code == 0:
+                    outcome.finished.append(child.run.name)
+                    said = set(_lines(child.log)) - {str(child.run.folder.path)}
+                    for line in said:
+                        outcome.warnings.setdefault(line.removeprefix("fednh: "), []).append(child.log)
+                    if not said:
+                        child.log.unlink(missing_ok=True)
+                elif stopping and code in (130, -signal.SIGTERM):
+                    screen.interrupted(child.run)
+                    continue
+                else:
+                    outcome.failed[child.run.name] = str(problem)
+                screen.ended(child.run, time.perf_counter() - child.began, problem)
+    finally:  # an exception, such as KeyboardInterrupt in a notebook: the runs at work save what they have
+        for child in active:
+            child.process.terminate()
     outcome.interrupted = stop.is_set() and len(outcome.finished) + len(outcome.skipped) < len(plan)
     return outcome
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,16 @@ from fednh.errors import UserError
 from fednh.federated import checks, client, evaluate, similarity
 from fednh.federated.setup import initial_state
 from fednh.inference.eval_data import Training, load_for, of_run, trained_on
+from fednh.inference.model import Model
+from fednh.io.files import write_json
 from fednh.machine import one_thread
 from fednh.methods import METHODS, Method
 from fednh.methods.fit import Sgd
 from fednh.metric_names import HELD_MACRO, HELD_SHARE
 from fednh.models import Net
 from fednh.runs import fingerprint
-from fednh.runs.layout import RunLayout
-from fednh.runs.model_file import Card, architecture, read_model
+from fednh.runs.layout import MODEL, RunLayout
+from fednh.runs.model_file import Card, architecture, read_model, write_model
 from fednh.runs.run_folder import read_config
 from fednh.seeding import numpy_rng, torch_rng
 from fednh.tree import Tree, canonical
@@ -44,6 +47,23 @@ class Personalised:
     params: Tree
     card: dict[str, Any]
     comparison: dict[str, Any]
+
+    @cached_property
+    def model(self) -> Model:
+        """The model, to predict with."""
+        card = Card.model_validate(self.card)
+        return Model(self.params, card, *architecture(card))
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / "comparison.json", self.comparison)
+        write_model(folder / MODEL, self.params, self.card)
+
+
+def empty_folder(folder: Path) -> Path:
+    """The folder, if a personal model can be written to it."""
+    if (folder / MODEL).exists() or (folder.exists() and not folder.is_dir()):
+        raise UserError(f"{folder} holds something already; choose another folder")
+    return folder
 
 
 def personalize(
