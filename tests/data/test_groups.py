@@ -207,7 +207,9 @@ def test_what_names_no_groups_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(UserError, match=r"the 1 groups of data\.group are too few"):
         own(name, group=r"(p)\d", test_share=0.2)
     many = load_config(None, {"partition.name": "iid", "partition.clients": 13, "partition.min_samples": 1})
-    with pytest.raises(UserError, match=r"partition.clients = 13 cannot each have a group: .* are dealt, and there are 12"):
+    with pytest.raises(
+        UserError, match=r"partition.clients = 13 cannot each have a group: .* are dealt, and there are 12"
+    ):
         divide(own(table, group="patient"), many)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from fednh.errors import UserError
 from fednh.inference.personalize import personalize
 from fednh.methods import METHODS
 from fednh.methods.fit import LocalFit
+from fednh.report.stats import wilson
 from fednh.runs.model_file import read_model
 from tests.helpers.process import fednh as command
 from tests.helpers.synthetic import real_run
@@ -96,9 +98,16 @@ def test_the_command(finished: dict[str, Path], site: str, tmp_path: Path) -> No
     args = ["personalize", str(finished["fednh"]), "--data", site, "--epochs", "2", "-o", str(out)]
     ended = command(args, tmp_path / "io")
     assert ended.code == 0, ended.stderr
-    for word in ("global", "personalised", "local only", str(out / "model.safetensors")):
+    for word in ("global", "personal", "local only", str(out / "model.safetensors")):
         assert word in ended.stdout
     comparison = json.loads((out / "comparison.json").read_text())
+    n, share = comparison["held_out"], comparison["personalised"]["held_share"]
+    low, high = wilson(round(share * n / 100), n)
+    shown = next(line for line in ended.stdout.splitlines() if "personal" in line and "to" in line)
+    assert f"{share:.1f}" in shown
+    assert f"{low:.1f} to {high:.1f}" in shown
+    assert comparison["verdict"] in ended.stdout
+    assert re.search(r"alone|tell", comparison["verdict"])
     model = fednh.load_model(out)
     there = np.isin(DATA.y_test, (2, 5, 7))
     right = model.predict(DATA.x_test[there]) == DATA.y_test[there].astype(str)

@@ -20,6 +20,8 @@ from fednh.text import plural
 
 if TYPE_CHECKING:
     from fednh.inference.metrics import Assessment
+    from fednh.inference.personalize import Personalised
+    from fednh.report.sheet import Sheet
 
 ModelPath = Annotated[Path, typer.Argument(metavar="MODEL", help="A model file, or a run folder: its global model.")]
 ClientOption = Annotated[
@@ -157,8 +159,7 @@ def evaluate(
     if form is AssessmentFormat.JSON:
         typer.echo(json.dumps(record, indent=2))
         return
-    typer.echo(f"{chosen.data}, {SAMPLES[chosen.split]}:")
-    _print_assessment(result)
+    _print_assessment(result, f"{chosen.data}, {SAMPLES[chosen.split]}:")
     if out is not None:
         typer.echo(f"written to {out}: evaluation.json, evaluation.svg, evaluation.png")
 
@@ -181,17 +182,23 @@ def personalize(
     """Make a personal model for a site that never took part, and compare it with the global and a local one."""
     from fednh.inference.personalize import empty_folder
     from fednh.inference.personalize import personalize as train
+    from fednh.report.sheet import to_rich
+    from fednh.runs.layout import MODEL
 
     folder = empty_folder(out or run.with_name(f"{run.resolve().name}-personal"))
     made = train(run, data, epochs, holdout, set_values(settings), site)
     if known := made.comparison["held_out_trained_on"]:
         words = f"the run was trained on {known:,} of the {made.comparison['held_out']:,} samples to compare on"
         typer.echo(f"fednh: warning: {words}, so the global and the personalised model look too good", err=True)
+    sheet, made.comparison["verdict"] = _compared(made, site or data)
     made.write(folder)
     if form is AssessmentFormat.JSON:
         typer.echo(json.dumps(made.comparison, indent=2))
     else:
-        _print_comparison(made.comparison, folder)
+        console = console_for_people()
+        console.print(to_rich(sheet, console.width))
+        typer.echo(made.comparison["verdict"])
+        typer.echo(str(folder / MODEL))
 
 
 @app.command()
@@ -263,18 +270,20 @@ def _write_evaluation(folder: Path, record: dict[str, Any], result: Assessment) 
             style.save(figure, folder / f"evaluation.{ending}")
 
 
-def _print_assessment(result: Assessment) -> None:
-    from rich.markup import escape
-    from rich.table import Table
+def _print_assessment(result: Assessment, title: str) -> None:
+    from fednh.report.sheet import Sheet, number, to_rich, word
 
     console = console_for_people()
-    rows = Table("class", pad_edge=False)
-    for name in ("precision", "recall", "F1", "support"):
-        rows.add_column(name, justify="right")
-    for c in result.classes:
-        rates = (f"{100 * value:.1f}" for value in (c.precision, c.recall, c.f1))
-        rows.add_row(escape(c.name), *rates, f"{c.support:,}")
-    console.print(rows, highlight=False)
+    rows = [
+        [
+            word(c.name),
+            *(number(100 * rate, "{:.1f}") for rate in (c.precision, c.recall, c.f1)),
+            number(c.support, "{:,}"),
+        ]
+        for c in result.classes
+    ]
+    columns = ["class", "precision", "recall", "F1", "support"]
+    console.print(to_rich(Sheet("classes", title, columns, rows), console.width))
     words = [
         f"accuracy {100 * result.accuracy:.1f}%",
         f"balanced {100 * result.balanced_accuracy:.1f}%",
@@ -290,32 +299,37 @@ def _print_assessment(result: Assessment) -> None:
             for j, n in enumerate(row)
             if i != j and n
         ),
-        key=lambda found: -found[0],
+        key=lambda mistake: -mistake[0],
     )[:3]
     if worst:
         confused = "; ".join(f"{truth} taken for {guess} {plural(n, 'time')}" for n, truth, guess in worst)
         console.print(f"most often confused: {confused}", highlight=False, markup=False)
 
 
-def _print_comparison(comparison: dict[str, Any], folder: Path) -> None:
-    from rich.table import Table
+def _compared(made: Personalised, name: str) -> tuple[Sheet, str]:
+    """The models of a newcomer with the intervals of their accuracies, and the sentence on which one to use."""
+    from fednh.report.sheet import Sheet, number, word
+    from fednh.report.sites import single_row
+    from fednh.report.verdicts import verdict
 
-    console = console_for_people()
-    rows = Table("model", pad_edge=False, title_justify="left")
-    rows.add_column("macro over its classes, %", justify="right")
-    rows.add_column("accuracy, %", justify="right")
-    for name in ("global", "personalised", "local"):
-        found = comparison[name]
-        values = ["none", "none"] if found is None else [f"{v:.1f}" for v in found.values()]
-        rows.add_row({"local": "local only"}.get(name, name), *values)
-    console.print(rows, highlight=False)
-    words = (
-        f"on {comparison['held_out']} held-out samples; trained on {comparison['trained_on']} for "
-        f"{comparison['epochs']} epochs, lr {comparison['lr']:g}"
-    )
-    console.print(words, highlight=False)
-    if comparison["global"] is None:
-        console.print(f"{comparison['method']} makes no global model", highlight=False)
-    if comparison["lacks"]:
-        console.print(f"classes without a sample here: {', '.join(comparison['lacks'])}", highlight=False, markup=False)
-    typer.echo(f"{folder / 'model.safetensors'}")
+    facts, classes = made.comparison, tuple(made.card["classes"])
+    trained = [facts["classes"].get(each, 0) for each in classes]
+    row = single_row(name, made.outcomes, made.alone, trained)
+    cells = [
+        [
+            word(m.label),
+            number(m.accuracy, "{:.1f}"),
+            word(f"{m.low:.1f} to {m.high:.1f}"),
+            number(m.balanced, "{:.1f}"),
+        ]
+        for m in row.models
+    ]
+    note = [
+        f"{plural(facts['held_out'], 'held-out sample')}; trained on {facts['trained_on']:,} for "
+        f"{plural(facts['epochs'], 'epoch')}, lr {facts['lr']:g}.",
+        *([f"{facts['method']} makes no global model."] if facts["global"] is None else []),
+        *([f"Classes without a sample here: {', '.join(facts['lacks'])}."] if facts["lacks"] else []),
+    ]
+    columns = ["model", "accuracy, %", "95% interval", "mean over its classes, %"]
+    title = f"Models on the held-out samples of {name}"
+    return Sheet("newcomer", title, columns, cells, " ".join(note)), verdict(row, classes).sentence

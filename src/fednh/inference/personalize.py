@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from fednh.config import Config
 from fednh.config.schema import OWN, PersonalConfig
@@ -34,7 +35,7 @@ from fednh.metric_names import HELD_MACRO, HELD_SHARE
 from fednh.models import Net
 from fednh.runs import fingerprint
 from fednh.runs.layout import MODEL, RunLayout
-from fednh.runs.model_file import Card, architecture, read_model, write_model
+from fednh.runs.model_file import Card, Classes, Outcomes, architecture, read_model, write_model
 from fednh.runs.run_folder import read_config
 from fednh.seeding import numpy_rng, torch_rng
 from fednh.tree import Tree, canonical
@@ -47,6 +48,8 @@ class Personalised:
     params: Tree
     card: dict[str, Any]
     comparison: dict[str, Any]
+    outcomes: Outcomes  # the held-out samples, with what the personal and the global model take them for
+    alone: Classes  # the same by the model that was trained on the site's data alone
 
     @cached_property
     def model(self) -> Model:
@@ -93,6 +96,14 @@ def personalize(
     fresh = canonical(net.init(torch_rng(config.seed, "init")))
     local = _trained(alone, net, fresh, {}, train, index, sgd, config.seed)
     shared = _global(run)
+    guessed = {
+        "global": None if shared is None else _guessed(method, net, shared, held),
+        "personalised": (personal := _guessed(method, net, params, held)),
+        "local": (by_local := _guessed(alone, net, local, held)),
+    }
+    outcomes = Outcomes(held.y.cpu().numpy().astype(np.int32), personal, guessed["global"])
+    if held_index is not None:
+        outcomes = outcomes.of_rows(held_index, data.group_train)
     counts = np.bincount(data.y_train[index], minlength=len(card.classes))
     comparison = {
         "run": str(run),
@@ -107,14 +118,12 @@ def personalize(
         "held_out_trained_on": _trained_on(run, card, data, held_index),
         "classes": {name: int(n) for name, n in zip(card.classes, counts, strict=True) if n},
         "lacks": [name for name, n in zip(card.classes, counts, strict=True) if not n],
-        "global": None if shared is None else _metrics(method, net, shared, held),
-        "personalised": _metrics(method, net, params, held),
-        "local": _metrics(alone, net, local, held),
+        **{name: None if guesses is None else _metrics(guesses, held) for name, guesses in guessed.items()},
     }
     about = card.model_dump(mode="json", exclude_none=True)
     about["trained_on"] = {**about["trained_on"], "personalised_on": source, "epochs": sgd.epochs}
     about["novelty"] = similarity.similarity_quantiles(method, net, params, train, index, config.seed)
-    return Personalised(params, about, comparison)
+    return Personalised(params, about, comparison, outcomes, by_local)
 
 
 def _of_site(data: Dataset, site: str | None, source: str) -> Dataset:
@@ -201,7 +210,14 @@ def _trained(
         return canonical(client.personal_model(method, net, kept, received, data, sgd, how=how))
 
 
-def _metrics(method: Method, net: Net, params: Tree, held: Samples) -> dict[str, float | None]:
-    correct = evaluate.correct_per_class(lambda x: method.scores(net, params, x), held)
+def _guessed(method: Method, net: Net, params: Tree, held: Samples) -> Classes:
+    """The classes that a model takes held-out samples for."""
+    logits = evaluate.logits_of(lambda x: method.scores(net, params, x), held)
+    classes: Classes = logits.argmax(1).cpu().numpy().astype(np.int32)
+    return classes
+
+
+def _metrics(guessed: Classes, held: Samples) -> dict[str, float | None]:
+    correct = evaluate.count_correct(torch.from_numpy(guessed).to(held.y), held)
     macro, share = evaluate.held_accuracy(correct, evaluate.total_per_class(held))
     return {HELD_MACRO: macro, HELD_SHARE: share}

@@ -236,14 +236,23 @@ def site_tables(runs: Sequence[Run]) -> list[SiteTable]:
 def own_table(model: Path, outcomes: Path) -> SiteTable:
     """What a real site knows about itself alone: from its personal model's card and its own outcomes."""
     _, card = read_model(model)
-    found, name = read_outcomes(outcomes), card.site or f"client {card.client}"
-    held = _held({(0, 0): found})
-    guesses: dict[ModelKind, Classes | None] = {"personal": found.personal, "global": found.shared}
-    models = tuple(held.measured(kind, kind, guess) for kind, guess in guesses.items() if guess is not None)
-    row = SiteRow(card.client or 0, name, models, held)
-    method = card.method.get("name")
-    columns = tuple(model.label for model in models)
+    name, method = card.site or f"client {card.client}", card.method.get("name")
+    row = single_row(name, read_outcomes(outcomes), client=card.client or 0)
+    columns = tuple(model.label for model in row.models)
     return SiteTable((), f"{method} at {name}", card.classes, columns, (row,), ())
+
+
+def single_row(
+    name: str, outcomes: Outcomes, alone: Classes | None = None, trained: Sequence[int] = (), client: int = 0
+) -> SiteRow:
+    """The row of one site from its outcomes in one run; `alone` are the guesses of a model trained there alone."""
+    held = _held({(0, 0): outcomes})
+    guesses: list[tuple[str, ModelKind, Classes | None]] = [
+        *(("personal", "personal", outcomes.personal), ("global", "global", outcomes.shared)),
+        ("local only", "local", alone),
+    ]
+    models = (held.measured(label, kind, guessed) for label, kind, guessed in guesses if guessed is not None)
+    return SiteRow(client, name, tuple(models), held, tuple(trained))
 
 
 def class_table(row: SiteRow, model: SiteModel, classes: Sequence[str]) -> list[ClassRow]:
