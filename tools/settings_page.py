@@ -1,7 +1,7 @@
 """docs/settings.md: every setting with its default, what it takes and what it means, from the schema.
 
-The meaning is the comment beside a setting where it is declared, or above the type that it has. `python
-tools/settings_page.py` writes the page; a test compares it.
+The meaning is the comment beside a setting where it is declared, or above the type that it has. The tables of site.toml
+in docs/federation-reference.md are written, too. `python tools/settings_page.py` writes both; tests compare them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from fednh.config import schema
 from fednh.config.schema import Config, Section
 from fednh.data.partitions.kinds import PARTITIONS
 from fednh.data.sources.registry import SOURCES
+from fednh.flower.site_config import Allow, Policy, SiteConfig
 
 PAGE = Path(__file__).parents[1] / "docs/settings.md"
+REFERENCE = PAGE.with_name("federation-reference.md")
 INTRO = """# Settings
 
 Every setting of a run, from the schema that checks them (`python -m tools.settings_page` writes this page). Give them
@@ -159,5 +161,28 @@ def _notes(module: ModuleType) -> tuple[dict[int, tuple[str, bool]], ast.Module]
     return notes, ast.parse(source)
 
 
+def site_tables() -> str:
+    """The tables of site.toml: its keys, and its rules below [allow] with what holds without them."""
+    fields_of = [*SiteConfig.model_fields.items(), *Policy.model_fields.items()]
+    keys = [(info.alias or name, info) for name, info in fields_of if name not in ("policy", "allow")]
+    lines = ["| key | meaning |", "|---|---|", *(f"| `{key}` | {info.description} |" for key, info in keys)]
+    lines += ["", "Rules below `[allow]`:", "", "| rule | limit | without it |", "|---|---|---|"]
+    named = {"methods": "the built-in ones", "models": "the built-in ones", "metrics": "all"}
+    for name, info in Allow.model_fields.items():
+        default = "no limit" if info.default is None else json.dumps(info.default) if name == "counts" else info.default
+        number = f"{default:,}" if type(default) is int else default
+        lines.append(f"| `{name}` | {info.description} | {named.get(name, number)} |")
+    return "\n".join(lines)
+
+
+def reference() -> str:
+    """docs/federation-reference.md with the tables of site.toml as they are now."""
+    text = REFERENCE.read_text(encoding="utf-8")
+    begin, end = "<!-- site.toml: tools/settings_page.py -->\n\n", "\n\n<!-- end -->"
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}{site_tables()}{end}{rest.partition(end)[2]}"
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    REFERENCE.write_text(reference(), encoding="utf-8")

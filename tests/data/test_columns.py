@@ -21,7 +21,7 @@ from fednh.errors import Notice, UserError
 from fednh.inference.eval_data import load_for
 from tests.helpers.process import fednh as command
 
-flower = pytest.importorskip("fednh.flower.site")
+flower = pytest.importorskip("fednh.flower.client_app")
 site_config = pytest.importorskip("fednh.flower.site_config")
 
 
@@ -216,7 +216,7 @@ def test_a_flower_site_reads_as_agreed_and_tells_its_owner(tmp_path: Path, caplo
     assert site.fed.dataset.preprocessing["columns"][0]["values"] == ["01", "02", "A1"]
     assert site.fed.dataset.x_train[:3].tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1]]
     assert "10 of 30 values of 'köde' were never seen in training or data.columns ('5')" in caplog.text
-    with pytest.raises(UserError, match="node-config: encoding = 'klingon' is not an encoding"):
+    with pytest.raises(UserError, match=r"site.toml: encoding = 'klingon' is not an encoding"):
         site_config.read_site_config({**node, "encoding": "klingon"})
 
 

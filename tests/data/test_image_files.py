@@ -318,7 +318,7 @@ def test_a_model_remembers_the_layout(tmp_path: Path) -> None:
 
 def test_a_site_says_how_its_own_files_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The federation decides how samples are made (data.fit); what may be left out, and what folders mean, does not."""
-    from fednh.flower.site import Site
+    from fednh.flower.client_app import Site
     from fednh.flower.site_config import read_site_config, site_toml
 
     root = tmp_path / "photos"
@@ -341,7 +341,7 @@ def test_a_site_says_how_its_own_files_are_read(tmp_path: Path, caplog: pytest.L
     task = site.hello()[0].task
     assert (json.loads(task.preprocessing)["fit"], "well/p0" in task.text()) == ("crop", False)
     for key, words in {"on-bad": "should be 'refuse' or 'skip'", "layout": "should be a path of the words"}.items():
-        with pytest.raises(UserError, match=f"node-config: {key} = 'ignore' {words}"):
+        with pytest.raises(UserError, match=f"site.toml: {key} = 'ignore' {words}"):
             read_site_config({**node, key: "ignore"})
     written = tomllib.loads(site_toml({"data": "folder:x"}, config))
     assert (written["layout"], written["on-bad"]) == ("CLASS/*", "skip")

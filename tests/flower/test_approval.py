@@ -13,7 +13,6 @@ from flwr.supernode.runtime import run_clientapp
 from fednh.errors import RunError, UserError
 from fednh.flower import layout
 from fednh.flower.deploy import scaffold
-from fednh.flower.deploy import scaffold as approval
 from tests.helpers.process import fednh
 
 
@@ -24,7 +23,7 @@ def fed(tmp_path: Path) -> Path:
 
 
 def test_the_hash_is_that_of_the_bundle_that_flower_sends(fed: Path) -> None:
-    app = approval.app_of(fed)
+    app = scaffold.app_of(fed)
     assert app.hash == hashlib.sha256(build_fab_from_disk(fed)).hexdigest()
     assert app.files == ("README.md", "pyproject.toml")
 
@@ -32,16 +31,16 @@ def test_the_hash_is_that_of_the_bundle_that_flower_sends(fed: Path) -> None:
 def test_only_what_is_on_the_list_passes(fed: Path, tmp_path: Path) -> None:
     file, content = tmp_path / "approved", build_fab_from_disk(fed)
     with pytest.raises(UserError, match="has not approved the app"):
-        approval.check_approved(file, content)
-    assert approval.approve(file, hashlib.sha256(content).hexdigest())
-    approval.check_approved(file, content)
+        scaffold.check_approved(file, content)
+    assert scaffold.approve(file, hashlib.sha256(content).hexdigest())
+    scaffold.check_approved(file, content)
     with pytest.raises(UserError, match="has not approved the app"):
-        approval.check_approved(file, content + b"x")
-    assert not approval.approve(file, hashlib.sha256(content).hexdigest()), "it is there already"
+        scaffold.check_approved(file, content + b"x")
+    assert not scaffold.approve(file, hashlib.sha256(content).hexdigest()), "it is there already"
     file.write_text(f"# ours\n\n{hashlib.sha256(content).hexdigest().upper()} the app of May")
-    approval.check_approved(file, content)
-    assert approval.approve(file, "a" * 64)
-    assert approval.approved(file) == [hashlib.sha256(content).hexdigest(), "a" * 64]
+    scaffold.check_approved(file, content)
+    assert scaffold.approve(file, "a" * 64)
+    assert scaffold.approved(file) == [hashlib.sha256(content).hexdigest(), "a" * 64]
 
 
 def test_flower_unpacks_an_app_where_we_check_it_and_before_it_loads_it() -> None:
@@ -53,11 +52,11 @@ def test_flower_unpacks_an_app_where_we_check_it_and_before_it_loads_it() -> Non
 
 def test_the_command(fed: Path, tmp_path: Path) -> None:
     ended = fednh(["federation", "approve", str(fed)], tmp_path / "io")
-    app = approval.app_of(fed)
+    app = scaffold.app_of(fed)
     assert ended.code == 0, ended.stderr
     assert f"app {app.hash}\nholds README.md, pyproject.toml\n" in ended.stdout
     site = fed / "sites/site-1"
-    assert approval.approved(site / "approved") == [app.hash] == approval.approved(fed / "sites/site-2/approved")
+    assert scaffold.approved(site / "approved") == [app.hash] == scaffold.approved(fed / "sites/site-2/approved")
     assert fednh(["federation", "approve", str(site), "B" * 64], tmp_path / "io").code == 0
     assert fednh(["federation", "approve", str(site)], tmp_path / "io").stdout.split() == [app.hash, "b" * 64]
     for words, why in (

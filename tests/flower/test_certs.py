@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import re
 import socket
 import ssl
 import stat
@@ -129,21 +128,6 @@ def test_a_server_whose_user_can_read_the_authoritys_key_does_not_start(folder: 
     ended = Process(serve, tmp_path / "io").wait(60)
     assert ended.code == 2
     assert f"{tmp_path}/fed-authority/ca.key can be read by the user who runs the server" in ended.stderr
-
-
-def test_an_authoritys_key_where_earlier_versions_put_it_is_told(folder: Path, tmp_path: Path) -> None:
-    """Nothing is made or issued until it is moved, and the words say how."""
-    certificates.make(folder, SITES)
-    (authority(folder) / "ca.key").rename(folder / "certs/ca.key")
-    authority(folder).rmdir()
-    for words in (["certs", str(folder)], ["certs", str(folder), "--renew"]):
-        ended = fednh(["federation", *words], tmp_path / "io")
-        assert ended.code == 2
-        assert "lies where apps run" in ended.stderr
-    todo = re.search(r"move it: (.*?);", " ".join(ended.stderr.split()))
-    assert todo is not None
-    subprocess.run(todo[1], shell=True, check=True)
-    assert certificates.renew(folder) == [folder / "certs/server.crt"]
 
 
 def test_a_key_that_a_site_made_itself_ends_a_trial_in_one_sentence(tmp_path: Path) -> None:

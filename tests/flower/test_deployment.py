@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from fednh.flower.deploy import local
+from fednh.flower.deploy.processes import marked
 from fednh.runs.run_status import RunStates
 from tests.helpers.deployment import Trial, assert_same_as_simulated, trial
 from tests.helpers.process import Process
@@ -33,7 +33,7 @@ def commands_seen(fed: Trial, process: Process, states: set[str] | None = None) 
     while not process.ended():
         if states is not None:
             states |= watched(fed)
-        for each in local.marked(fed.folder):
+        for each in marked(fed.folder):
             with suppress(psutil.Error):
                 seen.add(" ".join(each.cmdline()))
         time.sleep(1)
@@ -69,7 +69,7 @@ def test_from_nothing_to_personal_models_over_tls(fed: Trial, tmp_path: Path) ->
     assert "fednh at 2 sites round 1/1" in ended.stdout
     assert f"site-2: {fed.personal()[1]}" in ended.stdout
     assert ended.stdout.rstrip().endswith(str(fed.run))
-    assert local.marked(fed.folder) == []
+    assert marked(fed.folder) == []
     assert stat.S_IMODE((fed.folder / "sites/site-1/key").stat().st_mode) == 0o600
     link = (fed.folder / "logs/superlink.log").read_text()
     assert "https://127.0.0.1:" in link
@@ -111,7 +111,7 @@ def test_interrupted_it_stops_everything_and_goes_on_later(number: int, fed: Tri
     ended = process.wait(60)
     assert ended.code == 130, fed.said()
     assert f"go on with: fednh federation up {fed.folder} --local" in ended.stderr
-    assert local.marked(fed.folder) == []
+    assert marked(fed.folder) == []
     assert not (fed.run / "summary.json").exists()
     assert watched(fed) == {"stopped"}
     assert fed.up().wait(400).code == 0, fed.said()
@@ -126,12 +126,12 @@ def test_what_a_killed_up_left_running_is_ended_by_the_next(fed: Trial, tmp_path
     other = fed.up()
     assert other.wait(60).code == 2
     assert " is in use by process " in fed.said()
-    left = set(local.marked(fed.folder))
+    left = set(marked(fed.folder))
     process.kill(signal.SIGKILL)
     process.wait()
     assert left
     assert fed.up().wait(400).code == 0, fed.said()
-    assert not left & set(local.marked(fed.folder))
+    assert not left & set(marked(fed.folder))
     assert_same_as_simulated(fed, tmp_path / "simulated")
 
 
@@ -157,7 +157,7 @@ def test_a_run_that_cannot_start_says_why_and_leaves_nothing(fed: Trial) -> None
     ended = fed.up().wait(400)
     assert ended.code == 1, fed.said()
     assert "/nowhere.npz" in ended.stderr
-    assert local.marked(fed.folder) == []
+    assert marked(fed.folder) == []
 
 
 @pytest.mark.soak

@@ -20,7 +20,6 @@ from flwr.proto.task_pb2 import Task
 
 from fednh.flower import audit
 from fednh.flower.deploy import forking
-from fednh.flower.deploy.commands import ExecutorTarget
 from fednh.flower.deploy.forking import (
     ENDS,
     WITHIN,
@@ -31,7 +30,7 @@ from fednh.flower.deploy.forking import (
     again,
     in_child,
 )
-from fednh.flower.deploy.processes import alive
+from fednh.flower.deploy.processes import ExecutorTarget, alive
 
 
 def until(condition: Callable[[], Any], seconds: float = 20) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fednh.flower.deploy.local import marked
+from fednh.flower.deploy.processes import marked
 from fednh.io.files import read_tree
 from tests.helpers.counts import count
 from tests.helpers.deployment import Trial, trial

@@ -54,8 +54,8 @@ def test_exactly_the_declared_upload_leaves_a_site(method: str, tmp_path: Path) 
 
 
 def test_messages_have_as_many_objects_as_the_page_says(tmp_path: Path) -> None:
-    """docs/deployment.md: a call for every object."""
-    page = (PAGE.parent / "deployment.md").read_text(encoding="utf-8")
+    """docs/federation-reference.md: a call for every object."""
+    page = (PAGE.parent / "federation-reference.md").read_text(encoding="utf-8")
     told = re.search(r"an order is (\d+)\s+objects and a reply up to (\d+)", page)
     config = small("fednh", rounds=2, **{"eval.every": 1, "participation.rate": 1.0, "partition.clients": 2})
     wire, _ = federate(config, tmp_path)
@@ -148,7 +148,7 @@ def test_nothing_else_leaves(tmp_path: Path) -> None:
     from flwr.app import RecordDict
 
     from fednh.errors import Refused
-    from fednh.flower.site import finalize_reply
+    from fednh.flower.client_app import finalize_reply
 
     harmless = RecordDict({"said": ConfigRecord({"format": FORMAT})})
     assert set(finalize_reply(harmless, None, None)) == {"said"}

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from fednh.config import dump, load
-from fednh.flower.site import Site
+from fednh.flower.client_app import Site
 from fednh.flower.site_config import read_site_config
 from fednh.methods import METHODS
 from tests.helpers.compare import same_runs

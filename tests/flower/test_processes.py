@@ -17,10 +17,20 @@ import psutil
 import pytest
 
 from fednh.errors import RunError
-from fednh.flower.deploy import commands, supernode
 from fednh.flower.deploy import processes as module
-from fednh.flower.deploy.commands import AppExecutor, ExecutorTarget, SuperNodes
-from fednh.flower.deploy.processes import MARK, RESTARTS, Processes, answers, end_marked, free_ports, marked
+from fednh.flower.deploy import supernode
+from fednh.flower.deploy.processes import (
+    MARK,
+    RESTARTS,
+    AppExecutor,
+    ExecutorTarget,
+    Processes,
+    SuperNodes,
+    answers,
+    end_marked,
+    free_ports,
+    marked,
+)
 
 
 @pytest.fixture
@@ -141,7 +151,7 @@ def test_a_supernode_waits_shorter_than_flowers(monkeypatch: pytest.MonkeyPatch)
         flower.time.sleep(3)
     assert slept == [0.05, 0.25, 1.0, 3.0]
     assert flower.pull_objects.keywords == {"initial_backoff": 0.05}
-    assert commands.supernode("s:1", Path("site.toml"), 1, Path("ca"), Path("key"), Path("s"))[1:3] == [
+    assert module.supernode_command("s:1", Path("site.toml"), 1, Path("ca"), Path("key"), Path("s"))[1:3] == [
         "-m",
         supernode.__name__,
     ]
@@ -188,32 +198,32 @@ def test_a_supernode_does_without_pytorch() -> None:
 
 def test_a_trial_does_not_wait_for_a_site_that_never_comes(tmp_path: Path) -> None:
     """Nobody will start it; a new site, or a round, is news."""
-    from fednh.flower.deploy import local, scaffold
+    from fednh.flower.deploy import launch, scaffold
     from tests.helpers.callbacks import Recorder
     from tests.helpers.deployment import Trial
 
     config, sites = scaffold.read(Trial(tmp_path).init(2).folder)
-    fed = local.LocalFederation(tmp_path / "fed", config, sites, Recorder(), threading.Event())
+    fed = launch.LocalFederation(tmp_path / "fed", config, sites, Recorder(), threading.Event())
     with Processes(tmp_path, tmp_path / "home", tmp_path / "logs") as fed.processes:
         words = "waiting for sites: 1 of 2 are here (site-1)"
-        for note, since in ((words, local.ALL_HERE - 5), ("going on after round 1", local.ALL_HERE + 5)):
+        for note, since in ((words, launch.ALL_HERE - 5), ("going on after round 1", launch.ALL_HERE + 5)):
             fed.newest = (time.monotonic() - since, note)
             fed._give_up()
-        fed.newest = (time.monotonic() - local.ALL_HERE - 5, words)
+        fed.newest = (time.monotonic() - launch.ALL_HERE - 5, words)
         with pytest.raises(RunError, match=r"1 of 2 are here \(site-1\), and no other came in 300 s; see .*logs"):
             fed._give_up()
 
 
 def test_a_serverapp_that_nobody_starts_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`flwr run` waits for ever for a task that nobody takes."""
-    from fednh.flower.deploy import local, scaffold
+    from fednh.flower.deploy import launch, scaffold
     from tests.helpers.callbacks import Recorder
     from tests.helpers.deployment import Trial
 
     config, sites = scaffold.read(Trial(tmp_path).init(2).folder)
-    fed = local.LocalFederation(tmp_path / "fed", config, sites, Recorder(), threading.Event())
-    monkeypatch.setattr(local.commands, "run", lambda *_: ["sleep", "60"])
-    monkeypatch.setattr(local, "PATIENCE", -1.0)
+    fed = launch.LocalFederation(tmp_path / "fed", config, sites, Recorder(), threading.Event())
+    monkeypatch.setattr(launch, "run_command", lambda *_: ["sleep", "60"])
+    monkeypatch.setattr(launch, "PATIENCE", -1.0)
     with Processes(tmp_path / "fed", fed.home.path, tmp_path / "logs") as fed.processes:
         fed._start_run()
         for _ in range(RESTARTS):
@@ -257,7 +267,7 @@ def test_a_superlink_that_is_killed_while_keys_are_registered_is_started_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an empty database: it refuses keys that it has."""
-    from fednh.flower.deploy import local, scaffold
+    from fednh.flower.deploy import launch, scaffold
     from tests.helpers.callbacks import Recorder
     from tests.helpers.deployment import Trial
 
@@ -269,7 +279,7 @@ def test_a_superlink_that_is_killed_while_keys_are_registered_is_started_anew(
 
     config, sites = scaffold.read(Trial(tmp_path).init(2).folder)
     told = Notes()
-    fed = local.LocalFederation(tmp_path / "fed", config, sites, told, threading.Event())
+    fed = launch.LocalFederation(tmp_path / "fed", config, sites, told, threading.Event())
     fed.executor = cast(Any, SimpleNamespace(serve=lambda job: None))
     code = "import socket, sys, time; held = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(60)"
     database = fed.home.database_file
@@ -283,8 +293,8 @@ def test_a_superlink_that_is_killed_while_keys_are_registered_is_started_anew(
         database.with_name("superlink.db-old").touch()
         return [sys.executable, "-c", f"raise SystemExit({int(len(seen) <= len(sites))})"]
 
-    monkeypatch.setattr(local.commands, "superlink", lambda *_: [sys.executable, "-c", code, str(fed.port)])
-    monkeypatch.setattr(local.commands, "register", register)
+    monkeypatch.setattr(launch, "superlink_command", lambda *_: [sys.executable, "-c", code, str(fed.port)])
+    monkeypatch.setattr(launch, "register_command", register)
     with Processes(fed.folder, fed.home.path, fed.fed.logs) as fed.processes:
         fed._start_anew()
         assert fed.processes.running["superlink"].poll() is None

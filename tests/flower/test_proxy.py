@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fednh.flower.deploy import certificates, commands, scaffold
+from fednh.flower.deploy import certificates, scaffold
 from fednh.flower.deploy.processes import answers, free_ports
 from fednh.flower.layout import FederationFolder
 
@@ -78,13 +78,13 @@ def nginx(folder: Path, certs: Path | None = None, **changes: str) -> Iterator[D
     certificates.make(fed, ["site-1"])
     behind, (port,) = Behind(certs or fed / "certs"), free_ports(1)
     threading.Thread(target=behind.serve_forever, daemon=True).start()
-    conf = commands.write_proxy_config(
+    conf = scaffold.write_proxy_config(
         fed / "proxy", FederationFolder(fed), f"127.0.0.1:{port}", behind.server_address[1]
     )
     for word, value in changes.items():
         assert re.search(rf"{word}=\w+", conf.read_text())
         conf.write_text(re.sub(rf"{word}=[\w/]+", f"{word}={value}", conf.read_text()))
-    process = subprocess.Popen(commands.proxy_command(fed / "proxy"), stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(scaffold.proxy_command(fed / "proxy"), stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 30
         while not answers(port):
@@ -176,7 +176,7 @@ def test_what_init_writes_is_valid(tmp_path: Path) -> None:
     folder = tmp_path / "my federation"
     scaffold.write(folder, 1, [], {})
     certificates.make(folder, ["site-1"])
-    words = commands.proxy_command(folder / "proxy")
+    words = scaffold.proxy_command(folder / "proxy")
     ended = subprocess.run([*words, "-t"], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert "listen 8443 ssl;" in (folder / "proxy/fednh.conf").read_text()
@@ -187,8 +187,8 @@ def test_nothing_in_a_path_is_taken_for_nginxs_own_signs(tmp_path: Path) -> None
     """A dollar sign, quotation marks, a semicolon, a brace and a backslash."""
     folder = tmp_path / 'a$b "c"; d{e\\f'
     certificates.make(folder, [])
-    commands.write_proxy_config(folder / "proxy", FederationFolder(folder), "127.0.0.1:8443", 8000)
+    scaffold.write_proxy_config(folder / "proxy", FederationFolder(folder), "127.0.0.1:8443", 8000)
     ended = subprocess.run(
-        [*commands.proxy_command(folder / "proxy"), "-t"], capture_output=True, text=True, timeout=60
+        [*scaffold.proxy_command(folder / "proxy"), "-t"], capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == 0, ended.stderr

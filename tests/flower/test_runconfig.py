@@ -17,7 +17,7 @@ from fednh import config as settings
 from fednh.config import Config, Section
 from fednh.errors import UserError
 from fednh.flower.deploy import scaffold
-from fednh.flower.run_config import read_config, run_config
+from fednh.flower.deploy.scaffold import read_config, run_config
 from fednh.methods import METHODS
 from tests.helpers.process import fednh
 
@@ -133,19 +133,12 @@ def test_a_table_of_arguments_is_not_mixed_with_the_presets() -> None:
     assert through_flower(config).model.args == {"linear_output": True}
 
 
-def test_what_older_federations_have_is_read() -> None:
-    old = {
-        "data.classes": "a,b",
-        "data.columns.sex": "f,m",
-        "data.columns.age": "number",
-        "model.args.hidden": "7,5",
-        "model.name": "mlp",
-        "federation.folder": "/run",
-    }
-    config = read_config(old)
+def test_lists_of_flwr_run_are_read() -> None:
+    """`flwr run -c 'model.args.hidden="[7, 5]" data.classes="a,b"'`."""
+    given = {"data.classes": "a,b", "data.columns.sex": "f,m", "data.columns.age": "number", "model.name": "mlp"}
+    config = read_config({**given, "model.args.hidden": "[7, 5]", "federation.folder": "/run"})
     assert (config.data.classes, config.data.columns) == (["a", "b"], {"sex": ["f", "m"], "age": "number"})
     assert config.model.args == {"hidden": [7, 5]}
-    assert read_config({**old, "model.args.hidden": "[3]"}).model.args == {"hidden": [3]}
 
 
 def test_settings_over_a_table_win() -> None:

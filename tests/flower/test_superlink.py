@@ -48,7 +48,7 @@ from sqlalchemy import inspect as inspect_database
 
 import fednh
 from fednh.flower.deploy import scaffold, superlink
-from fednh.flower.deploy.local import marked
+from fednh.flower.deploy.processes import marked
 from fednh.flower.signing import read_site_private
 from tests.helpers.deployment import SMALL, trial
 

@@ -325,7 +325,7 @@ def test_a_site_whose_data_change_between_rounds_says_so_in_its_log(
     """Every message is a process of its own at a real site, so each reads the data anew; another run starts afresh."""
     import numpy as np
 
-    from fednh.flower import site
+    from fednh.flower import client_app as site
 
     rng, nodes = np.random.default_rng(0), {}
     x, y = rng.normal(size=(40, 4)).astype(np.float32), np.arange(40) % 2

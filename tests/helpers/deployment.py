@@ -16,7 +16,8 @@ import psutil
 import torch
 
 from fednh.callbacks import Callback
-from fednh.flower.deploy import local, scaffold
+from fednh.flower.deploy import launch, scaffold
+from fednh.flower.deploy.processes import end_marked, marked
 from fednh.flower.layout import note_text
 from fednh.io.files import read_tree
 from tests.helpers.process import Process
@@ -88,7 +89,7 @@ class Trial:
         timer.start()
         try:
             config, sites = scaffold.read(self.folder)
-            local.LocalFederation(self.folder, config, sites, Callback(), stop).run()
+            launch.LocalFederation(self.folder, config, sites, Callback(), stop).run()
         finally:
             timer.cancel()
 
@@ -124,13 +125,13 @@ class Trial:
 
     def supernode(self, site: str) -> psutil.Process:
         """The SuperNode of a site: of all that share one command line, the one that works in the site's folder."""
-        nodes = local.marked(self.folder, "deploy.supernode")
+        nodes = marked(self.folder, "deploy.supernode")
         (found,) = [each for each in nodes if each.cwd() == str(self.folder / "sites" / site)]
         return found
 
     def kill(self, word: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to those of this federation's processes whose command line has the word."""
-        found = local.marked(self.folder, word)
+        found = marked(self.folder, word)
         assert found, f"no process with {word}"
         for process in found:
             process.send_signal(number)
@@ -143,11 +144,11 @@ def trial(folder: Path) -> Iterator[Trial]:
     try:
         yield made
         deadline = time.monotonic() + 5
-        while local.marked(made.folder) and time.monotonic() < deadline:
+        while marked(made.folder) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert local.marked(made.folder) == [], "processes are left"
+        assert marked(made.folder) == [], "processes are left"
     finally:
-        local.end_marked(made.folder)
+        end_marked(made.folder)
 
 
 def assert_same_as_simulated(made: Trial, path: Path) -> None:

@@ -115,9 +115,10 @@ def up(
     from fednh.callbacks.screen import screen_for
     from fednh.flower.deploy import certificates as keys
     from fednh.flower.deploy import scaffold
-    from fednh.flower.deploy.local import LocalFederation, Stopped
+    from fednh.flower.deploy.launch import LocalFederation, Stopped, check_platform
     from fednh.runs.run_folder import RunFolder
 
+    check_platform()
     folder = folder.absolute()
     config, sites = scaffold.read(folder)
     run = Path(str(config.federation.folder))
@@ -147,7 +148,7 @@ def status(
 ) -> None:
     """Show the sites of a federation: names, keys, when each last answered, and in which rounds it took part."""
     need_extra()
-    from fednh.flower.status import lines, read_status
+    from fednh.flower.reports import lines, read_status
 
     rows, said = read_status(folder.absolute())
     for line in lines(rows):
@@ -172,7 +173,7 @@ def audit(
     In a federation's folder, or if several are given, the logs of the server and of all its sites are compared.
     """
     from fednh.flower.audit import Head
-    from fednh.flower.audit_report import check, find, tell
+    from fednh.flower.reports import check, find, tell
 
     heads = [Head.read(text) for text in known or []]
     if None in heads:
@@ -189,8 +190,7 @@ def audit(
 def _tell(folder: Path, run: Path, config: Config, sites: list[SiteFolder], quiet: bool) -> None:
     """Print the results and where they are."""
     if not quiet:
-        from fednh.flower.deploy.local import trial_state
-        from fednh.flower.layout import StateFolder
+        from fednh.flower.layout import FederationFolder, StateFolder
         from fednh.report.load import load_runs
         from fednh.report.sheet import to_rich
         from fednh.report.tables import comparison_sheet
@@ -201,7 +201,7 @@ def _tell(folder: Path, run: Path, config: Config, sites: list[SiteFolder], quie
         if (shared := RunLayout(run).global_model).exists():
             typer.echo(f"global model: {shared}")
         for site in sites:
-            kept = StateFolder(trial_state(folder, site, run))
+            kept = StateFolder(FederationFolder(folder).trial_site(site.name).state)
             for model in kept.personal_models(config.federation.name):
                 typer.echo(f"{site.name}: {model}")
         typer.echo("run folder:")
@@ -239,12 +239,13 @@ def serve(
     Sites come in through a proxy (proxy/nginx.conf); nobody else can reach the server.
     """
     need_extra()
-    from fednh.flower.deploy import machines, scaffold
+    from fednh.flower.deploy import launch, scaffold
 
     folder = folder.absolute()
+    launch.check_platform()
     config, _ = scaffold.read(folder)
     with only_one(folder), stop_on_signal("fednh: stopping the server", insist=False) as stop:
-        machines.serve(folder, config, stop, typer.echo, port)
+        launch.serve(folder, config, stop, typer.echo, port)
 
 
 @federation_app.command()
@@ -254,12 +255,13 @@ def join(
 ) -> None:
     """Be a site, until stopped: Flower's SuperNode, and what runs the apps that this site has approved."""
     need_extra()
-    from fednh.flower.deploy import machines
+    from fednh.flower.deploy import launch
 
+    launch.check_platform()
     folder = folder.absolute()
-    machines.check_site(folder, server)
+    launch.check_site(folder, server)
     with only_one(folder), stop_on_signal("fednh: stopping the site", insist=False) as stop:
-        machines.join(folder, server, stop, typer.echo)
+        launch.join(folder, server, stop, typer.echo)
 
 
 @federation_app.command()
@@ -269,13 +271,13 @@ def run(folder: FederationArgument) -> None:
     After an interruption the same command goes on where it was.
     """
     need_extra()
-    from fednh.flower.deploy import machines, scaffold
+    from fednh.flower.deploy import launch, scaffold
 
     folder = folder.absolute()
     config, _ = scaffold.read(folder)
     path = Path(str(config.federation.folder))
     with stop_on_signal("fednh: no longer watching; the run goes on at the server", insist=False) as stop:
-        machines.train(folder, config, stop)
+        launch.train(folder, config, stop)
         if stop.is_set():
             raise typer.Exit(130)
     typer.echo(f"run folder: {path}")
@@ -292,16 +294,15 @@ def approve(
     """
     need_extra()
     from fednh.flower.deploy import scaffold
-    from fednh.flower.deploy import scaffold as approval
     from fednh.flower.layout import SiteFolder
 
     here = SiteFolder(folder.absolute())
     folder, listed = here.path, here.approved_file
     if here.node_config.exists():
         if app_hash is not None:
-            new = approval.approve(listed, app_hash.lower())
+            new = scaffold.approve(listed, app_hash.lower())
             typer.echo(f"{app_hash.lower()} {'may run here from now on' if new else 'was approved before'}")
-        for each in approval.approved(listed) if app_hash is None else []:
+        for each in scaffold.approved(listed) if app_hash is None else []:
             typer.echo(each)
         return
     if app_hash is not None:
@@ -309,10 +310,10 @@ def approve(
             f"{folder} is not a site's folder: it has no {here.node_config.name}; an app is approved by a site"
         )
     sites = scaffold.sites_of(folder)
-    app = approval.app_of(folder)
+    app = scaffold.app_of(folder)
     typer.echo(f"app {app.hash}")
     typer.echo(f"holds {', '.join(app.files)}")
     for site in sites:
-        approval.approve(site.approved_file, app.hash)
+        scaffold.approve(site.approved_file, app.hash)
     typer.echo(f"approved in the folders of {plural(len(sites), 'site')}; at a site that has its folder already:")
     typer.echo(f"fednh federation approve SITE {app.hash}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from flwr.app import MessageType
@@ -19,11 +19,18 @@ from fednh.config import Config
 from fednh.data import scaling
 from fednh.errors import RunError
 from fednh.flower import audit, protocol
-from fednh.flower.audit import head_of
 from fednh.flower.layout import WAITING
-from fednh.flower.protocol import NOTICE, Hello, Task, content_of, describe_error
+from fednh.flower.protocol import NOTICE, Hello, Index, Name, Task, content_of, describe_error
 from fednh.flower.signing import Identity, fingerprint_of_pem, ssh_fingerprint
-from fednh.flower.transport import GREETING, FetchError, Mailbox, Reply, Request
+from fednh.flower.transport import GREETING, FetchError, Mailbox, Reply, Request, StrictModel
+
+
+class MemberRow(StrictModel):
+    """One site in a checkpoint."""
+
+    number: Index
+    site: Name
+    key: str  # its public key
 
 
 @dataclass
@@ -44,12 +51,21 @@ class Member:
         return max((r for r in self.rounds if r <= horizon), default=0)
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """A node that has introduced itself, and the public key that signed its greeting."""
+
+    node: int
+    hello: Hello
+    key: str
+
+
 class Membership:
     """Members by number. Which node is which site is known while the server runs, and asked again after a restart."""
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]] = (), records: Iterable[Mapping[str, Any]] = ()):
+    def __init__(self, rows: Iterable[MemberRow] = (), records: Iterable[Mapping[str, Any]] = ()):
         """From a checkpoint's rows, and the records of its rounds, which list the clients that took part."""
-        self.members = {row["number"]: Member(row["number"], row["site"], key=row["key"]) for row in rows}
+        self.members = {row.number: Member(row.number, row.site, key=row.key) for row in rows}
         for record in records:
             for client in record["clients"]:
                 self.members[client].rounds.append(record["round"])
@@ -62,7 +78,7 @@ class Membership:
 
     def rows(self) -> list[dict[str, Any]]:
         """The members as a checkpoint stores them."""
-        return [{"number": member.number, "site": member.site, "key": member.key} for member in self]
+        return [MemberRow(number=each.number, site=each.site, key=each.key).model_dump() for each in self]
 
     def knows(self, node: int) -> bool:
         return node in self._client
@@ -81,22 +97,23 @@ class Membership:
         """The clients whose nodes are online."""
         return sorted(client for client, node in self._node.items() if node in online)
 
-    def admit(self, arrivals: Sequence[tuple[int, Hello]]) -> list[str]:
+    def admit(self, arrivals: Sequence[Arrival]) -> list[str]:
         """Admit nodes that introduced themselves; new sites are numbered in the order of their names. Returns notes."""
-        told = []
-        for node, hello in sorted(arrivals, key=lambda row: row[1].site):
+        notes = []
+        for arrival in sorted(arrivals, key=lambda each: each.hello.site):
+            node, hello = arrival.node, arrival.hello
             client = self._number(hello)
-            if self.members.setdefault(client, Member(client, hello.site, key=hello.key)).site != hello.site:
-                told.append(
+            if self.members.setdefault(client, Member(client, hello.site, key=arrival.key)).site != hello.site:
+                notes.append(
                     f"site {hello.site} has part {client}, which site {self.site(client)} has already; it is left out"
                 )
                 continue
             before = self._node.get(client)
             if before is not None and before != node:
                 self._client.pop(before, None)
-                told.append(f"site {hello.site} came back as another node; the new node replaces the old one")
+                notes.append(f"site {hello.site} came back as another node; the new node replaces the old one")
             self._node[client], self._client[node] = node, client
-        return told
+        return notes
 
     def _number(self, hello: Hello) -> int:
         if hello.number >= 0:
@@ -110,7 +127,7 @@ def agree(tasks: Sequence[Task]) -> Task:
     (common, _), *_ = Counter(_form(task) for task in tasks).most_common(1)
     alike = [task for task in tasks if _form(task) == common]
     one = scaling.agreed([scaling.Scaling(task.mean, task.std) for task in alike])
-    return replace(alike[0], mean=one.mean, std=one.std)
+    return alike[0].model_copy(update={"mean": one.mean, "std": one.std})
 
 
 def number_problem(hello: Hello, parts: int) -> str | None:
@@ -166,47 +183,55 @@ class Admission:
         self.hello_request, self.timeout = protocol.hello_request(toml), timeout
         self.membership = Membership()
         self.task: Task | None = None
-        self._arrivals: list[tuple[int, Hello]] = []
-        self._told: set[str] = set()
+        self._arrivals: list[Arrival] = []
+        self._noted: set[str] = set()
         self._again: dict[int, float] = {}  # node -> when to ask it again, if it could not take part
 
-    def note_once(self, words: str, **who: Any) -> None:
-        if words not in self._told:
-            self._told.add(words)
-            self.tell(words, **who)
+    def note_once(self, text: str, **who: Any) -> None:
+        if text not in self._noted:
+            self._noted.add(text)
+            self.tell(text, **who)
 
     def wait_for_sites(self, enough: int, wait: float) -> Task:
         """Wait until `enough` sites with fitting data have introduced themselves; returns the task they agree on.
 
         RunError if they have not after `wait` seconds.
         """
-        told, last, deadline = 0.0, "", time.monotonic() + wait
+        noted_at, last, deadline = 0.0, "", time.monotonic() + wait
         while True:
             self.query_new_nodes(set(self.grid.get_node_ids()))
             self.mailbox.poll()
-            here = {hello.site for _, hello in self._arrivals}
+            here = {arrival.hello.site for arrival in self._arrivals}
             if len(here) >= enough and (task := self._agreed(enough)):
                 self.task = task
                 self.admit_arrivals()
                 return task
-            words = f"{WAITING}: {len(here)} of {enough} are here ({', '.join(sorted(here)) or 'none'})"
-            if words != last or time.monotonic() - told > REMINDER:
-                told, last = time.monotonic(), words
-                self.tell(words)
+            note = f"{WAITING}: {len(here)} of {enough} are here ({', '.join(sorted(here)) or 'none'})"
+            if note != last or time.monotonic() - noted_at > REMINDER:
+                noted_at, last = time.monotonic(), note
+                self.tell(note)
             if time.monotonic() > deadline:
-                raise RunError(f"{words}, and federation.wait = {wait:g} s are over; start the same run again later")
+                raise RunError(f"{note}, and federation.wait = {wait:g} s are over; start the same run again later")
 
     def _agreed(self, enough: int) -> Task | None:
         """The task that enough of the present sites share; else None, and a note on each site that does not fit."""
-        rows = sorted(self._arrivals, key=lambda row: row[1].site)
-        task = self.task or agree([hello.task for _, hello in rows])
-        fitting = {self._place(hello) for _, hello in rows if not self._problem(task, hello)}
-        if len(fitting) >= enough:
+        rows = sorted(self._arrivals, key=lambda each: each.hello.site)
+        task = self.task or agree([each.hello.task for each in rows])
+        if len({self._place(each.hello) for each in self._fitting(task, rows, silent=True)}) >= enough:
             return task
-        for node, hello in rows:
-            if problem := self._problem(task, hello):
-                self.note_once(f"site {hello.site} cannot take part: {problem}", site=hello.site, node=node)
+        self._fitting(task, rows)
         return None
+
+    def _fitting(self, task: Task, arrivals: Sequence[Arrival], silent: bool = False) -> list[Arrival]:
+        """The sites whose data fits; unless `silent`, a note on each of the others."""
+        fitting = []
+        for each in arrivals:
+            if (problem := self._problem(task, each.hello)) is None:
+                fitting.append(each)
+            elif not silent:
+                site = each.hello.site
+                self.note_once(f"site {site} cannot take part: {problem}", site=site, node=each.node)
+        return fitting
 
     @staticmethod
     def _place(hello: Hello) -> int | str:
@@ -217,7 +242,7 @@ class Admission:
 
     def query_new_nodes(self, online: set[int]) -> None:
         """Ask unknown nodes who they are."""
-        met = self.mailbox.asked() | {node for node, _ in self._arrivals}
+        met = self.mailbox.asked() | {each.node for each in self._arrivals}
         met |= {node for node, then in self._again.items() if then > time.monotonic()}
         strangers = [node for node in sorted(online - met) if not self.membership.knows(node)]
         if strangers:
@@ -228,38 +253,33 @@ class Admission:
     def admit_arrivals(self) -> None:
         """Admit the sites that introduced themselves, if their data fits."""
         assert self.task is not None
-        fitting = []
-        for node, hello in self._arrivals:
-            if problem := self._problem(self.task, hello):
-                self.note_once(f"site {hello.site} cannot take part: {problem}", site=hello.site, node=node)
-            else:
-                fitting.append((node, hello))
-        self._arrivals = []
-        for words in self.membership.admit(fitting):
-            self.tell(words)
-        for node, hello in fitting:
-            if self.membership.knows(node):
-                facts = {"site": hello.site, "node": node, "key": ssh_fingerprint(hello.key)}
-                self.events("joined", **facts, head=hello.audit)
+        fitting, self._arrivals = self._fitting(self.task, self._arrivals), []
+        for note in self.membership.admit(fitting):
+            self.tell(note)
+        for each in fitting:
+            if self.membership.knows(each.node):
+                facts = {"site": each.hello.site, "node": each.node, "key": ssh_fingerprint(each.key)}
+                self.events("joined", **facts, head=each.hello.audit)
 
     def on_hello(self, request: Request, reply: Reply) -> None:
         """Handle a site's introduction."""
         try:
-            hello = self._hello(request, reply)
+            arrival = self._arrival(request, reply)
         except Exception as error:  # whatever reading it raises is that site's problem, not the server's
             self._again[request.node] = time.monotonic() + min(AGAIN, self.timeout)
             who, facts = self._describe_node(request.node, reply)
             self.note_once(f"{who} cannot take part: {describe_error(error)}", **facts)
             return
-        if problem := self.identity.bind_key(hello.site, hello.key):
-            if problem not in self._told:
-                spokesmen = [node for node, other in self._arrivals if other.site == hello.site]
-                self._notify({request.node, *spokesmen, *self.membership.nodes(hello.site)}, problem)
-            self.note_once(problem, site=hello.site, node=request.node, key=ssh_fingerprint(hello.key))
+        site = arrival.hello.site
+        if problem := self.identity.bind_key(site, arrival.key):
+            if problem not in self._noted:
+                claimants = [other.node for other in self._arrivals if other.hello.site == site]
+                self._notify({request.node, *claimants, *self.membership.nodes(site)}, problem)
+            self.note_once(problem, site=site, node=request.node, key=ssh_fingerprint(arrival.key))
             return
-        self._arrivals.append((request.node, hello))
+        self._arrivals.append(arrival)
 
-    def _hello(self, request: Request, reply: Reply) -> Hello:
+    def _arrival(self, request: Request, reply: Reply) -> Arrival:
         """Read a newcomer's introduction, and verify its signature."""
         content = content_of(reply)
         protocol.check_problem(content)
@@ -267,7 +287,7 @@ class Admission:
         hello = Hello.read(content)
         if hello.site != site:
             raise ValueError("it signs for one site and speaks for another")
-        return replace(hello, key=key, audit=head_of(content) or "")
+        return Arrival(request.node, hello, key)
 
     def _describe_node(self, node: int, reply: Reply) -> tuple[str, dict[str, Any]]:
         """What is known of a node that has not proven who it is: as text, and as facts for the audit log."""
@@ -282,7 +302,7 @@ class Admission:
             return f"a site that calls itself {name} ({known})", {**facts, "says": name}
         return f"a site ({known})", facts
 
-    def _notify(self, nodes: set[int], words: str) -> None:
+    def _notify(self, nodes: set[int], text: str) -> None:
         """Send sites a notice for their own logs."""
-        text = protocol.notice(words)
-        self.mailbox.send([(Request(node, NOTICE, GREETING), text) for node in sorted(nodes)], self.timeout)
+        notice = protocol.notice(text)
+        self.mailbox.send([(Request(node, NOTICE, GREETING), notice) for node in sorted(nodes)], self.timeout)

@@ -59,8 +59,8 @@ class Head(NamedTuple):
     @classmethod
     def read(cls, text: object) -> Head | None:
         """Parse `LINE:HASH`; None if the text is something else."""
-        found = re.fullmatch(r"(\d{1,12}):([0-9a-f]{64})", text) if isinstance(text, str) else None
-        return cls(int(found[1]), found[2]) if found else None
+        match = re.fullmatch(r"(\d{1,12}):([0-9a-f]{64})", text) if isinstance(text, str) else None
+        return cls(int(match[1]), match[2]) if match else None
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ def newest_head(path: Path) -> Head | None:
         return None
     with path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
-        found, _ = _end(file.fileno())
-    return found if found.line else None
+        head, _ = _end(file.fileno())
+    return head if head.line else None
 
 
 class AuditWriter:
@@ -135,11 +135,11 @@ def _next(file: int, event: str, facts: dict[str, Any]) -> tuple[bytes, Head]:
     last, rest = _end(file)
     last = Head(last.line + rest.count(b"\n"), last.hash)
     content = b""
-    if found := _LINE.fullmatch(rest):  # only its end of line is missing
-        content, last = b"\n", Head(int(found[2]), found[3].decode())
+    if match := _LINE.fullmatch(rest):  # only its end of line is missing
+        content, last = b"\n", Head(int(match[2]), match[3].decode())
     elif rest and not rest.endswith(b"\n"):  # whole lines that are not ours are tampering: `read` reports them
-        words = {"bytes": len(rest), "sha256": hashlib.sha256(rest).hexdigest()}
-        line, last = _line(Head(last.line + 1, last.hash), "torn", words)
+        torn = {"bytes": len(rest), "sha256": hashlib.sha256(rest).hexdigest()}
+        line, last = _line(Head(last.line + 1, last.hash), "torn", torn)
         content = b"\n" + line
     line, last = _line(last, event, facts)
     return content + line, last
@@ -172,9 +172,9 @@ def _end(file: int) -> tuple[Head, bytes]:
         start = max(0, size - length)
         pieces = os.pread(file, size - start, start).split(b"\n")
         for at in reversed(range(1 if start else 0, len(pieces) - 1)):  # the first piece may be cut off at its start
-            found = _LINE.fullmatch(pieces[at])
-            if found:
-                return Head(int(found[2]), found[3].decode()), b"\n".join(pieces[at + 1 :])
+            match = _LINE.fullmatch(pieces[at])
+            if match:
+                return Head(int(match[2]), match[3].decode()), b"\n".join(pieces[at + 1 :])
         if start == 0:
             return Head(0, START), b"\n".join(pieces)
         length *= 4
@@ -211,8 +211,8 @@ def read(path: Path) -> Log:
 
 def _row(text: bytes) -> dict[str, Any] | None:
     """The parsed line if it matches its own hash, else None."""
-    found = _LINE.fullmatch(text)
-    if not found or hashlib.sha256(found[1]).hexdigest().encode() != found[3]:
+    match = _LINE.fullmatch(text)
+    if not match or hashlib.sha256(match[1]).hexdigest().encode() != match[3]:
         return None
     try:
         row: dict[str, Any] = json.loads(text)
@@ -225,7 +225,7 @@ def contents(content: RecordDict) -> list[dict[str, Any]]:
     """A description of a message for the log: names, shapes, bytes and SHA-256 of every record."""
     from fednh.flower.protocol import form_of
 
-    found = []
+    rows = []
     for name, record in sorted(content.items()):
         digest, size, names = hashlib.sha256(), 0, {}
         if isinstance(record, ArrayRecord):
@@ -241,20 +241,20 @@ def contents(content: RecordDict) -> list[dict[str, Any]]:
                 digest.update(text + b"\n")
                 size += len(text)
                 names[key] = [len(value)] if isinstance(value, list) else []
-        found.append({"record": name, "bytes": size, "sha256": digest.hexdigest(), "names": names})
-    return _short(found)
+        rows.append({"record": name, "bytes": size, "sha256": digest.hexdigest(), "names": names})
+    return _short(rows)
 
 
-def _short(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _short(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same without names if they are too long for a line, or as one record if there are too many."""
-    if len(json.dumps(found)) <= LONGEST:
-        return found
-    plain = [{**record, "names": {}} for record in found]
-    if len(words := json.dumps(plain)) <= LONGEST:
+    if len(json.dumps(rows)) <= LONGEST:
+        return rows
+    plain = [{**record, "names": {}} for record in rows]
+    if len(text := json.dumps(plain)) <= LONGEST:
         return plain
-    total = sum(record["bytes"] for record in found)
-    digest = hashlib.sha256(words.encode()).hexdigest()
-    return [{"record": f"{len(found)} records", "bytes": total, "sha256": digest, "names": {}}]
+    total = sum(record["bytes"] for record in rows)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return [{"record": f"{len(rows)} records", "bytes": total, "sha256": digest, "names": {}}]
 
 
 # --- a site's events ------------------------------------------------------------------------------------------------
@@ -322,8 +322,8 @@ class SiteEvents:
         """Log an answer; returns it with the hash of its line."""
         if not self.times:
             return with_head(content, newest_head(self.path))
-        event, told = ("joined", {"told": _greeting(content)}) if self.kind == "query" else ("left", {})
-        facts = {**self._facts(), **told, "to": self.by, "sent": contents(content)}
+        event, greeting = ("joined", {"told": _greeting(content)}) if self.kind == "query" else ("left", {})
+        facts = {**self._facts(), **greeting, "to": self.by, "sent": contents(content)}
         return with_head(content, append(self.path, event, **facts))
 
     def refused(self, why: str, content: RecordDict) -> RecordDict:
@@ -370,8 +370,8 @@ def with_head(content: RecordDict, head: Head | None) -> RecordDict:
 def head_of(content: RecordDict) -> str | None:
     """The newest line of a site's log, as stated in its reply."""
     said = content.get("said")
-    found = Head.read(said.get(HEAD)) if isinstance(said, ConfigRecord) else None
-    return None if found is None else str(found)
+    head = Head.read(said.get(HEAD)) if isinstance(said, ConfigRecord) else None
+    return None if head is None else str(head)
 
 
 def _greeting(content: RecordDict) -> dict[str, Any]:

@@ -4,30 +4,395 @@ An order is obeyed only if the federation's server has signed it for this site (
 allow it (site_config.py). Otherwise it is refused and logged before its content is read. A site that cannot carry out
 an order replies with a problem. The text of an error may quote data, so it goes to the site's own log only; the text
 of a refusal quotes nothing but the request, so it is sent.
+
+`Site` works on an order with its own data and the personal state on its own disk (layout.StateFolder). An order names
+the round whose state to start from: the last whose upload the server accepted. So a repeated order, a server restarted
+from a checkpoint, or an answer that came too late does not change the result.
+
+What leaves a site passes `finalize_reply`, last, where it is checked, logged and signed. It has some of these records
+and nothing else; a personal model, a sample or a path is in none of them:
+
+    said      who the site is and what its data are like (`Hello`), a problem in words, or an acknowledgement
+    facts     its number and the round, samples processed, their loss; as far as the owner's rules allow
+    upload    what the method declares (docs/what-leaves-a-site.md has it by method)
+    figures   metrics of its personal and of the global model; as far as the owner's rules allow
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from typing import Any
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from safetensors import SafetensorError
 
-from fednh.errors import Refused
+from fednh.config import Config
+from fednh.data import scaling
+from fednh.data.agreement import not_agreed
+from fednh.data.batches import ClientData, Samples, samples_of, subset
+from fednh.data.dataset import Dataset, digest, one_site
+from fednh.errors import Refused, UserError
+from fednh.federated import checks, similarity
+from fednh.federated import client as clients
+from fednh.federated.setup import Federation, build_federation, initial_state, load_data, test_sample
 from fednh.flower import protocol, signing
 from fednh.flower.audit import SiteEvents
 from fednh.flower.layout import StateFolder
+from fednh.flower.protocol import Answer, Hello, Number, Order, Task
 from fednh.flower.signing import ssh_fingerprint
-from fednh.flower.site import Seal, Site, finalize_reply
-from fednh.flower.site_config import Agreement, SiteConfig, read_site_config
-from fednh.io.files import keep_private
+from fednh.flower.site_config import METRICS, Agreement, SiteConfig, read_site_config
+from fednh.io.files import keep_private, read_tree, write_bytes, write_tree
 from fednh.machine import one_thread
+from fednh.metric_names import HELD
+from fednh.models import check_size
+from fednh.runs import fingerprint
+from fednh.runs.model_file import write_model, write_outcomes
 from fednh.text import one_line
+from fednh.tree import Tree
+
+RECORDS = ("said", "facts", "upload", "figures")
+Seal = Callable[[RecordDict], RecordDict]
+
+
+def finalize_reply(
+    content: RecordDict, events: SiteEvents | None, seal: Seal | None, refused: str | None = None
+) -> RecordDict:
+    """The reply as it is sent: checked, logged, signed. `refused` says why an order was not obeyed."""
+    if unknown := sorted(set(content) - set(RECORDS)):
+        raise Refused(f"a reply would hold {unknown[0]!r}, which is not among what leaves a site")
+    if events is not None:
+        content = events.left(content) if refused is None else events.refused(refused, content)
+    return seal(content) if seal is not None else content
+
 
 log = logging.getLogger("flwr")
+NEWEST = 2  # states that stay, whatever the server says
+STATES = 100  # states that are kept at most, whatever it says
+
+
+class Site:
+    """One site at work on one order. `agreement` has what it agreed on before; None where there is nothing secret."""
+
+    def __init__(self, site_config: SiteConfig, toml: str, task: Task | None, agreement: Agreement | None = None):
+        self.site_config, self.agreement = site_config, None if site_config.divided else agreement
+        self.config = _config(toml, site_config)
+        if self.agreement is not None:
+            self.agreement.check(self.config)
+        self.shared = toml, _shared(site_config), task
+        self.fed = _federation(*self.shared)
+        site_config.policy.check_numbers(self.fed.method.numbers(self.fed.net.num_classes, self.fed.net.dim))
+        self.index = self.fed.parts[max(site_config.part, 0)]
+        self.kept = StateFolder(site_config.home).kept(self.config.federation.name, site_config.site)
+        if len(self.index) < self.fewest:
+            raise Refused(f"it would train on fewer samples than the {self.fewest} of its policy (allow.samples)")
+
+    @property
+    def fewest(self) -> int:
+        """The fewest samples behind any number that leaves; parts of public sets are no secret."""
+        return 1 if self.site_config.divided else self.site_config.policy.allow.samples
+
+    def hello(self) -> tuple[Hello, int]:
+        """The site's name and the form of its data, and how often it has said so; file names are not disclosed.
+
+        A site with its own data repeats its first greeting, so that no two of them can be compared.
+        """
+        divided = self.site_config.divided
+        name = self.fed.dataset.name if divided else self.config.federation.name
+        site = self.fed.sites[self.site_config.part] if divided and self.fed.sites else self.site_config.site
+        task, times = Task.of(self.fed, name, divided), 1
+        if not divided:
+            mean, std = statistics(data := _own_data(*self.shared[:2]), self.fewest)
+            task = task.model_copy(update={"scale": data.scale, "mean": mean, "std": std})
+        if self.agreement is not None:
+            first, times = self.agreement.keep(self.config, json.loads(task.text()))
+            task = self._first(Task.read(json.dumps(first)), task)
+        return Hello(site=site, task=task, number=self.site_config.part), times
+
+    @staticmethod
+    def _first(said: Task, task: Task) -> Task:
+        """The first greeting's task, if it still describes the data."""
+        if (said.shape, said.classes, said.preprocessing) != (task.shape, task.classes, task.preprocessing):
+            raise Refused("the form of its data is not that of its first greeting; its owner must agree anew")
+        return said
+
+    def read(self, content: RecordDict) -> tuple[Tree, Tree]:
+        """The broadcast and the rest of the global model; tensors of another form than the config's are refused."""
+        down, whole = _tensor_specs(*self.shared)
+        more = {name: whole[name] for name in protocol.tree_names(content, "global") if name in whole}
+        device = self.config.device
+        return protocol.read_tree(content, "down", device, down), protocol.read_tree(content, "global", device, more)
+
+    def answer(self, order: Order, down: Tree, more: Tree) -> Answer:
+        """Evaluate, train, save the state; `more` is the part of the global model that the broadcast lacks."""
+        if self.agreement is not None:
+            self.agreement.keep(self.config)
+        return self._answer(order, down, more).without_metrics({*METRICS} - {*self.site_config.policy.allow.metrics})
+
+    def _answer(self, order: Order, down: Tree, more: Tree) -> Answer:
+        self._warn_changed_data(order)
+        kept = self._load_state(order.last)
+        metrics: dict[str, Number] = {}
+        if order.evaluate:
+            if order.final and order.last == 0:  # it joined too late to train in any round
+                late = self._update(order.client, order.evaluate, kept, down)
+                kept = kept if checks.not_finite(late) else late.keep
+            metrics = self._evaluate(order, kept, down, more)
+        if not order.round:
+            return Answer(order.client, 0, metrics=metrics)
+        update = self._update(order.client, order.round, kept, down)
+        loss = update.loss_sum
+        if what := checks.not_finite(update):
+            log.warning("round %d: %s is not finite: no state is saved, and the server refuses it", order.round, what)
+            loss = math.nan  # the upload may be finite: the loss tells the server to refuse it
+        else:
+            self._save_state(order.round, update.keep, order.since)
+        return Answer(order.client, order.round, update.upload, update.samples, loss, update.gradient_norm, metrics)
+
+    def _update(self, client: int, round_: int, kept: Tree, down: Tree) -> clients.ClientResult:
+        data = self._data(client, round_, "train")
+        checks.check_share(data.share, client)
+        look = self.config.diagnostics.gradient_norm
+        return clients.update(self.fed.method, self.fed.net, kept, down, data, self.config.train.sgd(round_), look)
+
+    def _data(self, client: int, round_: int, purpose: str) -> ClientData:
+        return ClientData(self.fed.train, self.index, self.config.seed, round_, client, purpose, self.fewest)
+
+    # --- evaluation --------------------------------------------------------------------------------------------
+
+    def _evaluate(self, order: Order, kept: Tree, down: Tree, more: Tree) -> dict[str, Number]:
+        """Evaluate the personal and the global model on the site's samples: aggregate numbers only."""
+        fed, round_ = self.fed, order.evaluate
+        data, test, held = self._data(order.client, round_, "personal"), self._test, self._held_out()
+        sgd, how = self.config.train.sgd(round_), self.config.personal
+        model = clients.personal_model(fed.method, fed.net, kept, down, data, sgd, how=how)
+        self._save_model(model, order)
+        shared = fed.method.global_model({**self._initial(), **down})
+        shared = None if shared is None else {**shared, **more}
+        person = clients.measured(fed.method, fed.net, order.client, data, model, shared, test, held)
+        if person.outcomes is not None:  # of single held-out samples: no message holds anything of it
+            rows = self.fed.held_out[max(self.site_config.part, 0)]
+            kept_here = person.outcomes.of_rows(rows, fed.dataset.group_train) if len(rows) else person.outcomes
+            write_outcomes(self.kept.outcomes_file, kept_here)
+        keys = (*(("pm_v", "pm_l") if len(test) >= self.fewest else ()), *(HELD if len(held) >= self.fewest else ()))
+        numbers: dict[str, Number | None] = {key: getattr(person, key) for key in keys}
+        if self.site_config.divided and person.per_class is not None:  # -1: the test set lacks the class
+            numbers["per_class"] = [-1.0 if right is None else right for right in person.per_class]
+        if order.final and shared is not None and not self.site_config.divided and len(data) >= similarity.FEWEST:
+            about = similarity.similarity_quantiles(
+                fed.method, fed.net, shared, fed.train, self.index, self.config.seed
+            )
+            numbers["novelty"] = None if about is None else list(about["quantiles"].values())
+        return {"samples": len(data), **{key: value for key, value in numbers.items() if value is not None}}
+
+    @cached_property
+    def _test(self) -> Samples:
+        """The balanced test set; empty if this site has none."""
+        if self.site_config.divided:
+            return self.fed.test
+        if self.site_config.test is None:
+            return subset(self.fed.test, self.index[:0])
+        return load_test_set(self.config, self.site_config.test, self.fed.dataset)
+
+    def _held_out(self) -> Samples:
+        """The site's own samples that it does not train on: those held out, or the test part of its own source."""
+        held = self.fed.held_out[max(self.site_config.part, 0)]
+        if len(held) or self.site_config.divided:
+            return subset(self.fed.train, held)
+        return samples_of(self.fed.dataset, "test", device=self.config.device)  # all of it, whatever eval.samples is
+
+    def _save_model(self, model: Tree, order: Order) -> None:
+        fed = self.fed
+        about = similarity.similarity_quantiles(fed.method, fed.net, model, fed.train, self.index, self.config.seed)
+        card = {**fed.card(self.config, max(self.site_config.part, 0)), "client": order.client, "novelty": about}
+        write_model(self.kept.personal_model, model, card)
+
+    def _initial(self) -> Tree:
+        return initial_state(self.fed.method, self.fed.net, self.config.seed, self.config.device)
+
+    # --- personal state ----------------------------------------------------------------------------------------
+
+    def _load_state(self, last: int) -> Tree:
+        """The state that the site kept after round `last`; if it is lost, the newest older one, else a new one."""
+        if last > 0:
+            for round_, path in sorted(self.kept.states().items(), reverse=True):
+                if round_ > last:
+                    continue
+                try:
+                    tree = read_tree(path, self.config.device)
+                except (OSError, SafetensorError) as error:
+                    log.warning("%s is damaged (%s); looking for an older one", path, error)
+                    continue
+                if round_ < last:
+                    log.warning(
+                        "the state of round %d is not in %s; using that of round %d", last, self.kept.path, round_
+                    )
+                return tree
+            log.warning("no state is left in %s: this site starts anew", self.kept.path)
+        return self.fed.method.enroll(self._initial())
+
+    def basis(self, order: Order) -> bytes:
+        """What the answer to an order depends on at the site: its samples, and the state that it starts from."""
+        own = order.evaluate and self.site_config.test is not None
+        test = digest(self._test.x.numpy(force=True), self._test.y.numpy(force=True)) if own else None
+        samples = json.dumps([self.fed.as_read, test], sort_keys=True).encode()
+        state = max(((n, path) for n, path in self.kept.states().items() if n <= order.last), default=None)
+        return samples if state is None else samples + state[1].read_bytes()
+
+    def _warn_changed_data(self, order: Order) -> None:
+        """Warn in the site's log if its data have changed since earlier rounds: the held-out samples change too."""
+        if self.fed.as_read is None:
+            return
+        changes = fingerprint.changed_since(self.kept.fingerprint_file, self.fed.as_read, anew=order.last == 0)
+        if changes:
+            log.warning(
+                "the data of this site are not those of the rounds before: %s; samples that it was trained on may now "
+                "be among those held out, and metrics on them too good",
+                changes,
+            )
+
+    def _save_state(self, round_: int, tree: Tree, since: int) -> None:
+        """Write a round's state, and delete the oldest one if the server no longer needs it (`since`).
+
+        A server must not be able to destroy what a site has learned: one new state pushes out at most one old one, the
+        newest two always stay, and a state that is replaced by another one of the same round is set aside.
+        """
+        path, aside = self.kept.state(round_), self.kept.replaced(round_)
+        before = path.read_bytes() if path.exists() else b""
+        write_tree(path, tree)
+        if before and before != path.read_bytes() and not aside.exists():
+            write_bytes(aside, before)
+        oldest, *others = self.kept.states()
+        if (oldest < since and len(others) >= NEWEST) or len(others) >= STATES:
+            self.kept.state(oldest).unlink()
+            self.kept.replaced(oldest).unlink(missing_ok=True)
+
+
+def _shared(site_config: SiteConfig) -> SiteConfig:
+    """What decides which data and model a site has: all parts of a divided set have it in common."""
+    own = {"part": -1, "site": "" if site_config.divided else site_config.site}
+    return site_config.model_copy(update={**own, "home": Path(), "orders": Path(), "key": Path()})
+
+
+def _config(toml: str, site_config: SiteConfig) -> Config:
+    """The server's config as this site applies it."""
+    config = site_config.policy.config(toml, site_config.data)
+    data = _updated(config.data, **site_config.reading)
+    return config.model_copy(update={"device": site_config.device or config.device, "data": data})
+
+
+def statistics(data: Dataset, fewest: int) -> scaling.Scaling:
+    """The mean and deviation that a site tells of its features or channels: of all its samples, or none of few."""
+    if len(data.y_train) < fewest:
+        raise Refused(f"it has fewer samples than the {fewest} of its policy (allow.samples)")
+    if not data.fitted:
+        return scaling.Scaling(data.mean, data.std)
+    return scaling.statistics(data.x_train, data.scale, data.preprocessing, fewest)
+
+
+@lru_cache(maxsize=2)
+def _own_data(toml: str, site_config: SiteConfig) -> Dataset:
+    """The samples of a site with its own source, as they were read; loaded once per process."""
+    config = _own_config(toml, site_config)
+    with _hide_data_errors():
+        data = one_site(_loaded(config), site_config.site)
+    if problem := not_agreed(data, config.data.classes, config.data.columns):
+        raise Refused(f"this site discloses nothing about its data that is not agreed: {problem}")
+    return data
+
+
+def _own_config(toml: str, site_config: SiteConfig) -> Config:
+    config = _config(toml, site_config)
+    data, partition = _updated(config.data, name=site_config.data), _updated(config.partition, name="site")
+    return config.model_copy(update={"data": data, "partition": partition})
+
+
+@lru_cache(maxsize=2)
+def _federation(toml: str, site_config: SiteConfig, task: Task | None) -> Federation:
+    """The site's data, network and method, loaded once per process; the parts of a divided set share it."""
+    if site_config.data is None:
+        config = _config(toml, site_config)
+        config = config.model_copy(update={"partition": _updated(config.partition, clients=site_config.parts)})
+        with _hide_data_errors():
+            data = load_data(config)
+            _check_size(config, site_config, data)
+            return build_federation(config, data)
+    config, data = _own_config(toml, site_config), _own_data(toml, site_config)
+    if task is not None:
+        if (data.shape, data.classes) != (task.shape, task.classes):
+            raise Refused("this site's data has another shape or other classes than the federation agreed on")
+        data = replace(data, scale=task.scale, mean=task.mean, std=task.std, fitted=False)
+    with _hide_data_errors():
+        _check_size(config, site_config, data)
+        return build_federation(config, data)
+
+
+def _check_size(config: Config, site_config: SiteConfig, data: Dataset) -> None:
+    """Refuse a model that is larger than the site allows, before any of it is built."""
+    model = config.model
+    check_size(model.name, data.shape, data.num_classes, model.args, site_config.policy.check_parameters)
+
+
+@contextmanager
+def _hide_data_errors() -> Iterator[None]:
+    """Keep errors about a site's data in its own log: their text may quote the data."""
+    try:
+        yield
+    except Refused:
+        raise
+    except UserError as error:
+        log.error("%s", error)
+        raise Refused("its data cannot be used as the federation's config asks; the site's own log says why") from error
+
+
+@lru_cache(maxsize=2)
+def _tensor_specs(
+    toml: str, site_config: SiteConfig, task: Task | None
+) -> tuple[checks.TensorSpecs, checks.TensorSpecs]:
+    """The forms of the broadcast and of the global model, computed once per process."""
+    method, net = (fed := _federation(toml, site_config, task)).method, fed.net
+    config = _config(toml, site_config)
+    initial = initial_state(method, net, config.seed, config.device)
+    return checks.form_of(method.broadcast(initial)), checks.form_of(method.global_model(initial) or {})
+
+
+def _loaded(config: Config) -> Dataset:
+    """Load the data; notes on how they were read go to the site's own log."""
+    data = load_data(config)
+    for note in (*data.notes, *data.warnings):
+        log.warning("%s", note)
+    return data
+
+
+def load_test_set(config: Config, source: str, task: Task | Dataset) -> Samples:
+    """The test set of a source, or all of it if it has none, scaled as the federation agreed."""
+    whole = _updated(
+        config.data, name=source, sites=None, without=None, group=None, merge_test=False
+    )  # nothing of it is divided
+    data = _loaded(config.model_copy(update={"data": whole}))
+    if not len(data.y_test):
+        data = replace(data, x_test=data.x_train, y_test=data.y_train, site_test=data.site_train)
+    if (data.shape, data.classes) != (task.shape, task.classes):
+        raise UserError(
+            f"{source} as a test set has samples of shape {data.shape} and the classes {', '.join(data.classes)}, but "
+            f"the sites have {task.shape} and {', '.join(task.classes)}"
+        )
+    data = replace(data, scale=task.scale, mean=task.mean, std=task.std)
+    return test_sample(config, samples_of(data, "test", device=config.device))
+
+
+def _updated(section: Any, **values: Any) -> Any:
+    return section.model_copy(update=values)
+
+
+# --- messages -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -56,9 +421,9 @@ def _hello(message: VerifiedMessage) -> RecordDict:
 
 
 def _notice(message: VerifiedMessage) -> RecordDict:
-    words = protocol.read_notice(message.content)
+    text = protocol.read_notice(message.content)
     if message.events.times:
-        log.warning("the server says: %s", words)
+        log.warning("the server says: %s", text)
     return protocol.ack()
 
 
@@ -68,7 +433,7 @@ def _answer(message: VerifiedMessage) -> RecordDict:
     site = message.site()
     received = site.read(message.content)
     # From here on the samples are used. That this fails may say something about them, so it counts, too.
-    if message.guard.count(signing.Work.of(message.content, site.basis(order)), policy.rounds):
+    if message.guard.count(signing.Work.of(message.content, site.basis(order)), policy.allow.rounds):
         message.events.new()
     return site.answer(order, *received).write()
 

@@ -97,8 +97,8 @@ def replace(module: ModuleType, name: str, value: Any) -> None:
 
 def original(module: ModuleType, name: str) -> Callable[..., Any]:
     """A function of Flower that is going to be replaced."""
-    found: Callable[..., Any] = getattr(module, name)
-    return found
+    function: Callable[..., Any] = getattr(module, name)
+    return function
 
 
 def runtime_client(grid: HttpGrid) -> RuntimeHttpClient:

@@ -33,7 +33,7 @@ from pathlib import Path
 from zlib import crc32
 
 from fednh.federated.results import check_lost
-from fednh.runs.layout import Inside, Layout, RunLayout
+from fednh.runs.layout import FolderLayout, Inside, RunLayout
 from fednh.text import one_line
 
 # --- notes: federation.log ------------------------------------------------------------------------------------------
@@ -50,11 +50,8 @@ def add_note(run: Path, text: str) -> None:
 
 
 def note_text(line: bytes) -> str:
-    """The text of a line, safe to print; earlier versions wrote plain text after the time."""
-    try:
-        return one_line(str(json.loads(line)["text"]))
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return one_line(line.decode(errors="replace")[20:])
+    """The text of a line of federation.log, safe to print."""
+    return one_line(str(json.loads(line)["text"]))
 
 
 def check_end(run: Path) -> None:
@@ -65,7 +62,7 @@ def check_end(run: Path) -> None:
 # --- folders --------------------------------------------------------------------------------------------------------
 
 
-class FlowerHome(Layout):
+class FlowerHome(FolderLayout):
     """The folder that FLWR_HOME names: Flower's connections, and files that the programs of one start share."""
 
     connections_file = Inside("config.toml")
@@ -76,7 +73,7 @@ class FlowerHome(Layout):
     proxy = Inside("proxy")
 
 
-class SiteFolder(Layout):
+class SiteFolder(FolderLayout):
     """The places in one site's folder, which has the site's name."""
 
     def __init__(self, path: Path):
@@ -94,7 +91,7 @@ class SiteFolder(Layout):
     unit = Inside("fednh-site.service")
 
 
-class FederationFolder(Layout):
+class FederationFolder(FolderLayout):
     """The places in one federation's folder."""
 
     def __init__(self, path: Path):
@@ -116,7 +113,6 @@ class FederationFolder(Layout):
     server_certificate = Inside("certs/server.crt")
     server_key = Inside("certs/server.key")
     orders_key = Inside("certs/orders.key")
-    old_ca_key = Inside("certs/ca.key")  # where earlier versions put it
 
     @property
     def authority(self) -> Path:
@@ -150,7 +146,7 @@ class FederationFolder(Layout):
         return [SiteFolder(path.parent) for path in sorted(self.sites.glob(f"*/{SiteFolder.public_key}"))]
 
 
-class StateFolder(Layout):
+class StateFolder(FolderLayout):
     """What a site keeps: the folder that its site.toml calls `state`."""
 
     def audit_file(self, site: str) -> Path:
@@ -159,7 +155,7 @@ class StateFolder(Layout):
     def audit_files(self) -> list[Path]:
         return sorted(self.path.glob("audit/*.jsonl"))
 
-    def order_book(self, site: str, key: str) -> Path:
+    def replay_file(self, site: str, key: str) -> Path:
         """The file about the orders that one key signed, named by its fingerprint."""
         return self.path / f"orders-{key}-{_short(site)}.json"
 
@@ -182,7 +178,7 @@ class StateFolder(Layout):
         return sorted((self.path / _safe(federation)).glob(f"*/{KeptState.personal_model}"))
 
 
-class KeptState(Layout):
+class KeptState(FolderLayout):
     """What a site keeps of one federation."""
 
     personal_model = Inside("personal.safetensors")
@@ -198,8 +194,8 @@ class KeptState(Layout):
 
     def states(self) -> dict[int, Path]:
         """The states on disk by round, oldest first."""
-        found = sorted(self.path.glob("state.round-*.safetensors"))
-        return {int(path.name.split("-")[1].split(".")[0]): path for path in found}
+        paths = sorted(self.path.glob("state.round-*.safetensors"))
+        return {int(path.name.split("-")[1].split(".")[0]): path for path in paths}
 
 
 def _sites(folder: Path) -> list[SiteFolder]:

@@ -20,20 +20,29 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Set
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, TypeVar
 
 import safetensors.numpy
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from pydantic import (
+    AfterValidator,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from fednh.federated import checks
 from fednh.federated.checks import TensorSpecs
 from fednh.federated.setup import Federation
 from fednh.flower import transport
 from fednh.flower.signing import Identity
-from fednh.flower.transport import FetchError, Reply, Request, quoted
-from fednh.metric_names import HELD
+from fednh.flower.transport import FetchError, Reply, Request, StrictModel, quoted
 from fednh.text import name_problem, one_line
 from fednh.tree import Tree, canonical
 
@@ -70,15 +79,15 @@ def to_tree(record: ArrayRecord, device: str = "cpu", form: TensorSpecs | None =
 
     With a `form`, a tree of another form is refused before anything is allocated.
     """
-    found = form_of(record)
-    if form is not None and (problem := checks.form_problem(found, form)):
+    specs = form_of(record)
+    if form is not None and (problem := checks.form_problem(specs, form)):
         raise ValueError(problem)
     try:
         plain = safetensors.numpy.load(record[TREE].data) if record else {}
         tree = {name: torch.from_numpy(array) for name, array in plain.items()}
     except Exception as error:  # the header's offsets are checked by the library
         raise ValueError(f"its arrays cannot be read: {one_line(str(error), 200)}") from error
-    if checks.form_of(tree) != found:
+    if checks.form_of(tree) != specs:
         raise ValueError("its arrays cannot be read: the header can be understood in two ways")
     return canonical({name: value.to(device) for name, value in tree.items()})
 
@@ -87,7 +96,7 @@ def form_of(record: ArrayRecord) -> TensorSpecs:
     """The names, shapes and types that a record declares; ValueError unless exactly the bytes they need follow."""
     try:
         return _declared(record)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"its arrays cannot be read: {one_line(str(error), 200)}") from error
 
 
@@ -98,30 +107,40 @@ def _declared(record: ArrayRecord) -> TensorSpecs:
         raise ValueError(f"it holds {quoted(sorted(record))} where one array {TREE!r} belongs")
     array, data = record[TREE], record[TREE].data
     if (array.stype, array.dtype, tuple(array.shape)) != (KIND, "uint8", (len(data),)):
-        raise ValueError(f"{quoted([array.stype, array.dtype, *array.shape])} is not a kind of array that travels here")
+        raise ValueError(f"{quoted([array.stype, array.dtype, *array.shape])} is an unsupported array type")
     length = int.from_bytes(data[:LENGTH], "little")
     if len(data) < LENGTH or length > min(len(data) - LENGTH, transport.TEXT):
         raise ValueError(f"its {len(data)} bytes cannot hold a header of {length}")
-    header = transport.read_json(data[LENGTH : LENGTH + length].decode())
-    if not isinstance(header, dict) or len(header) > transport.NAMES:
-        raise ValueError(f"its header is not a table of up to {transport.NAMES} names")
-    form = {name: _tensor(name, row) for name, row in header.items()}
+    form = {name: (row.shape, TYPES[row.dtype]) for name, row in _header(data[LENGTH : LENGTH + length]).items()}
     needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in form.values())
-    if needed != (there := len(data) - LENGTH - length):
-        raise ValueError(f"its header declares {needed} bytes, and {there} follow")
+    if needed != (rest := len(data) - LENGTH - length):
+        raise ValueError(f"its header declares {needed} bytes, and {rest} follow")
     return form
 
 
-def _tensor(name: str, row: object) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and type of one tensor."""
-    if not isinstance(row, dict) or row.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{quoted(name)} is described by {quoted(row)}")
-    if not isinstance(row["dtype"], str) or row["dtype"] not in TYPES:
-        raise ValueError(f"{quoted(name)} is of type {quoted(row['dtype'])}, which does not travel here")
-    shape = transport.numbers(row["shape"], 0, transport.SAMPLE)
-    if len(shape) > AXES:
-        raise ValueError(f"{quoted(name)} has {len(shape)} axes, where up to {AXES} travel")
-    return shape, TYPES[row["dtype"]]
+class TensorHeader(StrictModel):
+    """What a header says of one tensor."""
+
+    dtype: str = Field(json_schema_extra={"enum": list(TYPES)})
+    shape: tuple[Annotated[int, Field(ge=0, le=transport.SAMPLE)], ...] = Field(max_length=AXES)
+    data_offsets: Any  # checked by the library
+
+    @field_validator("dtype")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in TYPES:
+            raise PydanticCustomError("type", "an unknown type")
+        return name
+
+
+_HEADER = TypeAdapter(Annotated[dict[str, TensorHeader], Field(max_length=transport.NAMES)])
+
+
+def _header(text: bytes) -> dict[str, TensorHeader]:
+    try:
+        return _HEADER.validate_json(text)
+    except ValidationError as error:
+        raise ValueError(transport.validation_problem(error, _HEADER.json_schema())) from None
 
 
 # --- messages -------------------------------------------------------------------------------------------------------
@@ -135,82 +154,89 @@ SAMPLES = 10**12  # training samples that one site can process in a round
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 Number = int | float | list[float]
 
-PERCENT = (0.0, 100.001, False)  # with a margin for rounding
-# The metrics of an evaluation: least, most, and whether it is a list; in per_class -1 is a class without samples.
-RANGES = {
-    "pm_v": PERCENT,
-    "pm_l": PERCENT,
-    "per_class": (-1.0, 100.001, True),
-    **dict.fromkeys(HELD, PERCENT),
-    "novelty": (-1.001, 1.001, True),
-}
+Index = Annotated[int, Field(ge=0, le=transport.NUMBER)]  # of a client or a round; 0 is also "none"
+Count = Annotated[int, Field(ge=1, le=SAMPLES)]
+Text = Annotated[str, Field(max_length=transport.TEXT)]
+Name = Annotated[str, Field(max_length=1000)]
+Finite = Annotated[float, Field(gt=-LARGE, lt=LARGE)]
+Percent = Annotated[float, Field(ge=0, le=100.001)]  # with a margin for rounding
+Newest = Annotated[str, Field(pattern=r"^\d{1,12}:[0-9a-f]{64}$")]  # line of a site's audit log, LINE:HASH
 
 
-@dataclass(frozen=True)
-class Task:
+def _may_diverge(least: float) -> tuple[AfterValidator, WithJsonSchema]:
+    """A number from `least` to LARGE, or NaN or infinity, by which a site says that its training failed."""
+
+    def check(value: float) -> float:
+        if value < least or LARGE < value < math.inf:
+            raise PydanticCustomError("range", "out of range")
+        return value
+
+    return AfterValidator(check), WithJsonSchema({"type": "number", "minimum": least, "maximum": LARGE})
+
+
+Loss = Annotated[float, *_may_diverge(-LARGE)]
+Norm = Annotated[float, *_may_diverge(0.0)]
+
+
+class Task(StrictModel):
     """What all sites of a federation must agree on to train one model."""
 
-    data: str  # a name for it
+    data: Text  # a name for it
     divided: bool  # True: a public set of which each site has a part
-    shape: tuple[int, ...]
-    classes: tuple[str, ...]
-    scale: float
-    mean: tuple[float, ...]
-    std: tuple[float, ...]  # in a greeting 0: constant at this site, -1: without any value there
-    preprocessing: str  # JSON, how a raw input becomes a sample
+    shape: tuple[Annotated[int, Field(ge=1, le=transport.SAMPLE)], ...] = Field(min_length=1, max_length=3)
+    classes: tuple[Name, ...] = Field(min_length=1, max_length=transport.NAMES)
+    scale: float = Field(gt=0, lt=LARGE)
+    mean: tuple[Finite, ...] = Field(min_length=1, max_length=transport.NAMES)
+    std: tuple[Finite, ...]  # in a greeting 0: constant at this site, -1: without any value there
+    preprocessing: Text  # JSON, how a raw input becomes a sample
 
     @classmethod
     def of(cls, fed: Federation, name: str, divided: bool) -> Task:
         """The task of a site's data, with what it measured; of a divided set all sites have the same statistics."""
         data = fed.dataset
         mean, std = fed.statistics[0] if fed.statistics and not divided else (data.mean, data.std)
-        how = json.dumps(data.preprocessing, sort_keys=True)
-        return cls(name, divided, data.shape, data.classes, data.scale, mean, std, how)
+        return cls.model_construct(  # the server checks it like any other
+            data=name,
+            divided=divided,
+            shape=data.shape,
+            classes=data.classes,
+            scale=data.scale,
+            mean=mean,
+            std=std,
+            preprocessing=json.dumps(data.preprocessing, sort_keys=True),
+        )
 
     @classmethod
     def read(cls, text: str) -> Task:
-        """Parse JSON, and check the type and range of every field."""
+        """Parse JSON; a ValueError says what does not describe any data."""
         try:
-            task = cls._found(transport.read_json(text))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            words = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"the description of its data cannot be read: {one_line(words, 500)}") from error
-        if problem := task._problem():
-            raise ValueError(f"the description of its data cannot be true: {problem}")
-        return task
+            return cls.parse(text)
+        except ValueError as error:
+            raise ValueError(f"the description of its data cannot be used: {error}") from None
 
+    @field_validator("preprocessing")
     @classmethod
-    def _found(cls, found: dict[str, Any]) -> Task:
-        (scale,) = transport.floats([found["scale"]])
-        data, preprocessing = transport.texts([found["data"], found["preprocessing"]], longest=transport.TEXT)
-        return cls(
-            data=data,
-            divided=transport.flag(found["divided"]),
-            shape=transport.numbers(found["shape"], 1, transport.SAMPLE),
-            classes=transport.texts(found["classes"]),
-            scale=scale,
-            mean=transport.floats(found["mean"]),
-            std=transport.floats(found["std"]),
-            preprocessing=json.dumps(transport.read_json(preprocessing), sort_keys=True),
-        )
+    def _canonical(cls, text: str) -> str:
+        return json.dumps(transport.read_json(text), sort_keys=True)
 
-    def _problem(self) -> str | None:
-        """Why this cannot describe any data, or None."""
-        if len(self.shape) not in (1, 3) or math.prod(self.shape) > transport.SAMPLE:
-            return f"samples of shape {quoted(self.shape)}"
+    @model_validator(mode="after")
+    def _check(self) -> Task:
+        if len(self.shape) == 2 or math.prod(self.shape) > transport.SAMPLE:
+            raise ValueError(f"samples of shape {quoted(self.shape)}")
         if not all(name.isprintable() for name in (self.data, *self.classes)):
-            return "a name in it holds a character that cannot be printed"
-        if not self.classes or len(set(self.classes)) < len(self.classes):
-            return "it has no classes, or one of them twice"
-        if self.scale <= 0 or len(self.mean) != len(self.std) or len(self.mean) not in (1, self.shape[0]):
-            return f"{len(self.mean)} means and {len(self.std)} deviations of {self.shape[0]} features or channels"
-        said = () if self.divided else (0, -1)
-        if wrong := [value for value in self.std if value <= 0 and value not in said]:
-            return f"the deviation {quoted(wrong[0])} is not positive"
-        return None
+            raise ValueError("a name in it holds a character that cannot be printed")
+        if len(set(self.classes)) < len(self.classes):
+            raise ValueError("it has a class twice")
+        if len(self.mean) != len(self.std) or len(self.mean) not in (1, self.shape[0]):
+            numbers = f"{len(self.mean)} means and {len(self.std)} deviations"
+            raise ValueError(f"{numbers} of {self.shape[0]} features or channels")
+        marks = () if self.divided else (0, -1)
+        if wrong := [value for value in self.std if value <= 0 and value not in marks]:
+            raise ValueError(f"the deviation {quoted(wrong[0])} is not positive")
+        return self
 
     def text(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(self.model_dump())
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -218,15 +244,35 @@ class Task:
         return {**json.loads(self.preprocessing), "scale": self.scale, "mean": self.mean, "std": self.std}
 
 
-@dataclass(frozen=True)
-class Hello:
+class Said(StrictModel):
+    """The record `said` of a reply: an acknowledgement, or a problem of the site that it names."""
+
+    format: int
+    problem: Text | None = None
+    site: Name = ""
+    audit: Newest = ""
+
+
+class Hello(StrictModel):
     """A site's answer to the query: its name, the form of its data, and, for a divided set, the number of its part."""
 
-    site: str
+    format: int = FORMAT
+    site: Name
+    number: int = Field(-1, ge=-1, le=transport.NUMBER)  # -1: the server gives it one
     task: Task
-    number: int = -1  # -1: the server gives it one
-    key: str = ""  # the public key that signed it, filled in by the server
-    audit: str = ""  # the newest line of the site's audit log, filled in by the server
+    audit: Newest = ""
+
+    @field_validator("site")
+    @classmethod
+    def _name(cls, site: str) -> str:
+        if problem := name_problem(site):
+            raise ValueError(f"its name cannot be used: {problem}")
+        return site
+
+    @field_validator("task", mode="before")
+    @classmethod
+    def _read_task(cls, task: object) -> object:
+        return Task.read(task) if isinstance(task, str) else task
 
     def write(self) -> RecordDict:
         said = ConfigRecord({"format": FORMAT, "site": self.site, "number": self.number, "task": self.task.text()})
@@ -236,29 +282,25 @@ class Hello:
     def read(cls, content: RecordDict) -> Hello:
         said = _said(content)
         _only(content, "said")
-        site, number = _text(said, "site", 1000), _integer(said, "number", -1, transport.NUMBER)
-        if problem := name_problem(site):
-            raise ValueError(f"its name cannot be used: {problem}")
-        return cls(site, Task.read(_text(said, "task")), number)
+        return cls.parse(said)
 
 
-@dataclass(frozen=True)
-class Order:
+class Order(StrictModel):
     """What one site is asked to do in one exchange."""
 
-    client: int  # its number, from which its random streams derive
-    round: int = 0  # train this round; 0: do not
-    evaluate: int = 0  # first evaluate the state after this round; 0: do not
-    last: int = 0  # start from the state of this round, the last whose upload was accepted; 0: enrol
-    since: int = 0  # states of earlier rounds will not be needed again
+    client: Index  # its number, from which its random streams derive
+    round: Index = 0  # train this round; 0: do not
+    evaluate: Index = 0  # first evaluate the state after this round; 0: do not
+    last: Index = 0  # start from the state of this round, the last whose upload was accepted; 0: enrol
+    since: Index = 0  # states of earlier rounds will not be needed again
     final: bool = False  # the federation ends: a site that never took part makes its personal model now
-    sites: int = 1  # how many are asked to train this round
+    sites: Index = 1  # how many are asked to train this round
 
     def write(self, config: str, task: Task, down: ArrayRecord, more: ArrayRecord) -> RecordDict:
         """The message: config (TOML), agreed task, order, broadcast, and the rest of the global model."""
         records: dict[str, ArrayRecord | MetricRecord | ConfigRecord] = {
             "config": ConfigRecord({"format": FORMAT, "toml": config, "task": task.text()}),
-            "order": ConfigRecord(asdict(self)),
+            "order": ConfigRecord(self.model_dump()),
             "down": down,
         }
         if more:
@@ -267,11 +309,32 @@ class Order:
 
     @classmethod
     def read(cls, content: RecordDict) -> Order:
-        record = _record(content, "order", ConfigRecord)
-        names = [each.name for each in fields(cls) if each.name != "final"]
-        return cls(
-            **{n: _integer(record, n, 0, transport.NUMBER) for n in names}, final=transport.flag(record.get("final"))
-        )
+        return cls.parse(_record(content, "order", ConfigRecord))
+
+
+class Facts(StrictModel):
+    """The record `facts` of an answer; what the site does not disclose is None."""
+
+    client: Index
+    round: Index
+    samples: Count | None = None  # training samples processed
+    loss_sum: Loss | None = None
+    gradient_norm: Norm | None = None
+
+
+class Metrics(StrictModel):
+    """The record `figures` of an answer: what an evaluation measured, as far as the site discloses it."""
+
+    samples: Count | None = None
+    pm_v: Percent | None = None
+    pm_l: Percent | None = None
+    # -1: a class without samples
+    per_class: list[Annotated[float, Field(ge=-1, le=100.001)]] | None = Field(None, max_length=transport.NAMES)
+    held_macro: Percent | None = None
+    held_share: Percent | None = None
+    held_gm_macro: Percent | None = None
+    held_gm_share: Percent | None = None
+    novelty: list[Annotated[float, Field(ge=-1.001, le=1.001)]] | None = Field(None, max_length=transport.NAMES)
 
 
 @dataclass(frozen=True)
@@ -303,13 +366,10 @@ class Answer:
         return not self.upload or math.isfinite(self.loss_sum or 0.0)
 
     def write(self) -> RecordDict:
-        facts: dict[str, Any] = {"client": self.client, "round": self.round}
-        if self.samples is not None:
-            facts["samples"] = self.samples
-        for name, value in (("loss_sum", self.loss_sum), ("gradient_norm", self.gradient_norm)):
-            if value is not None:
-                facts[name] = float(value)
-        content = RecordDict({"said": ConfigRecord({"format": FORMAT}), "facts": MetricRecord(facts)})
+        numbers = {"samples": self.samples, "loss_sum": self.loss_sum, "gradient_norm": self.gradient_norm}
+        facts = {"client": self.client, "round": self.round, **numbers}
+        known: dict[str, Any] = {key: value for key, value in facts.items() if value is not None}
+        content = RecordDict({"said": ConfigRecord({"format": FORMAT}), "facts": MetricRecord(known)})
         if self.upload is not None:
             content["upload"] = to_arrays(self.upload)
         if self.metrics:
@@ -319,19 +379,27 @@ class Answer:
     @classmethod
     def read(cls, content: RecordDict, form: TensorSpecs | None, device: str = "cpu") -> Answer:
         """Read an answer whose upload has this form; with None, it must not have an upload."""
-        _said(content)
+        Said.parse(_said(content))
         _only(content, "said", "facts", "figures", *(["upload"] if form is not None else []))
-        facts = _record(content, "facts", MetricRecord)
+        facts = Facts.parse(_record(content, "facts", MetricRecord))
         upload = to_tree(_record(content, "upload", ArrayRecord), device, form) if "upload" in content else None
-        return cls(
-            client=_integer(facts, "client", 0, transport.NUMBER),
-            round=_integer(facts, "round", 0, transport.NUMBER),
-            upload=upload,
-            samples=_integer(facts, "samples", 1, SAMPLES) if "samples" in facts else None,
-            loss_sum=_number(facts, "loss_sum", -LARGE) if "loss_sum" in facts else None,
-            gradient_norm=_number(facts, "gradient_norm", 0) if "gradient_norm" in facts else None,
-            metrics=_read_metrics(_record(content, "figures", MetricRecord)) if "figures" in content else {},
-        )
+        metrics = Metrics.parse(_record(content, "figures", MetricRecord)) if "figures" in content else Metrics()
+        return cls(**facts.model_dump(), upload=upload, metrics=metrics.model_dump(exclude_none=True))
+
+
+class Notice(StrictModel):
+    """What the server tells a site for its log."""
+
+    format: int = FORMAT
+    text: Text
+
+
+class SentConfig(StrictModel):
+    """The record `config` of an order or a query."""
+
+    format: int
+    toml: Text
+    task: Text  # JSON; empty: not agreed yet
 
 
 def hello_request(config: str) -> RecordDict:
@@ -341,11 +409,11 @@ def hello_request(config: str) -> RecordDict:
 
 def notice(text: str) -> RecordDict:
     """The content of a notice: text for a site's log."""
-    return RecordDict({"notice": ConfigRecord({"format": FORMAT, "text": text})})
+    return RecordDict({"notice": ConfigRecord(Notice(text=text).model_dump())})
 
 
 def read_notice(content: RecordDict) -> str:
-    return one_line(_text(_record(content, "notice", ConfigRecord), "text"), 500)
+    return one_line(Notice.parse(_record(content, "notice", ConfigRecord)).text, 500)
 
 
 def ack() -> RecordDict:
@@ -360,11 +428,11 @@ def read_config(content: RecordDict) -> tuple[str, Task | None]:
         raise ValueError(
             f"the server speaks format {quoted(record.get('format'))}, this site {FORMAT}: install the same fednh"
         )
-    task = _text(record, "task")
-    agreed = Task.read(task) if task else None
+    sent = SentConfig.parse(record)
+    agreed = Task.read(sent.task) if sent.task else None
     if agreed is not None and min(agreed.std) <= 0:
         raise ValueError(f"the agreed deviation {quoted(min(agreed.std))} is not positive")
-    return _text(record, "toml"), agreed
+    return sent.toml, agreed
 
 
 def read_tree(content: RecordDict, name: str, device: str, form: TensorSpecs | None = None) -> Tree:
@@ -397,7 +465,7 @@ def check_problem(content: RecordDict) -> None:
     """Raise the problem that a site reports. It needs no signature: a site may report that it cannot sign."""
     said = content.get("said")
     if isinstance(said, ConfigRecord) and "problem" in said:
-        raise SiteProblem(one_line(_text(said, "problem"), 500))
+        raise SiteProblem(one_line(Said.parse(said).problem or "", 500))
 
 
 def _said(content: RecordDict) -> ConfigRecord:
@@ -418,47 +486,6 @@ def _record(content: RecordDict, name: str, kind: type[R]) -> R:
     if not isinstance(record, kind):
         raise ValueError(f"it has no {kind.__name__} {name!r}")
     return record
-
-
-def _integer(record: ConfigRecord | MetricRecord, key: str, least: int, most: int) -> int:
-    value = record.get(key)
-    if not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(f"{key} is {quoted(value)}, not a whole number from {least} to {most}")
-    return int(value)
-
-
-def _number(record: MetricRecord, key: str, least: float) -> float:
-    """A number of at least `least`; NaN, by which a site says that its training failed, passes."""
-    value = record.get(key)
-    if not isinstance(value, int | float) or value < least or LARGE < value < math.inf:
-        raise ValueError(f"{key} is {quoted(value)}, not a number from {least:g} to {LARGE:g}")
-    return float(value)
-
-
-def _text(record: ConfigRecord, key: str, longest: int = transport.TEXT) -> str:
-    value = record.get(key)
-    if not isinstance(value, str) or len(value) > longest:
-        raise ValueError(f"{key} is {quoted(value)}, not a text of up to {longest} characters")
-    return value
-
-
-def _read_metrics(record: MetricRecord) -> dict[str, Number]:
-    """Metrics by their names, each in its range."""
-    found: dict[str, Number] = {}
-    for key, value in record.items():
-        if key == "samples":
-            found[key] = _integer(record, key, 1, SAMPLES)
-            continue
-        if key not in RANGES:
-            raise ValueError(f"{quoted(key)} is not a metric")
-        least, most, several = RANGES[key]
-        numbers = value if isinstance(value, list) else [value]
-        if isinstance(value, list) != several or len(numbers) > transport.NAMES:
-            raise ValueError(f"{key} should be {'a list' if several else 'one number'}")
-        if not all(isinstance(number, int | float) and least <= number <= most for number in numbers):
-            raise ValueError(f"{key} is {quoted(value)}, not from {least:g} to {most:g}")
-        found[key] = [float(number) for number in numbers] if several else float(numbers[0])
-    return found
 
 
 # --- replies --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The ServerApp: `flwr run` starts it, with fednh's own settings as the app's run-config.
 
-All of them are flat dotted keys, as `--set` takes them: `rounds`, `method.name`, `train.lr`, ... (see run_config.py).
+All of them are flat dotted keys, as `--set` takes them: `rounds`, `method.name`, ... (see deploy/scaffold.py).
 `federation.folder` is the run folder. A stopped federation continues when it is started again with the same settings.
 
 `Sites` is the executor of the run: orders go out as messages, answers come back, late, wrong or never. An order asks a
@@ -34,8 +34,10 @@ from fednh.federated.executor import RoundPolicy, RoundTask
 from fednh.federated.rounds import RoundLoop
 from fednh.federated.setup import Federation, ServerSide, build_federation, network
 from fednh.flower import audit, layout
-from fednh.flower.admission import Admission, Membership
+from fednh.flower.admission import Admission, MemberRow, Membership
 from fednh.flower.audit import head_of
+from fednh.flower.client_app import load_test_set
+from fednh.flower.deploy.scaffold import read_config
 from fednh.flower.protocol import (
     NOTICE,
     Answer,
@@ -47,9 +49,7 @@ from fednh.flower.protocol import (
     read_answer,
     to_arrays,
 )
-from fednh.flower.run_config import read_config
 from fednh.flower.signing import Identity, server_identity
-from fednh.flower.site import load_test_set
 from fednh.flower.site_config import for_sites
 from fednh.flower.transport import FetchError, Limit, Mailbox, Reply, Request
 from fednh.io.files import keep_private
@@ -139,12 +139,22 @@ class Sites:
     def open(self, extras: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> ServerSide:
         """Wait for the sites, and find out what they agree on."""
         if extras:
-            self.admission.membership = Membership(extras["sites"], records)
-            self.admission.task = Task.read(extras["task"])
-            self.identity.keys |= {member.site: member.key for member in self.membership}
+            self._restore(extras, records)
         self.task = self.admission.wait_for_sites(self.transport.enough, self.transport.wait)
         check_machine(self.config.device, self.config.precision)
         return self._server_side(self.task)
+
+    def _restore(self, extras: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
+        """Take members and task from a checkpoint."""
+        try:
+            self.admission.membership = Membership([MemberRow.parse(row) for row in extras["sites"]], records)
+            self.admission.task = Task.read(extras["task"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"the checkpoint in {self.folder.path} does not hold the sites of a federation of this version "
+                f"({one_line(str(error), 200)}); move the folder away to begin anew"
+            ) from error
+        self.identity.keys |= {member.site: member.key for member in self.membership}
 
     def _server_side(self, task: Task) -> ServerSide:
         """The server's model, method and test set for the agreed task."""
@@ -184,8 +194,8 @@ class Sites:
             here = self.membership.present(online)
             if len(here) >= self.least or time.monotonic() > deadline:
                 break
-            words = f"{len(here)} of {self.least} sites are online; waiting"
-            self.admission.note_once(f"after round {self.done}: {words}")
+            note = f"{len(here)} of {self.least} sites are online; waiting"
+            self.admission.note_once(f"after round {self.done}: {note}")
             self.admission.query_new_nodes(online)
             self.mailbox.poll()
             self.admission.admit_arrivals()
@@ -208,11 +218,11 @@ class Sites:
         # The server may have to go back to an older checkpoint, if newer ones are incomplete or damaged.
         since = member.since(asked.done - 3 * self.config.checkpoint.every)
         return Order(
-            client,
-            asked.done + 1 if trains else 0,
-            asked.done if evaluates else 0,
-            member.last,
-            since,
+            client=client,
+            round=asked.done + 1 if trains else 0,
+            evaluate=asked.done if evaluates else 0,
+            last=member.last,
+            since=since,
             final=evaluates and asked.final,
             sites=max(1, len(asked.train)),
         )
@@ -233,14 +243,14 @@ class Sites:
         answers, missing = list[Answer](), dict[int, ClientResult]()
         for request, reply in self.mailbox.replies(sent, self.transport.timeout):
             order = waiting.pop(request.client)
-            found = self._read(request, order, reply)
-            if isinstance(found, Answer):
-                answers.append(found)
+            answer = self._read(request, order, reply)
+            if isinstance(answer, Answer):
+                answers.append(answer)
             else:
-                self._record_missing(order, found, missing)
+                self._record_missing(order, answer, missing)
         for client, order in sorted(waiting.items()):
-            words = f"round {_when(order)}: {self.name(client)} did not answer in {self.transport.timeout:g} s"
-            self._record_missing(order, ClientResult(client=client, status="silent", problem=words), missing)
+            problem = f"round {_when(order)}: {self.name(client)} did not answer in {self.transport.timeout:g} s"
+            self._record_missing(order, ClientResult(client=client, status="silent", problem=problem), missing)
         return SiteAnswers(self, answers, missing)
 
     def _request(self, order: Order) -> Request:
@@ -319,8 +329,8 @@ class Sites:
         if request.kind != MessageType.QUERY:
             # An error is Flower's own: the request has expired.
             if isinstance(reply, FetchError) or not reply.has_error():
-                told = f"round {request.round}: {self.name(request.client)} answered too late; refused"
-                self._tell(told, site=request.site, node=request.node, round=request.round)
+                note = f"round {request.round}: {self.name(request.client)} answered too late; refused"
+                self._tell(note, site=request.site, node=request.node, round=request.round)
             return
         self.admission.on_hello(request, reply)
 
@@ -358,13 +368,13 @@ def _when(order: Order) -> int:
 
 def _personal_metrics(answer: Answer, classes: int) -> Personal:
     """A site's metrics, without implausible values: accuracies lie between 0 and 100 percent."""
-    found, samples = answer.metrics, answer.metrics.get("samples")
+    metrics, samples = answer.metrics, answer.metrics.get("samples")
     percent: dict[str, Any] = {
         key: float(value)
         for key in ("pm_v", "pm_l", *HELD)
-        if isinstance(value := found.get(key), int | float) and 0 <= value <= 100
+        if isinstance(value := metrics.get(key), int | float) and 0 <= value <= 100
     }
-    rows = found.get("per_class")
+    rows = metrics.get("per_class")
     if not isinstance(rows, list) or len(rows) != classes or not all(v == -1 or 0 <= v <= 100 for v in rows):
         rows = None
     return Personal(

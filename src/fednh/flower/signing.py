@@ -18,7 +18,7 @@ import json
 import re
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from filelock import FileLock
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from pydantic import Field
 
 from fednh.config import Config
 from fednh.errors import Refused, UserError
 from fednh.flower.layout import FederationFolder, StateFolder
-from fednh.flower.transport import Request
+from fednh.flower.transport import Request, StrictModel
 from fednh.io.files import expanded, write_json
 
 # --- fingerprints, as `ssh-keygen -l` prints them --------------------------------------------------------------------
@@ -66,6 +67,22 @@ ORDER, REPLY = b"fednh order 1", b"fednh reply 1"  # signed bytes begin with the
 LONGEST_KEY = 1000  # characters of a public key
 AHEAD = 24 * 3600 * 10**9  # nanoseconds that a server's clock may be ahead of a site's
 REPEATS = 100  # answered orders that a site recognises when they are repeated, and repeats that it answers at least
+
+
+class OrderSeal(StrictModel):
+    """The record `seal` of an order."""
+
+    federation: str = Field(max_length=LONGEST_KEY)
+    counter: int
+    signature: bytes = Field(max_length=LONGEST_KEY)
+
+
+class ReplySeal(StrictModel):
+    """The record `seal` of a reply."""
+
+    site: str = Field(max_length=LONGEST_KEY)
+    key: str = Field(max_length=LONGEST_KEY)  # in OpenSSH's format
+    signature: bytes = Field(max_length=LONGEST_KEY)
 
 
 @dataclass(frozen=True)
@@ -107,24 +124,18 @@ def check_order(content: RecordDict, key: Ed25519PublicKey, expected: Envelope) 
 
     `expected` has what the site knows itself; federation and counter come from the server.
     """
-    seal = content.get(SEAL)
-    if not isinstance(seal, ConfigRecord):
+    record = content.get(SEAL)
+    if not isinstance(record, ConfigRecord):
         raise Refused("the order is not signed")
-    federation, counter, signature = (seal.get(name) for name in ("federation", "counter", "signature"))
-    if not isinstance(federation, str) or type(counter) is not int or not isinstance(signature, bytes):
-        raise Refused("the signature of the order cannot be read")
-    query = expected.kind.startswith("query")  # it asks who the site is, so it cannot name it
-    envelope = Envelope(
-        federation,
-        expected.run,
-        expected.kind,
-        expected.round,
-        expected.node,
-        "" if query else expected.site,
-        counter,
-    )
     try:
-        key.verify(signature, _statement(ORDER, content, envelope))
+        seal = OrderSeal.parse(record)
+    except ValueError as error:
+        raise Refused(f"the signature of the order cannot be read: {error}") from None
+    query = expected.kind.startswith("query")  # it asks who the site is, so it cannot name it
+    site = "" if query else expected.site
+    envelope = replace(expected, federation=seal.federation, counter=seal.counter, site=site)
+    try:
+        key.verify(seal.signature, _statement(ORDER, content, envelope))
     except InvalidSignature:
         raise Refused(
             "the order was not signed by this federation's server for this site, run and round: it was forged, changed "
@@ -145,30 +156,32 @@ class Work:
     def of(cls, content: RecordDict, basis: bytes) -> Work:
         """The work of an order; `basis` is what its answer depends on at the site: the samples and the state."""
         order = content.get("order")
-        told = order if isinstance(order, ConfigRecord) else ConfigRecord()
-        asked = {key: value for key, value in told.items() if key not in ("since", "sites")}
+        record = order if isinstance(order, ConfigRecord) else ConfigRecord()
+        asked = {key: value for key, value in record.items() if key not in ("since", "sites")}
         total = hashlib.sha256(hashlib.sha256(basis).digest())
         for part in _parts(RecordDict({**content, "order": ConfigRecord(asked)})):
             total.update(struct.pack(">Q", len(part)) + part)
         return cls(bool(asked.get("round")), bool(asked.get("evaluate")), total.hexdigest()[:32])
 
 
-@dataclass(frozen=True)
-class _GuardState:
-    """What the book's file holds."""
+class GuardState(StrictModel):
+    """The file of a ReplayGuard."""
 
-    counter: int = 0  # of the last order
-    trained: int = 0  # orders to train that were worked on
-    evaluated: int = 0
+    counter: int = Field(0, ge=0)  # of the last order
+    trained: int = Field(0, ge=0)  # orders to train that were worked on
+    evaluated: int = Field(0, ge=0)
     answered: tuple[str, ...] = ()  # digests of the newest orders
-    repeated: int = 0  # orders that were repeated
+    repeated: int = Field(0, ge=0)  # orders that were repeated
+
+    def updated(self, **values: Any) -> GuardState:
+        return self.model_copy(update=values)
 
 
 class ReplayGuard:
     """A site's record of the orders that one key signed: the last counter, and how much was done."""
 
     def __init__(self, folder: Path, site: str, key: Ed25519PublicKey):
-        self._path = StateFolder(folder).order_book(site, key_fingerprint(key))
+        self._path = StateFolder(folder).replay_file(site, key_fingerprint(key))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self._path.with_suffix(".lock"))  # two ClientApps of one site may run at once
 
@@ -185,7 +198,7 @@ class ReplayGuard:
                 raise Refused(
                     "the order is dated more than a day ahead of this site's clock; set the server's clock, or this one"
                 )
-            self._write(replace(state, counter=counter))
+            self._write(state.updated(counter=counter))
 
     def count(self, work: Work, most: int | None) -> bool:
         """Count work before it is done; returns whether it is new: a repeated order counts once.
@@ -199,32 +212,28 @@ class ReplayGuard:
             return state.repeated == before.repeated
 
     @staticmethod
-    def _counted(state: _GuardState, work: Work, most: int | None) -> _GuardState:
+    def _counted(state: GuardState, work: Work, most: int | None) -> GuardState:
         if work.digest in state.answered:
             if most is not None and state.repeated >= max(REPEATS, 2 * most):
                 raise Refused(f"this site has answered {state.repeated} repeated orders, and answers no more of them")
-            return replace(state, repeated=state.repeated + 1)
+            return state.updated(repeated=state.repeated + 1)
         if most is not None and work.trains and state.trained >= most:
             raise Refused(f"this site has trained {state.trained} rounds, and its site.toml allows no more")
         if most is not None and work.evaluates and state.evaluated >= 2 * most:  # a run that goes on evaluates again
             raise Refused(f"this site has evaluated {state.evaluated} rounds, and its site.toml allows no more")
         answered = (*state.answered, work.digest)[-REPEATS:]
-        counts = {"trained": state.trained + work.trains, "evaluated": state.evaluated + work.evaluates}
-        return replace(state, answered=answered, **counts)
+        trained, evaluated = state.trained + work.trains, state.evaluated + work.evaluates
+        return state.updated(answered=answered, trained=trained, evaluated=evaluated)
 
-    def _write(self, state: _GuardState) -> None:
-        write_json(self._path, asdict(state))
+    def _write(self, state: GuardState) -> None:
+        write_json(self._path, state.model_dump())
 
-    def _read(self) -> _GuardState:
+    def _read(self) -> GuardState:
         if not self._path.exists():
-            return _GuardState()
+            return GuardState()
         try:
-            known = json.loads(self._path.read_text())
-            state = _GuardState(int(known["counter"]), int(known["trained"]))  # earlier versions wrote no more
-            answered = tuple(str(each) for each in known.get("answered", ()))
-            more = {key: int(known.get(key, 0)) for key in ("evaluated", "repeated")}
-            return replace(state, answered=answered, **more)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return GuardState.parse(self._path.read_bytes())
+        except (OSError, ValueError) as error:
             raise UserError(f"{self._path} is damaged; restore it, or delete it to accept old orders again") from error
 
 
@@ -243,20 +252,21 @@ def check_reply(content: RecordDict, expected: Envelope) -> tuple[str, str]:
 
     `expected` is the order's envelope; a query does not know the site yet, so the reply names it.
     """
-    seal = content.get(SEAL)
-    if not isinstance(seal, ConfigRecord):
+    record = content.get(SEAL)
+    if not isinstance(record, ConfigRecord):
         raise ValueError("it is not signed")
-    site, text, signature = (seal.get(name) for name in ("site", "key", "signature"))
-    if not isinstance(site, str) or not isinstance(text, str) or not isinstance(signature, bytes):
-        raise ValueError("its signature cannot be read")
-    if expected.site and site != expected.site:
-        raise ValueError("it is signed for another site")
-    key, envelope = _site_public(text), Envelope(**{**asdict(expected), "site": site})
     try:
-        key.verify(signature, _statement(REPLY, content, envelope), ec.ECDSA(hashes.SHA384()))
+        seal = ReplySeal.parse(record)
+    except ValueError as error:
+        raise ValueError(f"its signature cannot be read: {error}") from None
+    if expected.site and seal.site != expected.site:
+        raise ValueError("it is signed for another site")
+    key, envelope = _site_public(seal.key), replace(expected, site=seal.site)
+    try:
+        key.verify(seal.signature, _statement(REPLY, content, envelope), ec.ECDSA(hashes.SHA384()))
     except InvalidSignature:
         raise ValueError("its signature does not match") from None
-    return site, public_text(key)
+    return seal.site, public_text(key)
 
 
 def without_signature(content: RecordDict) -> RecordDict:
@@ -281,50 +291,61 @@ def key_fingerprint(key: Ed25519PublicKey) -> str:
     return hashlib.sha256(public_text(key).encode()).hexdigest()[:16]
 
 
+def load_key(path: Path, kind: type[Any], form: str, absent: str, wrong: str) -> Any:
+    """A key of this kind from a file: "PEM" or "OpenSSH" private, or "public" in OpenSSH's format.
+
+    UserError if the file cannot be read (`absent` says what to do) or holds something else (`wrong`).
+    """
+    readers: dict[str, tuple[Callable[[bytes], Any], str]] = {
+        "PEM": (lambda data: serialization.load_pem_private_key(data, None), "an unencrypted PEM private key"),
+        "OpenSSH": (
+            lambda data: serialization.load_ssh_private_key(data, None),
+            "an unencrypted private key in OpenSSH's format",
+        ),
+        "public": (serialization.load_ssh_public_key, "a public key in OpenSSH's format"),
+    }
+    read, name = readers[form]
+    try:
+        key = read(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; {absent}") from error
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise UserError(f"{path} is not {name}; {wrong}") from error
+    if not isinstance(key, kind):
+        algorithm = "an Ed25519 key" if kind in (Ed25519PrivateKey, Ed25519PublicKey) else "an elliptic-curve key"
+        raise UserError(f"{path} is not {algorithm}; {wrong}")
+    return key
+
+
+RESTORE = "restore it from a copy"
+
+
 def read_orders_private(path: Path) -> Ed25519PrivateKey:
     """The key with which a server signs."""
-    missing = f"the server has no key to sign its orders with: {path} cannot be read"
     make = "`fednh federation certs DIR` makes what is missing in the federation's folder DIR"
-    try:
-        key = serialization.load_pem_private_key(path.read_bytes(), None)
-    except OSError as error:
-        raise UserError(f"{missing} ({error.strerror}); {make}") from error
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise UserError(f"{path} is not an unencrypted PEM private key; restore it from a copy") from error
-    if not isinstance(key, Ed25519PrivateKey):
-        raise UserError(f"{path} is not an Ed25519 key; restore it from a copy")
+    absent = f"the server signs its orders with it; {make}"
+    key: Ed25519PrivateKey = load_key(path, Ed25519PrivateKey, "PEM", absent, RESTORE)
     return key
 
 
 def read_orders_public(path: Path) -> Ed25519PublicKey:
     """The key with which a site verifies its server's orders."""
-    try:
-        key = serialization.load_ssh_public_key(path.read_bytes())
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read ({error.strerror}), so this site accepts no orders; `fednh federation certs DIR` "
-            "makes it in the federation's folder: copy sites/NAME/orders.pub here, or set orders = in site.toml"
-        ) from error
-    except (ValueError, UnsupportedAlgorithm) as error:
-        raise UserError(f"{path} is not a public key in OpenSSH's format; get it again from the server") from error
-    if not isinstance(key, Ed25519PublicKey):
-        raise UserError(f"{path} is not an Ed25519 key; get it again from the server")
+    absent = (
+        "this site accepts no orders without it; `fednh federation certs DIR` makes it in the federation's folder: "
+        "copy sites/NAME/orders.pub here, or set orders = in site.toml"
+    )
+    key: Ed25519PublicKey = load_key(path, Ed25519PublicKey, "public", absent, "get it again from the server")
     return key
 
 
 def read_site_private(path: Path) -> ec.EllipticCurvePrivateKey:
     """The key of a site's SuperNode, which also signs the site's replies."""
-    try:
-        key = serialization.load_ssh_private_key(path.read_bytes(), None)
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read ({error.strerror}), so this site cannot sign its replies; say in site.toml where "
-            "its key is (key =), the one that --auth-supernode-private-key names"
-        ) from error
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise UserError(f"{path} is not an unencrypted private key in OpenSSH's format") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise UserError(f"{path} is not an elliptic-curve key, which Flower needs: ssh-keygen -t ecdsa -b 384")
+    absent = (
+        "this site signs its replies with it; say in site.toml where its key is (key =), the one that "
+        "--auth-supernode-private-key names"
+    )
+    make = "Flower needs one as `ssh-keygen -t ecdsa -b 384` makes it"
+    key: ec.EllipticCurvePrivateKey = load_key(path, ec.EllipticCurvePrivateKey, "OpenSSH", absent, make)
     return key
 
 

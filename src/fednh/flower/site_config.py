@@ -12,22 +12,28 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-import tomli_w
 from filelock import FileLock
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from fednh.config import Config, validate
 from fednh.config.schema import DEFAULT_METHOD
 from fednh.data.sources.builtin import BUILTIN
-from fednh.data.sources.images import KEPT
 from fednh.data.sources.registry import PUBLISHED, agreed, with_prefix
 from fednh.errors import Refused, UserError
 from fednh.flower.layout import SiteFolder
-from fednh.flower.protocol import RANGES
-from fednh.flower.transport import read_toml
+from fednh.flower.protocol import Metrics
+from fednh.flower.transport import StrictModel, read_toml
 from fednh.io.files import expanded, write_json
 from fednh.methods import METHODS
 from fednh.models import MODELS
@@ -36,57 +42,93 @@ from fednh.text import name_problem
 if TYPE_CHECKING:
     from fednh.flower.protocol import Order
 
-METRICS = ("samples", "loss", "gradient_norm", *RANGES)
-# site.toml: what may be read ...
-DATA_KEYS = {
-    "federation",
-    "label",
-    "site-column",
-    "columns",
-    "weights",
-    "set",
-    "ignore",
-    "separator",
-    "decimal",
-    "missing",
-    "group",
-}
-# ... and [allow], what may be run and what may leave.
-COUNTS = ("rounds", "epochs", "sites", "samples", "parameters", "pixels")
-ALLOW_KEYS = {"methods", "models", "metrics", "counts", "privacy", *COUNTS}
-TEXTS = ("federation", "set", "label", "site-column", "weights", "separator", "decimal", "group")
-KEYS = DATA_KEYS | {f"allow.{key}" for key in ALLOW_KEYS}
+METRICS = ("samples", "loss", "gradient_norm", *(name for name in Metrics.model_fields if name != "samples"))
+PARAMETERS = 100_000_000  # the most that a model has, unless site.toml says otherwise
 SAFE_DATA = ("augment", "holdout", *agreed())  # the server's data.*: how samples are made, not what is read
 ARGUMENTS = 10_000  # characters of model.args: even layers without parameters take memory
 QUESTIONS = 10  # different settings about a site's samples that it looks at until it agrees to one
 
 
-@dataclass(frozen=True)
-class Policy:
-    """A site's rules; the defaults apply where site.toml has no entry."""
+def _split(text: object) -> object:
+    """A list, written as text with commas; empty text is an empty list."""
+    return tuple(word.strip() for word in text.split(",") if word.strip()) if isinstance(text, str) else text
 
-    federation: str | None = None  # the only one it takes part in
-    set: str | None = None  # the public set that it has a part of; None: any that the server names
-    label: str | None = None  # the column of its own data that holds the class
-    site_column: str | None = None  # the column that holds the site
-    columns: tuple[str, ...] | None = None  # the columns that may be features
-    group: str | None = None  # what says which of its samples belong together: a column, a pattern or a file
-    ignore: tuple[str, ...] | None = None  # the columns that are none
-    separator: str | None = None  # between the values of its own text files; None: found
-    decimal: str | None = None  # of numbers in them; None: found
-    missing: tuple[str, ...] = ()  # values of its tables that mean missing, "-9", or "age=-9" for one column
-    weights: str | None = None  # its own copy of the pretrained weights that the federation starts from
-    methods: tuple[str, ...] = tuple(METHODS)
-    models: tuple[str, ...] = ("auto", *MODELS)
-    rounds: int | None = None  # the most that it trains, over all runs together
-    epochs: int | None = None  # the most in one round, for every kind of passes over its samples (Method.passes)
-    metrics: tuple[str, ...] = METRICS  # which may leave
-    sites: int = 1  # the fewest sites in a round in which it trains
-    samples: int = 10  # of its own data: the fewest behind any number that leaves, and in a batch
-    parameters: int = 100_000_000  # the most that a model has; and numbers in a tensor of a method
-    pixels: int = 1_000_000  # the most of an image, where the config says its size: the site's images are brought to it
-    counts: bool = False  # whether an upload may say how many samples of each class there are
-    privacy: str = "none"  # the weakest privacy mechanism that it accepts
+
+def _path(text: object) -> object:
+    return expanded(text).absolute() if isinstance(text, str) else text
+
+
+_TEXT = WithJsonSchema({"type": "string"})
+Names = Annotated[tuple[str, ...], BeforeValidator(_split), _TEXT]
+FilePath = Annotated[Path, BeforeValidator(_path), _TEXT]
+Limit = Annotated[int, Field(ge=1)]
+
+
+class Allow(StrictModel):
+    """The section [allow] of site.toml: what may be run, and what may leave. Descriptions are the reference's rows."""
+
+    methods: Names = Field(
+        tuple(METHODS), description='names; one of your own is `"mymethods:Mine"`, importable at the site'
+    )
+    models: Names = Field(("auto", *MODELS), description="names, or `mynets:Net`")
+    rounds: Limit | None = Field(
+        None, description="most that the site trains in all, over every run; it evaluates twice as many at most"
+    )
+    epochs: Limit | None = Field(None, description="most of one round, for each of the method's kinds of passes")
+    sites: Limit = Field(1, description="fewest that train together, as the server says")
+    samples: Limit = Field(10, description="of its own data: fewest behind any number that leaves, and in a batch")
+    parameters: Limit = Field(PARAMETERS, description="most that a model has, counted before it is built")
+    pixels: Limit = Field(1_000_000, description="most of an image, where the config says its size (`data.size`)")
+    counts: bool = Field(False, description="whether an upload may hold how many samples of each class there are")
+    metrics: Names = Field(
+        METRICS, description='which numbers may leave, `""` for none: ' + ", ".join(f"`{name}`" for name in METRICS)
+    )
+    privacy: Literal["none"] = Field(
+        "none", description='only `"none"` exists: any other word keeps the site from taking part'
+    )
+
+    @field_validator("metrics")
+    @classmethod
+    def _known_metrics(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := sorted({*names} - {*METRICS}):
+            raise ValueError(f"allow.metrics has {unknown[0]!r}; metrics are {', '.join(METRICS)}")
+        return names
+
+    @field_validator("privacy", mode="before")
+    @classmethod
+    def _no_privacy(cls, name: object) -> object:
+        if name != "none":
+            raise ValueError("allow.privacy takes 'none' only: this version of fednh has no privacy mechanism")
+        return name
+
+
+class Policy(StrictModel):
+    """A site's rules: what may be read, run and sent."""
+
+    model_config = ConfigDict(validate_by_name=True, alias_generator=lambda name: name.replace("_", "-"))
+
+    federation: str | None = Field(None, description="the only federation that the site takes part in")
+    set: str | None = Field(None, description="the public set that a part is of")
+    label: str | None = Field(None, description="of a table: the column with the class")
+    site_column: str | None = Field(None, description="of a table: the column with the site")
+    columns: Names | None = Field(
+        None, description="of a table: what may be a feature; the config's `data.columns` may name no other"
+    )
+    ignore: Names | None = Field(None, description="of a table: columns that are no features")
+    group: str | None = Field(
+        None, description="which samples belong together, as `data.group`; required if the federation has groups"
+    )
+    separator: str | None = Field(None, description="between the values of its text files, unless it is detected")
+    decimal: str | None = Field(None, description="the sign in numbers of its text files, unless it is detected")
+    missing: Names = Field(
+        (),
+        description='values of its table that mean missing, `"-9, ?"`, or of one column `"age=-9"`; the config\'s '
+        "`data.missing` must be the same",
+    )
+    weights: Annotated[str, AfterValidator(lambda text: str(expanded(text).absolute()))] | None = Field(
+        None, description="its own copy of the file, where the federation starts from `model.weights`"
+    )
+    allow: Allow = Allow()
 
     def config(self, toml: str, source: str | None) -> Config:
         """The server's config as applied here; `source` is the site's own data (None: a part of a public set)."""
@@ -95,7 +137,7 @@ class Policy:
             config = validate(tree, "the server's config: ")
             self._check_method(config)
             self._check_pixels(config)
-            if source is not None and missing_words(config.data.missing) != self.missing:
+            if source is not None and missing_values(config.data.missing) != self.missing:
                 raise Refused("data.missing: which values mean missing, this site's site.toml says (missing =)")
             return config
         except (tomllib.TOMLDecodeError, RecursionError):
@@ -112,42 +154,43 @@ class Policy:
         method, model, train = (dict(_section(tree, name)) for name in ("method", "model", "train"))
         federation = _section(tree, "federation")
         self._check_federation(federation)
-        _allowed("method.name", method.get("name", DEFAULT_METHOD), self.methods, "methods")
-        _allowed("model.name", model.get("name", "auto"), self.models, "models")
+        _allowed("method.name", method.get("name", DEFAULT_METHOD), self.allow.methods, "methods")
+        _allowed("model.name", model.get("name", "auto"), self.allow.models, "models")
         if len(str(model.get("args"))) > ARGUMENTS:
             raise Refused(f"model.args has more than {ARGUMENTS} characters")
         if model.get("weights") is not None:
             if self.weights is None:
                 raise Refused("model.weights: this site starts from no file; its site.toml names none (weights =)")
             model["weights"] = self.weights
-        batch = train.get("batch_size", 64)
-        if source is not None and (type(batch) is not int or batch < self.samples):
-            raise Refused(f"train.batch_size = {batch!r} is less than the {self.samples} of this site (allow.samples)")
+        batch, fewest = train.get("batch_size", 64), self.allow.samples
+        if source is not None and (type(batch) is not int or batch < fewest):
+            raise Refused(f"train.batch_size = {batch!r} is less than the {fewest} of this site (allow.samples)")
         data = self._data(_section(tree, "data"), source)
         ours = {key: federation[key] for key in ("name", "min_clients") if key in federation}
         return {**tree, "method": method, "model": model, "data": data, "federation": ours}
 
     def check_order(self, order: Order) -> None:
         """Refuse an order for a round beyond the limit, or for training with too few sites."""
-        if order.round and order.sites < self.sites:
-            raise Refused(f"the round has {order.sites} sites, and this site trains only with {self.sites} or more")
-        if self.rounds is not None and max(order.round, order.evaluate) > self.rounds:
-            raise Refused(f"round {max(order.round, order.evaluate)} is beyond the {self.rounds} of this site's policy")
+        rounds, fewest = self.allow.rounds, self.allow.sites
+        if order.round and order.sites < fewest:
+            raise Refused(f"the round has {order.sites} sites, and this site trains only with {fewest} or more")
+        if rounds is not None and max(order.round, order.evaluate) > rounds:
+            raise Refused(f"round {max(order.round, order.evaluate)} is beyond the {rounds} of this site's policy")
 
     def check_parameters(self, number: int) -> None:
         """Refuse a model that is too large; its size depends on the site's data, so the sentence does not say it."""
-        if number > self.parameters:
+        if number > (most := self.allow.parameters):
             raise Refused(
-                f"the model has more than the {self.parameters:,} parameters that this site allows (allow.parameters "
+                f"the model has more than the {most:,} parameters that this site allows (allow.parameters "
                 "of its site.toml)"
             )
 
     def check_numbers(self, number: int) -> None:
         """Refuse a method that makes too large a tensor beside the model.
 
-        With a small model it may be larger than that: the usual limit is allowed in any case.
+        With a small model it may be larger than that: the default limit is allowed in any case.
         """
-        if number > (most := max(self.parameters, Policy.parameters)):
+        if number > (most := max(self.allow.parameters, PARAMETERS)):
             raise Refused(
                 f"with this model and these settings the method makes a tensor of more than the {most:,} numbers that "
                 "this site allows (allow.parameters of its site.toml)"
@@ -156,13 +199,13 @@ class Policy:
     def _check_method(self, config: Config) -> None:
         """Refuse more rounds or work than allowed, and a method whose upload, with these settings, has class counts."""
         method = config.build_method()
-        asked = [("rounds", config.rounds, self.rounds)]
-        asked += [(key, number, self.epochs) for key, number in method.passes(config.train.epochs).items()]
+        asked = [("rounds", config.rounds, self.allow.rounds)]
+        asked += [(key, number, self.allow.epochs) for key, number in method.passes(config.train.epochs).items()]
         for key, number, most in asked:
             if most is not None and number > most:
                 rule = "rounds" if key == "rounds" else "epochs"
                 raise Refused(f"{key} = {number} is more than the {most} that this site allows (allow.{rule})")
-        if method.upload.tells_counts and not self.counts:
+        if method.upload.tells_counts and not self.allow.counts:
             raise Refused(
                 f"method.name = {config.method['name']!r} with these settings uploads how many samples of each class "
                 "there are, which this site does not allow (allow.counts of its site.toml)"
@@ -170,18 +213,18 @@ class Policy:
 
     def _check_pixels(self, config: Config) -> None:
         size = config.data.size
-        if size is not None and math.prod(size) > self.pixels:
+        if size is not None and math.prod(size) > self.allow.pixels:
             raise Refused(
-                f"data.size = {size} is more than the {self.pixels:,} pixels that this site allows (allow.pixels)"
+                f"data.size = {size} is more than the {self.allow.pixels:,} pixels that this site allows (allow.pixels)"
             )
 
     def _check_federation(self, said: Mapping[str, Any]) -> None:
-        name, fewest = said.get("name", "fednh"), said.get("min_clients", 1)
+        name, count, fewest = said.get("name", "fednh"), said.get("min_clients", 1), self.allow.sites
         if self.federation is not None and name != self.federation:
             raise Refused(f"federation.name = {name!r} is not the federation of this site")
-        if type(fewest) is not int or fewest < self.sites:
+        if type(count) is not int or count < fewest:
             raise Refused(
-                f"federation.min_clients = {fewest!r}, and this site takes part only with {self.sites} sites or more"
+                f"federation.min_clients = {count!r}, and this site takes part only with {fewest} sites or more"
             )
 
     def _data(self, asked: Mapping[str, Any], source: str | None) -> dict[str, Any]:
@@ -220,118 +263,114 @@ class Policy:
         return columns
 
 
-def read_policy(node: Mapping[str, Any]) -> Policy:
-    """Read the rules from a node-config; other keys are ignored."""
-    text = {key: _text(node, key) for key in TEXTS}
-    most = {key: _count(node, f"allow.{key}") for key in COUNTS}
-    usual, lists = Policy(), {key: _words(node, f"allow.{key}") for key in ("methods", "models", "metrics")}
-    if unknown := sorted({*(lists["metrics"] or ())} - {*METRICS}):
-        raise UserError(f"site.toml: allow.metrics has {unknown[0]!r}; metrics are {', '.join(METRICS)}")
-    if node.get("allow.privacy", "none") != "none":
-        raise UserError("site.toml: allow.privacy takes 'none' only: this version of fednh has no privacy mechanism")
-    if type(counts := node.get("allow.counts", False)) is not bool:
-        raise UserError(f"site.toml: allow.counts = {counts!r} should be true or false")
-    return Policy(
-        federation=text["federation"],
-        set=text["set"],
-        label=text["label"],
-        site_column=text["site-column"],
-        columns=_words(node, "columns"),
-        ignore=_words(node, "ignore"),
-        group=text["group"],
-        separator=text["separator"],
-        decimal=text["decimal"],
-        missing=_words(node, "missing") or (),
-        weights=None if text["weights"] is None else str(expanded(text["weights"]).absolute()),
-        methods=usual.methods if lists["methods"] is None else lists["methods"],
-        models=usual.models if lists["models"] is None else lists["models"],
-        rounds=most["rounds"],
-        epochs=most["epochs"],
-        metrics=usual.metrics if lists["metrics"] is None else lists["metrics"],
-        sites=most["sites"] or usual.sites,
-        samples=most["samples"] or usual.samples,
-        parameters=most["parameters"] or usual.parameters,
-        pixels=most["pixels"] or usual.pixels,
-        counts=counts,
-    )
-
-
-@dataclass(frozen=True)
-class SiteConfig:
+class SiteConfig(StrictModel):
     """A site's own settings, from Flower's node-config."""
 
-    site: str
-    home: Path  # all that the site keeps is below it
+    model_config = ConfigDict(validate_by_name=True)
+
+    site: str = Field("", description="the site's name in the federation")
+    home: FilePath = Field(alias="state", description="folder for personal state and model, on the site's disk")
+    data: str | None = Field(None, description="any source that `fednh run --data` takes; read here and nowhere else")
+    part: int = Field(-1, alias="partition-id", description="which part of a public set it has, from 0")
+    parts: int = Field(0, alias="num-partitions", description="how many parts there are")
+    test: str | None = Field(None, description="a balanced test set at the site, for PM(V) and PM(L)")
+    device: str | None = Field(None, description="where it computes, `cpu` or `cuda`; without it as the config says")
+    encoding: str | None = Field(None, description="of its text files, unless it is detected")
+    layout: str | None = Field(None, description='of a folder of images: `"SITE/CLASS"` where folders leave doubt')
+    on_bad: str | None = Field(
+        None, alias="on-bad", description='`"skip"` leaves out unreadable images, and the site\'s log names them'
+    )
+    orders: FilePath = Field(
+        default_factory=SiteFolder.orders.absolute, description='file with the server\'s public key, as `"orders.pub"`'
+    )
+    key: FilePath = Field(
+        default_factory=SiteFolder.key.absolute,
+        description="file with its own key, as in `--auth-supernode-private-key`; it signs what the site sends",
+    )
     policy: Policy
-    data: str | None = None  # the site's own data source; None: its part of the set that the config names
-    part: int = -1
-    parts: int = 0
-    test: str | None = None  # a source whose test part is the balanced test set
-    device: str | None = None
-    reading: tuple[tuple[str, str], ...] = ()  # settings below [data] that say how the site's own files are read
-    orders: Path = SiteFolder.orders  # the server's public key, which verifies orders
-    key: Path = SiteFolder.key  # the private key that signs this site's replies
 
     @property
     def divided(self) -> bool:
         """Whether the data is a part of a public set: then nothing about it is secret."""
         return self.data is None
 
+    @property
+    def reading(self) -> dict[str, str]:
+        """The settings below [data] that say how the site's own files are read."""
+        return _known(encoding=self.encoding, on_bad=self.on_bad, layout=self.layout)
 
-# Keys of a node-config that say how the site's own files are read, and the settings below [data] that they are.
-READING = {"encoding": "encoding", "on-bad": "on_bad", "layout": "layout"}
-# Further keys of a node-config whose values are text.
-FACTS = ("data", "site", "state", "test", "device", *READING, "orders", "key")
+    @field_validator("data", "test")
+    @classmethod
+    def _source(cls, source: str | None) -> str | None:
+        return None if source is None else with_prefix(source)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, node: dict[str, Any]) -> dict[str, Any]:
+        part, parts, data = node.get("partition-id", -1), node.get("num-partitions", 0), "data" in node
+        if not data and not (type(part) is int and type(parts) is int and 0 <= part < parts):
+            raise ValueError("give data=SOURCE, the site's own data, or partition-id=K and num-partitions=N")
+        if data and "site" not in node:
+            raise ValueError("data= needs site=NAME beside it; state and numbers of a site are kept by its name")
+        if "state" not in node:
+            raise ValueError("give state=FOLDER, where the site keeps its personal state and model")
+        return {**node, "partition-id": -1, "num-partitions": 0} if data else {"site": f"client-{part:06d}", **node}
+
+    @model_validator(mode="after")
+    def _check(self) -> SiteConfig:
+        if problem := name_problem(self.site):
+            raise ValueError(f"site= cannot be the site's name: {problem}")
+        for setting, value in self.reading.items():
+            try:
+                validate({"data": {setting: value}})
+            except UserError as error:
+                raise ValueError(str(error).replace(f"data.{setting}", setting.replace("_", "-"))) from None
+        return self
+
+
+def read_policy(node: Mapping[str, Any]) -> Policy:
+    """Read the rules from a node-config, whose keys are flat; those of SiteConfig are ignored."""
+    allow = {key.removeprefix("allow."): value for key, value in node.items() if key.startswith("allow.")}
+    rest = {key: value for key, value in node.items() if key not in _site_keys() and not key.startswith("allow.")}
+    return _parsed(Policy, {**rest, "allow": _parsed(Allow, allow, "allow.")})
 
 
 def read_site_config(node: Mapping[str, Any]) -> SiteConfig:
     """Read a node-config: what the site is, and its rules."""
-    known = {*FACTS, "partition-id", "num-partitions", *KEYS}
-    if unknown := sorted(set(node) - known):
-        raise UserError(f"node-config: {unknown[0]} is not known; it takes {', '.join(sorted(known))}")
-    part, parts = node.get("partition-id", -1), node.get("num-partitions", 0)
-    text = {key: str(node[key]) for key in FACTS if key in node}
-    if "data" not in text and not (isinstance(part, int) and isinstance(parts, int) and 0 <= part < parts):
-        raise UserError("node-config: give data=SOURCE, the site's own data, or partition-id=K and num-partitions=N")
-    if "data" in text and "site" not in text:
-        raise UserError(
-            "node-config: data= needs site=NAME beside it; state and numbers of a site are kept by its name"
-        )
-    if "site" in text and (problem := name_problem(text["site"])):
-        raise UserError(f"node-config: site= cannot be the site's name: {problem}")
-    reading = {setting: _checked(key, setting, text[key]) for key, setting in READING.items() if key in text}
-    if "state" not in text:
-        raise UserError("node-config: give state=FOLDER, where the site keeps its personal state and model")
-    return SiteConfig(
-        site=text.get("site", f"client-{part:06d}"),
-        home=expanded(text["state"]).absolute(),
-        data=with_prefix(text["data"]) if "data" in text else None,
-        part=-1 if "data" in text else part,
-        parts=0 if "data" in text else parts,
-        test=with_prefix(text["test"]) if "test" in text else None,
-        device=text.get("device"),
-        reading=tuple(reading.items()),
-        policy=read_policy(node),
-        orders=expanded(text.get("orders", SiteFolder.orders)).absolute(),
-        key=expanded(text.get("key", SiteFolder.key)).absolute(),
-    )
+    own = {key: value for key, value in node.items() if key in _site_keys()}
+    return _parsed(SiteConfig, {**own, "policy": read_policy(node)})
 
 
-def _checked(key: str, setting: str, value: str) -> str:
-    """A value of a node-config that is a setting below [data]."""
+def _site_keys() -> set[str]:
+    return {field.alias or name for name, field in SiteConfig.model_fields.items() if name != "policy"}
+
+
+M = TypeVar("M", Allow, Policy, SiteConfig)
+
+
+def _parsed(kind: type[M], values: Mapping[str, Any], section: str = "") -> M:
     try:
-        validate({"data": {setting: value}})
-    except UserError as error:
-        raise UserError(f"node-config: {str(error).replace(f'data.{setting}', key)}") from error
-    return value
+        return kind.parse(values)
+    except ValueError as error:
+        key = section if not str(error).startswith(section) else ""
+        raise UserError(f"site.toml: {key}{error}") from None
 
 
 def about_samples(config: Config) -> dict[str, Any]:
     """The server's settings that decide which samples of a site count, and how they are made."""
     data = {f"data.{key}": getattr(config.data, key) for key in (*SAFE_DATA, "columns", "missing")}
     more = {"partition.min_samples": config.partition.min_samples, "eval.samples": config.eval.samples}
-    found: dict[str, Any] = json.loads(json.dumps({"seed": config.seed, **data, **more}))
-    return found
+    settings: dict[str, Any] = json.loads(json.dumps({"seed": config.seed, **data, **more}))
+    return settings
+
+
+class AgreementState(StrictModel):
+    """The file of an Agreement."""
+
+    settings: dict[str, Any] | None = None
+    asked: tuple[str, ...] = ()  # digests of settings that were looked at before one was agreed
+    greeting: dict[str, Any] | None = None
+    greetings: int = Field(0, ge=0)  # how often it was given
 
 
 class Agreement:
@@ -350,29 +389,32 @@ class Agreement:
         asked = about_samples(config)
         with self._lock:
             known = self._read()
-            if known["settings"] is not None:
-                self._compare(known["settings"], asked)
+            if known.settings is not None:
+                self._compare(known.settings, asked)
                 return
             name = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
-            if name in known["asked"]:
+            if name in known.asked:
                 return
-            if len(known["asked"]) >= QUESTIONS:
+            if len(known.asked) >= QUESTIONS:
                 raise Refused(
                     f"it was asked about its samples in {QUESTIONS} different ways and its data fitted none; its owner "
                     f"lets it answer again by deleting {self._file.name} in its folder of state"
                 )
-            write_json(self._file, {**known, "asked": [*known["asked"], name]})
+            self._write(known, asked=(*known.asked, name))
 
     def keep(self, config: Config, greeting: dict[str, Any] | None = None) -> tuple[dict[str, Any] | None, int]:
         """Agree to these settings; returns the first greeting, and how often it was given."""
+        settings = about_samples(config)
         with self._lock:
             known = self._read()
-            if known["settings"] is not None:
-                self._compare(known["settings"], about_samples(config))
-            known |= {"settings": about_samples(config), "greeting": known["greeting"] or greeting}
-            known["greetings"] += greeting is not None
-            write_json(self._file, known)
-            return known["greeting"], known["greetings"]
+            if known.settings is not None:
+                self._compare(known.settings, settings)
+            first, times = known.greeting or greeting, known.greetings + (greeting is not None)
+            self._write(known, settings=settings, greeting=first, greetings=times)
+            return first, times
+
+    def _write(self, known: AgreementState, **values: Any) -> None:
+        write_json(self._file, known.model_copy(update=values).model_dump())
 
     def _compare(self, agreed: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
         for key in sorted({*agreed, *asked}):
@@ -382,17 +424,13 @@ class Agreement:
                     f"federation; its owner agrees anew by deleting {self._file.name} in its folder of state"
                 )
 
-    def _read(self) -> dict[str, Any]:
-        empty: dict[str, Any] = {"settings": None, "asked": [], "greeting": None, "greetings": 0}
+    def _read(self) -> AgreementState:
         if not self._file.exists():
-            return empty
+            return AgreementState()
         try:
-            found: dict[str, Any] = json.loads(self._file.read_text())
-            if set(found) != set(empty) or type(found["greetings"]) is not int:
-                raise ValueError
-        except (OSError, ValueError, TypeError) as error:
+            return AgreementState.parse(self._file.read_bytes())
+        except (OSError, ValueError) as error:
             raise UserError(f"{self._file} is damaged; restore it, or delete it to agree anew") from error
-        return found
 
 
 def for_sites(config: Config) -> Config:
@@ -408,49 +446,11 @@ def for_sites(config: Config) -> Config:
     )
 
 
-def site_toml(facts: Mapping[str, Any], config: Config) -> str:
-    """A new site's site.toml: the facts, what the config says about its data, and rules that allow just this config."""
-    data, own = config.data, "data" in facts
-    said = {"label": data.label, "site-column": data.site, "columns": ", ".join(data.columns or ()) or None}
-    said |= {"layout": data.layout, "on-bad": None if data.on_bad == "refuse" else data.on_bad}
-    said |= {
-        "group": data.group,
-        "ignore": ", ".join(data.ignore or ()) or None,
-        "separator": data.separator,
-        "decimal": data.decimal,
-        "missing": ", ".join(missing_words(data.missing)) or None,
-    }
-    known = _known(federation=config.federation.name, **(said if own else {"set": data.name}))
-    method, usual = config.build_method(), Policy()
-    left_out = {"gradient_norm": config.diagnostics.gradient_norm, "per_class": not own, "novelty": method.cosine}
-    metrics = ", ".join(name for name in METRICS if left_out.get(name, True))
-    return f"""\
-# What this site is, what may be read here, what may be run and what may leave: the server cannot change it.
-# Flower takes no lists: write them as text with commas.
-{tomli_w.dumps({**facts, **known})}
-[allow]  # just what the federation agreed on; a line that is left out allows what docs/deployment.md says
-methods = {_quoted(config.method["name"])}
-models = {_quoted(config.model.name)}
-rounds = {config.rounds}       # most that are trained here in all; twice as many are evaluated at most
-epochs = {max(method.passes(config.train.epochs).values())}       # most in a round
-sites = {config.federation.min_clients}        # fewest that train together
-samples = {usual.samples}     # of this site's own data: the fewest behind a number that leaves, and in a batch
-parameters = {usual.parameters}  # most that a model has
-pixels = {math.prod(data.size or (KEPT, KEPT))}      # most of an image, where the config says its size
-counts = {"true" if method.upload.tells_counts else "false"}   # whether an upload may hold the class counts
-metrics = {_quoted(metrics)}
-"""
-
-
-def missing_words(missing: Any) -> tuple[str, ...]:
+def missing_values(missing: Any) -> tuple[str, ...]:
     """data.missing as site.toml has it: its values, "column=value" where they are those of one column."""
     if isinstance(missing, Mapping):
         return tuple(f"{column}={value}" for column, values in missing.items() for value in values)
     return tuple(map(str, missing or ()))
-
-
-def _quoted(text: str) -> str:
-    return tomli_w.dumps({"x": text}).strip().removeprefix("x = ")
 
 
 def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -467,23 +467,3 @@ def _allowed(key: str, name: Any, allowed: tuple[str, ...], rule: str) -> None:
 
 def _known(**values: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
-
-
-def _text(node: Mapping[str, Any], key: str) -> str | None:
-    value = node.get(key)
-    if value is not None and not isinstance(value, str):
-        raise UserError(f"site.toml: {key} = {value!r} should be a text")
-    return value
-
-
-def _words(node: Mapping[str, Any], key: str) -> tuple[str, ...] | None:
-    """A list, written as text with commas; empty text is an empty list."""
-    text = _text(node, key)
-    return None if text is None else tuple(word.strip() for word in text.split(",") if word.strip())
-
-
-def _count(node: Mapping[str, Any], key: str) -> int | None:
-    value = node.get(key)
-    if value is not None and (type(value) is not int or value < 1):
-        raise UserError(f"site.toml: {key} = {value!r} should be a whole number, 1 or more")
-    return value

@@ -22,10 +22,11 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fednh import machine
 from fednh.errors import Interrupted
@@ -93,39 +94,66 @@ def _refused(word: str) -> NoReturn:
     raise ValueError(f"it holds {word}")
 
 
-def numbers(values: Any, least: int, most: int) -> tuple[int, ...]:
-    """Whole numbers from `least` to `most`."""
-    found = _list(values)
-    if not all(type(value) is int and least <= value <= most for value in found):
-        raise ValueError(f"{quoted(values)} should be whole numbers from {least} to {most}")
-    return tuple(found)
+class StrictModel(BaseModel):
+    """What arrives from elsewhere: no field of another type or out of its bounds, no unknown key, no conversion."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    @classmethod
+    def parse(cls, values: str | bytes | Mapping[str, Any]) -> Self:
+        """The model of a record, or of JSON text; a ValueError says in one sentence what is wrong first."""
+        try:
+            if isinstance(values, str | bytes):
+                return cls.model_validate_json(values)
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise ValueError(validation_problem(error, cls.model_json_schema())) from None
 
 
-def floats(values: Any) -> tuple[float, ...]:
-    """Finite numbers."""
-    found = _list(values)
-    if not all(type(value) in (int, float) and abs(value) < 1e30 for value in found):
-        raise ValueError(f"{quoted(values)} should be numbers")
-    return tuple(float(value) for value in found)
+def validation_problem(error: ValidationError, schema: Mapping[str, Any]) -> str:
+    """The first problem of a received value as a sentence; `schema` is the JSON schema that it does not fit."""
+    row = error.errors(include_url=False)[0]
+    where, kind = row["loc"], row["type"]
+    if kind == "value_error":
+        return one_line(str(row["ctx"]["error"]), 500)
+    if kind == "json_invalid":
+        return f"it is not valid JSON: {one_line(row['ctx']['error'], 200)}"
+    if not where:
+        return f"{quoted(row['input'])} is not a table"
+    key = one_line("".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in where)[1:], 200)
+    if kind in ("missing", "extra_forbidden"):
+        return f"{key} is {'missing' if kind == 'missing' else 'not known'}"
+    entries = row.get("ctx", {}).get("actual_length")  # of a list that is too long or too short
+    value = f"is {quoted(row['input'])}" if entries is None else f"has {entries} entries"
+    return f"{key} {value}, not {_expected(schema, where)}"
 
 
-def texts(values: Any, longest: int = 1000) -> tuple[str, ...]:
-    found = _list(values)
-    if not all(isinstance(value, str) and len(value) <= longest for value in found):
-        raise ValueError(f"{quoted(values)} should be texts of up to {longest} characters")
-    return tuple(found)
+def _expected(schema: Mapping[str, Any], where: Sequence[int | str]) -> str:
+    """What the JSON schema wants at a place, in words."""
+    part = schema
+    for each in where:
+        fields = part.get("properties", {})
+        part = part["items"] if isinstance(each, int) else fields.get(each) or part["additionalProperties"]
+        part = part["anyOf"][0] if "anyOf" in part else part
+        part = schema["$defs"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part
+    if "enum" in part or "const" in part:
+        return f"one of {', '.join(map(str, part.get('enum', [part.get('const')])))}"
+    name = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "array": "a list"}
+    name |= {"string": "a text", "object": "a table"}
+    least = part.get("minimum", part.get("exclusiveMinimum", part.get("minItems")))
+    most = part.get("maximum", part.get("exclusiveMaximum", part.get("maxItems")))
+    text = name[part["type"]]
+    if part.get("format") == "binary":
+        return f"up to {part['maxLength']} bytes"
+    if "maxLength" in part:
+        return f"{text} of up to {part['maxLength']} characters"
+    if most is None:
+        return text if least is None else f"{text} of {least:g} or more"
+    return f"{text} {'of' if text == 'a list' else 'from'} {_shown(least or 0)} to {_shown(most)}"
 
 
-def flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{quoted(value)} should be true or false")
-    return value
-
-
-def _list(values: Any) -> list[Any]:
-    if not isinstance(values, list) or len(values) > NAMES:
-        raise ValueError(f"{quoted(values)} should be a list of up to {NAMES}")
-    return values
+def _shown(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 def quoted(value: Any) -> str:
@@ -171,10 +199,10 @@ class BoundedFetch:
                 yield message.metadata.reply_to_message_id, message
             return
         link, run = compat.runtime_client(self.grid), self.grid.run.run_id
-        found = link.PullMessages(
+        pulled = link.PullMessages(
             compat.PullAppMessagesRequest(message_ids=sorted(limits.keys() - self._waiting.keys()))
         )
-        for proto, tree in zip(found.messages_list, found.message_object_trees, strict=True):
+        for proto, tree in zip(pulled.messages_list, pulled.message_object_trees, strict=True):
             name = proto.metadata.reply_to_message_id
             if name in limits:
                 self._waiting[name] = _PartialReply(self.grid, tree, limits[name])
@@ -222,12 +250,12 @@ class _PartialReply:
 
     def _fetch(self, name: str) -> bool:
         request = compat.PullObjectRequest(node=self.grid.node, run_id=self.grid.run.run_id, object_id=name)
-        found = compat.runtime_client(self.grid).PullObject(request)
-        if not found.object_found:
+        response = compat.runtime_client(self.grid).PullObject(request)
+        if not response.object_found:
             raise ValueError("a part of it is gone: it was not sent in time")
-        if not found.object_available:
+        if not response.object_available:
             return False
-        self.objects[name] = found.object_content
+        self.objects[name] = response.object_content
         self._check(sum(map(len, self.objects.values())))
         return True
 
@@ -248,14 +276,14 @@ def take_order(
     If a server ends while it sends, parts of the order never arrive; Flower waits for them for over an hour.
     """
     names = list(dict.fromkeys(each.object_id for each in iterate_object_tree(tree)))
-    there = compat.pull_objects(
+    objects = compat.pull_objects(
         names, pull, max_time=patience, initial_backoff=compat.BACKOFF, backoff_cap=min(5.0, patience)
     )
     confirm(tree.object_id)
-    size, most = joined_size(tree.object_id, there), machine.total_memory() // 4
+    size, most = joined_size(tree.object_id, objects), machine.total_memory() // 4
     if size > most:
         raise ValueError(f"the order has {size} bytes, and a quarter of this machine's memory is {most}")
-    order = inflate_object_from_contents(tree.object_id, there)
+    order = inflate_object_from_contents(tree.object_id, objects)
     if not isinstance(order, return_type):
         raise ValueError(f"it is a {type(order).__name__}, not a message")
     return order

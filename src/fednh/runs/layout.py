@@ -31,7 +31,7 @@ _CLIENT = "client-{:06d}"
 _ROUND = "round-{:06d}"
 
 
-class Layout:
+class FolderLayout:
     """A folder whose layout a class describes."""
 
     def __init__(self, path: Path):
@@ -39,16 +39,16 @@ class Layout:
 
 
 class Inside:
-    """A place below the `path` of a Layout; asked of the class, the place as seen from the folder."""
+    """A place below the `path` of a FolderLayout; asked of the class, the place as seen from the folder."""
 
     def __init__(self, name: str):
         self.name = name
 
-    def __get__(self, folder: Layout | None, kind: type) -> Path:
+    def __get__(self, folder: FolderLayout | None, kind: type) -> Path:
         return Path(self.name) if folder is None else folder.path / self.name
 
 
-class RunLayout(Layout):
+class RunLayout(FolderLayout):
     """The places in one run folder."""
 
     config_file = Inside("config.toml")
@@ -96,7 +96,7 @@ class RunLayout(Layout):
         return _by_client(self.outcomes)
 
 
-class SweepLayout(Layout):
+class SweepLayout(FolderLayout):
     """The places in a sweep's folder: its runs, and what it notes about them while they are made."""
 
     notes = Inside(".sweep")
@@ -113,7 +113,7 @@ class SweepLayout(Layout):
         return sorted(path.stem for path in self.notes.glob("*.toml"))
 
 
-class CheckpointLayout(Layout):
+class CheckpointLayout(FolderLayout):
     """The places in a run's folder of checkpoints: see checkpoint.py."""
 
     journal_file = Inside("journal.jsonl")

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from fednh.cli.app import app
 from fednh.errors import UserError
 from fednh.flower import audit
-from fednh.flower.audit_report import check, find
 from fednh.flower.deploy import scaffold
 from fednh.flower.layout import FederationFolder
 from fednh.flower.protocol import to_tree
+from fednh.flower.reports import check, find
 from tests.helpers.config import small
 from tests.helpers.federation import Wire, deployed, serve, server_identity, travelled
 from tests.helpers.process import fednh

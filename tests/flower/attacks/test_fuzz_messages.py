@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -22,10 +21,19 @@ from tests.helpers.store import Store, grid_of, packed
 
 TREE = {"body.0.weight": torch.arange(12.0).reshape(3, 4), "scale": torch.tensor(20.0)}
 FORM = {name: (tuple(value.shape), value.dtype) for name, value in TREE.items()}
-TASK = Task("digits", True, (64,), ("0", "1"), 16.0, (0.5,), (0.5,), '{"kind": "vector"}')
+TASK = Task(
+    data="digits",
+    divided=True,
+    shape=(64,),
+    classes=("0", "1"),
+    scale=16.0,
+    mean=(0.5,),
+    std=(0.5,),
+    preprocessing='{"kind": "vector"}',
+)
 ANSWER = Answer(0, 1, TREE, 5, 1.0, metrics={"pm_l": 50.0, "per_class": [1.0, 2.0]}).write()
-HELLO = Hello("site-1", TASK, 0).write()
-ORDER = Order(0, 1).write("rounds = 3", TASK, to_arrays(TREE), to_arrays({"scale": TREE["scale"]}))
+HELLO = Hello(site="site-1", task=TASK, number=0).write()
+ORDER = Order(client=0, round=1).write("rounds = 3", TASK, to_arrays(TREE), to_arrays({"scale": TREE["scale"]}))
 
 # Where in the message, what to do there, and with which bytes.
 BYTES = st.one_of(st.binary(max_size=6), st.sampled_from([b"Infinity", b"[" * 5000, b"9" * 5000, b"\0", b"PK\x03\x04"]))
@@ -126,11 +134,11 @@ JSON = st.recursive(
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.dictionaries(st.sampled_from([*Task.__dataclass_fields__]), JSON))
+@given(st.dictionaries(st.sampled_from([*Task.model_fields]), JSON))
 def test_any_description_of_data(wrong: dict[str, Any]) -> None:
     """Every field replaced by anything that JSON can hold: a task within its ranges, or a ValueError."""
     said = ConfigRecord({"format": protocol.FORMAT, "site": "s", "number": 0})
-    said["task"] = json.dumps({**asdict(TASK), **wrong})
+    said["task"] = json.dumps({**TASK.model_dump(), **wrong})
     try:
         task = Hello.read(RecordDict({"said": said})).task
     except ValueError:

@@ -255,7 +255,16 @@ def simulated(config: Config, path: Path, method: Method | None = None) -> tuple
 
 
 def task(mean: float, std: float) -> Task:
-    return Task("own", False, (3, 8, 8), ("a", "b"), 255.0, (mean,) * 3, (std,) * 3, "{}")
+    return Task(
+        data="own",
+        divided=False,
+        shape=(3, 8, 8),
+        classes=("a", "b"),
+        scale=255.0,
+        mean=(mean,) * 3,
+        std=(std,) * 3,
+        preprocessing="{}",
+    )
 
 
 def test_one_lie_about_the_data_moves_nothing_far() -> None:

@@ -227,7 +227,9 @@ def test_a_site_with_data_of_its_own_gives_itself_no_number() -> None:
     from fednh.flower.admission import number_problem
     from fednh.flower.protocol import Hello, Task
 
-    task = Task("x", False, (4,), ("0", "1"), 1.0, (0.0,), (1.0,), "{}")
-    assert number_problem(Hello("a", task, -1), 3) is None
-    for number in (0, 2**62):
-        assert "gives itself a number" in str(number_problem(Hello("a", task, number), 3))
+    task = Task(
+        data="x", divided=False, shape=(4,), classes=("0", "1"), scale=1.0, mean=(0.0,), std=(1.0,), preprocessing="{}"
+    )
+    assert number_problem(Hello(site="a", task=task, number=-1), 3) is None
+    for number in (0, 10**9):
+        assert "gives itself a number" in str(number_problem(Hello(site="a", task=task, number=number), 3))

@@ -17,7 +17,7 @@ from flwr.proto.node_pb2 import NodeInfo
 from fednh.errors import UserError
 from fednh.flower import layout
 from fednh.flower.deploy import scaffold
-from fednh.flower.deploy.local import LocalFederation
+from fednh.flower.deploy.launch import LocalFederation
 from fednh.flower.protocol import FORMAT, Hello, Task
 from fednh.flower.site_config import read_site_config
 from fednh.runs.layout import RunLayout
@@ -50,7 +50,19 @@ def test_ordinary_names_are_taken(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FORGED.values(), ids=FORGED)
 def test_a_greeting_with_such_a_name_is_refused(name: str) -> None:
-    greeting = Hello("x", Task("x", True, (4,), ("a", "b"), 1.0, (0.0,) * 4, (1.0,) * 4, "{}")).write()
+    greeting = Hello(
+        site="x",
+        task=Task(
+            data="x",
+            divided=True,
+            shape=(4,),
+            classes=("a", "b"),
+            scale=1.0,
+            mean=(0.0,) * 4,
+            std=(1.0,) * 4,
+            preprocessing="{}",
+        ),
+    ).write()
     assert Hello.read(greeting).site == "x"
     cast(ConfigRecord, greeting["said"])["site"] = name
     with pytest.raises(ValueError, match="its name cannot be used") as error:
@@ -103,7 +115,16 @@ def check_log(run: Path, told: list[str]) -> None:
 
 
 def test_class_names_too(tmp_path: Path) -> None:
-    good = Task("x", True, (4,), ("a", "b"), 1.0, (0.0,) * 4, (1.0,) * 4, "{}")
+    good = Task(
+        data="x",
+        divided=True,
+        shape=(4,),
+        classes=("a", "b"),
+        scale=1.0,
+        mean=(0.0,) * 4,
+        std=(1.0,) * 4,
+        preprocessing="{}",
+    )
     assert Task.read(good.text()) == good
     with pytest.raises(ValueError, match="cannot be printed"):
         Task.read(good.text().replace('"b"', '"b\\u001b[2J"'))
@@ -135,12 +156,12 @@ def test_natural_sites_of_a_table(tmp_path: Path) -> None:
 
 
 def test_the_screen_shows_sentences(tmp_path: Path) -> None:
-    """`up` reads the log as it grows; lines of an earlier version are shown too."""
+    """`up` reads the log as it grows."""
     shown: list[str] = []
     local = cast(Any, object.__new__(LocalFederation))
     local.run_folder, local.lines_shown, local.fatal_problem = RunLayout(tmp_path), {}, None
     local.display = SimpleNamespace(on_note=shown.append)
-    RunLayout(tmp_path).log_file.write_text("2026-11-16 10:00:00 going on after round 3\n")
+    layout.add_note(tmp_path, "going on after round 3")
     layout.add_note(tmp_path, 'site "Köln" cannot take part:\nno \x1b data')
     local._show()
     assert shown == ["going on after round 3", 'site "Köln" cannot take part: no \\x1b data']

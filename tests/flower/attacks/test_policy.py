@@ -11,8 +11,9 @@ from flwr.app import ConfigRecord, MetricRecord
 
 from fednh.config import dump
 from fednh.errors import Refused, UserError
+from fednh.flower.deploy.scaffold import site_toml
 from fednh.flower.protocol import Order
-from fednh.flower.site_config import METRICS, Policy, read_policy, site_toml
+from fednh.flower.site_config import METRICS, Allow, Policy, read_policy
 from fednh.methods import METHODS
 from tests.helpers.hostile import Scene, config_of, everything, problem, question
 
@@ -188,7 +189,7 @@ def test_built_in_methods_are_allowed_unless_listed() -> None:
     for method in METHODS:
         Policy().applied({"method": {"name": method}}, None)
         with pytest.raises(Refused, match="is not allowed"):
-            Policy(methods=("other",)).applied({"method": {"name": method}}, None)
+            Policy(allow=Allow(methods=("other",))).applied({"method": {"name": method}}, None)
 
 
 @pytest.mark.parametrize(
@@ -210,12 +211,12 @@ def test_limits_of_a_config(settings: dict[str, Any], words: str, tmp_path: Path
 
 def test_creff_trains_at_the_server() -> None:
     toml = '[method]\nname = "creff"\nretrain_epochs = 300\n[train]\nepochs = 5\n'
-    assert Policy(epochs=10).config(toml, None).method["retrain_epochs"] == 300
+    assert Policy(allow=Allow(epochs=10)).config(toml, None).method["retrain_epochs"] == 300
 
 
 def test_rounds_are_counted_whatever_the_server_calls_them(tmp_path: Path) -> None:
     scene, config = Scene(tmp_path, **{"allow.rounds": 2}), config_of()
-    assert [problem(scene.ordered(config, Order(client, round=1))) for client in (0, 1)] == ["", ""]
+    assert [problem(scene.ordered(config, Order(client=client, round=1))) for client in (0, 1)] == ["", ""]
     said = problem(scene.ordered(config, Order(client=2, round=1)))
     assert "has trained 2 rounds, and its site.toml allows no more" in said
     assert problem(scene.ordered(config, Order(client=0, evaluate=2, last=1))) == "", "evaluating goes on"
@@ -276,19 +277,19 @@ def test_a_federation_trains_without_the_metrics_of_one_site(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("node", "words"),
     [
-        ({"allow.rounds": 0}, "allow.rounds = 0 should be a whole number, 1 or more"),
-        ({"allow.epochs": True}, "allow.epochs = True should be a whole number"),
-        ({"allow.sites": "3"}, "allow.sites = '3' should be a whole number"),
-        ({"allow.methods": 3}, "allow.methods = 3 should be a text"),
-        ({"allow.samples": 0}, "allow.samples = 0 should be a whole number"),
-        ({"allow.parameters": "10"}, "allow.parameters = '10' should be a whole number"),
-        ({"allow.counts": "no"}, "allow.counts = 'no' should be true or false"),
+        ({"allow.rounds": 0}, "allow.rounds is 0, not a whole number of 1 or more"),
+        ({"allow.epochs": True}, "allow.epochs is True, not a whole number of 1 or more"),
+        ({"allow.sites": "3"}, "allow.sites is '3', not a whole number of 1 or more"),
+        ({"allow.methods": 3}, "allow.methods is 3, not a text"),
+        ({"allow.samples": 0}, "allow.samples is 0, not a whole number of 1 or more"),
+        ({"allow.parameters": "10"}, "allow.parameters is '10', not a whole number of 1 or more"),
+        ({"allow.counts": "no"}, "allow.counts is 'no', not true or false"),
         ({"allow.metrics": "loss, accuracy"}, "allow.metrics has 'accuracy'; metrics are samples, loss"),
         ({"allow.privacy": "dp"}, "this version of fednh has no privacy mechanism"),
     ],
 )
 def test_rules_that_cannot_hold_are_refused(node: dict[str, Any], words: str, tmp_path: Path) -> None:
-    """A rule that nobody enforces would be worse than none: the site does nothing until it is migrations_config."""
+    """A rule that nobody enforces would be worse than none: the site does nothing until it is corrected."""
     with pytest.raises(UserError, match=words):
         read_policy(node)
     assert Scene(tmp_path, **node).asked(config_of()).startswith("UserError")
@@ -310,9 +311,10 @@ def test_a_new_sites_rules_allow_just_what_was_agreed(own: bool, tmp_path: Path)
     rules = read_policy(parse_config_args([str(tmp_path / "site.toml")]))
     assert (rules.label, rules.columns) == (("diagnosis", ("age", "sex")) if own else (None, None))
     assert (rules.federation, rules.set) == ("fednh", None if own else "digits")
-    assert (rules.methods, rules.models, rules.rounds, rules.epochs, rules.sites) == (("fedrep",), ("mlp",), 2, 3, 2)
-    assert (rules.samples, rules.counts, rules.parameters) == (10, False, 100_000_000)
-    assert set(METRICS) - set(rules.metrics) == {"gradient_norm", "novelty", *(["per_class"] if own else [])}
+    allow = rules.allow
+    assert (allow.methods, allow.models, allow.rounds, allow.epochs, allow.sites) == (("fedrep",), ("mlp",), 2, 3, 2)
+    assert (allow.samples, allow.counts, allow.parameters) == (10, False, 100_000_000)
+    assert set(METRICS) - set(rules.allow.metrics) == {"gradient_norm", "novelty", *(["per_class"] if own else [])}
     source = "csv:/t.csv" if own else None
     rules.config(dump(config), source)
     for key, value in (("rounds", 3), ("train.epochs", 4), ("method.name", "fedavg"), ("federation.min_clients", 1)):
@@ -328,7 +330,7 @@ def test_the_rules_of_a_new_site_allow_every_method_that_was_agreed(name: str, t
     (tmp_path / "site.toml").write_text(site_toml({"site": "a", "state": "s"}, config))
     rules = read_policy(parse_config_args([str(tmp_path / "site.toml")]))
     assert rules.config(dump(config), None).method == config.method
-    assert rules.counts == (name == "fedpac")
+    assert rules.allow.counts == (name == "fedpac")
 
 
 def test_flower_takes_a_node_config_as_we_write_it(tmp_path: Path) -> None:

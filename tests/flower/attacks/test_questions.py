@@ -32,10 +32,11 @@ from fednh.federated.checks import _NoOpFit
 from fednh.federated.setup import initial_state
 from fednh.flower import audit, protocol, signing, transport
 from fednh.flower import audit as audit_events
-from fednh.flower import site as sites
+from fednh.flower import client_app as sites
+from fednh.flower.deploy.scaffold import site_toml
 from fednh.flower.protocol import Answer, Hello, Order, to_arrays, to_tree
 from fednh.flower.signing import without_signature
-from fednh.flower.site_config import for_sites, read_policy, site_toml
+from fednh.flower.site_config import for_sites, read_policy
 from fednh.io.files import read_tree
 from fednh.methods import METHODS, Method, pfedfda
 from fednh.methods.fit import LocalFit, Sgd
@@ -135,7 +136,7 @@ def test_what_decides_which_samples_count_is_agreed_once(key: str, tmp_path: Pat
     assert said.startswith(f"refused: {key} = {OTHERS[key]!r}, but this site has agreed to ")
     assert said.endswith(f"by deleting {agreed_file(scene).name} in its folder of state")
     scene.agreed = greeting(ask(scene)).task
-    assert f"{key} = " in problem(scene.ordered(config_of(**{key: OTHERS[key]}), Order(0, round=1, sites=2)))
+    assert f"{key} = " in problem(scene.ordered(config_of(**{key: OTHERS[key]}), Order(client=0, round=1, sites=2)))
     assert problem(ask(scene, rounds=1, **{"train.lr": 0.5})) == "", "how to train is not agreed in this way"
 
 
@@ -167,7 +168,7 @@ def test_an_order_before_any_greeting_agrees_too(tmp_path: Path) -> None:
     scene = site(tmp_path)
     scene.agreed = greeting(ask(scene)).task
     agreed_file(scene).unlink()
-    assert problem(scene.ordered(config_of(), Order(0, round=1, sites=2))) == ""
+    assert problem(scene.ordered(config_of(), Order(client=0, round=1, sites=2))) == ""
     assert "seed = 3, but this site has agreed to 0" in problem(ask(scene, seed=3))
 
 
@@ -297,7 +298,7 @@ def test_few_samples_are_not_trained_on(tmp_path: Path) -> None:
 
 def test_metrics_of_few_held_out_samples_stay(tmp_path: Path) -> None:
     """The accuracy on one sample says whether a model of the server's choice is right about it."""
-    scene, order = site(tmp_path), Order(0, evaluate=1)
+    scene, order = site(tmp_path), Order(client=0, evaluate=1)
     reply = scene.ordered(config_of(**{"data.holdout": 0.06}), order)
     assert set(reply.content["figures"]) == {"samples"}  # type: ignore[arg-type]
     agreed_file(scene).unlink()
@@ -310,7 +311,7 @@ def test_a_site_that_uploads_nothing_does_not_say_whether_training_was_finite(tm
     scene = site(tmp_path, **{"allow.methods": "local", "allow.metrics": ""})
     task = greeting(ask(scene, **{"method.name": "local"})).task
     scene.agreed = dataclasses.replace(task, scale=1e-30, mean=(0.0,) * 3, std=(1e-8,) * 3)
-    reply = scene.ordered(config_of(**{"method.name": "local"}), Order(0, round=1, sites=2))
+    reply = scene.ordered(config_of(**{"method.name": "local"}), Order(client=0, round=1, sites=2))
     assert (problem(reply), set(reply.content["facts"])) == ("", {"client", "round"})  # type: ignore[arg-type]
     assert not states(scene), "it was not finite"
 
@@ -325,7 +326,7 @@ def test_the_last_batch_has_no_single_sample(tmp_path: Path) -> None:
     scene = site(tmp_path)
     training = {"batch_size": 33, "lr": 1.0, "weight_decay": 1.0, "momentum": 0.0, "clip": 0.0, "epochs": 1}
     config = config_of(**{"data.holdout": 0.0, **{f"train.{key}": value for key, value in training.items()}})
-    reply = scene.ordered(config, Order(0, round=1, sites=2))
+    reply = scene.ordered(config, Order(client=0, round=1, sites=2))
     assert problem(reply) == ""
     arrays = reply.content["upload"]
     assert isinstance(arrays, ArrayRecord)
@@ -377,7 +378,7 @@ def test_creff_draws_no_single_sample(tmp_path: Path) -> None:
     found = []
     for size in (1, 9, 10):
         drawn = {"method.name": "creff", "method.draws": 1, "method.draw_size": size}
-        reply = scene.ordered(config_of(**model, **drawn), Order(0, round=1, sites=2))
+        reply = scene.ordered(config_of(**model, **drawn), Order(client=0, round=1, sites=2))
         if not problem(reply):
             gradient = to_tree(reply.content["upload"], "cpu")["gradient"].double()  # type: ignore[arg-type]
             seen = [-2 * gradient[c, c].numpy() * rows().std(axis=0) + rows().mean(axis=0) for c in (0, 1)]
@@ -393,20 +394,22 @@ def test_evaluations_are_counted(tmp_path: Path) -> None:
     """An accuracy under weights of the server's choice answers any question about the held-out samples."""
     scene = Scene(tmp_path, **{"allow.rounds": 2})
     for client in range(4):
-        assert problem(scene.ordered(config_of(), Order(client, evaluate=1))) == ""
-    said = problem(scene.ordered(config_of(), Order(4, evaluate=1)))
+        assert problem(scene.ordered(config_of(), Order(client=client, evaluate=1))) == ""
+    said = problem(scene.ordered(config_of(), Order(client=4, evaluate=1)))
     assert said == "refused: this site has evaluated 4 rounds, and its site.toml allows no more"
-    assert problem(scene.ordered(config_of(), Order(1, round=1))) == "", "training is counted by itself"
+    assert problem(scene.ordered(config_of(), Order(client=1, round=1))) == "", "training is counted by itself"
 
 
 def test_a_repeated_order_counts_once(tmp_path: Path) -> None:
     """A server that starts again from a checkpoint repeats orders; their answers say nothing new."""
-    scene, order = Scene(tmp_path, **{"allow.rounds": 1}), Order(0, round=1)
-    first, again = (scene.ordered(config_of(rounds=1), each) for each in (order, Order(0, round=1, since=1, sites=2)))
+    scene, order = Scene(tmp_path, **{"allow.rounds": 1}), Order(client=0, round=1)
+    first, again = (
+        scene.ordered(config_of(rounds=1), each) for each in (order, Order(client=0, round=1, since=1, sites=2))
+    )
     one, two = (to_tree(reply.content["upload"], "cpu") for reply in (first, again))  # type: ignore[arg-type]
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert "has trained 1 rounds" in problem(scene.ordered(config_of(rounds=1, **{"train.lr": 0.5}), order))
-    assert "has trained 1 rounds" in problem(scene.ordered(config_of(rounds=1), Order(1, round=1)))
+    assert "has trained 1 rounds" in problem(scene.ordered(config_of(rounds=1), Order(client=1, round=1)))
 
 
 ONE_UNIT: dict[str, Any] = {  # trained by the gradient of all samples at once
@@ -431,7 +434,7 @@ def test_the_same_order_counts_again_after_a_sample_was_added(tmp_path: Path) ->
         site(tmp_path, count)
         sites._own_data.cache_clear()
         sites._federation.cache_clear()
-        reply = scene.ordered(config_of(**ONE_UNIT), Order(0, round=1, sites=2))
+        reply = scene.ordered(config_of(**ONE_UNIT), Order(client=0, round=1, sites=2))
         upload = to_tree(reply.content["upload"], "cpu")  # type: ignore[arg-type]
         sums.append({name: count * value.double() for name, value in upload.items()})
     weight, bias = (sums[1][f"body.linear1.{name}"] - sums[0][f"body.linear1.{name}"] for name in ("weight", "bias"))
@@ -442,7 +445,7 @@ def test_the_same_order_counts_again_after_a_sample_was_added(tmp_path: Path) ->
 
 
 def test_a_changed_test_set_counts_again(tmp_path: Path) -> None:
-    tests, order = tmp_path / "tests.csv", Order(0, evaluate=1)
+    tests, order = tmp_path / "tests.csv", Order(client=0, evaluate=1)
     tests.write_text("\n".join(["a,b,c,label", *lines(20), ""]))
     scene = site(tmp_path, test=f"csv:{tests}", **{"allow.rounds": 1})
     for count in (20, 20, 21):
@@ -455,7 +458,7 @@ def test_a_changed_test_set_counts_again(tmp_path: Path) -> None:
 def test_the_same_order_counts_again_from_another_state(tmp_path: Path) -> None:
     """The state of round 2 is not there, so the newest before it is used, which this order itself has written."""
     scene, config = site(tmp_path, **{"allow.methods": "fedper", "allow.rounds": 2}), {"method.name": "fedper"}
-    replies = [scene.ordered(config_of(**config), Order(0, round=1, last=2, sites=2)) for _ in range(3)]
+    replies = [scene.ordered(config_of(**config), Order(client=0, round=1, last=2, sites=2)) for _ in range(3)]
     assert [problem(reply) for reply in replies[:2]] == ["", ""]
     one, two = (to_tree(reply.content["upload"], "cpu") for reply in replies[:2])  # type: ignore[arg-type]
     assert any(not torch.equal(one[name], two[name]) for name in one)
@@ -465,12 +468,14 @@ def test_the_same_order_counts_again_from_another_state(tmp_path: Path) -> None:
 def test_what_is_refused_is_not_counted(tmp_path: Path) -> None:
     scene = Scene(tmp_path, **{"allow.rounds": 1, "allow.sites": 2})
     for _ in range(3):
-        assert "trains only with 2 or more" in problem(scene.ordered(config_of(rounds=1), Order(0, round=1, sites=1)))
+        assert "trains only with 2 or more" in problem(
+            scene.ordered(config_of(rounds=1), Order(client=0, round=1, sites=1))
+        )
         scene.wrong = {"head.bias": torch.zeros(3)}
-        assert problem(scene.ordered(config_of(rounds=1), Order(0, round=1, sites=2))).startswith("ValueError")
+        assert problem(scene.ordered(config_of(rounds=1), Order(client=0, round=1, sites=2))).startswith("ValueError")
         scene.wrong = {}
-    assert problem(scene.ordered(config_of(rounds=1), Order(0, round=1, sites=2))) == ""
-    assert "has trained 1 rounds" in problem(scene.ordered(config_of(rounds=1), Order(1, round=1, sites=2)))
+    assert problem(scene.ordered(config_of(rounds=1), Order(client=0, round=1, sites=2))) == ""
+    assert "has trained 1 rounds" in problem(scene.ordered(config_of(rounds=1), Order(client=1, round=1, sites=2)))
 
 
 def test_what_fails_is_counted(tmp_path: Path) -> None:
@@ -487,7 +492,7 @@ def test_what_fails_is_counted(tmp_path: Path) -> None:
             "means": torch.tensor([[5.0, 0.0], [0.0, 0.0]]),
             "covariance": torch.eye(2),
         }
-        said.append(problem(scene.ordered(config, Order(0, evaluate=1))))
+        said.append(problem(scene.ordered(config, Order(client=0, evaluate=1))))
     assert said[:2] == ["_LinAlgError; the site's own log says more"] * 2
     assert said[2] == "refused: this site has evaluated 2 rounds, and its site.toml allows no more"
 
@@ -558,7 +563,7 @@ def test_one_order_with_chosen_weights_gives_all_rows(tmp_path: Path) -> None:
     weight, bias = torch.tensor([[1.0, 0.0, 0.0]]).repeat(units, 1), torch.linspace(3.5, -3.5, units)
     head = torch.tensor([[1e-6], [-1e-6]]).repeat(1, units)
     scene.wrong = {"body.linear1.weight": weight, "body.linear1.bias": bias, "head.weight": head}
-    reply = scene.ordered(config_of(**settings), Order(0, round=1, sites=2))
+    reply = scene.ordered(config_of(**settings), Order(client=0, round=1, sites=2))
     upload = to_tree(reply.content["upload"], "cpu")  # type: ignore[arg-type]
     moved = (upload["body.linear1.weight"] - weight).double().diff(dim=0).numpy()
     size = (upload["body.linear1.bias"] - bias).double().diff().numpy()
@@ -581,7 +586,7 @@ def test_a_method_without_a_head_tells_the_shares_of_classes_too(tmp_path: Path)
         "scale": torch.tensor(1.0),
     }
     settings = {**ONE_UNIT, "model.args": {"hidden": [2], "linear_output": True}, "method.name": "fednh"}
-    reply = scene.ordered(config_of(**settings), Order(0, round=1, sites=2))
+    reply = scene.ordered(config_of(**settings), Order(client=0, round=1, sites=2))
     upload = to_tree(reply.content["upload"], "cpu")  # type: ignore[arg-type]
     assert float(upload["body.linear1.bias"][1]) == pytest.approx(0.94 - 0.06, abs=1e-5)
 
@@ -602,7 +607,7 @@ def test_pm_l_of_chosen_models_tells_the_class_counts(tmp_path: Path) -> None:
             "body.linear1.bias": torch.ones(1),
             "head.weight": head,
         }
-        figures = scene.ordered(config_of(**settings), Order(0, evaluate=1)).content["figures"]
+        figures = scene.ordered(config_of(**settings), Order(client=0, evaluate=1)).content["figures"]
         found.append(figures["pm_l"] / 100 * figures["samples"])  # type: ignore[index, operator]
     assert found == pytest.approx(counts)
 
@@ -613,7 +618,7 @@ def test_an_upload_tells_the_number_of_steps(tmp_path: Path) -> None:
     scene.wrong = {"body.linear1.weight": torch.ones(1, 3), "body.linear1.bias": torch.full((1,), -1e6)}
     training = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.0, "batch_size": 17, "epochs": 1}
     config = {"data.holdout": 0.0, "model.args": {"hidden": [1]}, **{f"train.{k}": v for k, v in training.items()}}
-    reply = scene.ordered(config_of(**config), Order(0, round=1, sites=2))
+    reply = scene.ordered(config_of(**config), Order(client=0, round=1, sites=2))
     assert set(reply.content["facts"]) == {"client", "round"}  # type: ignore[arg-type]
     weight = to_tree(reply.content["upload"], "cpu")["body.linear1.weight"]  # type: ignore[arg-type]
     assert float(weight.log().mean()) / math.log(0.99) == pytest.approx(97 // 17 + 1, abs=1e-3)
@@ -699,7 +704,7 @@ def test_messages_do_not_fill_the_disk(
     before = len(rows)
     assert problem(ask(scene, rounds=1)) == "", "others are still answered"
     scene.agreed = greeting(ask(scene)).task
-    assert problem(scene.ordered(config_of(), Order(0, round=1, sites=2))) == ""
+    assert problem(scene.ordered(config_of(), Order(client=0, round=1, sites=2))) == ""
     assert [row["event"] for row in log_of(scene)[before:]][-2:] == ["asked", "left"], "what is new has its own lines"
 
 
@@ -718,7 +723,7 @@ def test_a_greeting_that_is_new_has_its_lines(tmp_path: Path, monkeypatch: pytes
 def test_an_order_is_not_repeated_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says nothing new, but takes as long as the first time."""
     monkeypatch.setattr(signing, "REPEATS", 1)
-    scene, order = Scene(tmp_path, **{"allow.rounds": 1}), Order(0, round=1)
+    scene, order = Scene(tmp_path, **{"allow.rounds": 1}), Order(client=0, round=1)
     said = [problem(scene.ordered(config_of(rounds=1), order)) for _ in range(4)]
     assert said == ["", "", "", "refused: this site has answered 2 repeated orders, and answers no more of them"]
 
@@ -761,7 +766,7 @@ def test_a_small_model_makes_no_large_tensor(method: str, tmp_path: Path, monkey
     scene.agreed = task = greeting(ask(scene, **config)).task
     monkeypatch.setattr(sites, "initial_state", made)
     toml = dump(config_of(**config, **LARGE_STATES[method]))
-    content = Order(0, round=1, sites=2).write(toml, task, to_arrays({}), to_arrays({}))
+    content = Order(client=0, round=1, sites=2).write(toml, task, to_arrays({}), to_arrays({}))
     said = problem(scene.deliver(scene.signed(content, kind="train", round_=1, site="a")))
     assert said.startswith(
         "refused: with this model and these settings the method makes a tensor of more than the 100,0"
@@ -909,7 +914,7 @@ def test_states_do_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     scene = Scene(tmp_path)
     config = config_of(**{"method.name": "fedper"})
     for round_ in range(1, 6):
-        assert problem(scene.ordered(config, Order(0, round=round_, since=0))) == ""
+        assert problem(scene.ordered(config, Order(client=0, round=round_, since=0))) == ""
     names = sorted(path.name for path in (tmp_path / "state").rglob("state.round-*"))
     assert names == [f"state.round-{n:06d}.safetensors" for n in (3, 4, 5)]
 
@@ -971,33 +976,33 @@ def states(scene: Scene) -> dict[str, bytes]:
 def test_the_server_cannot_delete_what_a_site_has_learned(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     for round_ in (1, 2, 3, 4):
-        assert problem(scene.ordered(config_of(), Order(0, round=round_, last=round_ - 1))) == ""
+        assert problem(scene.ordered(config_of(), Order(client=0, round=round_, last=round_ - 1))) == ""
     before = states(scene)
     assert list(before) == [f"state.round-00000{n}" for n in (1, 2, 3, 4)]
-    assert problem(scene.ordered(config_of(), Order(0, round=5, last=4, since=10**9))) == ""
+    assert problem(scene.ordered(config_of(), Order(client=0, round=5, last=4, since=10**9))) == ""
     assert list(states(scene)) == [f"state.round-00000{n}" for n in (2, 3, 4, 5)], "one comes, one goes"
     for round_ in (6, 7, 8, 9):
-        scene.ordered(config_of(), Order(0, round=round_, last=5, since=10**9))
+        scene.ordered(config_of(), Order(client=0, round=round_, last=5, since=10**9))
     assert list(states(scene)) == [f"state.round-00000{n}" for n in (6, 7, 8, 9)]
 
 
 def test_the_newest_two_states_stay(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     for round_ in (1, 2):
-        scene.ordered(config_of(), Order(0, round=round_, since=10**9))
+        scene.ordered(config_of(), Order(client=0, round=round_, since=10**9))
     assert list(states(scene)) == ["state.round-000001", "state.round-000002"]
-    scene.ordered(config_of(), Order(0, round=3, since=10**9))
+    scene.ordered(config_of(), Order(client=0, round=3, since=10**9))
     assert list(states(scene)) == ["state.round-000002", "state.round-000003"]
 
 
 def test_a_state_that_is_replaced_is_set_aside(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-    scene.ordered(config_of(), Order(0, round=1))
+    scene.ordered(config_of(), Order(client=0, round=1))
     first = states(scene)["state.round-000001"]
-    scene.ordered(config_of(), Order(0, round=1, since=1))
+    scene.ordered(config_of(), Order(client=0, round=1, since=1))
     assert list(states(scene)) == ["state.round-000001"], "the same again"
     for lr in (0.5, 0.7):
-        scene.ordered(config_of(**{"train.lr": lr}), Order(0, round=1))
+        scene.ordered(config_of(**{"train.lr": lr}), Order(client=0, round=1))
     assert states(scene)["replaced.round-000001"] == first
     read_tree(scene.folder / "state/fednh/a/replaced.round-000001.safetensors")
 
@@ -1009,7 +1014,7 @@ def test_a_file_that_is_gone_is_named_in_the_sites_own_log(tmp_path: Path, caplo
     sites._own_data.cache_clear()
     sites._federation.cache_clear()
     with caplog.at_level(logging.ERROR, "flwr"):
-        said = problem(scene.ordered(config_of(), Order(0, round=1, sites=2)))
+        said = problem(scene.ordered(config_of(), Order(client=0, round=1, sites=2)))
     assert "t.csv does not exist" in next(line for line in caplog.messages if line.startswith("refused"))
     last = json.loads((tmp_path / "state/audit/a.jsonl").read_text().splitlines()[-1])
     assert (last["event"], "t.csv does not exist" in last["why"]) == ("refused", True)

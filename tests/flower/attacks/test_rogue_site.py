@@ -19,8 +19,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.fleet_http_connection import http_request_response
 
 from fednh.flower import signing
-from fednh.flower.deploy import commands
-from fednh.flower.deploy.processes import Processes
+from fednh.flower.deploy.processes import Processes, register_command
 from tests.helpers.deployment import Trial, trial
 from tests.helpers.federation import write_site_key
 from tests.helpers.hostile import question
@@ -68,7 +67,7 @@ class Rogue:
         self.ca = (made.folder / "certs" / "ca.crt").read_bytes()
         self.address = tomllib.loads((home / "config.toml").read_text())["superlink"]["local"]["address"]
         environment = Processes(made.folder, home, None).environment
-        command = commands.register(self.key.with_suffix(".pub"), "local")
+        command = register_command(self.key.with_suffix(".pub"), "local")
         subprocess.run(command, env=environment, check=True, timeout=120, capture_output=True)
 
     def connected(self) -> Link:

@@ -20,7 +20,6 @@ from pathlib import Path
 import pytest
 
 from fednh.flower.deploy import scaffold
-from fednh.flower.deploy import scaffold as approval
 from tests.helpers.deployment import SMALL
 
 pytestmark = pytest.mark.soak
@@ -290,7 +289,7 @@ def unapproved(world: World, fed: Path, homes: dict[str, Path], logs: dict[str, 
     _, said = world.run(SERVER, f"export FLWR_HOME='{place}/home'; flwr run '{app}' there --stream", place, 300)
     assert "EVIL ASKS 2" in said, said
     assert said.count("EVIL HEARS") == 2
-    assert said.count(f"has not approved the app {approval.app_of(app).hash}") == 2, said
+    assert said.count(f"has not approved the app {scaffold.app_of(app).hash}") == 2, said
     assert len(list(world.marks.iterdir())) == 1, "the server itself, and no site"
     assert "has not approved the app" in logs["site-2"].read_text()
     for site, home in homes.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fednh.flower import audit
-from fednh.flower.audit_report import find
+from fednh.flower.reports import find
 from tests.helpers.deployment import SMALL, Trial, trial
 from tests.helpers.hospitals import AGREED, NAMES, tables
 from tests.helpers.process import fednh

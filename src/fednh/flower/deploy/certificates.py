@@ -9,12 +9,10 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
-import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -22,17 +20,17 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fednh.errors import UserError
 from fednh.flower.layout import FederationFolder, SiteFolder
-from fednh.flower.signing import public_text, read_orders_private
+from fednh.flower.signing import RESTORE, load_key, public_text, read_orders_private
 from fednh.io.files import private_folder, write_bytes, write_private
 
 ALWAYS = ("127.0.0.1", "localhost")  # names that every server certificate has
 CA_DAYS = 3650
+EC = ec.EllipticCurvePrivateKey
 
 
 def make(folder: Path, sites: Sequence[str], hosts: Sequence[str] = (), days: int = 365) -> list[Path]:
     """Make what is missing, and return what was made."""
     fed, made = FederationFolder(folder), list[Path]()
-    _refuse_old(fed)
     if not fed.ca.exists():
         made += _make_ca(fed)
     if not fed.server_certificate.exists():
@@ -48,8 +46,7 @@ def make_orders(folder: Path, sites: Sequence[str]) -> list[Path]:
     """Make what is missing of the key with which the server signs orders and its public half for every site."""
     fed, made = FederationFolder(folder), list[Path]()
     if not fed.orders_key.exists():
-        form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        write_private(fed.orders_key, Ed25519PrivateKey.generate().private_bytes(*form))
+        write_private(fed.orders_key, _pem(Ed25519PrivateKey.generate()))
         made.append(fed.orders_key)
     public = public_text(read_orders_private(fed.orders_key).public_key()).encode() + b" orders\n"
     for path in (fed.site(site).orders for site in sites):
@@ -64,7 +61,6 @@ def make_orders(folder: Path, sites: Sequence[str]) -> list[Path]:
 def renew(folder: Path, hosts: Sequence[str] = (), days: int = 365) -> list[Path]:
     """Issue the server's certificate again from the same authority, for the same names and the given ones."""
     fed = FederationFolder(folder)
-    _refuse_old(fed)
     if not fed.server_certificate.exists():
         raise UserError(
             f"{fed.server_certificate} does not exist, so it cannot be renewed; leave out --renew to make it"
@@ -101,13 +97,13 @@ def _issue(fed: FederationFolder, hosts: Iterable[str], days: int) -> list[Path]
     """The server's certificate; its key is made if there is none, else kept."""
     names = list(dict.fromkeys([*ALWAYS, *hosts]))
     authority, made = _read(fed.ca), list[Path]()
-    ca_key = _private(fed.ca_key)
+    ca_key = load_key(fed.ca_key, EC, "PEM", "bring it back to issue certificates", RESTORE)
     if ca_key.public_key() != authority.public_key():
         raise UserError(f"{fed.ca_key} is not the key of {fed.ca}; restore the pair from a copy")
     if not fed.server_key.exists():
         write_private(fed.server_key, _pem(ec.generate_private_key(ec.SECP384R1())))
         made.append(fed.server_key)
-    public = _private(fed.server_key).public_key()
+    public = load_key(fed.server_key, EC, "PEM", RESTORE, RESTORE).public_key()
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fednh federation server")])
     builder = (
         _certificate(name, authority.subject, public, days)
@@ -124,7 +120,6 @@ def _issue(fed: FederationFolder, hosts: Iterable[str], days: int) -> list[Path]
 def check_away(folder: Path) -> None:
     """Raise if the user who runs the server, and so every app there, could read the authority's key."""
     fed = FederationFolder(folder)
-    _refuse_old(fed)
     if fed.ca_key.exists() and os.access(fed.ca_key, os.R_OK):
         raise UserError(
             f"{fed.ca_key} can be read by the user who runs the server, and so by every app; take {fed.authority} "
@@ -143,15 +138,6 @@ def check_complete(folder: Path, sites: Sequence[str]) -> None:
             )
 
 
-def _refuse_old(fed: FederationFolder) -> None:
-    if fed.old_ca_key.exists():
-        raise UserError(
-            f"{fed.old_ca_key} lies where apps run, as earlier versions had it; move it: mkdir -m 700 -p "
-            f"{shlex.quote(str(fed.authority))} && mv {shlex.quote(str(fed.old_ca_key))} "
-            f"{shlex.quote(str(fed.ca_key))}; and if strangers could reach the server's port, make new keys"
-        )
-
-
 def _make_site(fed: FederationFolder, site: SiteFolder) -> list[Path]:
     """A site's key pair in OpenSSH's format, as Flower reads it, and a copy of the authority's certificate."""
     private, public, ca = site.key, site.public_key, site.ca
@@ -161,8 +147,7 @@ def _make_site(fed: FederationFolder, site: SiteFolder) -> list[Path]:
         key = ec.generate_private_key(ec.SECP384R1())
         form = (serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
         write_private(private, key.private_bytes(*form))
-        text = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-        write_bytes(public, text + f" {site.name}\n".encode())
+        write_bytes(public, f"{public_text(key.public_key())} {site.name}\n".encode())
         made += [private, public]
     elif not public.exists():
         raise UserError(f"{public} is missing beside {private}; restore it: ssh-keygen -y -f {private} > {public}")
@@ -203,8 +188,8 @@ def _name(host: str) -> x509.GeneralName:
 
 
 def _names(certificate: x509.Certificate) -> list[str]:
-    found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    return [str(name.value) for name in found]
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(name.value) for name in names]
 
 
 def _read(path: Path) -> x509.Certificate:
@@ -216,18 +201,6 @@ def _read(path: Path) -> x509.Certificate:
         raise UserError(f"{path} is not a PEM certificate; restore it from a copy") from error
 
 
-def _private(path: Path) -> ec.EllipticCurvePrivateKey:
-    try:
-        key = serialization.load_pem_private_key(path.read_bytes(), None)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; bring it back to issue certificates") from error
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise UserError(f"{path} is not an unencrypted PEM private key; restore it from a copy") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise UserError(f"{path} is not an elliptic-curve key; restore it from a copy")
-    return key
-
-
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _pem(key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey) -> bytes:
     form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     return key.private_bytes(*form)

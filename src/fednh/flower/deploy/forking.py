@@ -10,7 +10,7 @@ with `--isolation process`, which makes them leave the starting of apps to other
 
 Processes, each a fork of the one before it:
 
-    main        reads one line of JSON (commands.ExecutorTarget) for each SuperLink or SuperNode from standard input,
+    main        reads one line of JSON (processes.ExecutorTarget) for each SuperLink or SuperNode from standard input,
                 forks a SuperExec for it, forks again what was killed, and stops at the end of the input
     SuperExec   asks its SuperLink or SuperNode for tasks
     ClientApp   fetches an order and sends the reply; small, because it does not compute
@@ -56,8 +56,7 @@ from fednh.flower.compat import (
     superexec,
 )
 from fednh.flower.deploy import scaffold
-from fednh.flower.deploy.commands import ExecutorTarget
-from fednh.flower.deploy.processes import alive
+from fednh.flower.deploy.processes import ExecutorTarget, alive
 from fednh.flower.site_config import read_site_config
 from fednh.flower.transport import take_order
 
@@ -131,7 +130,7 @@ class ForkingExecutor(SubprocessExecutor):
                 return super().launch(spec)
             pid = _server_app(spec, self.target)
         elif (pid := os.fork()) == 0:
-            _leave(lambda: _client_app(spec, self.target, self.registry))
+            _exit_after(lambda: _client_app(spec, self.target, self.registry))
         self.registry.add(pid, spec.token)
         return LaunchResult.accepted()
 
@@ -238,7 +237,7 @@ def in_child(work: Callable[[], Any]) -> Any:
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _leave(lambda: _answer(work, writing, parent))
+        _exit_after(lambda: _answer(work, writing, parent))
     os.close(writing)
     result, status = _received(reading, child)
     if os.WIFSIGNALED(status):
@@ -247,10 +246,10 @@ def in_child(work: Callable[[], Any]) -> Any:
         raise ChildKilled(f"the work was ended by signal {number}{perhaps}")
     if not result:
         raise ChildKilled(f"the work ended with code {os.waitstatus_to_exitcode(status)} and without a result")
-    found = pickle.loads(result)  # by our own child
-    if isinstance(found, Exception):
-        raise found
-    return found
+    outcome = pickle.loads(result)  # by our own child
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def _received(reading: int, child: int) -> tuple[bytes, int]:
@@ -283,13 +282,13 @@ def _answer(work: Callable[[], Any], writing: int, parent: int) -> None:
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
-        found: Any = work()
+        outcome: Any = work()
     except Exception as error:
-        found = error
+        outcome = error
     try:
-        result = pickle.dumps(found)
+        result = pickle.dumps(outcome)
     except Exception as error:
-        result = pickle.dumps(RuntimeError(f"{type(found).__name__} cannot be handed over: {type(error).__name__}"))
+        result = pickle.dumps(RuntimeError(f"{type(outcome).__name__} cannot be handed over: {type(error).__name__}"))
     with open(writing, "wb") as pipe:
         pipe.write(result)
 
@@ -348,7 +347,7 @@ def _only_approved(file: Path, site_toml: Path) -> Any:
     return check_and_install
 
 
-def _leave(work: Any) -> NoReturn:
+def _exit_after(work: Any) -> NoReturn:
     """Do the work of a forked child, then exit: the child must not return into the parent's code."""
     code = 1
     try:
@@ -377,7 +376,7 @@ def main() -> None:
 
     def fork(each: Served) -> None:
         if (pid := os.fork()) == 0:
-            _leave(lambda: _serve(each.target, each.registry))
+            _exit_after(lambda: _serve(each.target, each.registry))
         served[pid] = each
 
     waiting = b""

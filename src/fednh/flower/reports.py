@@ -1,24 +1,38 @@
-"""Audit logs as text: whether they are the logs that they should be, who asked, what left, what was refused.
+"""What a federation's owner asks for: whether audit logs hold and what has left, and the status of the sites.
 
 Whose log a file is comes from its place, never from the log itself: the server's lies in its run folder, a site's where
 its site.toml says. In a federation's folder, or with several folders, the logs of server and sites are compared: every
 site that the server's log names must have a log, with every line whose hash the server has seen.
+
+The status of a site comes from the server's run folder: members from the newest checkpoint, times from the audit log.
+If a SuperLink answers at the address in the federation's folder, Flower's list of nodes is joined to them by key.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from fednh.errors import UserError
+from fednh.flower import audit
 from fednh.flower.audit import Head, Log, read
-from fednh.flower.layout import FederationFolder, SiteFolder, StateFolder
+from fednh.flower.layout import FederationFolder, FlowerHome, SiteFolder, StateFolder
+from fednh.flower.signing import fingerprint_of_pem, ssh_fingerprint
 from fednh.io.files import expanded
-from fednh.runs.layout import RunLayout
+from fednh.runs.layout import CheckpointLayout, RunLayout
+
+# --- audit logs -----------------------------------------------------------------------------------------------------
+
 
 MOST = 20  # refusals that are shown
 
@@ -54,10 +68,10 @@ class Checked:
 
 def find(*folders: Path) -> list[LogFile]:
     """The places of the logs that belong to these folders, the server's first; a log may be missing there."""
-    found = {folder: _places(folder) for folder in folders}
-    places = list(dict.fromkeys(place for each in found.values() for place in each))
+    by_folder = {folder: _places(folder) for folder in folders}
+    places = list(dict.fromkeys(place for each in by_folder.values() for place in each))
     some = any(place.path.is_file() for place in places)
-    if lacking := [folder for folder, each in found.items() if not (each and some)]:
+    if lacking := [folder for folder, each in by_folder.items() if not (each and some)]:
         raise UserError(
             f"{lacking[0]} has no audit log: give a site's folder (with {SiteFolder.node_config}), a federation's "
             "folder, or a run folder of a federation that has begun"
@@ -69,25 +83,25 @@ def _places(folder: Path) -> list[LogFile]:
     if folder.is_file():
         return [LogFile(folder, alone=True)]
     fed = FederationFolder(folder)
-    found = [LogFile(path, alone=True) for path in StateFolder(folder).audit_files()]
-    found += [LogFile(RunLayout(folder).audit_file)] if RunLayout(folder).audit_file.is_file() else []
-    found += [_of_site(SiteFolder(folder))] if SiteFolder(folder).node_config.is_file() else []
+    logs = [LogFile(path, alone=True) for path in StateFolder(folder).audit_files()]
+    logs += [LogFile(RunLayout(folder).audit_file)] if RunLayout(folder).audit_file.is_file() else []
+    logs += [_of_site(SiteFolder(folder))] if SiteFolder(folder).node_config.is_file() else []
     if fed.app_file.is_file():
         from fednh.flower.deploy import scaffold
 
         config, sites = scaffold.read(folder)
-        found.append(LogFile(RunLayout(Path(str(config.federation.folder))).audit_file))
-        found += [_of_site(site) for site in [*sites, *fed.trial_sites()]]
-    return found
+        logs.append(LogFile(RunLayout(Path(str(config.federation.folder))).audit_file))
+        logs += [_of_site(site) for site in [*sites, *fed.trial_sites()]]
+    return logs
 
 
 def _of_site(site: SiteFolder) -> LogFile:
     """The place of a site's log, as its site.toml says."""
     file = site.node_config
     try:
-        told = tomllib.loads(file.read_text(encoding="utf-8"))
-        name = str(told["site"])
-        return LogFile(StateFolder(site.path / expanded(str(told["state"]))).audit_file(name), name)
+        settings = tomllib.loads(file.read_text(encoding="utf-8"))
+        name = str(settings["site"])
+        return LogFile(StateFolder(site.path / expanded(str(settings["state"]))).audit_file(name), name)
     except KeyError as error:
         what = {"site": "what the site is called", "state": "where the site keeps its state"}[str(error.args[0])]
         raise UserError(f"{file} does not say {what}; add {error.args[0]} = ...") from None
@@ -131,11 +145,11 @@ def _checked(place: LogFile) -> Checked:
 
 def _recorded(logs: Sequence[Log]) -> dict[str, list[Head]]:
     """The lines of sites' logs that the server has recorded, by site."""
-    found: dict[str, list[Head]] = {}
+    heads: dict[str, list[Head]] = {}
     for row in (row for log in logs for row in log.lines if row["event"] in ("joined", "took")):
         head = Head.read(row.get("head"))
-        found.setdefault(str(row.get("site")), []).extend([head] if head else [])
-    return found
+        heads.setdefault(str(row.get("site")), []).extend([head] if head else [])
+    return heads
 
 
 def _compared(row: Checked, others: Sequence[Checked], recorded: Sequence[Head]) -> Checked:
@@ -169,11 +183,11 @@ def tell(checked: Checked) -> Iterator[str]:
     for row in log.lines:
         if row["event"] == "torn":
             yield f"  line {row['line']}, {_when(row)}: a line before it was cut short ({row.get('bytes')} bytes)"
-    yield from (_told_by_server(log.lines) if site is None else _told_by_site(log.lines))
+    yield from (_server_lines(log.lines) if site is None else _site_lines(log.lines))
     yield from _refused([row for row in log.lines if row["event"] == "refused"])
 
 
-def _told_by_site(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _site_lines(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
     for row in lines:
         if row["event"] == "joined":
             yield f"  {_when(row)}: joined {row.get('federation')} as {row.get('own')}; sent {_greeting(row)}"
@@ -189,7 +203,7 @@ def _told_by_site(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield from _sums(left)
 
 
-def _told_by_server(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _server_lines(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
     for row in lines:
         if row["event"] == "joined":
             key = row.get("key") or "unknown"
@@ -231,21 +245,21 @@ def _refused(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def _counts(rows: Sequence[dict[str, Any]], key: str) -> Counter[str]:
     """How many messages have each value of a key; a line may stand for several."""
-    found = Counter[str]()
+    counts = Counter[str]()
     for row in rows:
-        found[str(row.get(key))] += times if type(times := row.get("times")) is int else 1
-    return found
+        counts[str(row.get(key))] += times if type(times := row.get("times")) is int else 1
+    return counts
 
 
 def _greeting(row: dict[str, Any]) -> str:
     """What the site disclosed when it joined."""
-    told = row.get("told", {})
-    classes, columns = told.get("classes", []), told.get("columns", {})
-    words = [f"its name, the names of {len(classes)} classes ({_some(classes)})"]
+    greeting = row.get("told", {})
+    classes, columns = greeting.get("classes", []), greeting.get("columns", {})
+    parts = [f"its name, the names of {len(classes)} classes ({_some(classes)})"]
     if columns:
         text = sum(map(bool, columns.values()))
-        words.append(f"the names of {len(columns)} columns ({_some(list(columns))}), the agreed values of {text}")
-    return ", ".join([*words, f"{told.get('statistics', 0)} means and deviations"])
+        parts.append(f"the names of {len(columns)} columns ({_some(list(columns))}), the agreed values of {text}")
+    return ", ".join([*parts, f"{greeting.get('statistics', 0)} means and deviations"])
 
 
 def _some(names: Sequence[str], most: int = 10) -> str:
@@ -265,3 +279,192 @@ def _shape(shape: Sequence[int]) -> str:
 
 def _when(row: dict[str, Any]) -> str:
     return str(row["time"])[:19].replace("T", " ")
+
+
+# --- status of sites ------------------------------------------------------------------------------------------------
+
+
+HEADER = ("site", "key", "node", "state", "last answer", "rounds", "last round")
+
+
+@dataclass
+class SiteStatus:
+    """One site, or a node whose key is of no known site."""
+
+    site: str
+    key: str = ""  # its fingerprint, as `ssh-keygen -l` shows it
+    node: int | None = None
+    state: str = "unknown"  # Flower's word: registered, online, offline
+    last_answer: str = ""  # when it came
+    rounds: list[int] = field(default_factory=list)
+    refused: str = ""  # the reason of the newest refusal
+
+    def cells(self) -> tuple[str, ...]:
+        last = str(self.rounds[-1]) if self.rounds else "-"
+        node = "-" if self.node is None else str(self.node)
+        return self.site, self.key or "-", node, self.state, self.last_answer or "never", str(len(self.rounds)), last
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node as Flower lists it."""
+
+    number: int
+    state: str
+    key: str  # fingerprint; empty: the node has no key
+
+
+def read_status(folder: Path) -> tuple[list[SiteStatus], list[str]]:
+    """The sites of a federation's folder or a run folder, and further remarks."""
+    run, files = _run_and_keys(folder)
+    rows = {site: SiteStatus(site, ssh_fingerprint(_text_of(path))) for site, path in files.items()}
+    took_part = _took_part(run)
+    for member in _membership(run):
+        row = rows.setdefault(str(member["site"]), SiteStatus(str(member["site"])))
+        row.rounds = took_part.get(member["number"], [])
+        row.key = row.key or ssh_fingerprint(str(member.get("key", "")))
+    _add_times(rows, run)
+    if not rows:
+        raise UserError(f"{folder} knows of no site: give a federation's folder, or the run folder of a federation")
+    nodes, said = _listed(folder)
+    for node in nodes:
+        whose = [row for row in rows.values() if node.key and row.key == node.key]
+        row = whose[0] if whose else rows.setdefault(f"node {node.number}", SiteStatus("(unknown)", node.key))
+        row.node, row.state = node.number, node.state
+    ordered = sorted(rows.values(), key=lambda row: (row.site.startswith("("), row.site))
+    return ordered, [*said, *(f"{row.site}: last refused: {row.refused}" for row in ordered if row.refused)]
+
+
+def lines(rows: Sequence[SiteStatus]) -> Iterator[str]:
+    """A plain table."""
+    cells = [HEADER, *(row.cells() for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADER))]
+    for line in cells:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+
+
+# --- what the server knows ------------------------------------------------------------------------------------------
+
+
+def _run_and_keys(folder: Path) -> tuple[Path, dict[str, Path]]:
+    """The run folder, and the sites' public keys by name."""
+    if FederationFolder(folder).app_file.is_file():
+        from fednh.flower.deploy import scaffold
+
+        config, sites = scaffold.read(folder)
+        return Path(str(config.federation.folder)), {site.name: site.public_key for site in sites}
+    return folder, {}
+
+
+def _membership(run: Path) -> list[dict[str, Any]]:
+    """The sites of the newest checkpoint that can be read."""
+    for path in CheckpointLayout(RunLayout(run).checkpoints).manifests():
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            members: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["body"]["progress"]["sites"]
+            return members
+    return []
+
+
+def _took_part(run: Path) -> dict[int, list[int]]:
+    """The rounds in which each client's upload was used."""
+    rounds: dict[int, list[int]] = {}
+    with suppress(OSError, ValueError, KeyError, TypeError):  # the last line may be half written
+        for line in RunLayout(run).metrics_file.read_bytes().splitlines():
+            record = json.loads(line)
+            for client in record["clients"]:
+                rounds.setdefault(client, []).append(record["round"])
+    return rounds
+
+
+def _add_times(rows: dict[str, SiteStatus], run: Path) -> None:
+    """Add when each site last answered, from the server's audit log."""
+    if not (log := RunLayout(run).audit_file).is_file():
+        return
+    for line in audit.read(log).lines:
+        site = line.get("site")
+        if not isinstance(site, str):
+            continue
+        row = rows.setdefault(site, SiteStatus(site))
+        row.node = line.get("node") or row.node
+        row.key = row.key or str(line.get("key") or "")
+        if line["event"] in ("joined", "took"):
+            row.last_answer, row.refused = f"{line['time'][:19].replace('T', ' ')} UTC", ""
+        elif line["event"] == "refused":
+            row.refused = str(line.get("why"))
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+
+
+# --- what Flower knows ----------------------------------------------------------------------------------------------
+
+
+def _listed(folder: Path) -> tuple[list[Node], list[str]]:
+    """Flower's list of nodes; if its server does not answer, a remark that says so."""
+    tried, fed = [], FederationFolder(folder)
+    for home in (fed.local_home, fed.home):
+        address = _address(home)
+        if address is None:
+            continue
+        if not _answers(address):
+            tried.append(address)
+            continue
+        try:
+            return _nodes(home.path), []
+        except Exception as error:  # Flower's client raises many kinds
+            return [], [f"the SuperLink at {address} does not list its nodes: {error}"]
+    return [], [f"no SuperLink answers at {' or '.join(tried)}: states and nodes are not known"] if tried else []
+
+
+def _address(home: FlowerHome) -> str | None:
+    """The server's address in Flower's config."""
+    try:
+        links = tomllib.loads(home.connections_file.read_text(encoding="utf-8"))["superlink"]
+        return str(links[links["default"]]["address"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with suppress(OSError, ValueError), socket.create_connection((host, int(port)), timeout=2):
+        return True
+    return False
+
+
+def _nodes(home: Path) -> list[Node]:
+    from fednh.flower import compat
+
+    with _flower_home(home), redirect_stdout(StringIO()):  # Flower prints which connection it uses
+        client = compat.init_http_client_from_connection(compat.read_superlink_connection(None))
+        try:
+            answer = client.ListNodes(compat.ListNodesRequest())
+        finally:
+            client.close()
+    return [
+        Node(info.node_id, _state(info), fingerprint_of_pem(info.public_key))
+        for info in answer.nodes_info
+        if info.status != "unregistered"
+    ]
+
+
+def _state(info: Any) -> str:
+    since = info.last_activated_at if info.status == "online" else info.last_deactivated_at
+    if not since:
+        return str(info.status)
+    return f"{info.status} since {datetime.fromisoformat(since).astimezone(UTC):%Y-%m-%d %H:%M:%S}"
+
+
+@contextmanager
+def _flower_home(home: Path) -> Iterator[None]:
+    before = os.environ.get("FLWR_HOME")
+    os.environ["FLWR_HOME"] = str(home)
+    try:
+        yield
+    finally:
+        os.environ.pop("FLWR_HOME")
+        os.environ |= {} if before is None else {"FLWR_HOME": before}

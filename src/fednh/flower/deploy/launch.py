@@ -1,17 +1,19 @@
-"""A whole federation on this machine: SuperLink and SuperNodes as child processes that communicate over the loopback.
+"""Start the server of a federation, one of its sites, or on one machine all of them (a trial), and keep them running.
 
-They are the same programs with the same options as on several machines (deploy/commands.py). A trial keeps its sites'
-states below trial/, so that the folders that will be handed over stay as they are.
+A trial has the same programs with the same options as several machines (processes.py), and talks over the loopback. It
+keeps its sites' states below trial/, so that the folders that will be handed over stay as they are.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import threading
 import time
 import tomllib
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,30 +25,172 @@ from fednh.callbacks import Callback
 from fednh.config import Config
 from fednh.errors import RunError, UserError
 from fednh.flower import layout
-from fednh.flower.deploy import commands, scaffold
-from fednh.flower.deploy import commands as proxy
-from fednh.flower.deploy.commands import AppExecutor, ExecutorTarget, SuperNodes
-from fednh.flower.deploy.processes import PATIENCE, RESTARTS, Processes, end, end_marked, free_ports, marked
-from fednh.flower.deploy.scaffold import connections
+from fednh.flower.deploy import certificates, scaffold
+from fednh.flower.deploy.processes import (
+    LOOPBACK,
+    PATIENCE,
+    RESTARTS,
+    AppExecutor,
+    ExecutorTarget,
+    Processes,
+    SuperNodes,
+    answers,
+    end,
+    free_ports,
+    marked,
+    new_secret,
+    register_command,
+    run_command,
+    superlink_command,
+    supernode_command,
+)
+from fednh.flower.deploy.scaffold import PORT, connection, connections
 from fednh.flower.layout import WAITING, FederationFolder, SiteFolder
 from fednh.io.files import private_folder, write_bytes
-from fednh.runs.layout import RunLayout
 from fednh.runs.run_folder import RunFolder
 
-__all__ = ["LocalFederation", "Stopped", "end_marked", "marked", "trial_state"]
+# --- on several machines --------------------------------------------------------------------------------------------
+
+
+Say = Callable[[str], None]
+
+
+def serve(folder: Path, config: Config, stop: threading.Event, say: Say, port: int = PORT) -> None:
+    """Run the SuperLink on the loopback, with TLS and the sites' keys, and the executor of its ServerApps."""
+    fed = FederationFolder(folder)
+    home = fed.home
+    if not fed.server_certificate.exists():
+        raise UserError(
+            f"{fed.server_certificate} does not exist; make it: fednh federation certs {folder} --host NAME"
+        )
+    certificates.check_away(folder)
+    if answers(port):
+        raise UserError(f"something listens at 127.0.0.1:{port} already; stop it, or choose another --port")
+    private_folder(home.path)
+    write_bytes(home.connections_file, connection(folder, port).encode())
+    address = f"{LOOPBACK}:{port}"
+    with Processes(folder, home.path, None) as processes:
+        executor, secret = AppExecutor(processes), new_secret(home)
+
+        def start() -> None:
+            command = superlink_command(fed, port, fed.database_file, secret, config.federation.site_bytes)
+            link = processes.start_server("superlink", "the SuperLink", command, port, stop.wait)
+            executor.serve(ExecutorTarget(address, str(folder), link.pid, str(secret), root=str(fed.ca)))
+
+        def again() -> str:
+            if problem := processes.full_disk(folder):
+                raise RunError(problem)
+            if processes.running["superlink"].returncode > 0:
+                processes.check("superlink", "the SuperLink")
+            if not processes.may_restart("superlink"):
+                raise RunError(f"the SuperLink ended {1 + RESTARTS} times; see above")
+            start()
+            return "was killed; it was started again, and a run goes on with: fednh federation run"
+
+        start()
+        say(f"the server is ready at {address}, for this machine only; sites come in through the proxy")
+        _keep("superlink", "the SuperLink", again, executor, stop, say)
+
+
+def join(folder: Path, server: str, stop: threading.Event, say: Say) -> None:
+    """Run a site's SuperNode, and the executor of the apps that the site has approved."""
+    check_site(folder, server)
+    site, (port,) = SiteFolder(folder), free_ports(1)
+    for private in (folder, site.home.path):
+        private_folder(private)
+    with Processes(folder, site.home.path, None) as processes:
+        executor, secret = AppExecutor(processes), new_secret(site.home)
+
+        def start() -> None:
+            command = supernode_command(server, site.node_config, port, site.ca, site.key, secret)
+            node = processes.start("supernode", command)
+            own = {"approved": str(site.approved_file), "site_toml": str(site.node_config)}
+            executor.serve(ExecutorTarget(f"{LOOPBACK}:{port}", str(folder), node.pid, str(secret), **own))
+
+        def again() -> str:
+            try:
+                return processes.restart_supernode("supernode", start)
+            except RunError as error:
+                raise RunError(f"the SuperNode {error}; see above") from None
+
+        start()
+        say(f"the site connects to {server}; apps that may run here: {len(scaffold.approved(site.approved_file))}")
+        _keep("supernode", "the SuperNode", again, executor, stop, say)
+
+
+def check_site(folder: Path, server: str) -> None:
+    """Raise if the site's folder lacks something that it needs to take part."""
+    if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@]+):\d{1,5}", server):
+        raise UserError(f"--server {server!r} is not NAME:PORT; no https:// before it, and a port after it")
+    site = SiteFolder(folder)
+    for file, origin in {
+        site.node_config: "it says where the site's data lies",
+        site.ca: "the server's owner has it",
+        site.key: "it is made by `fednh federation certs` or by the site itself",
+    }.items():
+        if not file.is_file():
+            raise UserError(f"{file} does not exist: {origin}; a site's folder is what `federation init` wrote")
+    if not scaffold.approved(site.approved_file):
+        raise UserError(
+            f"{site.approved_file} names no app, so this site would do nothing: ask the server's owner for the "
+            f"app's hash, then: fednh federation approve {folder} HASH"
+        )
+    if site.key.stat().st_mode & 0o077:
+        site.key.chmod(0o600)
+
+
+def train(folder: Path, config: Config, stop: threading.Event) -> None:
+    """Execute `flwr run` and check the run folder: its exit code does not say how the run ended."""
+    fed, run = FederationFolder(folder), RunFolder(Path(str(config.federation.folder)))
+    if run.ended(config):
+        raise UserError(
+            f"{run.path} holds a finished run; raise rounds in {fed.app_file} to go on with it, or move it away, or "
+            f"choose another federation.folder there, to train anew"
+        )
+    if not fed.home.connections_file.exists():
+        raise UserError(f"{folder}: no server was started here; start it: fednh federation serve {folder}")
+    with Processes(fed.home.path / f"run-{os.getpid()}", fed.home.path, None) as processes:
+        process = processes.start("run", run_command(folder, "server"), folder)
+        running, deadline = False, time.monotonic() + PATIENCE
+        while process.poll() is None and not stop.wait(0.2):
+            running = running or bool(marked(folder, "flwr-serverapp"))
+            if not running and time.monotonic() > deadline:
+                raise RunError(f"the ServerApp did not start in {PATIENCE:g} s; see what `serve` says")
+    if stop.is_set():
+        return
+    if not run.ended(config):
+        raise RunError(f"the run ended before its last round; it goes on with: fednh federation run {folder}")
+    layout.check_end(run.path)
+
+
+def _keep(
+    name: str, what: str, again: Callable[[], str], executor: AppExecutor, stop: threading.Event, say: Say
+) -> None:
+    """Until `stop`, start a program and what runs its apps `again` when they were killed."""
+    while not stop.wait(0.2):
+        executor.check()
+        if executor.processes.running[name].poll() is not None and (sentence := again()):
+            say(f"{what} {sentence}")
+
+
+# --- a trial on one machine -----------------------------------------------------------------------------------------
+
 
 GIVE_UP = 30.0  # seconds to wait before the first round after a site cannot take part
 ALL_HERE = 300.0  # seconds in which one more site must appear while the server waits for sites
 
 
+def check_platform() -> None:
+    """Raise where programs cannot be forked after PyTorch was loaded, which all but a ServerApp need."""
+    if sys.platform != "linux":
+        raise UserError(
+            f"federations run on Linux: their programs are forked, which is not safe on {sys.platform} once PyTorch is "
+            "loaded; simulate here with `fednh run`, or use a Linux machine, a virtual one or a container"
+        )
+
+
 class Stopped(Exception):
     """Somebody asked to stop."""
-
-
-def trial_state(folder: Path, site: SiteFolder, run: Path) -> Path:
-    """Where a site keeps its state in a trial; a run that an earlier version began in the site's folder stays there."""
-    old, new = site.state, FederationFolder(folder).trial_site(site.name).state
-    return old if old.exists() and not new.exists() and RunLayout(run).started else new
 
 
 class LocalFederation:
@@ -63,8 +207,6 @@ class LocalFederation:
         stop: threading.Event,
         behind_proxy: bool = False,
     ):
-        if sys.platform != "linux":  # elsewhere forking a process that has loaded PyTorch may fail
-            raise UserError("a federation on one machine needs Linux; several machines may have other systems")
         self.folder, self.config, self.sites = folder, config, sites
         self.run_folder, self.needs = RunFolder(Path(str(config.federation.folder))), config.federation
         self.display, self.stop, self.fed = display, stop, FederationFolder(folder)
@@ -72,9 +214,9 @@ class LocalFederation:
         self.secret = self.home.secret_file
         self.proxy = self.home.proxy if behind_proxy else None
         self.port, self.front, *self.ports = free_ports(2 + len(sites))
-        self.address = f"{commands.LOOPBACK}:{self.port}"
+        self.address = f"{LOOPBACK}:{self.port}"
         # Where sites connect to.
-        self.site_address = f"{commands.LOOPBACK}:{self.front}" if behind_proxy else self.address
+        self.site_address = f"{LOOPBACK}:{self.front}" if behind_proxy else self.address
         self.lines_shown: dict[Path, int] = {}  # run folder file -> number of lines shown
         for file in (self.run_folder.log_file, self.run_folder.metrics_file):
             self._new(file)
@@ -87,7 +229,7 @@ class LocalFederation:
         write_bytes(self.home.connections_file, connections("local", connection).encode())
         with Processes(self.folder, self.home.path, self.fed.logs) as self.processes:
             self.executor, self.supernodes = AppExecutor(self.processes), SuperNodes(self.processes)
-            commands.new_secret(self.home)
+            new_secret(self.home)
             self.executor.start()
             self.supernodes.load()
             self._start_anew()
@@ -117,7 +259,7 @@ class LocalFederation:
 
     def _start_superlink(self) -> None:
         database, limit = self.home.database_file, self.needs.site_bytes
-        command = commands.superlink(self.fed, self.port, database, self.secret, limit)
+        command = superlink_command(self.fed, self.port, database, self.secret, limit)
         process = self.processes.start_server("superlink", "the SuperLink", command, self.port, self._pause)
         log = str(self.processes.log("superlink"))
         self.executor.serve(
@@ -126,13 +268,13 @@ class LocalFederation:
 
     def _start_proxy(self) -> None:
         if self.proxy is not None:
-            proxy.write_proxy_config(self.proxy, self.fed, self.site_address, self.port)
-            self.processes.start_server("proxy", "nginx", proxy.proxy_command(self.proxy), self.front, self._pause)
+            scaffold.write_proxy_config(self.proxy, self.fed, self.site_address, self.port)
+            self.processes.start_server("proxy", "nginx", scaffold.proxy_command(self.proxy), self.front, self._pause)
 
     def _register(self) -> None:
         """Register the sites' public keys with the SuperLink, which refuses all others."""
         keys = {f"register-{site.name}": site.public_key for site in self.sites}
-        started = {name: self.processes.start(name, commands.register(key, "local")) for name, key in keys.items()}
+        started = {name: self.processes.start(name, register_command(key, "local")) for name, key in keys.items()}
         while any(process.poll() is None for process in started.values()):
             self._pause(0.05)
         for name, process in started.items():
@@ -144,26 +286,26 @@ class LocalFederation:
     def _start_supernode(self, number: int) -> None:
         site, port = self.sites[number], self.ports[number]
         node_config = self._node_config(site)
-        command = commands.supernode(self.site_address, node_config, port, site.ca, site.key, self.secret)
+        command = supernode_command(self.site_address, node_config, port, site.ca, site.key, self.secret)
         process = self.supernodes.start(site.name, command[3:], site.path)
-        address, log = f"{commands.LOOPBACK}:{port}", str(self.processes.log(site.name))
+        address, log = f"{LOOPBACK}:{port}", str(self.processes.log(site.name))
         own = {"approved": str(self.approved), "site_toml": str(node_config)}
         self.executor.serve(ExecutorTarget(address, str(site.path), process.pid, str(self.secret), log, **own))
 
     def _node_config(self, site: SiteFolder) -> Path:
         """Write a copy of the site's site.toml with the trial's folder for its state."""
-        told = tomllib.loads(site.node_config.read_text(encoding="utf-8"))
-        told["state"] = str(trial_state(self.folder, site, self.run_folder.path))
+        settings = tomllib.loads(site.node_config.read_text(encoding="utf-8"))
+        settings["state"] = str(self.fed.trial_site(site.name).state)
         path = self.fed.trial_site(site.name).node_config
         private_folder(path.parent)
-        write_bytes(path, tomli_w.dumps(told).encode())
+        write_bytes(path, tomli_w.dumps(settings).encode())
         return path
 
     def _start_run(self) -> None:
         self.server_seen, self.run_started = False, time.monotonic()
         self.server_gone = self.run_started
         self.processes.log("run").unlink(missing_ok=True)
-        self.processes.start("run", commands.run(self.folder, "local"))
+        self.processes.start("run", run_command(self.folder, "local"))
 
     # --- watching ----------------------------------------------------------------------------------------------
 
@@ -187,8 +329,8 @@ class LocalFederation:
             if process is None or process.poll() is None:
                 continue
             try:
-                if words := self.processes.restart_supernode(site.name, partial(self._start_supernode, number)):
-                    self.display.on_note(f"the SuperNode of {site.name} {words}")
+                if sentence := self.processes.restart_supernode(site.name, partial(self._start_supernode, number)):
+                    self.display.on_note(f"the SuperNode of {site.name} {sentence}")
                 continue
             except RunError:
                 pass
@@ -244,14 +386,14 @@ class LocalFederation:
         self._start_run()
 
     def _check_disk(self) -> None:
-        if words := self.processes.full_disk(self.home.path, "superlink", "run"):
-            raise RunError(words)
+        if problem := self.processes.full_disk(self.home.path, "superlink", "run"):
+            raise RunError(problem)
 
     def _give_up(self) -> None:
         """Give up if a site cannot take part before the first round, or does not come: nobody repairs it in a trial."""
-        since, words = self.newest
-        if words.startswith(WAITING) and time.monotonic() - since > ALL_HERE:
-            raise RunError(f"{words}, and no other came in {ALL_HERE:g} s; see {self.processes.logs}")
+        since, note = self.newest
+        if note.startswith(WAITING) and time.monotonic() - since > ALL_HERE:
+            raise RunError(f"{note}, and no other came in {ALL_HERE:g} s; see {self.processes.logs}")
         if self.fatal_problem and time.monotonic() - self.fatal_problem[0] > GIVE_UP:
             if not self.run_folder.started:
                 raise RunError(f"the federation cannot begin: {self.fatal_problem[1]}")
@@ -266,21 +408,21 @@ class LocalFederation:
     def _reason(self) -> str:
         """The error message of a ServerApp or `flwr run` that failed; empty if it was killed."""
         text = self.processes.log("run").read_text(errors="replace")
-        found = re.findall(r"^(?:fednh\.errors\.\w+: |Error: )(.+)$", text, re.MULTILINE)
-        if found or "raised an exception" in text:
-            return str(found[-1]) if found else self.processes.tail("run")
+        errors = re.findall(r"^(?:fednh\.errors\.\w+: |Error: )(.+)$", text, re.MULTILINE)
+        if errors or "raised an exception" in text:
+            return str(errors[-1]) if errors else self.processes.tail("run")
         return ""
 
     def _show(self) -> None:
         """Show what the server has written since the last call: notes and rounds."""
         for line in self._new(self.run_folder.log_file):
-            words = layout.note_text(line)
-            self.display.on_note(words)
-            if words != self.newest[1]:
-                self.newest = (time.monotonic(), words)
+            note = layout.note_text(line)
+            self.display.on_note(note)
+            if note != self.newest[1]:
+                self.newest = (time.monotonic(), note)
             # "Unavailable" means that a slow site has not answered a query yet; it is asked again.
-            if "cannot take part" in words and "Unavailable" not in words and not self.run_folder.started:
-                self.fatal_problem = self.fatal_problem or (time.monotonic(), words)
+            if "cannot take part" in note and "Unavailable" not in note and not self.run_folder.started:
+                self.fatal_problem = self.fatal_problem or (time.monotonic(), note)
         for line in self._new(self.run_folder.metrics_file):
             self.display.on_round(json.loads(line))
 
