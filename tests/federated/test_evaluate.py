@@ -123,40 +123,14 @@ def test_held_out_means_leave_out_sites_with_one_class() -> None:
     assert (usual["held_share"], "one_class" in usual) == (pytest.approx(220 / 3), False)
 
 
-def test_the_global_model_with_each_clients_prior_by_hand() -> None:
-    """Client 0 has 8 + 1 of class 0 and 0 + 1 of class 1, so 0.9 and 0.1: its prior turns the second sample to class 0.
-
-    Its only class is then right throughout. Client 1 has 3 + 1 and 3 + 1: its prior changes nothing, one of two of
-    class 0 is right and all of class 1.
-    """
-    logits = torch.tensor([[2.0, 0.0], [0.0, 1.0], [0.0, 3.0]])
-    test = Samples(torch.zeros(3, 1), torch.tensor([0, 0, 1]), 2, torch.ones(1), torch.zeros(1), augment=False)
-    found = evaluate.shared_with_prior(logits, test, [[8, 0], [3, 3]], tau=1.0, smoothing=1.0)
-    assert found == {"shared_pm_v": pytest.approx((100 + 75) / 2), "shared_pm_l": pytest.approx((100 + 75) / 2)}
-    for less in ({"tau": 0.0, "smoothing": 1.0}, {"tau": 1.0, "smoothing": 1e6}):  # no prior, and one of equal shares
-        without = evaluate.shared_with_prior(logits, test, [[8, 0], [3, 3]], **less)
-        assert without["shared_pm_v"] == pytest.approx((50 + 75) / 2)
-
-
-def test_a_prior_added_when_measured_is_that_of_the_method(tmp_path: Path) -> None:
-    """FedPrior with tau = 0, measured with tau = 1 added, and FedPrior with tau = 1: the same models, so equal.
-
-    All three ways to a prior smooth alike unless they are told otherwise.
-    """
+def test_a_personal_prior_is_that_of_the_method(tmp_path: Path) -> None:
+    """FedPrior with tau = 0 and a prior of 1 in its personal models, and FedPrior with tau = 1: the same models."""
     small = {"rounds": 1, "partition.clients": 4, "train.epochs": 1, "eval.every": 0}
-    plain = fednh.run("digits", method="fedprior", out=tmp_path / "0", **small, **{"method.tau": 0, "eval.prior": [1]})
     own = fednh.run("digits", method="fedprior", out=tmp_path / "1", **small)
     whole = {"method.tau": 0, "personal.prior": 1}
-    assert (
-        fednh.run("digits", method="fedprior", out=tmp_path / "2", **small, **whole).summary["pm_l"]
-        == own.summary["pm_l"]
-    )
-    added = plain.summary["prior"]["1"]
-    assert (added["pm_v"], added["pm_l"]) == (own.summary["pm_v"], own.summary["pm_l"])
-    assert added["pm_l"] != plain.summary["pm_l"]
-    assert "prior" not in own.summary
-    by_client = [row["prior"]["1"]["pm_l"] for row in plain.summary["clients"]]
-    assert by_client == [row["pm_l"] for row in own.summary["clients"]]
+    added = fednh.run("digits", method="fedprior", out=tmp_path / "2", **small, **whole)
+    assert [row["pm_l"] for row in added.summary["clients"]] == [row["pm_l"] for row in own.summary["clients"]]
+    assert (added.summary["pm_v"], added.summary["pm_l"]) == (own.summary["pm_v"], own.summary["pm_l"])
 
 
 def person(client: int, label: list[int], personal: list[int], shared: list[int] | None) -> evaluate.Personal:

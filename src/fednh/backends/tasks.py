@@ -23,7 +23,7 @@ from fednh.federated import checks, similarity
 from fednh.federated import checks as failures
 from fednh.federated import client as clients
 from fednh.federated.aggregate import ClientOverrides, received
-from fednh.federated.client import ClientResult, SharedBody
+from fednh.federated.client import ClientResult
 from fednh.federated.evaluate import Personal
 from fednh.federated.setup import Federation, client_name
 from fednh.interrupt import no_progress
@@ -147,9 +147,7 @@ class EvaluateTask(ClientTask):
     seed: int
     round: int
     final: bool = False
-    prior: Sequence[float] = ()  # `eval.prior`
     how: PersonalConfig = field(default=OWN, kw_only=True)
-    body: SharedBody = field(default_factory=SharedBody, kw_only=True, compare=False)
 
     def __call__(
         self, on: SimulatedData, unit: ClientBatch, kept: Sequence[Tree], tick: Tick = no_progress
@@ -175,9 +173,5 @@ class EvaluateTask(ClientTask):
                 else None
             )
             held = subset(on.train, on.held_out[client])
-            seen = self.body.features(net, self.down, model, on.test, tick)
-            priors = (self.prior, self.how.smoothing)
-            person = clients.measured(
-                method, net, client, data, model, self.shared, on.test, held, tick, self.final, *priors, seen
-            )
+            person = clients.measured(method, net, client, data, model, self.shared, on.test, held, tick, self.final)
         return Measured(person, model if self.final else None, about)

@@ -147,7 +147,6 @@ class SimulationReplies:
             config.seed,
             asked.done,
             asked.final,
-            config.eval.prior,
             records=asked.overrides,
             how=config.personal,
         )

@@ -149,9 +149,7 @@ class ServerConfig(Section):
 class PersonalConfig(Section):
     model: Literal["own", "global"] = "own"  # whose weights a client's model has: its own by the method, or the global
     prior: float = Field(0.0, ge=0)  # tau: how much of the client's log class share is added to its logits
-    smoothing: float = Field(
-        SMOOTHING, gt=0
-    )  # samples added to every class before shares are taken; for eval.prior too
+    smoothing: float = Field(SMOOTHING, gt=0)  # samples added to every class before shares are taken
 
 
 OWN = PersonalConfig()  # as the method makes them
@@ -165,7 +163,6 @@ class EvalConfig(Section):
     final: Literal["all"] | int = "all"  # whose, at the end, to evaluate and to save: all that took part, or n of them
 
     samples: int | None = Field(None, ge=1, le=MANY)  # of the test set: a class-balanced sample of n; None: all
-    prior: list[float] = []  # also measure personal models with this much of the log class share in their logits
 
     @field_validator("clients", "final")
     @classmethod

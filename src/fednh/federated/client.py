@@ -6,7 +6,7 @@ it cannot matter to a method where a client lives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,17 +15,16 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fednh.config.schema import OWN, PersonalConfig
-from fednh.data.batches import EVAL_BATCH, ClientData, Samples, subset
+from fednh.data.batches import ClientData, Samples, subset
 from fednh.federated import evaluate
 from fednh.federated.evaluate import Personal
 from fednh.federated.local_norm import LocalNorm, without_norm
 from fednh.interrupt import no_progress
 from fednh.methods.base import Method
 from fednh.methods.fit import LocalFit, Sgd
-from fednh.methods.losses import SMOOTHING, Loss, log_share
+from fednh.methods.losses import Loss, log_share
 from fednh.models.net import Net
 from fednh.runs.model_file import Classes, Outcomes
 from fednh.tree import Tree, canonical, finite, has_prefix, select
@@ -60,62 +59,6 @@ class GradientNorm:
             parts = torch.autograd.grad(value, list(body.values()), allow_unused=True)
             total = [sofar if part is None else sofar + part for sofar, part in zip(total, parts, strict=True)]
         return float(sum(part.square().sum() for part in total)) / len(self.data) ** 2
-
-
-# --- a body that clients share --------------------------------------------------------------------------------------
-# Personal models with the body that every client received: the test set passes through that body once for all.
-#
-# Their heads differ, or a prior that they add. What the body makes of the test set is remembered and given to
-# `method.logits` by a Net that knows it, so that methods need not be aware of it.
-
-
-MOST = 256 << 20  # bytes of features to remember
-
-
-class SharedBody:
-    """The features of a test set under a body that clients share; they are computed when a client asks for them."""
-
-    def __init__(self) -> None:
-        self._features: Tensor | None = None
-
-    def __reduce__(self) -> tuple[type[SharedBody], tuple[()]]:
-        return SharedBody, ()  # elsewhere they are computed anew
-
-    def features(
-        self, net: Net, down: Tree, model: Tree, test: Samples, tick: Callable[[int], None] = no_progress
-    ) -> Tensor | None:  # (N, D)
-        """The features of all `test` samples if `model` has the very body of `down`, which all clients received.
-
-        Two threads that ask at once compute the same; waiting would take as long.
-        """
-        if net.stateful or not _same_body(down, model) or 4 * len(test) * net.dim > MOST:
-            return None
-        if self._features is None:
-            body, made = canonical(select(down, "body")), list[Tensor]()
-            for x in torch.split(test.x, EVAL_BATCH):
-                tick(0)  # it may be stopped here; progress counts samples when they are classified
-                with torch.no_grad():
-                    made.append(net.features(body, test.floats(x)))
-            self._features = torch.cat(made)
-        return self._features
-
-
-class CachedFeaturesNet(Net):
-    """`net`, which knows already what the body in `params` makes of `x`."""
-
-    def __init__(self, net: Net, params: Tree, x: Tensor, features: Tensor):
-        self.__dict__.update(net.__dict__)
-        self._known = select(params, "body"), x, features
-
-    def features(self, params: Tree, x: Tensor) -> Tensor:
-        body, seen, features = self._known
-        return features if x is seen and _same_body(body, params) else super().features(params, x)
-
-
-def _same_body(one: Tree, other: Tree) -> bool:
-    """Whether two trees hold the same tensors, not only equal ones, as their body."""
-    first, second = select(one, "body"), select(other, "body")
-    return first.keys() == second.keys() and all(value is second[name] for name, value in first.items())
 
 
 # --- one client -----------------------------------------------------------------------------------------------------
@@ -180,24 +123,17 @@ def personal_model(
     return {**model, **prior, **norm.state}
 
 
-def logits_of(
-    method: Method,
-    net: Net,
-    model: Tree,
-    test: Samples,
-    tick: Callable[[int], None] = no_progress,
-    features: torch.Tensor | None = None,
-) -> torch.Tensor:  # (N, C)
-    """A model's class scores of all samples; their `features` (N, D) may be known. Every batch begins with a `tick`."""
-    model, done = canonical(model), 0
+def guesses(
+    method: Method, net: Net, model: Tree, test: Samples, tick: Callable[[int], None] = no_progress
+) -> torch.Tensor:  # (N,)
+    """The classes that a model takes all samples for. Every batch begins with a `tick`."""
+    model = canonical(model)
 
     def predict(x: torch.Tensor) -> torch.Tensor:
-        nonlocal done
         tick(len(x))
-        known, done = (None if features is None else features[done : done + len(x)]), done + len(x)
-        return method.scores(net if known is None else CachedFeaturesNet(net, model, x, known), model, x)
+        return method.scores(net, model, x)
 
-    return evaluate.logits_of(predict, test)
+    return evaluate.logits_of(predict, test).argmax(1)
 
 
 def measured(
@@ -211,37 +147,22 @@ def measured(
     held: Samples,
     tick: Callable[[int], None] = no_progress,
     every_class: bool = True,
-    prior: Sequence[float] = (),
-    smoothing: float = SMOOTHING,
-    features: torch.Tensor | None = None,
 ) -> Personal:
     """What a client's own `model` achieves on the balanced test set and, like the `shared` one, on held-out samples.
 
-    PM(V) and PM(L) need the client's own classes alone; without `every_class` only those are looked at. They are also
-    measured with each of `prior` times the log class share added to the logits, whose counts have `smoothing` more of
-    each class. `features` (N, D) are the test set's under the model's body, where they are known.
+    PM(V) and PM(L) need the client's own classes alone; without `every_class` only those are looked at.
     """
     total = evaluate.total_per_class(test)
-    looked_at = test
-    if not every_class:
-        own = of_own_classes(test, data.counts)
-        looked_at, features = subset(test, own), None if features is None else features[own]
-    added = [None, *(tau * log_share(data.counts, smoothing) for tau in prior)]  # (C,) each
-    rows = [torch.zeros_like(total) for _ in added]  # correct by class
+    looked_at = test if every_class else subset(test, of_own_classes(test, data.counts))
+    correct = torch.zeros_like(total)
     if len(looked_at):
-        logits = logits_of(method, net, model, looked_at, tick, features)
-        rows = [evaluate.count_correct((logits if a is None else logits + a).argmax(1), looked_at) for a in added]
-    person, *others = (evaluate.personal(client, correct, total, data.counts) for correct in rows)
-    person = replace(
-        person,
-        samples=len(data),
-        per_class=person.per_class if every_class else None,
-        prior={f"{tau:g}": {"pm_v": p.pm_v, "pm_l": p.pm_l} for tau, p in zip(prior, others, strict=True)},
-    )
+        correct = evaluate.count_correct(guesses(method, net, model, looked_at, tick), looked_at)
+    person = evaluate.personal(client, correct, total, data.counts)
+    person = replace(person, samples=len(data), per_class=person.per_class if every_class else None)
     if not len(held):
         return person
     trees = (model,) if shared is None else (model, shared)
-    guessed = [_classes(logits_of(method, net, tree, held, tick).argmax(1)) for tree in trees]
+    guessed = [_classes(guesses(method, net, tree, held, tick)) for tree in trees]
     outcomes = Outcomes(_classes(held.y), guessed[0], None if shared is None else guessed[1])
     return replace(person, outcomes=outcomes, **evaluate.held_metrics(outcomes, held.num_classes))
 

@@ -15,11 +15,6 @@ out natural sites with a single class. Where the predictions are in one place, i
     held_pooled, held_gm_pooled   correct samples of all clients over all their held-out samples: a large client counts
                                   for more, as in PFLlib; in the summary also `..._best`, of the best of the rounds
                                   in which the summary's clients were measured; the last is one of them
-
-`eval.prior` asks what personal models would achieve if tau times the client's log class share were added to their
-logits, for some values of tau: PM(V) and PM(L) under `prior`, by tau; `shared_pm_v` and `shared_pm_l` are those of the
-global model with the same addition. The shares are taken as for `personal.prior`. The predictions come from
-the same passes.
 """
 
 from __future__ import annotations
@@ -32,7 +27,6 @@ import torch
 from torch import Tensor
 
 from fednh.data.batches import EVAL_BATCH, Samples
-from fednh.methods.losses import log_share
 from fednh.metric_names import HELD, POOLED
 from fednh.runs.model_file import Outcomes
 
@@ -50,7 +44,6 @@ class Personal:
     held_gm_macro: float | None = None  # the global model on the same samples
     held_gm_share: float | None = None
     samples: int = 0  # training samples of the client
-    prior: dict[str, dict[str, float | None]] = field(default_factory=dict)  # tau -> pm_v and pm_l, see above
     outcomes: Outcomes | None = field(default=None, compare=False, repr=False)  # sample by sample, where these are here
 
     @property
@@ -60,8 +53,7 @@ class Personal:
     def record(self) -> dict[str, Any]:
         """For the summary: held-out metrics only where there are some, and nothing about single samples."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "outcomes"}
-        optional = (*HELD, "prior")
-        return {key: v for key, v in found.items() if key not in optional or not (v is None or v == {})}
+        return {key: value for key, value in found.items() if key not in HELD or value is not None}
 
 
 @torch.no_grad()
@@ -78,19 +70,6 @@ def count_correct(guessed: Tensor, test: Samples) -> Tensor:  # (C,)
 def correct_per_class(predict: Callable[[Tensor], Tensor], test: Samples) -> Tensor:  # (C,)
     """How many test samples of each class `predict` (x -> logits) gets right."""
     return count_correct(logits_of(predict, test).argmax(1), test)
-
-
-def shared_with_prior(
-    logits: Tensor, test: Samples, counts: Sequence[Sequence[int]], tau: float, smoothing: float
-) -> dict[str, float | None]:
-    """The means over clients with these `counts` of PM(V) and PM(L) of a model with these `logits` (N, C) for the test
-    set, after tau times the client's log class share is added."""
-    total, rows = total_per_class(test), []
-    for row in counts:
-        count = torch.tensor(row, dtype=torch.float32)
-        guessed = (logits + tau * log_share(count, smoothing).to(logits.device)).argmax(1)
-        rows.append(personal(0, count_correct(guessed, test), total, count))
-    return {f"shared_{key}": mean_and_spread(getattr(row, key) for row in rows)[0] for key in ("pm_v", "pm_l")}
 
 
 def total_per_class(test: Samples) -> Tensor:  # (C,)
@@ -156,13 +135,7 @@ def metrics(
         **means,
         **pooled([person for person in people if person.client not in one_class]),
     }
-    if taus := {tau: None for person in people for tau in person.prior}:
-        found["prior"] = {tau: _mean_with_prior([p.prior[tau] for p in people if tau in p.prior]) for tau in taus}
     return found
-
-
-def _mean_with_prior(rows: Sequence[dict[str, float | None]]) -> dict[str, float | None]:
-    return {key: mean_and_spread(row[key] for row in rows)[0] for key in ("pm_v", "pm_l")}
 
 
 def pooled(people: Sequence[Personal]) -> dict[str, float]:

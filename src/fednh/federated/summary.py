@@ -38,11 +38,9 @@ def close_round(
     written too, and the summary is returned; otherwise it is empty.
     """
     started, record, side = time.perf_counter(), progress.records[-1], setup.side
-    logits = _global_logits(setup, server, progress.round, meter)
-    correct = None if logits is None or side.test is None else evaluate.count_correct(logits.argmax(1), side.test)
+    correct = _global_correct(setup, server, progress.round, meter)
     people = replies.personal_metrics()
     record |= evaluate.metrics(correct, setup.total, [p for p in people if p.client in evaluated], side.one_class)
-    _add_shared(record, config, setup, logits, evaluated)
     if in_summary is not None:
         _write_models(config, setup, server, replies, meter, folder)
         found = {p.client: p.outcomes for p in people if p.outcomes is not None}
@@ -53,32 +51,18 @@ def close_round(
     progress.seconds += time.perf_counter() - started
     if in_summary is None:
         return {}
-    summary = _summary(config, setup, progress, correct, [p for p in people if p.client in in_summary])
-    _add_shared(summary, config, setup, logits, in_summary)
-    return summary
+    return _summary(config, setup, progress, correct, [p for p in people if p.client in in_summary])
 
 
-def _global_logits(setup: Started, server: Tree, round_: int, meter: Meter) -> Tensor | None:  # (N, C)
-    """The global model's logits for the test set; None without a global model or a test set."""
+def _global_correct(setup: Started, server: Tree, round_: int, meter: Meter) -> Tensor | None:  # (C,)
+    """How many test samples of each class the global model gets right; None without such a model or a test set."""
     method, side = setup.method, setup.side
     with checks.with_context(method, f"the global model failed after round {round_}"):
         model = method.global_model(server)
         if model is None or side.test is None:
             return None
         meter.begin(len(side.test))
-        return clients.logits_of(method, side.net, model, side.test, meter)
-
-
-def _add_shared(
-    metrics: dict[str, Any], config: Config, setup: Started, logits: Tensor | None, chosen: Collection[int]
-) -> None:
-    """With `eval.prior`: what the global model with their own prior achieves for these clients."""
-    side = setup.side
-    if logits is None or side.test is None or not side.counts:
-        return
-    counts = [side.counts[client] for client in sorted(chosen)]
-    for tau, means in metrics.get("prior", {}).items():
-        means |= evaluate.shared_with_prior(logits, side.test, counts, float(tau), config.personal.smoothing)
+        return evaluate.count_correct(clients.guesses(method, side.net, model, side.test, meter), side.test)
 
 
 def _write_models(

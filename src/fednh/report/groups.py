@@ -35,7 +35,7 @@ PAPER_METHODS = (
 )
 # How a run was computed, stored and monitored: these change neither the meaning nor the value of a metric.
 _NO_MATTER = (
-    *("seed", "data.fold", "workers", "data.dir", "checkpoint", "store", "eval.every", "eval.prior", "diagnostics"),
+    *("seed", "data.fold", "workers", "data.dir", "checkpoint", "store", "eval.every", "diagnostics"),
     *("federation.name", "federation.folder", "federation.timeout"),
 )
 # Settings that the blocks and columns of a table show; a column shows those that its partition uses.
