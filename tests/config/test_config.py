@@ -235,3 +235,9 @@ def test_few_clients_all_take_part_unless_set(tmp_path: Path) -> None:
     assert rate("cifar10", partition__clients=10) == 0.1
     (tmp_path / "c.toml").write_text("[partition]\nclients = 5\n")
     assert rate(str(tmp_path / "c.toml")) == 1.0
+
+
+def test_a_measurement_of_earlier_runs_is_left_out_of_their_configs() -> None:
+    """results/ has finished runs whose config.toml asks for it."""
+    complete = {**load("digits", {}).model_dump(), "eval": {"every": 7, "prior": [0.5, 1.0]}}
+    assert validate(complete, written=True).eval.model_dump() == validate({"eval": {"every": 7}}).eval.model_dump()
