@@ -18,7 +18,7 @@ from fednh.models import Net, build_net
 from tests.helpers.counts import COUNTS, count
 from tests.helpers.tiny import tiny_dataset
 
-torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and tests/helpers/process.py forks
+torch.set_num_threads(1)  # as in the workers of a run
 # How fast this machine is says nothing about the code: no property fails because its inputs took long.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")

@@ -129,7 +129,7 @@ def test_a_method_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_says_it_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Mine, "aggregate", boom("aggregate"))
     given = [word for key, value in SMALL.items() if key != "model.args" for word in ("--set", f"{key}={value}")]
-    ended = command(["run", "digits", *given, "--out", str(tmp_path / "run"), "--quiet"], tmp_path / "io")
+    ended = command(["run", "digits", *given, "--out", str(tmp_path / "run"), "--quiet"], tmp_path / "io", inherit=True)
     assert ended.code == 1
     assert ended.stderr.startswith(
         "fednh: Mine: the server failed in round 1: IndexError: list index out of range (aggr"

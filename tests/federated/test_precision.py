@@ -61,7 +61,9 @@ def test_a_machine_without_it_writes_nothing(tmp_path: Path, monkeypatch: pytest
     """The forked command line meets a trial that dies of an illegal instruction."""
     monkeypatch.setattr(machine.check_bf16, "__defaults__", ("cpu", ILLEGAL, 30.0))
     out = tmp_path / "r"
-    ended = fednh(["run", "--rounds", "1", "--set", "precision=bf16", "--out", str(out)], tmp_path / "cli")
+    ended = fednh(
+        ["run", "--rounds", "1", "--set", "precision=bf16", "--out", str(out)], tmp_path / "cli", inherit=True
+    )
     assert ended.code == 2
     assert ended.stderr.startswith("fednh: precision = 'bf16' cannot be used on this machine")
     assert len(ended.stderr.splitlines()) == 1

@@ -1,14 +1,23 @@
-"""The real command line in a real process of its own, forked so that torch need not be imported again."""
+"""The real command line in a real process of its own, forked so that torch need not be imported again.
+
+A fork has one thread, and every lock that another thread of its parent held stays locked in it or guards something half
+done: forks of a process in which other threads compute with torch or speak gRPC hang or crash (one of twelve in a trial
+with two threads that compute; none of 1,300 without). Tests leave such threads behind. So children are forked from a
+server process (multiprocessing's) that has imported everything, has one thread and never computes.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+SERVER: Any = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["fednh.cli.app", "fednh.api", "fednh.experiments.sweep", "fednh.flower.deploy.local"])
 
 
 @dataclass(frozen=True)
@@ -21,70 +30,65 @@ class Ended:
 
 
 class Process:
-    """`fednh ARGS` in a child process, its output in files below `folder`."""
+    """`fednh ARGS` in a child process, its output in files below `folder`.
 
-    def __init__(self, args: list[str], folder: Path):
+    `inherit`: a fork of this process, for a test that has replaced something in it; no other thread may be at work.
+    """
+
+    def __init__(self, args: list[str], folder: Path, inherit: bool = False):
         folder.mkdir(parents=True, exist_ok=True)
-        self._status: int | None = None
-        self._out, self._err = folder / "stdout.txt", folder / "stderr.txt"
+        self._out, self._err = (folder / "stdout.txt").absolute(), (folder / "stderr.txt").absolute()
+        for path in (self._out, self._err):
+            path.unlink(missing_ok=True)
+        context = multiprocessing.get_context("fork") if inherit else SERVER
+        around = (args, self._out, self._err, Path.cwd(), dict(os.environ), sys.path)
+        self._process = context.Process(target=_child, args=around)
         sys.stdout.flush()
         sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            self._child(args)
-
-    def _child(self, args: list[str]) -> None:
-        code = 70
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
-        try:
-            for number, path in ((1, self._out), (2, self._err)):
-                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-            sys.argv = ["fednh", *args]
-            from fednh.cli import main
-
-            main()
-            code = 0
-        except SystemExit as exit_:
-            code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        self._process.start()
+        self.pid: int = self._process.pid
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         if not self.ended():
             os.kill(self.pid, number)
 
     def ended(self) -> bool:
-        if self._status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._status = status if pid else None
-        return self._status is not None
+        return self._process.exitcode is not None
 
     def wait(self, seconds: float = 300) -> Ended:
-        deadline = time.monotonic() + seconds
-        while not self.ended():
-            if time.monotonic() > deadline:
-                self.kill()
-                os.waitpid(self.pid, 0)
-                raise TimeoutError(f"not finished after {seconds} s; stderr: {self._err.read_text()}")
-            time.sleep(0.005)
-        assert self._status is not None
-        return Ended(os.waitstatus_to_exitcode(self._status), self._out.read_text(), self._err.read_text())
+        self._process.join(seconds)
+        if not self.ended():
+            self.kill()
+            raise TimeoutError(f"not finished after {seconds} s; stderr: {self._err.read_text()}")
+        return Ended(self._process.exitcode, self._out.read_text(), self._err.read_text())
 
 
-def fednh(args: list[str], folder: Path) -> Ended:
-    """Run `fednh ARGS` to its end.
+def _child(args: list[str], out: Path, err: Path, folder: Path, environment: dict[str, str], paths: list[str]) -> None:
+    code = 70
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        for number, path in ((1, out), (2, err)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        sys.argv, sys.path[:] = ["fednh", *args], paths
+        from fednh.cli import main
 
-    A fork of a process in which torch has computed can crash inside torch's math library (seen once in some thousand).
-    That says nothing about the program, so then the program itself answers, in a new process.
-    """
-    ended = Process(args, folder).wait()
-    if ended.code != -signal.SIGSEGV:
-        return ended
-    new = subprocess.run([sys.executable, "-m", "fednh", *args], capture_output=True, text=True, timeout=300)
-    return Ended(new.returncode, new.stdout, new.stderr)
+        main()
+        code = 0
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def fednh(args: list[str], folder: Path, inherit: bool = False) -> Ended:
+    """Run `fednh ARGS` to its end."""
+    return Process(args, folder, inherit).wait()
 
 
 def parse(args: list[str]) -> None:

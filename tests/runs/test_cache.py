@@ -119,6 +119,6 @@ def test_a_user_without_a_home_has_no_cache_and_runs_all_the_same(
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
     assert cache.data_folder() == Path("/nonexistent/fednh")
     assert cache.folder("images") == Path("/nonexistent/fednh/images")
-    ended = command(["datasets"], tmp_path / "log")
+    ended = command(["datasets"], tmp_path / "log", inherit=True)
     assert (ended.code, "digits" in ended.stdout) == (0, True), ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["log"], "no folder that is called ~"

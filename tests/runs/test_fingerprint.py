@@ -201,7 +201,7 @@ def test_settings_are_checked_under_the_lock(how: str, tmp_path: Path, monkeypat
             fednh.run(load("digits", settings), out=folder.path)
     else:
         given = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-        ended = command(["run", "digits", *given, "--out", str(folder.path)], tmp_path / "io")
+        ended = command(["run", "digits", *given, "--out", str(folder.path)], tmp_path / "io", inherit=True)
         assert (ended.code, "train.lr is 0.02 there and 0.05 here" in ended.stderr) == (2, True)
     assert "lr = 0.02" in folder.config_file.read_text()
     assert not (folder.path / "metrics.jsonl").exists()

@@ -363,7 +363,9 @@ class RayCluster(Simulation):
                 for batch, results in zip(job.batches, unpack(done.results, self.config.device), strict=True):
                     self.meter(sum(task.samples(self.data, client) for client in batch))
                     yield results
-        except (exceptions.RayError, ConnectionError) as error:  # its store or disk is full, or a part of it is gone
+        except (exceptions.RayError, OSError) as error:  # its store or disk is full, or a part of it is gone
+            if getattr(error, "errno", None):  # of this machine's own files: an error of Ray's has no number
+                raise
             raise self.lost(one_line(str(error), 300)) from error
 
     def _submit(self, batches: Sequence[ClientBatch], task: Any, strategy: Any = "SPREAD") -> Job:
