@@ -309,7 +309,7 @@ def test_a_python_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     data = own("py:my_own_data:named")
     assert (data.sites, data.site_train.tolist()) == (("n", "s"), [1, 0, 1, 0])
     for name, words in {
-        "wrong": "returned int; it should return a Dataset",
+        "wrong": "is of the type int; give",
         "fails": "RuntimeError: no connection",
         "nothing": "has no attribute 'nothing'",
     }.items():

@@ -24,8 +24,8 @@ def not_agreed(
 
     The sentence leaves a site in its refusal: it quotes none of them, and does not say how many there are.
     """
-    found = [*_classes(data, classes), *_columns(data, columns or {})]
-    return "; ".join(found) or None
+    reasons = [*_classes(data, classes), *_columns(data, columns or {})]
+    return "; ".join(reasons) or None
 
 
 def _classes(data: Dataset, agreed: Sequence[str] | None) -> list[str]:
@@ -45,20 +45,20 @@ def _columns(data: Dataset, agreed: Mapping[str, str | Sequence[str]]) -> list[s
             held = int((data.x_train[:, features][:, :-1] > 0).any(axis=0).sum())
             rows |= _names_rows(held, len(data.x_train))
             text |= list(agreed.get(column["name"], ())) != list(column["values"])
-    found = []
+    reasons = []
     if rows:
-        found.append("a text column names rows rather than describing them: leave it out of data.columns")
+        reasons.append("a text column names rows rather than describing them: leave it out of data.columns")
     elif text:
-        found.append(
+        reasons.append(
             "the values of its text columns are not agreed: list the columns to use, with their values, in "
             f"data.columns {AT}, and leave out names and notes"
         )
     if not agreed and any(_is_number(column["name"]) for column in data.preprocessing.get("columns", [])):
-        found.append(
+        reasons.append(
             "a name of its columns is a number, so its first line may be data: add a line of names, or list columns "
             f"in data.columns {AT}"
         )
-    return found
+    return reasons
 
 
 def _names_rows(different: int, rows: int) -> bool:

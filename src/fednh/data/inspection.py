@@ -63,8 +63,8 @@ def number_identifiers(
     """Why a feature of numbers looks like an identifier, or None; `site` has the sites of the rows."""
     if not possible_identifier(values[:NUMBER_START]):
         return None
-    there = np.isfinite(values)
-    values = values[there]
+    finite = np.isfinite(values)
+    values = values[finite]
     if len(values) < LEAST:
         return None
     if _steady(values):
@@ -73,7 +73,7 @@ def number_identifiers(
         return None
     if _counts(values):
         return "is a number of its own in every row"
-    if site is not None and _counts_sites(values, site[there]):
+    if site is not None and _counts_sites(values, site[finite]):
         return "numbers the rows of every site"
     return _telling_name(name, len(np.unique(values)), len(values))
 
@@ -279,7 +279,7 @@ def inspect(data: Dataset, division: Division | None = None) -> dict[str, Any]:
 
 def _missing(data: Dataset) -> list[dict[str, Any]]:
     """The columns of a table that lack values in training rows: how many of how many rows, in all and at every site."""
-    found = []
+    counts = []
     for column, features in feature_slices(data.preprocessing):
         values = data.x_train[:, features]
         absent = values[:, -1] == 1 if column["kind"] == "category" else np.isnan(values[:, 0])
@@ -289,8 +289,8 @@ def _missing(data: Dataset) -> list[dict[str, Any]]:
             name: {"missing": int(np.sum(absent[mask])), "rows": int(np.sum(mask))}
             for name, mask in ((name, data.site_train == k) for k, name in enumerate(data.sites))
         }
-        found.append({"column": column["name"], "missing": int(absent.sum()), "rows": len(absent), "sites": by_site})
-    return found
+        counts.append({"column": column["name"], "missing": int(absent.sum()), "rows": len(absent), "sites": by_site})
+    return counts
 
 
 def _class_warnings(data: Dataset, train: NDArray[Any], test: NDArray[Any]) -> list[str]:

@@ -74,8 +74,8 @@ def statistics(x: Inputs, scale: float, preprocessing: dict[str, Any] | None = N
     def rows(block: slice) -> NDArray[np.float64]:
         return x[block].reshape(-1, channels).astype(np.float64)
 
-    there = sum((np.isfinite(rows(b)).sum(axis=0) for b in blocks), np.zeros(channels, np.int64))
-    count = np.maximum(there, 1)
+    present = sum((np.isfinite(rows(b)).sum(axis=0) for b in blocks), np.zeros(channels, np.int64))
+    count = np.maximum(present, 1)
     mean = sum((np.nansum(rows(b), axis=0) for b in blocks), np.zeros(channels)) / count
     variance = sum((np.nansum(np.square(rows(b) - mean), axis=0) for b in blocks), np.zeros(channels)) / count
     for k in range(channels if fewest > 1 and x.ndim == 2 else 0):
@@ -85,7 +85,7 @@ def statistics(x: Inputs, scale: float, preprocessing: dict[str, Any] | None = N
         if others < fewest and 2 * others < len(values):
             mean[k], variance[k] = usual, 0.0
     mean, std = mean / scale, np.sqrt(variance) / scale
-    mean[there < fewest], std[there < fewest] = 0.0, -1.0
+    mean[present < fewest], std[present < fewest] = 0.0, -1.0
     slots = category_slots(preprocessing or {})
     mean[slots], std[slots] = 0.0, 1.0
     return Scaling(tuple(mean.tolist()), tuple(std.tolist()))
@@ -163,6 +163,6 @@ def fit(
         said = tuple(statistics(data.x_train[np.sort(rows)], data.scale, data.preprocessing) for rows in both)
         return replace(data, **agreed(said)._asdict()), said
     if sum(map(len, parts)) < len(data.y_train):  # some are held out, or left out
-        found = measure(data.x_train[np.concatenate(parts)], data.scale, data.preprocessing)
-        data = replace(data, **found._asdict())
+        measured = measure(data.x_train[np.concatenate(parts)], data.scale, data.preprocessing)
+        data = replace(data, **measured._asdict())
     return data, ()

@@ -103,9 +103,9 @@ class Published:
         again = f"run `fednh data get {self.name}`"
         for file in self.files:
             name = Path(file.name).name
-            found = path / name if path.is_dir() else path
-            if found.name == name and found.is_file() and sha256(found) != file.sha256:
-                return f"{found} is damaged (its SHA-256 is not the published one); move it away and {again}"
+            stored = path / name if path.is_dir() else path
+            if stored.name == name and stored.is_file() and sha256(stored) != file.sha256:
+                return f"{stored} is damaged (its SHA-256 is not the published one); move it away and {again}"
         reason = str(error).partition("\n")[0] or type(error).__name__
         return f"{path} cannot be read ({reason}); it is damaged or incomplete: move it away and {again}"
 

@@ -204,14 +204,14 @@ class Source(ABC):
         number = np.array([*(kept.index(name) if name in kept else -1 for name in data.sites), -1], np.int64)
         assert data.site_train is not None  # a data set that names sites says so of every training sample
         train, test = number[data.site_train], None if data.site_test is None else number[data.site_test]
-        found = select_rows(data, train >= 0, None if test is None else test >= 0)
-        found = replace(found, sites=tuple(kept), site_train=train[train >= 0])
+        chosen = select_rows(data, train >= 0, None if test is None else test >= 0)
+        chosen = replace(chosen, sites=tuple(kept), site_train=train[train >= 0])
         if test is not None:
-            found = replace(found, site_test=test[test >= 0])
+            chosen = replace(chosen, site_test=test[test >= 0])
         elif len(data.y_test):
             note = f"{where}: its test samples do not say which site they come from, so all of them are kept"
-            found = replace(found, notes=(*data.notes, note))
+            chosen = replace(chosen, notes=(*data.notes, note))
         if data.fitted:
-            mean, std = measure(found.x_train, data.scale, data.preprocessing)
-            found = replace(found, mean=mean, std=std)
-        return found
+            mean, std = measure(chosen.x_train, data.scale, data.preprocessing)
+            chosen = replace(chosen, mean=mean, std=std)
+        return chosen

@@ -46,11 +46,11 @@ def alike(names: Iterable[str], what: str) -> list[str]:
 
 def numbered(names: Sequence[str], agreed: Sequence[str], where: str) -> tuple[Labels, tuple[str, ...]]:
     """Class names as numbers, and the classes in their order: as agreed, else sorted (numbers as numbers)."""
-    found = set(names)
-    classes = tuple(agreed) or tuple(in_order(found))
+    held = set(names)
+    classes = tuple(agreed) or tuple(in_order(held))
     if len(set(classes)) < len(classes):
         raise DataError(f"data.classes names a class twice: {', '.join(classes)}")
-    if strangers := in_order(found - set(classes)):
+    if strangers := in_order(held - set(classes)):
         raise DataError(f"{where} holds the class {strangers[0]!r}, which is not one of data.classes")
     if len(classes) < 2:
         raise DataError(
@@ -204,27 +204,27 @@ def spelling(value: Any) -> str:
 
 def names(column: pa.ChunkedArray, name: str, where: str, from_csv: bool, agreed: Sequence[str] = ()) -> list[str]:
     """Each row's value in a label or site column: in the `agreed` spelling, else numbers in their plainest form."""
-    found = categories(column, name, where)
-    absent = found.missing(agreed) if from_csv else int((found.codes < 0).sum())
+    category = categories(column, name, where)
+    absent = category.missing(agreed) if from_csv else int((category.codes < 0).sum())
     if absent:
         raise DataError(
-            f"{where}: {absent} of {len(found.codes)} rows have nothing in the column {name!r}; fill or remove them"
+            f"{where}: {absent} of {len(category.codes)} rows have nothing in the column {name!r}; fill or remove them"
         )
     if agreed:
         match = matcher(agreed)
-        spelled = [value if (at := match(value)) is None else agreed[at] for value in found.values]
+        spelled = [value if (at := match(value)) is None else agreed[at] for value in category.values]
     elif from_csv and _is_number(_detected_type(_plain(column))):
-        spelled = [_simplest(value) for value in found.values]
+        spelled = [_simplest(value) for value in category.values]
     else:
-        spelled = found.values
-    return [spelled[at] for at in found.codes.tolist()]
+        spelled = category.values
+    return [spelled[at] for at in category.codes.tolist()]
 
 
-def one_hot_index(found: Categories, known: Sequence[str]) -> OneHotIndex:
+def one_hot_index(category: Categories, known: Sequence[str]) -> OneHotIndex:
     """The index of each row's value among those known from training or data.columns."""
-    chosen = list(map(matcher(known), found.values))
-    index = np.array([*(len(known) if at is None else at for at in chosen), len(known)], np.int64)[found.codes]
-    rows = zip(found.values, chosen, found.counts().tolist(), strict=True)
+    chosen = list(map(matcher(known), category.values))
+    index = np.array([*(len(known) if at is None else at for at in chosen), len(known)], np.int64)[category.codes]
+    rows = zip(category.values, chosen, category.counts().tolist(), strict=True)
     return OneHotIndex(index, {value: n for value, at, n in rows if at is None and n and value not in MISSING})
 
 
@@ -236,12 +236,12 @@ def without_values(column: pa.ChunkedArray, name: str, where: str, missing: Sequ
     column = _plain(column)
     if not missing:
         return column
-    found = categories(column, name, where)
+    category = categories(column, name, where)
     meanings = {*missing, *map(_meaning, missing)}
-    absent = np.array([*(value in meanings or _meaning(value) in meanings for value in found.values), False], bool)
+    absent = np.array([*(value in meanings or _meaning(value) in meanings for value in category.values), False], bool)
     if not absent.any():
         return column
-    return pc.if_else(pa.array(absent[found.codes]), pa.scalar(None, column.type), column)
+    return pc.if_else(pa.array(absent[category.codes]), pa.scalar(None, column.type), column)
 
 
 def matcher(known: Sequence[str]) -> Callable[[str], int | None]:
@@ -295,7 +295,7 @@ def _detected_type(column: pa.ChunkedArray) -> pa.DataType:
     if _parsed(text) is not None:
         return pa.string() if pc.any(pc.match_substring_regex(text, _CODE)).as_py() else pa.float64()
     times = (pa.date32(), pa.time32("s"), pa.timestamp("s"), pa.timestamp("ns"), pa.timestamp("ns", "UTC"))
-    return next((found for found in times if _cast(text, found) is not None), pa.string())
+    return next((time for time in times if _cast(text, time) is not None), pa.string())
 
 
 def _parsed(text: pa.ChunkedArray) -> pa.ChunkedArray | None:
@@ -303,9 +303,9 @@ def _parsed(text: pa.ChunkedArray) -> pa.ChunkedArray | None:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    found = _cast(text, pa.float64())
-    if found is not None:
-        return found
+    floats = _cast(text, pa.float64())
+    if floats is not None:
+        return floats
     bits = pc.index_in(pc.utf8_lower(text), pa.array(["false", "true", "0", "1"]))
     return None if bits.null_count > text.null_count else _cast(pc.bit_wise_and(bits, 1), pa.float64())
 
@@ -314,8 +314,8 @@ def _no_numbers(text: pa.ChunkedArray) -> str:
     """Which values are not numbers."""
     import pyarrow as pa
 
-    found = categories(present(text), "", "")
-    rows = zip(found.values, found.counts().tolist(), strict=True)
+    category = categories(present(text), "", "")
+    rows = zip(category.values, category.counts().tolist(), strict=True)
     bad = {value: n for value, n in rows if _cast(pa.chunked_array([[value]]), pa.float64()) is None}
     return f"{sum(bad.values())} of {len(text)} values are none, such as {next(iter(bad))!r}"
 

@@ -147,8 +147,8 @@ def separator_of(path: Path, encoding: str, dialect: CsvDialect) -> str:
     if len(text) == START:
         text = text[: text.rfind("\n") + 1] or text
     widths = {mark: _widths(text, mark) for mark in (*SEPARATORS, *filter(None, [dialect.training.separator]))}
-    even = [mark for mark, found in widths.items() if len(set(found)) == 1 and found[0] > 1]
-    several = even or [mark for mark, found in widths.items() if found and found[0] > 1]
+    even = [mark for mark, counts in widths.items() if len(set(counts)) == 1 and counts[0] > 1]
+    several = even or [mark for mark, counts in widths.items() if counts and counts[0] > 1]
     if not several or dialect.training.separator in several:
         return dialect.training.separator or ","
     return "," if "," in several else max(several, key=lambda mark: widths[mark][0])
@@ -356,7 +356,7 @@ def is_parquet(path: Path) -> bool:
 def _parts(folder: Path, dialect: CsvDialect) -> pa.Table:
     import pyarrow as pa
 
-    found = []
+    tables = []
     for split in ("train", "test"):
         files = sorted(f for f in folder.glob(f"{split}*") if f.suffix in (".csv", ".parquet"))
         if not files and split == "train":
@@ -367,23 +367,23 @@ def _parts(folder: Path, dialect: CsvDialect) -> pa.Table:
         for file in files:
             rows = read(file, dialect)
             dialect = replace(dialect, training=dialect.training._replace(**dialect_of(rows)))
-            found.append(rows.append_column("split", pa.array([split] * len(rows), pa.string())))
-    return joined(found, str(folder))
+            tables.append(rows.append_column("split", pa.array([split] * len(rows), pa.string())))
+    return joined(tables, str(folder))
 
 
 def joined(parts: Sequence[pa.Table], where: str) -> pa.Table:
     """One table of all rows; a column that is text in one part and something else in another becomes text."""
     import pyarrow as pa
 
-    found, text = list(parts), {f.name for rows in parts for f in rows.schema if pa.types.is_string(f.type)}
-    for at, rows in enumerate(found):
+    tables, text = list(parts), {f.name for rows in parts for f in rows.schema if pa.types.is_string(f.type)}
+    for at, rows in enumerate(tables):
         for name in text & set(rows.column_names):
             if not pa.types.is_string(rows.schema.field(name).type):
                 values, index = columns.categories(rows.column(name), name, where)
                 words = pa.array(values, pa.string()).take(pa.array(index, mask=index < 0))
-                found[at] = rows = rows.set_column(rows.column_names.index(name), name, words)
+                tables[at] = rows = rows.set_column(rows.column_names.index(name), name, words)
     try:
-        whole = pa.concat_tables(found, promote_options="permissive")
+        whole = pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
         raise DataError(f"{where}: its parts have different columns: {str(error).splitlines()[0]}") from error
     return whole.replace_schema_metadata(next((p.schema.metadata for p in parts if is_from_csv(p)), None))

@@ -109,8 +109,8 @@ def _listing(root: Path, options: Folder) -> tuple[list[Listed], list[str]]:
     if others:
         kinds = ", ".join(kind or "without a suffix" for kind, _ in others.most_common(5))
         notes.append(f"{root}: {others.total()} files that are no images of a known kind are left out ({kinds})")
-    found, more = _described_images(root, names, options.classes or (), options.layout)
-    return found, [*notes, *more]
+    images, more = _described_images(root, names, options.classes or (), options.layout)
+    return images, [*notes, *more]
 
 
 def _of_chosen_sites(root: Path, listed: list[Listed], options: Folder) -> list[Listed]:
@@ -285,13 +285,13 @@ def is_group_file(given: str) -> bool:
 
 def _image_groups(names: Sequence[str], given: str, where: str) -> list[str]:
     """The group of every image, given its name relative to the folder."""
-    found = _groups_in_file(names, expanded(given)) if is_group_file(given) else _groups_by_pattern(names, given)
-    if lacking := [name for name, group in zip(names, found, strict=True) if not group]:
+    groups = _groups_in_file(names, expanded(given)) if is_group_file(given) else _groups_by_pattern(names, given)
+    if lacking := [name for name, group in zip(names, groups, strict=True) if not group]:
         raise DataError(
             f"data.group = {given!r} gives no group to {len(lacking)} of {len(names)} images in {where}, such as "
             f"{lacking[0]}"
         )
-    return [str(group) for group in found]
+    return [str(group) for group in groups]
 
 
 def _groups_by_pattern(names: Sequence[str], given: str) -> list[str | None]:

@@ -123,7 +123,7 @@ def _tabular(
 ) -> Dataset:
     import pyarrow as pa
 
-    found = []
+    tables = []
     for split, rows in used.items():
         table = pa.table(rows.with_format("arrow")[:])
         if names:
@@ -131,5 +131,5 @@ def _tabular(
             table = table.set_column(table.column_names.index(label), label, words)
         if "split" not in table.column_names:
             table = table.append_column("split", pa.array([split] * len(table), pa.string()))
-        found.append(table)
-    return from_table(name, joined(found, where), where, options)
+        tables.append(table)
+    return from_table(name, joined(tables, where), where, options)

@@ -135,10 +135,12 @@ class Memory(Tabular):
         if is_frame(data):
             return _named_by_checksum(from_table("memory", table(data), "the data frame", self))
         if isinstance(data, Dataset):
-            found = replace(data, name=f"{self.prefix}:{data.name}") if data.name else _named_by_checksum(data)
+            dataset = replace(data, name=f"{self.prefix}:{data.name}") if data.name else _named_by_checksum(data)
         else:
-            found = _named_by_checksum(from_arrays("memory", "data", _arrays(data), self.classes or (), self.group))
-        return self.restricted(found, "data")
+            dataset = _named_by_checksum(
+                from_arrays("memory", "data", _arrays(data, "data"), self.classes or (), self.group)
+            )
+        return self.restricted(dataset, "data")
 
     @classmethod
     def file(cls, address: str) -> Path | None:
@@ -158,15 +160,15 @@ def _named_by_checksum(data: Dataset) -> Dataset:
     return replace(data, name=f"{Memory.prefix}:{hashlib.sha256(text.encode()).hexdigest()[:8]}")
 
 
-def _arrays(data: Any) -> dict[str, NDArray[Any]]:
+def _arrays(data: Any, where: str) -> dict[str, NDArray[Any]]:
     """Arrays by the names that an .npz file has for them."""
     if isinstance(data, Mapping):
         named = dict(data)
     elif isinstance(data, tuple | list) and len(data) in (2, 3, 4):
         named = dict(zip((*KEYS[:2], "site_train") if len(data) == 3 else KEYS, data, strict=False))
     else:
-        raise DataError(f"data is of the type {type(data).__name__}; give {FORMS}")
-    return {str(key): array(value, f"data: {key}") for key, value in named.items()}
+        raise DataError(f"{where} is of the type {type(data).__name__}; give {FORMS}")
+    return {str(key): array(value, f"{where}: {key}") for key, value in named.items()}
 
 
 @dataclass(frozen=True)
@@ -196,14 +198,7 @@ class Python(Source):
             raise DataError(f"{name} failed: {type(error).__name__}: {error}") from error
         if isinstance(given, Dataset):
             return given
-        if isinstance(given, tuple) and len(given) in (2, 4):
-            given = dict(zip(KEYS, given, strict=False))
-        if not isinstance(given, dict):
-            raise DataError(
-                f"{name} returned {type(given).__name__}; it should return a Dataset, a dict of arrays, or "
-                "(x_train, y_train) with or without (x_test, y_test)"
-            )
-        return from_arrays(name, name, given, self.classes or (), self.group)
+        return from_arrays(name, name, _arrays(given, name), self.classes or (), self.group)
 
     @classmethod
     def file(cls, address: str) -> Path | None:

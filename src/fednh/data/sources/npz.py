@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,14 @@ def _groups(where: str, arrays: dict[str, NDArray[Any]], name: str, samples: int
 
 def _load(path: Path, wanted: Sequence[str]) -> dict[str, NDArray[Any]]:
     """The wanted arrays that a file has; the training arrays must be there."""
+    with _opened(path) as stored:
+        _keys(str(path), stored.files)
+        return {key: np.asarray(stored[key]) for key in wanted if key in stored.files}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The arrays of a file by name; whatever is wrong with it is a sentence."""
     try:
         if not path.exists():
             raise DataError(f"{path} does not exist; check the path of the .npz file")
@@ -140,8 +149,7 @@ def _load(path: Path, wanted: Sequence[str]) -> dict[str, NDArray[Any]]:
         if not zipfile.is_zipfile(path):  # np.load would take it for a pickle and say so
             raise ValueError("it is not a zip file")
         with np.load(path, allow_pickle=False) as stored:
-            _keys(str(path), stored.files)
-            return {key: np.asarray(stored[key]) for key in wanted if key in stored.files}
+            yield stored
     except UserError:
         raise
     except Exception as error:  # a damaged zip or header fails in many ways
@@ -157,8 +165,8 @@ def _keys(where: str, members: Collection[str]) -> tuple[str, ...]:
     keys = MEDMNIST_KEYS if "x_train" not in members and "train_images" in members else KEYS
     needed = keys if keys[2] in members or keys[3] in members else keys[:2]
     if missing := [key for key in needed if key not in members]:
-        there = ", ".join(sorted(members)) or "nothing"
-        raise DataError(f"{where} lacks {', '.join(missing)}; it needs {', '.join(KEYS)} and holds {there}")
+        held = ", ".join(sorted(members)) or "nothing"
+        raise DataError(f"{where} lacks {', '.join(missing)}; it needs {', '.join(KEYS)} and holds {held}")
     return needed
 
 
@@ -288,14 +296,9 @@ class Npz(Source):
     def unlabelled(
         self, path: Path, shape: tuple[int, ...], preprocessing: Mapping[str, Any]
     ) -> Iterator[NDArray[Any]]:
-        try:
-            with np.load(path, allow_pickle=False) as stored:
-                keys = [key for key in INPUTS if key in stored.files] or stored.files[:1] * (len(stored.files) == 1)
-                if not keys:
-                    raise DataError(f"{path} holds {', '.join(stored.files)}; the inputs should be called x")
-                array: NDArray[Any] = stored[keys[0]]
-        except UserError:
-            raise
-        except Exception as error:  # a damaged zip or header fails in many ways
-            raise DataError(f"{path} cannot be read as an .npz file: {str(error) or type(error).__name__}") from error
+        with _opened(path) as stored:
+            keys = [key for key in INPUTS if key in stored.files] or stored.files[:1] * (len(stored.files) == 1)
+            if not keys:
+                raise DataError(f"{path} holds {', '.join(stored.files)}; the inputs should be called x")
+            array: NDArray[Any] = stored[keys[0]]
         yield array

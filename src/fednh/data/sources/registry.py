@@ -58,11 +58,11 @@ def load(name: str, folder: Path, settings: Mapping[str, Any] | None = None) -> 
         _names_no_sites(name, settings or {})
         data = BUILTIN[name].make() if name in BUILTIN else PUBLISHED[name].load(folder)
         return merged(data) if (settings or {}).get("merge_test") else data
-    found = find(name)
-    if found is None:
+    source_kind = find(name)
+    if source_kind is None:
         known = (*BUILTIN, *PUBLISHED, *(kind.form() for kind in SOURCES.values()))
         raise DataError(f"there is no data set {name!r}{did_you_mean(name, known)}")
-    kind, address = found
+    kind, address = source_kind
     source = build(kind, settings or {})
     data = source.read(name, address)
     data = _complete(data if kind.chooses else source.restricted(data, name), source, name)
@@ -72,8 +72,8 @@ def load(name: str, folder: Path, settings: Mapping[str, Any] | None = None) -> 
 def taken(data: Any, settings: Mapping[str, Any]) -> Dataset:
     """What a program gives instead of a name, read by the settings below [data]."""
     source = build(Memory, settings)
-    found = _complete(source.taken(data), source, "data")
-    return merged(found, source.test_share) if settings.get("merge_test") else found
+    dataset = _complete(source.taken(data), source, "data")
+    return merged(dataset, source.test_share) if settings.get("merge_test") else dataset
 
 
 def _complete(data: Dataset, source: Source, where: str) -> Dataset:
@@ -150,8 +150,8 @@ def file_of(name: str, folder: Path) -> Path | None:
     if name in PUBLISHED:
         place = PUBLISHED[name].find(folder)
         return place.path if place else None
-    found = find(name)
-    return None if found is None else found[0].file(found[1])
+    source_kind = find(name)
+    return None if source_kind is None else source_kind[0].file(source_kind[1])
 
 
 def available(folder: Path) -> list[Available]:

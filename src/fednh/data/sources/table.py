@@ -396,8 +396,8 @@ def _identifiers(
 
 def _values(where: str, rows: pa.Table, name: str, from_csv: bool) -> list[str]:
     """The different values of a category."""
-    found = columns.categories(rows.column(name), name, where)
-    values = in_order({value for value in found.values if not (from_csv and value in MISSING)})
+    category = columns.categories(rows.column(name), name, where)
+    values = in_order({value for value in category.values if not (from_csv and value in MISSING)})
     if len(values) > MANY_VALUES and 2 * len(values) > len(rows):
         raise DataError(
             f"{where}: the text column {name!r} has {len(values)} different values in {len(rows)} rows, so it "
