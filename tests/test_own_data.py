@@ -50,7 +50,7 @@ def commands(document: str) -> list[str]:
 
 def test_the_readmes_commands_on_a_folder_of_sites(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(work)
-    look, train = commands("README.md")[:2]
+    _, look, train = commands("README.md")[:3]
     seen = fednh([*shlex.split(look)[1:], "--format", "json"], work / "a")
     assert (seen.code, seen.stderr) == (0, "")
     facts = json.loads(seen.stdout)

@@ -16,7 +16,7 @@ from torch import nn
 from fednh.backends import run_maker
 from fednh.callbacks import Callback, CallbackList
 from fednh.callbacks.screen import screen_for
-from fednh.config import Config, load, validate
+from fednh.config import Config, load, validate, with_settings
 from fednh.config.options import SHORT_OPTIONS
 from fednh.data.dataset import Dataset
 from fednh.data.sources.memory import is_given
@@ -41,6 +41,7 @@ KEYWORDS = {**{name: option.key for name, option in SHORT_OPTIONS.items()}, "lr"
 if TYPE_CHECKING:
     import pandas as pd
 
+    from fednh.experiments.recommend import Recommendation
     from fednh.inference.metrics import Assessment
     from fednh.inference.personalize import Personalised
 
@@ -63,6 +64,7 @@ __all__ = [
     "load_model",
     "load_run",
     "personalize",
+    "recommend",
     "resume",
     "run",
     "sweep",
@@ -302,6 +304,30 @@ def sweep(
     return [load_run(each.folder.path) for each in plan]
 
 
+def recommend(
+    data: Any = None,
+    *,
+    config: str | Path | Mapping[str, Any] | Config | None = None,
+    minutes: float = 10.0,
+    methods: Sequence[str] = (),
+    seeds: int = 3,
+    out: str | Path = "answer",
+    **settings: Any,
+) -> Recommendation:
+    """Try what is worth trying for the sites of these data, and return what federating gives each of them.
+
+    `data` and settings are those of `run`; a setting that is given holds for everything that is tried. It takes about
+    `minutes`. `methods` are tried, beside training alone, instead of a selection; `seeds` is how many at most;
+    `data__folds` fixes the number of folds. The folder `out` gets the runs, the models of the winner, and a page. The
+    same call goes on with an interrupted search, and answers at once if a finished one had as much time.
+    """
+    from fednh.experiments import recommend as search
+
+    base, samples = _with_data(config, data, {**search.SHARED, **settings})
+    given = {*_flat(settings), *(() if config is None else search.ADAPTED)}
+    return search.find(base, path_of(out, "out= the folder of the answer"), minutes, methods, seeds, given, samples)
+
+
 def _importable(method: Any) -> Any:
     """The name of a method that another process can find; a class of a notebook cell has none."""
     if isinstance(method, Method):
@@ -393,7 +419,7 @@ def _with_data(config: Any, data: Any, overrides: Mapping[str, Any]) -> tuple[Co
 def _settings(config: str | Path | Mapping[str, Any] | Config | None, overrides: Mapping[str, Any]) -> Config:
     given = _flat(overrides)
     if isinstance(config, Config):
-        return load(None, {**_complete(config, given), **given}) if given else config
+        return with_settings(config, given) if given else config
     if isinstance(config, Mapping):
         return load(None, {**_flat(config), **given})
     return load(None if config is None else str(config), given)
@@ -410,10 +436,3 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[KEYWORDS.get(key) or key.replace("__", ".")] = str(value) if isinstance(value, Path) else value
     return found
-
-
-def _complete(config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Every setting of a config by dotted name; another method starts from its own defaults."""
-    other = given.get("method.name", config.method["name"]) != config.method["name"]
-    every = {key: value for key, value in _flat(config.model_dump()).items() if value is not None}
-    return {key: value for key, value in every.items() if not (other and key.startswith("method."))}

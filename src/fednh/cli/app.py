@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PANELS = {  # of `fednh --help`
-    "Run": ("run", "resume", "sweep", "watch", "inspect", "spiral"),
+    "Run": ("recommend", "run", "resume", "sweep", "watch", "inspect", "spiral"),
     "Compare": ("table", "compare", "figure", "report"),
     "Use a model": ("predict", "evaluate", "personalize", "export"),
     "Federate": ("federation",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -120,6 +121,7 @@ def _execute(
         from fednh.report.tables import comparison_sheet
 
         console.print(to_rich(comparison_sheet(load_runs([out])), console.width))
+        _tell_how_to_answer(config, out)
         typer.echo("run folder:")
     typer.echo(str(out))
 
@@ -159,6 +161,22 @@ def _tell_losses(console: Console, summary: dict[str, Any]) -> None:
         if summary.get(key):
             where = RunLayout.metrics_file
             console.print(f"{summary[key]} {words}; {where} says when and whose", style="yellow", highlight=False)
+
+
+def _tell_how_to_answer(config: Config, out: Path) -> None:
+    """For natural sites without a run alone beside this one: how to find out what federating gives each of them."""
+    from fednh.config import as_options, difference
+    from fednh.runs.run_folder import RunFolder, read_config
+
+    natural, data = config.partition.kind.natural, config.data
+    if not natural or config.method["name"] == "local" or data.name.startswith("memory:"):
+        return
+    beside = [path for path in out.absolute().parent.iterdir() if RunFolder(path).finished]
+    others = [read_config(path, finished=True) for path in beside]
+    if not any(one.method["name"] == "local" and one.data.name == data.name for one in others):
+        read = {key: value for key, value in difference(config).items() if key.startswith("data.")}
+        command = shlex.join(["fednh", "recommend", *as_options(read), "--out", "answer"])
+        typer.echo(f"what federating gives each site, and with which method: {command}")
 
 
 @contextmanager

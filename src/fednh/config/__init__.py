@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fednh.config.loading import PRESETS, dump, load, validate
+    from fednh.config.loading import PRESETS, as_options, difference, dump, load, validate, with_settings
     from fednh.config.options import flat, parse_bytes, parse_value
     from fednh.config.schema import Config, PartitionConfig, Section, build_method, explain
 else:
@@ -26,7 +26,9 @@ __all__ = [
     "Config",
     "PartitionConfig",
     "Section",
+    "as_options",
     "build_method",
+    "difference",
     "dump",
     "explain",
     "flat",
@@ -34,4 +36,5 @@ __all__ = [
     "parse_bytes",
     "parse_value",
     "validate",
+    "with_settings",
 ]

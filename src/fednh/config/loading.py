@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 import warnings
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
+from fednh.config.options import SHORT_OPTIONS, flat, parse_value
 from fednh.config.schema import DEFAULT_METHOD, WRITTEN, Config, build_method, explain
 from fednh.data.sources.folder import is_group_file
 from fednh.data.sources.registry import absolute
@@ -108,6 +110,39 @@ def validate(tree: Mapping[str, Any], where: str = "", written: bool = False) ->
 def dump(config: Config) -> str:
     """The complete config as TOML; running it again gives the same numbers."""
     return tomli_w.dumps(_without_none(config.model_dump()))
+
+
+def with_settings(config: Config, given: Mapping[str, Any]) -> Config:
+    """The config with settings by dotted name laid over it; another method starts from its own defaults."""
+    other = given.get("method.name", config.method["name"]) != config.method["name"]
+    every = flat(_without_none(config.model_dump()))
+    if config.partition.kind.natural:
+        del every["partition.clients"]  # no setting of natural sites
+    kept = {key: value for key, value in every.items() if not (other and key.startswith("method."))}
+    return load(None, {**kept, **given})
+
+
+def difference(config: Config) -> dict[str, Any]:
+    """The settings by dotted name, data, partition and method first, that make this config of no file at all.
+
+    Those that do not change the models are left out.
+    """
+    first = {"data.name": config.data.name, "partition.name": config.partition.name}
+    first["method.name"] = config.method["name"]
+    usual = flat(_without_none(load(None, first).model_dump(mode="json")))
+    here = flat(_without_none(config.model_dump(mode="json")))
+    no_matter = ("workers", "eval.every", "checkpoint.every")
+    rest = {key: value for key, value in here.items() if usual.get(key) != value and key not in no_matter}
+    return first | rest
+
+
+def as_options(settings: Mapping[str, Any]) -> list[str]:
+    """Settings by dotted name as words of a command line."""
+    flags, words = {option.key: option.flag for option in SHORT_OPTIONS.values()}, list[str]()
+    for key, value in settings.items():
+        text = value if isinstance(value, str) and parse_value(value) == value else json.dumps(value)
+        words += [flags[key], text] if key in flags else ["--set", f"{key}={text}"]
+    return words
 
 
 def _preset(name: str) -> dict[str, Any]:

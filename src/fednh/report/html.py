@@ -43,9 +43,16 @@ EXPLORED = {
 TABS = {"round": "by round", "bytes": "by bytes", "seconds": "by seconds"}
 
 
-def write_report(runs: Sequence[Run], out: Path, title: str, paper: bool = False, groups: Path | None = None) -> int:
-    """Write the report and return its size in bytes."""
-    content = render(runs, title, paper, groups).encode()
+def write_report(
+    runs: Sequence[Run],
+    out: Path,
+    title: str,
+    paper: bool = False,
+    groups: Path | None = None,
+    first: Sequence[Sheet] = (),
+) -> int:
+    """Write the report, with these tables before its own, and return its size in bytes."""
+    content = render(runs, title, paper, groups, first).encode()
     try:
         write_bytes(out, content)
     except OSError as error:
@@ -53,9 +60,11 @@ def write_report(runs: Sequence[Run], out: Path, title: str, paper: bool = False
     return len(content)
 
 
-def render(runs: Sequence[Run], title: str, paper: bool = False, groups: Path | None = None) -> str:
+def render(
+    runs: Sequence[Run], title: str, paper: bool = False, groups: Path | None = None, first: Sequence[Sheet] = ()
+) -> str:
     """The report as text."""
-    sheets = [*tables.result_sheets(runs, paper), tables.cost_sheet(runs)]
+    sheets = [*first, *tables.result_sheets(runs, paper), tables.cost_sheet(runs)]
     paired = tables.paired_sheet(runs)
     sheets += [paired] if paired.rows else []
     sites = site_sections(runs)
