@@ -15,7 +15,7 @@ from fednh.data.dataset import Dataset, one_site
 from fednh.data.inspection import Division, effective, gini, inspect
 from fednh.data.partitions.kinds import BySite
 from fednh.data.scaling import Scaling, agreed, measure, statistics
-from fednh.data.splits import hold_out
+from fednh.data.splits import hold_out, hold_out_fold
 from fednh.errors import UserError
 from fednh.federated.setup import build_federation, divide, load_data
 from fednh.seeding import numpy_rng
@@ -37,6 +37,39 @@ def test_a_held_out_split_is_stratified_disjoint_and_seeded(labels: np.ndarray, 
         n, h = (labels[part] == label).sum(), (labels[held] == label).sum()
         assert (labels[train] == label).any()
         assert h == min(int(share * n + 0.5), n - 1)
+
+
+@given(
+    labels=st.lists(st.integers(0, 4), min_size=2, max_size=60).map(np.array),
+    folds=st.integers(2, 6),
+    grouped=st.booleans(),
+)
+def test_every_sample_is_held_out_once_over_the_folds(labels: np.ndarray, folds: int, grouped: bool) -> None:
+    part = np.flatnonzero(np.arange(len(labels)) % 3 != 1)
+    groups = np.arange(len(labels)) // 4 if grouped else None
+    divided = [hold_out_fold(labels, part, folds, k, numpy_rng(0, "x"), groups) for k in range(folds)]
+    assert sorted(np.concatenate([held for _, held in divided])) == sorted(part)
+    for train, held in divided:
+        assert sorted([*train, *held]) == sorted(part)
+        if groups is not None:
+            assert not set(groups[train]) & set(groups[held])
+        else:
+            for label in set(labels[part]):
+                assert abs((labels[held] == label).sum() - (labels[part] == label).sum() / folds) < 1
+
+
+def test_folds_do_not_depend_on_the_seed_and_leave_something_to_train_on() -> None:
+    data = vectors(np.arange(40.0)[:, None], [0, 1] * 20, [0] * 30 + [1] * 10)
+    one, other = (divide(data, settings(data__holdout=None, data__folds=5, data__fold=2, seed=seed)) for seed in (0, 9))
+    assert [held.tolist() for held in one[1]] == [held.tolist() for held in other[1]]
+    assert [len(held) for held in one[1]] == [6, 2]
+    patient = replace(data, group_train=np.repeat([0, 1, 2, 3], 10))
+    with pytest.raises(UserError, match=r"data\.folds: s has a single group of samples"):
+        [divide(patient, settings(data__holdout=None, data__folds=2, data__fold=k)) for k in range(2)]
+    with pytest.raises(UserError, match=r"has no fold 5: with data\.folds = 5 they count from 0"):
+        settings(data__holdout=None, data__folds=5, data__fold=5)
+    with pytest.raises(UserError, match=r"data\.folds or data\.holdout, not both"):
+        settings(data__folds=5)
 
 
 def vectors(x: np.ndarray, y: list[int], site: list[int] | None = None, **more: object) -> Dataset:

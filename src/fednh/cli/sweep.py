@@ -185,6 +185,10 @@ def sweep(
         ),
     ] = None,
     others: Annotated[Given, Short("data", "data_dir", "partition", "clients", "participation", "rounds", "epochs")],
+    folds: Annotated[
+        int | None,
+        typer.Option(min=2, help="Every client's samples in so many folds; each run holds out one of them."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="The folder that the run folders go to.")] = Path("sweep"),
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Runs at the same time; default: 1, on Ray as many as there is room for.")
@@ -210,9 +214,11 @@ def sweep(
 
     named = set_texts(settings)
     axes = _axes(varied | others, named)
+    if folds is not None:
+        axes |= {"data.folds": [folds], "data.fold": range(folds)}
     check_trackers(track or [])
     run_maker(backend, address)  # refuses what cannot be
-    plan = combine(source, axes, named, out)
+    plan = combine(source, axes, [*named, "data.fold"], out)
     console = console_for_people()
     with nullcontext() if dry_run else locked(out):
         check(plan)
