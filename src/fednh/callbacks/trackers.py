@@ -36,13 +36,13 @@ class Tracker(Protocol):
 
 def tracked_metrics(record: dict[str, Any]) -> dict[str, float]:
     """A line of metrics.jsonl as numbers: what is not known is left out, and of a list of clients it is the count."""
-    found = {}
+    metrics = {}
     for key, value in record.items():
         if isinstance(value, list):
-            found[key] = float(len(value))
+            metrics[key] = float(len(value))
         elif isinstance(value, int | float) and key != "round":
-            found[key] = float(value)
-    return found
+            metrics[key] = float(value)
+    return metrics
 
 
 class TensorBoard:
@@ -78,8 +78,8 @@ class MLflow:
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         with FileLock(here.parent / ".mlflow.lock"):  # runs of a sweep must not set up one data base at the same time
             self.client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-            found = self.client.get_experiment_by_name("fednh")
-            experiment = found.experiment_id if found else self.client.create_experiment("fednh")
+            known = self.client.get_experiment_by_name("fednh")
+            experiment = known.experiment_id if known else self.client.create_experiment("fednh")
         for old in self.client.search_runs([experiment], f"tags.`fednh.folder` = '{_quoted(here)}'"):
             self.client.delete_run(old.info.run_id)  # of an interrupted run: all its rounds are written again
         tags = {"fednh.folder": _quoted(here)}

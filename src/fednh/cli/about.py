@@ -37,10 +37,10 @@ def new_method(
                 file.write(text.replace("{module}", module).replace("{Class}", cls))
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror}") from error
-    there = "" if out.resolve() == Path.cwd() else f"cd {out} && "
+    change_folder = "" if out.resolve() == Path.cwd() else f"cd {out} && "
     typer.echo(f"written: {' '.join(map(str, files))}")
-    typer.echo(f"run it:  {there}fednh run --method {module}:{cls} --rounds 5")
-    typer.echo(f"test it: {there}python -m pytest test_{module}.py")
+    typer.echo(f"run it:  {change_folder}fednh run --method {module}:{cls} --rounds 5")
+    typer.echo(f"test it: {change_folder}python -m pytest test_{module}.py")
 
 
 def names(name: str) -> tuple[str, str]:
@@ -61,8 +61,8 @@ def _check_free(module: str) -> None:
 
     if module in METHODS:
         raise UserError(f"{module!r} is a method of this library already; choose another name")
-    found = find_spec(module)
-    if found is not None and Path(str(found.origin)).parent != Path.cwd():
+    installed = find_spec(module)
+    if installed is not None and Path(str(installed.origin)).parent != Path.cwd():
         raise UserError(f"{module!r} is the name of a Python module that is installed; choose another name")
 
 
@@ -189,17 +189,17 @@ def prototypes(
     from fednh.io.files import write_tree
     from fednh.models.prototypes import separated
 
-    found = separated(classes, dim)
+    solution = separated(classes, dim)
     facts = {
         "classes": classes,
         "dim": dim,
-        "min_distance": None if classes == 1 else found.min_distance,
-        "max_cosine": None if classes == 1 else found.max_cosine,
-        "how": found.how,
+        "min_distance": None if classes == 1 else solution.min_distance,
+        "max_cosine": None if classes == 1 else solution.max_cosine,
+        "how": solution.how,
     }
     if out is not None:
         try:
-            write_tree(out, {"prototypes": found.points}, {"how": found.how})
+            write_tree(out, {"prototypes": solution.points}, {"how": solution.how})
         except OSError as error:
             raise UserError(f"{out} cannot be written: {error.strerror}") from error
     if as_json:

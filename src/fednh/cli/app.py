@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from click import Context
     from rich.console import Console
 
+    from fednh.report.sheet import Sheet
+
 PANELS = {  # of `fednh --help`
     "Run": ("recommend", "run", "resume", "sweep", "watch", "inspect", "spiral"),
     "Compare": ("table", "compare", "figure", "report"),
@@ -49,6 +51,15 @@ def _top(version: Annotated[bool, typer.Option("--version", help="Print the vers
     if version:
         typer.echo(f"fednh {fednh.__version__}")
         raise typer.Exit
+
+
+def print_sheets(*sheets: Sheet) -> None:
+    """Print tables for people, as wide as the terminal; several have blank lines between them."""
+    from fednh.report.sheet import to_rich
+
+    console = console_for_people()
+    for sheet in sheets:
+        console.print(to_rich(sheet, console.width), *([""] if len(sheets) > 1 else []))
 
 
 def console_for_people(stderr: bool = False) -> Console:

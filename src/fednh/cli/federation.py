@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fednh import extras
-from fednh.cli.app import app, console_for_people
+from fednh.cli.app import app, console_for_people, print_sheets
 from fednh.cli.options import OFFERED, Given, Quiet, Setting, Short, set_values, short, with_short_options
 from fednh.cli.run import stop_on_signal
 from fednh.errors import UserError
@@ -192,12 +192,10 @@ def _tell(folder: Path, run: Path, config: Config, sites: list[SiteFolder], quie
     if not quiet:
         from fednh.flower.layout import FederationFolder, StateFolder
         from fednh.report.load import load_runs
-        from fednh.report.sheet import to_rich
         from fednh.report.tables import comparison_sheet
         from fednh.runs.layout import RunLayout
 
-        console = console_for_people()
-        console.print(to_rich(comparison_sheet(load_runs([run])), console.width))
+        print_sheets(comparison_sheet(load_runs([run])))
         if (shared := RunLayout(run).global_model).exists():
             typer.echo(f"global model: {shared}")
         for site in sites:

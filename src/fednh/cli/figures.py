@@ -156,10 +156,10 @@ def spiral(
 
     example.train(out, seed, epochs, rounds, lambda name: typer.echo(f"training {name}", err=True))
     seen = example.load_example(out)
-    found = example.numbers(seen)
-    judged = example.claims(found)
+    numbers = example.numbers(seen)
+    judged = example.claims(numbers)
     text = example.verdict(judged)
-    result = {"seed": seed, "epochs": epochs, "rounds": rounds, **found, "claims": judged, "text": text}
+    result = {"seed": seed, "epochs": epochs, "rounds": rounds, **numbers, "claims": judged, "text": text}
     write_bytes(out / "spiral.json", (json.dumps(result, indent=2) + "\n").encode())
     with style.theme():
         for name, figure in (("figure1", example.figure1(seen)), ("figure2", example.figure2(seen))):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fednh.cli.app import app, console_for_people
+from fednh.cli.app import app, console_for_people, print_sheets
 from fednh.cli.options import Given, Short, set_option, set_values, short, with_short_options
 
 if TYPE_CHECKING:
@@ -51,18 +51,18 @@ def inspect(
 
     given |= set_values(settings)
     config = load(None, given)
-    found = load_data(config)
+    dataset = load_data(config)
     asked = any(key.startswith("partition.") for key in given)
-    if not asked and found.sites:
+    if not asked and dataset.sites:
         config = load(None, {**given, "partition.name": "site"})
     division = None
-    if asked or found.sites:
-        parts, held_out = divide(found, config)
+    if asked or dataset.sites:
+        parts, held_out = divide(dataset, config)
         natural = config.partition.kind.natural
-        names = found.sites if natural else tuple(str(k) for k in range(len(parts)))
+        names = dataset.sites if natural else tuple(str(k) for k in range(len(parts)))
         division = Division(config.partition.kind, names, parts, held_out)
-    facts = look(found, division)
-    if found.sites and (words := not_agreed(found, config.data.classes, config.data.columns)):
+    facts = look(dataset, division)
+    if dataset.sites and (words := not_agreed(dataset, config.data.classes, config.data.columns)):
         facts["warnings"].append(f"sites of a deployed federation would refuse to take part: {words}")
     if form is InspectFormat.JSON:
         typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
@@ -71,12 +71,9 @@ def inspect(
 
 
 def _show(facts: dict[str, Any]) -> None:
-    from fednh.report.sheet import to_rich
-
+    clients, gaps = [_clients(facts)] if "clients" in facts else [], [_missing(facts)] if facts["missing"] else []
+    print_sheets(_classes(facts), *clients, *gaps)
     console = console_for_people()
-    gaps = [_missing(facts)] if facts["missing"] else []
-    for sheet in [_classes(facts), *([_clients(facts)] if "clients" in facts else []), *gaps]:
-        console.print(to_rich(sheet, console.width), "")
     for note in facts["notes"]:
         typer.echo(note)
     for warning in facts["warnings"]:

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from fednh import extras
-from fednh.cli.app import app, console_for_people
+from fednh.cli.app import app, console_for_people, print_sheets
 from fednh.cli.options import OFFERED, set_option, set_values
 from fednh.errors import UserError
 from fednh.text import plural
@@ -103,13 +103,13 @@ def predict(
         typer.echo(f"fednh: {sentence}", err=True)
 
     done = used.batches(paths, tell, text)
-    found = (records(batch, scores, used.classes, top, threshold) for batch, scores in done)
+    predictions = (records(batch, scores, used.classes, top, threshold) for batch, scores in done)
     if form is PredictionFormat.JSON:
-        lines = to_json(found)
+        lines = to_json(predictions)
     elif form is PredictionFormat.CSV:
-        lines = to_csv(found, top, used.method.cosine, threshold is not None)
+        lines = to_csv(predictions, top, used.method.cosine, threshold is not None)
     else:
-        lines = to_lines(found)
+        lines = to_lines(predictions)
     with _output_file(out) as file:
         for line in lines:
             file.write(line)
@@ -182,7 +182,6 @@ def personalize(
     """Make a personal model for a site that never took part, and compare it with the global and a local one."""
     from fednh.inference.personalize import empty_folder
     from fednh.inference.personalize import personalize as train
-    from fednh.report.sheet import to_rich
     from fednh.runs.layout import MODEL
 
     folder = empty_folder(out or run.with_name(f"{run.resolve().name}-personal"))
@@ -195,8 +194,7 @@ def personalize(
     if form is AssessmentFormat.JSON:
         typer.echo(json.dumps(made.comparison, indent=2))
     else:
-        console = console_for_people()
-        console.print(to_rich(sheet, console.width))
+        print_sheets(sheet)
         typer.echo(made.comparison["verdict"])
         typer.echo(str(folder / MODEL))
 
@@ -271,7 +269,7 @@ def _write_evaluation(folder: Path, record: dict[str, Any], result: Assessment) 
 
 
 def _print_assessment(result: Assessment, title: str) -> None:
-    from fednh.report.sheet import Sheet, number, to_rich, word
+    from fednh.report.sheet import Sheet, number, word
 
     console = console_for_people()
     rows = [
@@ -283,7 +281,7 @@ def _print_assessment(result: Assessment, title: str) -> None:
         for c in result.classes
     ]
     columns = ["class", "precision", "recall", "F1", "support"]
-    console.print(to_rich(Sheet("classes", title, columns, rows), console.width))
+    print_sheets(Sheet("classes", title, columns, rows))
     words = [
         f"accuracy {100 * result.accuracy:.1f}%",
         f"balanced {100 * result.balanced_accuracy:.1f}%",

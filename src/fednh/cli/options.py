@@ -163,8 +163,8 @@ class Short:
 
     def take(self, values: dict[str, Any]) -> Given:
         """The settings among the values of all options; they are removed there."""
-        found = {option.key: values.pop(option.name) for option in self.options}
-        return {key: str(v) if isinstance(v, Path) else v for key, v in found.items() if v is not None}
+        given = {option.key: values.pop(option.name) for option in self.options}
+        return {key: str(v) if isinstance(v, Path) else v for key, v in given.items() if v is not None}
 
 
 def short(name: str, **other: Any) -> ShortOption:
@@ -178,10 +178,10 @@ def with_short_options(command: Callable[..., None]) -> Callable[..., None]:
     marked: dict[str, Short] = {}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
-        found = [each for each in getattr(hints[name], "__metadata__", ()) if isinstance(each, Short)]
-        if found:
-            marked[name] = found[0]
-            parameters += [_parameter(option) for option in found[0].options]
+        marks = [each for each in getattr(hints[name], "__metadata__", ()) if isinstance(each, Short)]
+        if marks:
+            marked[name] = marks[0]
+            parameters += [_parameter(option) for option in marks[0].options]
         else:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fednh.cli.app import app, console_for_people
+from fednh.cli.app import app, console_for_people, print_sheets
 from fednh.cli.options import (
     Address,
     Backend,
@@ -117,10 +117,9 @@ def _execute(
     _tell_losses(console, read_summary(out))
     if not quiet:
         from fednh.report.load import load_runs
-        from fednh.report.sheet import to_rich
         from fednh.report.tables import comparison_sheet
 
-        console.print(to_rich(comparison_sheet(load_runs([out])), console.width))
+        print_sheets(comparison_sheet(load_runs([out])))
         _tell_how_to_answer(config, out)
         typer.echo("run folder:")
     typer.echo(str(out))
@@ -154,10 +153,10 @@ def _train(
 
 def _tell_losses(console: Console, summary: dict[str, Any]) -> None:
     """Report uploads and clients that the run left out, if any."""
-    told = {"refused": "uploads were not finite and were refused", "failed": "clients failed and were skipped"}
+    losses = {"refused": "uploads were not finite and were refused", "failed": "clients failed and were skipped"}
     from fednh.runs.layout import RunLayout
 
-    for key, words in told.items():
+    for key, words in losses.items():
         if summary.get(key):
             where = RunLayout.metrics_file
             console.print(f"{summary[key]} {words}; {where} says when and whose", style="yellow", highlight=False)
@@ -181,7 +180,7 @@ def _tell_how_to_answer(config: Config, out: Path) -> None:
 
 @contextmanager
 def stop_on_signal(
-    told: str = "fednh: stopping after the clients that are at work; once more to stop at once",
+    message: str = "fednh: stopping after the clients that are at work; once more to stop at once",
     insist: bool = True,
 ) -> Iterator[threading.Event]:
     """The first Ctrl-C or SIGTERM asks the run to stop and save; a second one ends it at once, if one may `insist`."""
@@ -191,7 +190,7 @@ def stop_on_signal(
         if stop.is_set() and insist:
             os._exit(130)
         stop.set()
-        typer.echo(told, err=True)
+        typer.echo(message, err=True)
 
     before: dict[int, Callable[..., Any] | int | None] = {
         s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)

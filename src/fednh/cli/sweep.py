@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from fednh.cli.app import app, console_for_people
+from fednh.cli.app import app, console_for_people, print_sheets
 from fednh.cli.options import (
     OFFERED,
     Address,
@@ -210,7 +210,6 @@ def sweep(
     from fednh.backends import run_maker
     from fednh.callbacks.trackers import check as check_trackers
     from fednh.experiments.sweep import check, combine, execute, locked, place_of, share
-    from fednh.report.sheet import to_rich
 
     named = set_texts(settings)
     axes = _axes(varied | others, named)
@@ -226,7 +225,7 @@ def sweep(
         with stop_on_signal() as stop, place_of(backend, address, plan) as place:
             at_once, each = share(jobs, workers, pending, place.slots)
             if dry_run:
-                console.print(to_rich(_plan_sheet(plan, at_once, each), console.width))
+                print_sheets(_plan_sheet(plan, at_once, each))
                 return
             with sweep_screen(console, plan, quiet) as screen:
                 outcome = execute(plan, at_once, each, track or [], screen, stop, place)
@@ -271,16 +270,12 @@ def _plan_sheet(plan: Sequence[Planned], jobs: int, workers: int) -> Sheet:
 def _tell(outcome: SweepOutcome, plan: Sequence[Planned], out: Path, quiet: bool) -> None:
     """The end of a sweep: what came out, what failed and why, and the exit code."""
     from fednh.report.load import load_runs
-    from fednh.report.sheet import to_rich
     from fednh.report.tables import result_sheets
     from fednh.runs.layout import SweepLayout
 
     done = [run.folder.path for run in plan if run.folder.finished]
     if done and not quiet and not outcome.interrupted:
-        console = console_for_people()
-        for sheet in result_sheets(load_runs(done)):
-            if sheet.name != "fairness":
-                console.print(to_rich(sheet, console.width))
+        print_sheets(*(sheet for sheet in result_sheets(load_runs(done)) if sheet.name != "fairness"))
         now, before = plural(len(outcome.finished), "run"), len(outcome.skipped)
         typer.echo(f"{now} finished now, {before} before. All: fednh table {out}")
     for warning, logs in list(outcome.warnings.items())[:MOST_WARNINGS]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fednh.cli.app import app, console_for_people
+from fednh.cli.app import app, print_sheets
 from fednh.cli.options import RunFolders
 from fednh.errors import UserError
 
@@ -59,12 +59,10 @@ def table(
 
 def show(sheets: Sequence[Sheet], form: TableFormat) -> None:
     """Print tables in one of the forms that Sheets have."""
-    from fednh.report.sheet import to_latex, to_markdown, to_rich
+    from fednh.report.sheet import to_latex, to_markdown
 
     if form is TableFormat.RICH:
-        console = console_for_people()
-        for sheet in sheets:
-            console.print(to_rich(sheet, console.width), "")
+        print_sheets(*sheets)
         return
     write = to_markdown if form is TableFormat.MARKDOWN else to_latex
     typer.echo("\n".join(write(sheet) for sheet in sheets), nl=False)
@@ -93,8 +91,8 @@ def compare(
     from fednh.report.sites import site_tables
 
     own = {folder: _at_a_site(folder) for folder in folders}
-    runs = [folder for folder, found in own.items() if not found]
-    tables = [table for found in own.values() for table in found]
+    runs = [folder for folder, of_site in own.items() if not of_site]
+    tables = [table for of_site in own.values() for table in of_site]
     tables += site_tables(load_runs(runs)) if runs else []
     if not tables:
         raise UserError(
@@ -118,5 +116,5 @@ def _at_a_site(folder: Path) -> list[SiteTable]:
 
 def _of(tables: list[SiteTable], site: str) -> list[SiteTable]:
     """The tables that have the site, with its row alone."""
-    found = [table.only(site) for table in tables if table.has(site)]
-    return found or [tables[0].only(site)]  # which names the sites that there are
+    rows = [table.only(site) for table in tables if table.has(site)]
+    return rows or [tables[0].only(site)]  # which names the sites that there are

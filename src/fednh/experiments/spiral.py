@@ -185,7 +185,7 @@ def numbers(example: Example) -> dict[str, Any]:
     for run, views in example.clients.items():
         here = disagreement(example, run, pair)
         means = [disagreement(example, run, two) for two in combinations(views, 2)]
-        pooled = [degrees for found in means for degrees in found]
+        pooled = [degrees for angles in means for degrees in angles]
         clients[run] = {
             "clients": list(pair),
             "angle_on_these": float(np.mean(here)) if here else None,
@@ -203,9 +203,9 @@ def shown_pair(example: Example) -> tuple[int, int]:
     return both[0], both[1]
 
 
-def claims(found: dict[str, Any]) -> list[dict[str, Any]]:
+def claims(numbers: dict[str, Any]) -> list[dict[str, Any]]:
     """The paper's claims, each with the numbers that bear on it and whether they show it."""
-    c, f = found["central"], found["clients"]
+    c, f = numbers["central"], numbers["clients"]
     even, odd = c["balanced-free"], c["imbalanced-free"]
     even_u, odd_u = c["balanced-uniform"], c["imbalanced-uniform"]
     angles = [f[run]["angle_over_all_pairs"] for run in FEDERATED]

@@ -84,10 +84,10 @@ def align_to_model(card: Card, data: Dataset, source: str) -> Dataset:
 
 def _as_in(card: Card, source: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings under which a source is read as the model's own data were."""
-    how, found = card.preprocessing.model_extra or {}, find(source)
-    if found is None or not found[0].named:
+    how, named = card.preprocessing.model_extra or {}, find(source)
+    if named is None or not named[0].named:
         return {}
-    kind, address = found
+    kind, address = named
     settings = kind.applicable(address, known, {key.removeprefix("data."): value for key, value in given.items()})
     if "group" in known and "group" not in settings and "data.group" not in given:
         words = (

@@ -103,11 +103,11 @@ def real_samples(model: Model) -> tuple[Inputs, str]:
 
 def _raw(card: Card, name: str) -> Any:
     """Samples of the training data; of a table its columns are enough, whichever one the label was."""
-    how, found = card.preprocessing.model_extra or {}, find(name)
-    if found is None:
+    how, named = card.preprocessing.model_extra or {}, find(name)
+    if named is None:
         data = load(name, data_folder())
         return data.x_test if len(data.x_test) else data.x_train
-    kind, address = found
+    kind, address = named
     if kind.runs_code:
         raise UserError("a model file may come from anybody, and names no code to run")
     settings = {"size": how.get("size"), "fit": rule(how), "on_bad": "skip"}

@@ -128,8 +128,8 @@ def _images(x: NDArray[Any], card: Card) -> NDArray[np.uint8]:
         raise UserError(f"{what}, not an array of shape {x.shape}")
     rows = (Image.fromarray(row[..., 0] if x.shape[3] == 1 else row) for row in x)
     fit = rule(card.preprocessing.model_extra or {})
-    found = [fitted(row, (height, width), channels, fit) for row in rows]
-    return np.stack(found) if found else np.empty((0, height, width, channels), np.uint8)
+    images = [fitted(row, (height, width), channels, fit) for row in rows]
+    return np.stack(images) if images else np.empty((0, height, width, channels), np.uint8)
 
 
 def _vectors(x: NDArray[Any], card: Card) -> NDArray[np.float32]:
@@ -199,12 +199,12 @@ def _images_in(path: Path, failed: Callable[[str], None]) -> Iterator[Path]:
     if not path.is_dir():
         yield path
         return
-    found = False
+    any_image = False
     for file in walk(path, failed, hidden=True):
         if file.name.lower().endswith(SUFFIXES):
-            found = True
+            any_image = True
             yield file
-    if not found:
+    if not any_image:
         failed(f"{path} holds no image files ({', '.join(SUFFIXES)})")
 
 
@@ -221,12 +221,12 @@ def _image_files(files: Iterable[Path], card: Card, failed: Callable[[str], None
     with ThreadPoolExecutor() as pool:
         for chunk in _chunks(files):
             names, pixels = [], []
-            for path, found in zip(chunk, pool.map(read, chunk), strict=True):
-                if isinstance(found, str):
-                    failed(found)
+            for path, read_image in zip(chunk, pool.map(read, chunk), strict=True):
+                if isinstance(read_image, str):
+                    failed(read_image)
                 else:
                     names.append(str(path))
-                    pixels.append(found)
+                    pixels.append(read_image)
             if names:
                 yield Batch(names, np.stack(pixels))
 

@@ -73,15 +73,15 @@ def assess(model: Model, x: Inputs, y: Labels, tell: Callable[[int, int], None] 
     guess = probability.argmax(1)
     labels = list(range(len(model.classes)))
     precision, recall, f1, support = metrics.precision_recall_fscore_support(y, guess, labels=labels, zero_division=0)
-    there = support > 0
+    present = support > 0
     truth = probability[np.arange(len(y)), y].astype(np.float64)
     bins = reliability(probability.max(1), guess == y)
     columns = zip(model.classes, precision, recall, f1, support, strict=True)
     return Assessment(
         samples=len(y),
         accuracy=float(metrics.accuracy_score(y, guess)),
-        balanced_accuracy=float(recall[there].mean()),
-        macro_f1=float(f1[there].mean()),
+        balanced_accuracy=float(recall[present].mean()),
+        macro_f1=float(f1[present].mean()),
         log_loss=float(-np.log(truth).mean()) if (truth > 0).all() else None,
         ece=sum(b.samples * abs(b.confidence - b.accuracy) for b in bins) / len(y),
         classes=[ClassMetrics(name, float(p), float(r), float(f), int(n)) for name, p, r, f, n in columns],
@@ -117,7 +117,7 @@ def records(
 ) -> list[Prediction]:
     """One record an input: the `top` classes with their probabilities, and whether it looks like any class at all."""
     best = (-scores.probabilities).argsort(axis=1, kind="stable")[:, :top]
-    found = []
+    predictions = []
     for i, name in enumerate(batch.names):
         chosen = [{"class": classes[c], "probability": round(float(scores.probabilities[i, c]), 6)} for c in best[i]]
         record: Prediction = {"input": name, **chosen[0], "top": chosen}
@@ -125,27 +125,27 @@ def records(
             record["similarity"] = round(float(scores.similarity[i]), 6)
             if threshold is not None:
                 record["known"] = bool(scores.similarity[i] >= threshold)
-        found.append(record)
-    return found
+        predictions.append(record)
+    return predictions
 
 
-def to_json(found: Iterable[list[Prediction]]) -> Iterator[str]:
+def to_json(predictions: Iterable[list[Prediction]]) -> Iterator[str]:
     """One array, a record a line."""
     opening = "[\n"
-    for batch in found:
+    for batch in predictions:
         for record in batch:
             yield opening + json.dumps(record, ensure_ascii=False)
             opening = ",\n"
     yield "[]\n" if opening == "[\n" else "\n]\n"
 
 
-def to_csv(found: Iterable[list[Prediction]], top: int, cosine: bool, reject: bool) -> Iterator[str]:
+def to_csv(predictions: Iterable[list[Prediction]], top: int, cosine: bool, reject: bool) -> Iterator[str]:
     """input, class, probability, class2, probability2, ..., similarity, known."""
     numbers = ["" if i == 1 else str(i) for i in range(1, top + 1)]
     columns = ["input", *(f"{word}{i}" for i in numbers for word in ("class", "probability"))]
     columns += ["similarity"] * cosine + ["known"] * reject
     yield csv_text([columns])
-    for batch in found:
+    for batch in predictions:
         for record in batch:
             row: list[Any] = [record["input"]]
             for choice in record["top"]:
@@ -154,9 +154,9 @@ def to_csv(found: Iterable[list[Prediction]], top: int, cosine: bool, reject: bo
             yield csv_text([row])
 
 
-def to_lines(found: Iterable[list[Prediction]]) -> Iterator[str]:
+def to_lines(predictions: Iterable[list[Prediction]]) -> Iterator[str]:
     """What people read: the input, its class, and the next ones."""
-    for batch in found:
+    for batch in predictions:
         width = max(len(record["input"]) for record in batch)
         longest = max(len(choice["class"]) for record in batch for choice in record["top"])
         for record in batch:

@@ -103,18 +103,18 @@ class Model:
 
     def similarity(self, x: Any) -> Floats:  # (N,)
         """The cosine of every input to its nearest class prototype: low for what looks like no known class."""
-        found = self._scores_of(x).similarity
-        if found is None:
+        cosines = self._scores_of(x).similarity
+        if cosines is None:
             raise UserError(self.no_similarity)
-        return found
+        return cosines
 
     def _scores_of(self, x: Any) -> Scores:
         """Everything about inputs; files are read and computed in the batches in which `fednh predict` does it."""
         paths = inputs.paths_of(x)
         if paths is None:
             return self.scores(inputs.samples(x, self.card))
-        found = [scores for _, scores in self.batches(paths, refuse)]
-        return joined(found) if found else self.scores(inputs.samples([], self.card))
+        parts = [scores for _, scores in self.batches(paths, refuse)]
+        return joined(parts) if parts else self.scores(inputs.samples([], self.card))
 
     @property
     def no_similarity(self) -> str:
@@ -141,13 +141,13 @@ class Model:
     @torch.no_grad()
     def scores(self, samples: Inputs, tell: Callable[[int, int], None] | None = None) -> Scores:
         """Everything about samples as `inputs` makes them; `tell` hears after each batch how many of all are done."""
-        found = [torch.zeros(0, len(self.classes))]
+        parts = [torch.zeros(0, len(self.classes))]
         for at in range(0, len(samples), inputs.BATCH):
             part = torch.from_numpy(samples[at : at + inputs.BATCH])
-            found.append(self.logits(part, self.params, self.normalisation))
+            parts.append(self.logits(part, self.params, self.normalisation))
             if tell is not None:
                 tell(at + len(part), len(samples))
-        logits = torch.cat(found)
+        logits = torch.cat(parts)
         near = novelty.similarity(self.method, self.params, logits)
         return Scores(logits.numpy(), logits.softmax(1).numpy(), None if near is None else near.numpy())
 

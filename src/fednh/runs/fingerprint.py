@@ -36,14 +36,14 @@ def of_settings(config: Config) -> dict[str, Any]:
 
 def write(run: Path, config: Config, data: Mapping[str, Any] | None) -> None:
     """Record what the run in this folder depends on; a copy of its pretrained weights is for those who join later."""
-    found: dict[str, Any] = {"format": FORMAT, "settings": of_settings(config)}
+    record: dict[str, Any] = {"format": FORMAT, "settings": of_settings(config)}
     if data is not None:
-        found["data"] = dict(data)
+        record["data"] = dict(data)
     if config.model.weights is not None:
         content = Path(config.model.weights).read_bytes()
         checksum = write_bytes(RunLayout(run).weights_file, content)
-        found["weights"] = {"path": config.model.weights, "bytes": len(content), "sha256": checksum}
-    write_json(RunLayout(run).fingerprint_file, found)
+        record["weights"] = {"path": config.model.weights, "bytes": len(content), "sha256": checksum}
+    write_json(RunLayout(run).fingerprint_file, record)
 
 
 def rewrite_settings(run: Path, config: Config) -> None:
@@ -55,10 +55,10 @@ def read(run: Path) -> dict[str, Any] | None:
     """What a run recorded; None if its folder has no fingerprint.json."""
     file = RunLayout(run).fingerprint_file
     try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        if found["format"] > FORMAT:
-            raise UserError(f"{file} has the format {found['format']}, which this version does not know; upgrade fednh")
-        return {"settings": {}, **found}
+        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if record["format"] > FORMAT:
+            raise UserError(f"{file} has the format {record['format']}, newer than this version's; upgrade fednh")
+        return {"settings": {}, **record}
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -67,12 +67,12 @@ def read(run: Path) -> dict[str, Any] | None:
 
 def required(run: Path) -> dict[str, Any]:
     """What a run recorded, for a command that cannot do without it."""
-    if (found := read(run)) is None:
+    if (record := read(run)) is None:
         name = RunLayout(run).fingerprint_file.name
         raise UserError(
             f"{run} has no {name}, which says what the run began with; restore it from a copy, or start another run"
         )
-    return found
+    return record
 
 
 def check_settings(run: Path, config: Config) -> None:
@@ -83,9 +83,9 @@ def check_settings(run: Path, config: Config) -> None:
     before, now = recorded["settings"], of_settings(config)
     came_or_went = ("model.weights" in before) != ("model.weights" in now)
     free = NOT_COMPARED - {"model.weights"} if came_or_went else NOT_COMPARED
-    if told := settings_changed(before, now, words, free):
+    if changes := settings_changed(before, now, words, free):
         file = RunLayout(run).config_file
-        raise UserError(f"{file} was edited after the run began: {told}; put it back, or start another run")
+        raise UserError(f"{file} was edited after the run began: {changes}; put it back, or start another run")
 
 
 def check(run: Path, config: Config, data: Mapping[str, Any] | None) -> None:
@@ -102,9 +102,9 @@ def check(run: Path, config: Config, data: Mapping[str, Any] | None) -> None:
 def check_data(run: Path, data: Mapping[str, Any]) -> None:
     """Refuse data that are not those that the run began with."""
     recorded = required(run).get("data")
-    if recorded is not None and (told := dataset.changed(recorded, data)):
+    if recorded is not None and (changes := dataset.changed(recorded, data)):
         raise UserError(
-            f"the data are not those that the run in {run} began with: {told}; restore them, or start another run"
+            f"the data are not those that the run in {run} began with: {changes}; restore them, or start another run"
         )
 
 
@@ -127,10 +127,10 @@ def changed_since(file: Path, data: Mapping[str, Any], anew: bool) -> str | None
     if not anew and file.exists():
         with suppress(ValueError):  # a damaged record is ignored
             before = json.loads(file.read_text(encoding="utf-8"))
-    told = None if before is None else dataset.changed(before, data)
-    if before is None or told:
+    changes = None if before is None else dataset.changed(before, data)
+    if before is None or changes:
         write_json(file, dict(data))
-    return told
+    return changes
 
 
 def weights_of(run: Path, config: Config) -> Path | None:
@@ -150,7 +150,7 @@ def settings_changed(
 
     A setting that was added to fednh after `before` was written had its default.
     """
-    usual, told = of_settings(Config()), []
+    usual, changes = of_settings(Config()), []
     for key in sorted(before.keys() | now.keys()):
         if key in free or key.partition(".")[0] in free:
             continue
@@ -158,9 +158,9 @@ def settings_changed(
             continue
         was, here = before.get(key, usual.get(key)), now.get(key)
         if was != here:
-            told.append(words.format(key=key, was=_value(was), now=_value(here)))
-    more = f" and {len(told) - 3} more" if len(told) > 3 else ""
-    return ", ".join(told[:3]) + more if told else None
+            changes.append(words.format(key=key, was=_value(was), now=_value(here)))
+    more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
+    return ", ".join(changes[:3]) + more if changes else None
 
 
 def _value(value: Any) -> str:

@@ -77,14 +77,15 @@ class RunFolder(RunLayout):
             raise UserError(f"{self.path} is a file, not a folder; choose another folder")
         if self.started:
             other = read_config(self.path)
-            there, here = fingerprint.of_settings(other), fingerprint.of_settings(config)
+            old, new = fingerprint.of_settings(other), fingerprint.of_settings(config)
             words = "{key} is {was} there and {now} here"
             free = {"workers", "rounds", "ray"}
-            if told := fingerprint.settings_changed(there, here, words, free - (set() if extend else {"rounds"})):
-                only_rounds = not fingerprint.settings_changed(there, here, words, free)
+            if changes := fingerprint.settings_changed(old, new, words, free - (set() if extend else {"rounds"})):
+                only_rounds = not fingerprint.settings_changed(old, new, words, free)
                 longer = f"go on with it: fednh resume {self.path} --rounds {config.rounds}, or " if only_rounds else ""
                 raise UserError(
-                    f"{self.path} holds a run with other settings ({told}); {longer}choose another folder, or delete it"
+                    f"{self.path} holds a run with other settings ({changes}); {longer}choose another folder, or "
+                    f"delete it"
                 )
             fingerprint.check_settings(self.path, other)
             if backend is not None:
@@ -185,9 +186,9 @@ class RunFolder(RunLayout):
     def remove_others(self, clients: Iterable[int]) -> None:
         """Delete models and outcomes of clients other than these: an earlier end of the run may have saved more."""
         these = set(clients)
-        for found in (self.clients_with_models(), self.clients_with_outcomes()):
-            for client in found.keys() - these:
-                found[client].unlink(missing_ok=True)
+        for files in (self.clients_with_models(), self.clients_with_outcomes()):
+            for client in files.keys() - these:
+                files[client].unlink(missing_ok=True)
 
     def write_model(self, file: Path, tree: Tree, card: dict[str, Any]) -> None:
         """A model with what is needed to use it: `card` says its method, architecture, classes and preprocessing.
@@ -196,9 +197,9 @@ class RunFolder(RunLayout):
         """
         write_model(file, tree, card, sync=False)
 
-    def write_outcomes(self, found: Mapping[int, Outcomes]) -> None:
+    def write_outcomes(self, by_client: Mapping[int, Outcomes]) -> None:
         """What became of each client's held-out samples; on disk for good when the summary is."""
-        for client, outcomes in found.items():
+        for client, outcomes in by_client.items():
             write_outcomes(self.outcomes_of(client), outcomes, sync=False)
 
 
@@ -227,8 +228,8 @@ def read_config(path: Path, finished: bool = False) -> Config:
 def read_partition(path: Path) -> dict[str, Any] | None:
     """How the samples of a run were divided; None where that is not recorded."""
     try:
-        found: dict[str, Any] = json.loads(RunLayout(path).partition_file.read_text(encoding="utf-8"))
-        return found
+        partition: dict[str, Any] = json.loads(RunLayout(path).partition_file.read_text(encoding="utf-8"))
+        return partition
     except (OSError, ValueError):
         return None
 
@@ -333,9 +334,9 @@ def display_names(names: Iterable[str]) -> dict[str, str]:
 
 def names_of(partition: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[int, str]:
     """The clients' names, where they have some; the sites of a real federation are in its summary alone."""
-    found = dict(enumerate(partition.get("sites", ())))
+    names = dict(enumerate(partition.get("sites", ())))
     rows = (*([] if partition.get("counts") else summary.get("sites", ())), *summary.get("clients", ()))
-    return found | {row["client"]: row["site"] for row in rows if "site" in row}
+    return names | {row["client"]: row["site"] for row in rows if "site" in row}
 
 
 def read_names(run: Path) -> dict[int, str]:

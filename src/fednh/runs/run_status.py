@@ -59,8 +59,8 @@ class RunStates:
 
     def look(self) -> list[RunState]:
         """All of them, in a stable order."""
-        found = [state for folder in self.folders for state in self._below(folder, _DEEPEST)]
-        return list({state.path.absolute(): state for state in found}.values())
+        states = [state for folder in self.folders for state in self._below(folder, _DEEPEST)]
+        return list({state.path.absolute(): state for state in states}.values())
 
     def name(self, path: Path) -> str:
         """The run's path below the folder that is watched, in characters that a terminal can show."""
