@@ -189,7 +189,7 @@ def personalize(
     if known := made.comparison["held_out_trained_on"]:
         words = f"the run was trained on {known:,} of the {made.comparison['held_out']:,} samples to compare on"
         typer.echo(f"fednh: warning: {words}, so the global and the personalised model look too good", err=True)
-    sheet, made.comparison["verdict"] = _compared(made, site or data)
+    sheet, made.comparison["verdict"] = _newcomer_sheet(made, site or data)
     made.write(folder)
     if form is AssessmentFormat.JSON:
         typer.echo(json.dumps(made.comparison, indent=2))
@@ -304,7 +304,7 @@ def _print_assessment(result: Assessment, title: str) -> None:
         console.print(f"most often confused: {confused}", highlight=False, markup=False)
 
 
-def _compared(made: Personalised, name: str) -> tuple[Sheet, str]:
+def _newcomer_sheet(made: Personalised, name: str) -> tuple[Sheet, str]:
     """The models of a newcomer with the intervals of their accuracies, and the sentence on which one to use."""
     from fednh.report.sheet import Sheet, number, word
     from fednh.report.sites import single_row
