@@ -16,7 +16,7 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from fednh.errors import RunError
+from fednh.errors import RunError, UserError
 from fednh.flower.deploy import processes as module
 from fednh.flower.deploy import supernode
 from fednh.flower.deploy.processes import (
@@ -300,3 +300,22 @@ def test_a_superlink_that_is_killed_while_keys_are_registered_is_started_anew(
         assert fed.processes.running["superlink"].poll() is None
     assert told.notes == ["the SuperLink was killed; starting it again"]
     assert seen == [False, True, False, True], "the second time without what the first one left"
+
+
+def test_other_systems_than_linux_are_told_so_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fednh.cli import federation
+    from fednh.flower.deploy import scaffold
+
+    scaffold.write(tmp_path / "fed", 2, [], {})
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    for start in (
+        lambda: federation.up(tmp_path / "fed", local=True),
+        lambda: federation.serve(tmp_path / "fed"),
+        lambda: federation.join(tmp_path / "fed/sites/site-1", "server:8443"),
+    ):
+        with pytest.raises(UserError, match=r"federations run on Linux: .* not safe on darwin"):
+            start()
+    assert sorted(tmp_path.rglob("*")) == before
