@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import fednh
 from fednh.data.batches import ClientData, Samples, subset
 from fednh.federated import client, evaluate
+from fednh.federated.summary import fall_after_rise
 from fednh.methods import METHODS
 from fednh.models import Net
 from fednh.runs.model_file import Outcomes
@@ -119,6 +120,8 @@ def test_held_out_means_leave_out_sites_with_one_class() -> None:
     assert (found["held_share_std"], found["one_class"]) == (10.0, [1])
     assert found["pm_l"] == found["pm_v"] == pytest.approx(220 / 3)
     assert [row["held_share"] for row in found["clients"]] == list(shares)
+    scarce = evaluate.final_metrics(None, None, people, one_class=[1], few_held=[2])
+    assert (scarce["held_share"], scarce["one_class"], scarce["few_held"]) == (50.0, [1], [2])
     usual = evaluate.final_metrics(None, None, people)
     assert (usual["held_share"], "one_class" in usual) == (pytest.approx(220 / 3), False)
 
@@ -146,7 +149,7 @@ def test_pooled_counts_samples_not_clients() -> None:
     large, small = person(0, [0, 0, 1, 2], [0, 0, 1, 2], [0, 1, 2, 0]), person(1, [2], [1], [0])
     found = evaluate.metrics(None, None, [large, small])
     assert (found["held_share"], found["held_pooled"], found["held_gm_pooled"]) == (50.0, 80.0, 20.0)
-    assert evaluate.metrics(None, None, [large, small], one_class=[0])["held_pooled"] == 0.0
+    assert evaluate.metrics(None, None, [large, small], left_out=[0])["held_pooled"] == 0.0
     summary = evaluate.final_metrics(None, None, [large, small])
     assert (summary["held_pooled"], summary["held_gm_pooled"]) == (80.0, 20.0)
 
@@ -163,3 +166,33 @@ def test_the_best_round_is_each_metrics_own() -> None:
     rows = [{"round": 1}, {"held_pooled": 60.0, "held_gm_pooled": 30.0}, {"held_pooled": 50.0, "held_gm_pooled": 40.0}]
     assert evaluate.best(rows) == {"held_pooled_best": 60.0, "held_gm_pooled_best": 40.0}
     assert evaluate.best([{"round": 1, "gm": 3.0}]) == {}
+
+
+def lines(*accuracies: float, falling: bool = True) -> list[dict[str, float]]:
+    return [
+        {"round": 2 * k + 2, "train_loss": 1 - 0.1 * k if falling else 1 + 0.1 * k, "held_share": value}
+        for k, value in enumerate(accuracies)
+    ]
+
+
+def test_a_fall_after_a_rise_is_told_with_its_round() -> None:
+    told = fall_after_rise(lines(30.0, 38.0, 42.4, 42.0, 41.0, 40.1, 39.5))
+    assert told == (
+        "held-out accuracy was best after round 6 (42.4) and fell to 39.5, while the training loss still fell (0.80 to "
+        "0.40): fewer rounds may do better"
+    )
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        lines(30.0, 38.0, 42.4, 42.0, 41.0, 40.1, 39.5, falling=False),  # the loss rose as well: it has not learned
+        lines(30.0, 38.0, 42.4, 41.5, 41.0),  # less than two points
+        lines(40.0, 46.0, 39.0, 45.0, 40.0, 46.1, 40.0, 42.0),  # no more than it jumps
+        lines(40.0, 46.0, 40.0),  # too few evaluations
+        lines(40.0, 41.0, 42.0, 43.0, 46.0, 40.0),  # one evaluation after the best
+        [{"round": 1, "train_loss": 0.5}] * 9,
+    ],
+)
+def test_what_is_no_clear_fall_is_not_told(records: list[dict[str, float]]) -> None:
+    assert fall_after_rise(records) is None

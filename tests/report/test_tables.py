@@ -11,7 +11,7 @@ import pytest
 from fednh.errors import UserError
 from fednh.methods import METHODS
 from fednh.report.groups import lay_out
-from fednh.report.load import Run
+from fednh.report.load import Run, load_runs
 from fednh.report.sheet import Sheet
 from fednh.report.tables import (
     accuracy_sheet,
@@ -222,11 +222,12 @@ def test_paired_comparison_by_hand(nine: list[Run]) -> None:
     rows = {(row[0], row[1]): dict(zip(sheet.columns, row, strict=True)) for row in texts(sheet)}
     gm = rows["FedAvg", "GM"]
     assert (gm["n"], gm["difference"], gm["95% interval"]) == ("3", "-3.00", "-5.48 to -0.52")
-    assert (gm["effect d"], gm["test"], gm["p"], gm["p (Holm)"]) == ("-3.00", "t", "0.035", "0.035")
+    assert (gm["effect d"], gm["p"]) == ("-3.00", "0.035")
     assert gm["reading"] == "maybe below (n=3)"
     assert ("Local", "GM") not in rows  # it has no global model
-    # PM(V): FedAvg +2 +4 +3 has the same |t|; Local -9 -10 -8 has t = -9 sqrt(3), p = 0.00409; Holm doubles the lower.
-    assert (rows["FedAvg", "PM(V)"]["p (Holm)"], rows["Local", "PM(V)"]["p (Holm)"]) == ("0.035", "0.008")
+    # PM(V): FedAvg +2 +4 +3 has the same |t|; Local -9 -10 -8 has t = -9 sqrt(3), p = 0.00409; both are doubled.
+    assert (rows["FedAvg", "PM(V)"]["p"], rows["Local", "PM(V)"]["p"]) == ("0.070", "0.008")
+    assert rows["FedAvg", "PM(V)"]["95% interval"] == "-0.58 to +6.58"  # 3 ± 6.2053 / sqrt(3)
     equal = rows["Local", "PM(L)"]
     assert (equal["difference"], equal["p"], equal["reading"]) == ("+0.00", "1.000", "unclear (n=3)")
     assert "With n = 3, a large p does not show that two methods are equal" in sheet.note
@@ -259,14 +260,25 @@ def test_of_several_settings_the_default_one_is_the_reference(tmp_path: Path) ->
     assert texts(sheet)[0][-1] == "below, untested"  # -40 on both seeds: there is no spread to test against
 
 
-def test_six_seeds_take_wilcoxon(tmp_path: Path) -> None:
+def test_six_seeds_are_enough_to_say_it(tmp_path: Path) -> None:
     runs = []
     for seed in range(6):
         runs.append(fake_result(tmp_path / f"nh{seed}", "fednh", seed, 80.0))
         runs.append(fake_result(tmp_path / f"avg{seed}", "fedavg", seed, 79.0 - seed))
     row = dict(zip((sheet := paired_sheet(runs)).columns, texts(sheet)[0], strict=True))
-    assert (row["test"], row["p"], row["reading"]) == ("Wilcoxon", "0.031", "below")  # 2 / 2^6
+    assert (row["p"], row["reading"]) == ("0.006", "below")  # -1 to -6: t = -3.5 / sqrt(3.5 / 6) = -4.58, df 5
     assert "With n" not in sheet.note
+
+
+def test_the_folds_of_a_seed_are_one_run(tmp_path: Path) -> None:
+    """Seed 0: 80 and 70 in two folds, seed 1: 90 and 80: 75 and 85, mean 80, standard deviation sqrt(50)."""
+    for seed in (0, 1):
+        for fold in (0, 1):
+            value = 80.0 + 10 * seed - 10 * fold
+            fake_result(tmp_path / f"{seed}{fold}", "fednh", seed, value, data__folds=2, data__fold=fold)
+    sheet = accuracy_sheet(load_runs([tmp_path]))
+    assert texts(sheet)[0][1] == "80.00 ± 7.07"
+    assert "n = 2 seeds" in sheet.note
 
 
 def test_short_comparison_has_a_row_a_run(nine: list[Run]) -> None:

@@ -122,6 +122,20 @@ def test_a_false_verdict_is_as_rare_as_stated(name: str) -> None:
     assert rates.missed <= most(60)
 
 
+def test_the_choice_among_many_equal_models_is_paid_for() -> None:
+    """Twelve equal models: the best of them seems to gain a few points on the samples that it was chosen by."""
+    rng, naive, fair = np.random.default_rng(1), list[float](), list[float]()
+    for _ in range(40):
+        row = SCENARIOS["no effect, twelve models"].row(rng)
+        *joint, own = (model.accuracy for model in row.models)
+        gain = verdict(row, CLASSES).gain
+        assert gain is not None
+        naive.append(max(joint) - own)
+        fair.append(gain.points)
+    assert np.mean(naive) > 5
+    assert abs(np.mean(fair)) < 2.5
+
+
 def test_an_effect_is_found_where_there_are_samples_enough() -> None:
     assert drawn("small effect, large", 30).right >= 15
     assert drawn("harm", 30).false == 0

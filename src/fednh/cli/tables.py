@@ -43,6 +43,8 @@ def table(
     """
     from fednh.report import tables
     from fednh.report.load import load_runs
+    from fednh.report.site_tables import advice_sheet
+    from fednh.report.sites import site_tables
     from fednh.report.tables import records, to_csv
 
     runs = load_runs(folders)
@@ -54,6 +56,8 @@ def table(
     else:
         sheets = [*tables.result_sheets(runs, paper), tables.cost_sheet(runs)]
         sheets += [sheet for sheet in [tables.paired_sheet(runs, reference)] if sheet.rows]
+        if reference is not None and reference.lower() == "local":
+            sheets += [advice_sheet(found) for found in site_tables([run for run in runs if run.names])]
     show(sheets, form)
 
 

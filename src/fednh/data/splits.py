@@ -22,6 +22,7 @@ from fednh.errors import DataError
 from fednh.seeding import numpy_rng
 from fednh.text import some
 
+FEWEST_HELD = 5  # samples that a site must hold out to count in means over sites
 DEFAULT_SHARE = 0.2  # of each client's classes, where there is no balanced test set
 
 

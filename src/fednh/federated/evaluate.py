@@ -11,7 +11,8 @@ What clients hold out of their own data is another measure, with names of its ow
     held_macro   the mean over the classes in the held-out samples of the accuracy on each
     held_share   plain accuracy on them, so every class counts by its share
 for the personal model, and held_gm_macro and held_gm_share for the global model on the same samples. Their means leave
-out natural sites with a single class. Where the predictions are in one place, in a simulation, there are also
+out natural sites with a single class or very few held-out samples. Where the predictions are in one place, in a
+simulation, there are also
     held_pooled, held_gm_pooled   correct samples of all clients over all their held-out samples: a large client counts
                                   for more, as in PFLlib; in the summary also `..._best`, of the best of the rounds
                                   in which the summary's clients were measured; the last is one of them
@@ -121,19 +122,19 @@ def personal(client: int, correct: Tensor, total: Tensor, counts: Tensor) -> Per
 
 
 def metrics(
-    correct: Tensor | None, total: Tensor | None, people: Sequence[Personal], one_class: Sequence[int] = ()
+    correct: Tensor | None, total: Tensor | None, people: Sequence[Personal], left_out: Sequence[int] = ()
 ) -> dict[str, Any]:
     """A round's metrics: GM of the global model's `correct`, and the means over these personal models.
 
-    Clients of `one_class`, natural sites with a single class, are left out of held-out means.
+    Clients in `left_out`, natural sites that can tell nothing, do not count in held-out means.
     """
     gm = None if correct is None or total is None else accuracy(correct, total, torch.ones_like(total))
     keys = ("pm_v", "pm_l", *(HELD if any(person.measures_held_out for person in people) else ()))
-    means = {key: mean_and_spread(_values(people, key, one_class))[0] for key in keys}
+    means = {key: mean_and_spread(_values(people, key, left_out))[0] for key in keys}
     found: dict[str, Any] = {
         "gm": gm,
         **means,
-        **pooled([person for person in people if person.client not in one_class]),
+        **pooled([person for person in people if person.client not in left_out]),
     }
     return found
 
@@ -156,20 +157,28 @@ def best(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return {f"{key}_best": max(row[key] for row in rows if key in row) for key in POOLED if any(key in r for r in rows)}
 
 
-def _values(people: Sequence[Personal], key: str, one_class: Sequence[int]) -> list[float | None]:
-    left_out = one_class if key in HELD else ()
-    return [getattr(person, key) for person in people if person.client not in left_out]
+def _values(people: Sequence[Personal], key: str, left_out: Sequence[int]) -> list[float | None]:
+    return [getattr(person, key) for person in people if key not in HELD or person.client not in left_out]
 
 
 def final_metrics(
-    correct: Tensor | None, total: Tensor | None, people: Sequence[Personal], one_class: Sequence[int] = ()
+    correct: Tensor | None,
+    total: Tensor | None,
+    people: Sequence[Personal],
+    one_class: Sequence[int] = (),
+    few_held: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """The same with spreads, by class and by client: for a run's summary."""
-    found = metrics(correct, total, people, one_class)
+    """The same with spreads, by class and by client, for a run's summary.
+
+    Left out are natural sites with a single class, and those with very few held-out samples.
+    """
+    left_out = [*one_class, *few_held]
+    found = metrics(correct, total, people, left_out)
     found["pm_l_std"] = mean_and_spread(p.pm_l for p in people)[1]
     if "held_share" in found:
-        found["held_share_std"] = mean_and_spread(_values(people, "held_share", one_class))[1]
+        found["held_share_std"] = mean_and_spread(_values(people, "held_share", left_out))[1]
         found |= {"one_class": list(one_class)} if one_class else {}
+        found |= {"few_held": list(few_held)} if few_held else {}
     found["per_class"] = None if correct is None or total is None else per_class(correct, total)
     return {**found, "clients": [person.record() for person in people]}
 

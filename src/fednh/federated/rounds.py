@@ -281,6 +281,8 @@ class RoundLoop:
             self.folder,
         )
         self._write_line()
+        if warning := self.summary.get("warning"):
+            self.executor.note(warning)
 
     # --- records -------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from fednh.data.dataset import Dataset
 from fednh.data.inspection import about_test_set
 from fednh.data.partitions import Indices, class_table, left_out
 from fednh.data.sources.registry import file_of, load
-from fednh.data.splits import DEFAULT_SHARE, balanced_sample, hold_out, hold_out_fold
+from fednh.data.splits import DEFAULT_SHARE, FEWEST_HELD, balanced_sample, hold_out, hold_out_fold
 from fednh.errors import Notice, UserError
 from fednh.io import cache
 from fednh.machine import check_machine
@@ -131,6 +131,17 @@ class ServerSide:
         """
         few = [client for client, row in enumerate(self.counts) if self.sites and np.count_nonzero(row) < 2]
         return few if len(few) < len(self.counts) else []
+
+    @property
+    def few_held(self) -> list[int]:
+        """The natural sites with so few held-out samples that one of them would move a mean over sites.
+
+        None if all sites are like that.
+        """
+        known = {client: len(held) for client, held in enumerate(self.held_out) if len(held) and self.sites}
+        rest = {client: n for client, n in known.items() if client not in self.one_class}
+        few = [client for client, n in rest.items() if n < FEWEST_HELD]
+        return few if len(few) < len(rest) else []
 
 
 def initial_state(method: Method, net: Net, seed: int, device: str = "cpu") -> Tree:

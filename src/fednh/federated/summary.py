@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from fednh.config import Config
@@ -17,6 +18,7 @@ from fednh.federated.plan import evaluated_clients, is_evaluated
 from fednh.federated.results import Progress
 from fednh.federated.start import Started
 from fednh.interrupt import Meter
+from fednh.metric_names import HELD_SHARE
 from fednh.runs.run_folder import RunFolder
 from fednh.tree import Tree
 
@@ -40,7 +42,8 @@ def close_round(
     started, record, side = time.perf_counter(), progress.records[-1], setup.side
     correct = _global_correct(setup, server, progress.round, meter)
     people = replies.personal_metrics()
-    record |= evaluate.metrics(correct, setup.total, [p for p in people if p.client in evaluated], side.one_class)
+    measured, left_out = [p for p in people if p.client in evaluated], [*side.one_class, *side.few_held]
+    record |= evaluate.metrics(correct, setup.total, measured, left_out)
     if in_summary is not None:
         _write_models(config, setup, server, replies, meter, folder)
         found = {p.client: p.outcomes for p in people if p.outcomes is not None}
@@ -85,7 +88,9 @@ def _summary(
     config: Config, setup: Started, progress: Progress, correct: Tensor | None, people: Sequence[Personal]
 ) -> dict[str, Any]:
     lost = [record["round"] for record in progress.records if record.get("lost")]
-    metrics = evaluate.final_metrics(correct, setup.total, people, setup.side.one_class)
+    earlier = _comparable(config, progress, {person.client for person in people})
+    warning = fall_after_rise([*earlier, progress.records[-1]])
+    metrics = evaluate.final_metrics(correct, setup.total, people, setup.side.one_class, setup.side.few_held)
     sampled = config.eval.samples and setup.total is not None
     return {
         "method": config.method["name"],
@@ -94,9 +99,10 @@ def _summary(
         "rounds": progress.round,
         **({"test_samples": int(setup.total.sum())} if sampled and setup.total is not None else {}),
         **metrics,
-        **evaluate.best([*_comparable(config, progress, {person.client for person in people}), metrics]),
+        **evaluate.best([*earlier, metrics]),
         **progress.totals(),
         **({"lost": lost} if lost else {}),
+        **({"warning": warning} if warning else {}),
     }
 
 
@@ -108,6 +114,30 @@ def _comparable(config: Config, progress: Progress, measured: set[int]) -> list[
         if is_evaluated(config, record["round"]) and set(evaluated_clients(config, record, members)) == measured:
             found.append(record)
     return found
+
+
+def fall_after_rise(records: Sequence[Mapping[str, Any]]) -> str | None:
+    """A warning, where the training loss still fell but the accuracy on held-out samples is clearly below its best.
+
+    Clearly: by two points and twice the noise, which is how much the accuracy jumps from one evaluation to the next.
+    """
+    rows = [
+        (row["round"], row["train_loss"], row[HELD_SHARE])
+        for row in records
+        if row.get(HELD_SHARE) is not None and row.get("train_loss") is not None
+    ]
+    if len(rows) < 4:
+        return None
+    rounds, losses, accuracies = (np.array(column) for column in zip(*rows, strict=True))
+    best = int(np.argmax(accuracies))
+    drop, noise = accuracies[best] - accuracies[-1], float(np.median(np.abs(np.diff(accuracies))))
+    if len(rows) - best < 3 or losses[-1] >= losses[best] or drop < max(2.0, 2 * noise):
+        return None
+    return (
+        f"held-out accuracy was best after round {rounds[best]} ({accuracies[best]:.1f}) and fell to "
+        f"{accuracies[-1]:.1f}, while the training loss still fell ({losses[best]:.2f} to {losses[-1]:.2f}): fewer "
+        "rounds may do better"
+    )
 
 
 def site_names(summary: Mapping[str, Any], sites: Sequence[str]) -> list[dict[str, Any]]:

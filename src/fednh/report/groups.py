@@ -60,7 +60,8 @@ class Group:
 
     @property
     def n(self) -> int:
-        return len(self.runs)
+        """The number of seeds; the folds of a seed count as one run."""
+        return len(seeds(self.runs))
 
     @property
     def method(self) -> str:
@@ -108,7 +109,15 @@ class Group:
 
     def values(self, metric: str) -> list[float]:
         """A metric of the summary, one for each seed that has it."""
-        return [float(run.summary[metric]) for run in self.runs if run.summary.get(metric) is not None]
+        return list(self.by_seed(metric).values())
+
+    def by_seed(self, metric: str) -> dict[int, float]:
+        """A metric of the summary by seed: the mean over the folds that have it."""
+        found: dict[int, list[float]] = {}
+        for run in self.runs:
+            if (value := run.summary.get(metric)) is not None:
+                found.setdefault(run.config.seed, []).append(float(value))
+        return {seed: sum(values) / len(values) for seed, values in found.items()}
 
     def by_client(self, metric: str) -> list[list[float]]:
         """A metric of each client that has it and counts in means, one list for each seed that has any."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fednh.config import Config
+from fednh.data.splits import FEWEST_HELD
 from fednh.errors import UserError
 from fednh.metric_names import HELD
 from fednh.runs.layout import RunLayout
@@ -78,9 +79,14 @@ class Run:
         """The sites with a single class, which the summary's held-out means leave out."""
         return list(self.summary.get("one_class", ()))
 
+    @property
+    def few_held(self) -> list[int]:
+        """The sites with very few held-out samples, which the same means leave out."""
+        return list(self.summary.get("few_held", ()))
+
     def counted(self, metric: str) -> dict[int, float]:
         """The clients that count in a metric's mean, each with its value."""
-        left_out = self.one_class if metric in HELD else ()
+        left_out = (*self.one_class, *self.few_held) if metric in HELD else ()
         return {client: value for client, value in self.by_client(metric).items() if client not in left_out}
 
 
@@ -118,7 +124,10 @@ def load_runs(folders: Sequence[Path]) -> list[Run]:
 
 def left_out(runs: Sequence[Run]) -> str:
     """Who is left out of held-out means, as a sentence that may follow another one."""
-    names = list(dict.fromkeys(run.client_name(client) for run in runs for client in run.one_class))
-    if not names:
-        return ""
-    return f" A site with one class, which any model can name, is left out: {some(names)}."
+    single, few = (
+        list(dict.fromkeys(run.client_name(client) for run in runs for client in getattr(run, which)))
+        for which in ("one_class", "few_held")
+    )
+    words = f" A site with one class, which any model can name, is left out: {some(single)}." if single else ""
+    scarce = f" A site with fewer than {FEWEST_HELD} held-out samples is left out: {some(few)}." if few else ""
+    return words + scarce

@@ -44,7 +44,7 @@ def site_sheet(table: SiteTable) -> Sheet:
         for row, found in zip(table.rows, verdicts(table), strict=True)
     ]
     if len(table.measured) > 1:
-        means = [number(table.mean(column), "{:.1f}") for column in table.columns]
+        means = [_mean(table, column) for column in table.columns]
         cells.append([word(f"mean of {len(table.measured)} sites"), Cell(DASH), Cell(DASH), Cell(DASH), *means])
     note = (
         "Accuracy in percent on samples that the site held out: no model was trained on them. In brackets a 95% "
@@ -104,6 +104,11 @@ def _accuracy(row: SiteRow, column: str, found: SiteVerdict) -> Cell:
     if model is None:
         return Cell(DASH)
     return Cell(f"{model.accuracy:.1f}{_interval(model)}", model.accuracy, 1 if found.use == column else 0)
+
+
+def _mean(table: SiteTable, column: str) -> Cell:
+    mean, known = table.mean(column), table.interval(column)
+    return number(mean, "{:.1f}" if known is None else f"{{:.1f}} ({known[0]:.1f} to {known[1]:.1f})")
 
 
 def _interval(model: SiteModel) -> str:

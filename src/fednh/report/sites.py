@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from fednh.config import flat
 from fednh.data.partitions.kinds import uses
+from fednh.data.splits import FEWEST_HELD
 from fednh.errors import UserError, nearest
 from fednh.metric_names import HELD_GM_SHARE, HELD_SHARE
 from fednh.report.groups import by_variant, settings_of, varying
@@ -118,6 +119,11 @@ class SiteRow:
         return None if self.held is None else self.held.n
 
     @property
+    def few(self) -> bool:
+        """Whether its held-out samples are too few to count in means over sites."""
+        return self.n is not None and self.n < FEWEST_HELD
+
+    @property
     def only_class(self) -> int | None:
         """The class of a site that has a single one."""
         there = np.flatnonzero(self.trained)
@@ -161,11 +167,13 @@ class SiteTable:
     def notes(self) -> tuple[str, ...]:
         """Sentences that belong to the table: what is missing, who is left out of means, and what chance does."""
         counted = set(self.measured)
-        single = [row.name for row in self.rows if row not in counted]
+        apart = [row for row in self.rows if row not in counted]
+        single, few = ([row.name for row in apart if (row.only_class is None) == few] for few in (False, True))
         words = f"A site with one class, which any model can name, is left out of means: {some(single)}."
+        scarce = f"A site with fewer than {FEWEST_HELD} held-out samples is left out of means: {some(few)}."
         n = sum(len(row.models) > 1 and row.n is not None for row in self.measured)
         chance = f"If all models were equally good, up to {n // 20} of {n} sites would still be marked, by chance."
-        return (*self.lacking, *([words] if single else []), *([chance] if n >= 20 else []))
+        return (*self.lacking, *([words] if single else []), *([scarce] if few else []), *([chance] if n >= 20 else []))
 
     def row(self, site: int | str) -> SiteRow:
         """The row of a site, by its name or its number."""
@@ -187,14 +195,20 @@ class SiteTable:
 
     @property
     def measured(self) -> list[SiteRow]:
-        """The sites that count in means: those with more than one class, unless none has."""
-        several = [row for row in self.rows if row.only_class is None]
+        """The sites that count in means: those with more than one class and enough samples, unless none has."""
+        several = [row for row in self.rows if row.only_class is None and not row.few]
         return several or list(self.rows)
 
     def mean(self, column: str) -> float | None:
         """The mean accuracy of a model over sites, each counting once."""
         found = [model.accuracy for row in self.measured if (model := row.model(column)) is not None]
         return sum(found) / len(found) if found else None
+
+    def interval(self, column: str) -> tuple[float, float] | None:
+        """The 95% interval of that mean; None: single samples are not recorded."""
+        found = [(row.held, row.model(column)) for row in self.measured]
+        known = [(held, model.guessed) for held, model in found if held and model and model.guessed is not None]
+        return _mean_interval(known) if known and len(known) == len(found) else None
 
 
 @dataclass(frozen=True)
@@ -276,6 +290,32 @@ def confusion(row: SiteRow, model: SiteModel, classes: int) -> NDArray[np.float6
     weight = row.held.n * row.held.designs[0].weight
     table: NDArray[np.float64] = np.bincount(row.held.label * classes + model.guessed, weight, classes**2).astype(float)
     return table.reshape(classes, classes)
+
+
+def held_interval(run: Run) -> tuple[float, float, int] | None:
+    """The 95% interval of a run's mean accuracy over clients of personal models on held-out samples, and their number.
+
+    None: single samples are not recorded.
+    """
+    found = [run.outcomes(client) for client in run.counted(HELD_SHARE)]
+    known = [each for each in found if each is not None and len(each)]
+    if not known or len(known) < len(found):
+        return None
+    return *_mean_interval([(_held({(0, 0): each}), each.personal) for each in known]), sum(map(len, known))
+
+
+def _mean_interval(sites: Sequence[tuple[Held, Classes]]) -> tuple[float, float]:
+    """The 95% interval of a mean accuracy over sites, each counting once; seeds are the same at all."""
+    site = np.repeat(np.arange(len(sites)), [len(guessed) for _, guessed in sites])
+    sample, group, seed, fold, right = (
+        np.concatenate(columns)
+        for columns in zip(
+            *((h.sample, h.group, h.seed, h.fold, h.label == guessed) for h, guessed in sites), strict=True
+        )
+    )
+    rows, units = (np.unique((site, column), axis=1, return_inverse=True)[1].ravel() for column in (sample, group))
+    run = np.unique(seed if len(np.unique(seed)) > 1 else fold, return_inverse=True)[1]
+    return accuracy_interval(right.astype(np.float64), Design(rows, units, run, site))
 
 
 # --- how the tables are made ---------------------------------------------------------------------------------------

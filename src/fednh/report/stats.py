@@ -1,7 +1,7 @@
 """The statistics behind the tables.
 
-Over seeds: spread, paired tests and Holm's correction. Of one site: the interval of an accuracy, and of the difference
-of two models on the same samples.
+Over seeds: spread and paired tests. Of one site: the interval of an accuracy, and of the difference of two models on
+the same samples. Where several comparisons are made, interval and p are corrected alike (Bonferroni).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from math import ceil, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-# With n pairs the smallest two-sided p of a Wilcoxon test is 2 / 2^n: from six pairs on it can fall below 0.05.
-WILCOXON_FROM = 6
+LEVEL = 0.05  # of all comparisons that are made together
+ENOUGH_SEEDS = 6  # with fewer, a test rests on the assumption that differences are normal
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,7 @@ class Paired:
     low: float  # 95% confidence interval of the mean difference, by Student's t
     high: float
     effect: float | None  # Cohen's d of paired differences: mean / standard deviation
-    test: str
-    p: float | None  # None: the differences do not vary, so nothing can be tested
+    p: float | None  # corrected as the interval is; None: the differences do not vary, so nothing can be tested
 
 
 def spread(values: Sequence[float]) -> Spread | None:
@@ -63,38 +62,24 @@ def worst_tenth(values: Sequence[float]) -> float:
     return float(np.mean(np.asarray(values)[lowest_tenth(values)]))
 
 
-def paired(differences: Sequence[float]) -> Paired:
-    """Wilcoxon's signed-rank test from six non-zero differences on, Student's paired t-test below; n >= 2."""
-    from scipy import stats  # takes a second to import; the table of a single run tests nothing
+def paired(differences: Sequence[float], comparisons: int = 1) -> Paired:
+    """Student's paired t-test and its interval, as one of several comparisons; n >= 2."""
+    from scipy.special import stdtr, stdtrit  # takes a moment to import; the table of a single run tests nothing
 
     d = np.asarray(differences, dtype=np.float64)
     n, mean, std = len(d), float(d.mean()), float(d.std(ddof=1))
     if std <= 1e-9 * max(1.0, float(np.abs(d).max())):
         alike = bool(np.abs(d).max() <= 1e-9)
-        return Paired(n, mean, mean, mean, 0.0 if alike else None, "none", 1.0 if alike else None)
-    half = float(stats.t.ppf(0.975, n - 1)) * std / n**0.5
-    if np.count_nonzero(d) >= WILCOXON_FROM:
-        test, p = "Wilcoxon", float(stats.wilcoxon(d).pvalue)
-    else:
-        test, p = "t", float(stats.ttest_1samp(d, 0.0).pvalue)
-    return Paired(n, mean, mean - half, mean + half, mean / std, test, p)
-
-
-def holm(ps: Sequence[float | None]) -> list[float | None]:
-    """Holm's step-down correction; comparisons without a test stay None and do not count."""
-    tested = sorted((p, i) for i, p in enumerate(ps) if p is not None)
-    corrected: list[float | None] = [None] * len(ps)
-    highest = 0.0
-    for rank, (p, i) in enumerate(tested):
-        highest = max(highest, min(1.0, p * (len(tested) - rank)))
-        corrected[i] = highest
-    return corrected
+        return Paired(n, mean, mean, mean, 0.0 if alike else None, 1.0 if alike else None)
+    error = std / n**0.5
+    half = float(stdtrit(n - 1, 1 - LEVEL / 2 / comparisons)) * error
+    p = min(1.0, 2 * comparisons * float(stdtr(n - 1, -abs(mean) / error)))
+    return Paired(n, mean, mean - half, mean + half, mean / std, p)
 
 
 # --- one site ------------------------------------------------------------------------------------------------------
 
 Z = 1.959963984540054  # 95% of a normal distribution lie within this many standard deviations
-LEVEL = 0.05  # of all comparisons at a site together
 ALIKE = 3.0  # points: a difference that is surely smaller than this does not matter to the choice of a model
 
 Floats = NDArray[np.float64]

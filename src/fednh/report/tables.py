@@ -38,7 +38,8 @@ from fednh.report.sheet import (
     span,
     word,
 )
-from fednh.report.stats import WILCOXON_FROM, Paired, holm, paired, spread, worst_tenth
+from fednh.report.sites import held_interval
+from fednh.report.stats import ENOUGH_SEEDS, LEVEL, Paired, paired, spread, worst_tenth
 from fednh.runs.run_folder import display_name, display_names
 from fednh.text import csv_text, plural
 
@@ -53,18 +54,17 @@ class Comparison:
     metric: str  # the summary's name
     reference: Row
     result: Paired
-    corrected: float | None  # p after Holm
 
     @property
     def conclusion(self) -> str:
         """The conclusion that the numbers support."""
-        n, p = self.result.n, self.corrected
+        n, p = self.result.n, self.result.p
         side = "above" if self.result.mean > 0 else "below"
-        if self.result.p is None:
+        if p is None:
             return f"{side}, untested"
-        if p is None or p >= 0.05:
-            return "no difference shown" if n >= WILCOXON_FROM else f"unclear (n={n})"
-        return side if n >= WILCOXON_FROM else f"maybe {side} (n={n})"
+        if p >= LEVEL:
+            return "no difference shown" if n >= ENOUGH_SEEDS else f"unclear (n={n})"
+        return side if n >= ENOUGH_SEEDS else f"maybe {side} (n={n})"
 
 
 def default_reference(layout: TableLayout) -> str | None:
@@ -87,7 +87,7 @@ def compare(layout: TableLayout, reference: str | None) -> list[Comparison]:
         rivals = [place for place in here if chosen in (place[0].method, place[0].label)]
         if rivals:
             base = min(rivals, key=lambda place: not _by_default(place[2]))
-            for metric in (*TEST_SET, *HELD_OUT):
+            for metric in (*TEST_SET, *(() if _has_verdicts(base[2]) else HELD_OUT)):
                 found += _one_metric([place for place in here if place is not base], base, metric)
     return sorted(found, key=lambda c: (layout.rows.index(c.row), layout.columns.index(c.column)))
 
@@ -96,21 +96,22 @@ def _one_metric(
     others: Sequence[tuple[Row, str, Group]], base: tuple[Row, str, Group], metric: str
 ) -> list[Comparison]:
     pairs = [(place, _differences(place[2], base[2], metric)) for place in others]
-    tested = [(place, paired(d)) for place, d in pairs if len(d) >= 2]
-    corrected = holm([result.p for _, result in tested])
+    tested = [(place, d) for place, d in pairs if len(d) >= 2]
     return [
-        Comparison(row, column, group, metric, base[0], result, p)
-        for ((row, column, group), result), p in zip(tested, corrected, strict=True)
+        Comparison(row, column, group, metric, base[0], paired(d, len(tested))) for (row, column, group), d in tested
     ]
 
 
 def _differences(group: Group, base: Group, metric: str) -> list[float]:
-    theirs = {run.config.seed: run.summary.get(metric) for run in base.runs}
-    return [
-        run.summary[metric] - other
-        for run in group.runs
-        if run.summary.get(metric) is not None and (other := theirs.get(run.config.seed)) is not None
-    ]
+    ours, theirs = group.by_seed(metric), base.by_seed(metric)
+    return [value - theirs[seed] for seed, value in ours.items() if seed in theirs]
+
+
+def _has_verdicts(reference: Group) -> bool:
+    """Whether the comparison with training alone on held-out samples is the sites' own (report/verdicts.py)."""
+    return reference.method == "local" and any(
+        run.names and run.layout.clients_with_outcomes() for run in reference.runs
+    )
 
 
 def _by_default(group: Group) -> bool:
@@ -313,7 +314,7 @@ def paired_sheet(runs: Sequence[Run], reference: str | None = None) -> Sheet:
     layout = lay_out(runs)
     found = compare(layout, reference)
     columns = [*_lead(layout, partition=True), "method", "metric", "n", "difference", "95% interval"]
-    columns += ["effect d", "test", "p", "p (Holm)", "reading"]
+    columns += ["effect d", "p", "reading"]
     if not found:
         note = "Nothing to compare: it takes two methods with the same settings and at least two seeds in common."
         return Sheet("paired", "Paired comparison", columns, [], note)
@@ -337,7 +338,7 @@ def comparison_sheet(runs: Sequence[Run]) -> Sheet:
         [
             *(word(display_name(name)) for name in (run.method, run.summary["data"])),
             *(word(value) for value in (run.config.seed, run.summary["rounds"])),
-            *(number(run.summary.get(key)) for key in keys),
+            *(_with_interval(run) if key == HELD_SHARE else number(run.summary.get(key)) for key in keys),
             number(run.summary["samples_per_second"] or None, "{:,.0f}"),  # a method need not call `fit`
         ]
         for run in runs
@@ -348,10 +349,22 @@ def comparison_sheet(runs: Sequence[Run]) -> Sheet:
     said = f"{_ACCURACY_WORDS}; fairness: standard deviation of PM(L) over clients. {_MEAN_FIRST}"
     layout = lay_out(runs)
     said = f"{said} {_sampled(layout)}".rstrip()
-    note = " ".join([said] * (GM in keys) + [f"{_HELD_WORDS}.{left_out(runs)}"] * held)
+    note = " ".join(
+        [said] * (GM in keys) + [f"{_HELD_WORDS}. In brackets a 95% interval over samples.{left_out(runs)}"] * held
+    )
     columns = ["method", "data", "seed", "rounds", *keys.values(), "samples/s"]
     title = "Test accuracy in percent" if GM in keys else "Accuracy on held-out samples in percent"
     return Sheet("comparison", title + _common(layout, data=False), columns, rows, note)
+
+
+def _with_interval(run: Run) -> Cell:
+    """A run's accuracy on held-out samples with its interval and their number, where single samples are recorded."""
+    mean = run.summary.get(HELD_SHARE)
+    known = None if mean is None else held_interval(run)
+    if known is None or mean is None:
+        return number(mean)
+    low, high, n = known
+    return Cell(f"{mean:.2f} ({low:.1f} to {high:.1f}, n = {n:,})", float(mean))
 
 
 # --- accuracy and fairness -----------------------------------------------------------------------------------------
@@ -463,9 +476,7 @@ def _paired_cells(c: Comparison) -> list[Cell]:
         number(r.mean, "{:+.2f}"),
         Cell(f"{r.low:+.2f} to {r.high:+.2f}", r.low),
         number(r.effect, "{:+.2f}"),
-        word(r.test),
         probability(r.p),
-        probability(c.corrected),
         word(c.conclusion),
     ]
 
@@ -473,13 +484,12 @@ def _paired_cells(c: Comparison) -> list[Cell]:
 def _paired_note(found: Sequence[Comparison]) -> str:
     n = min(c.result.n for c in found)
     note = (
-        "Differences are method minus reference, seed by seed. t: Student's paired t-test, which assumes normal "
-        f"differences; Wilcoxon: signed-rank test, from {WILCOXON_FROM} pairs on. Holm: corrected for the methods "
-        "compared in one setting and metric. Effect d: mean difference / its standard deviation. Seeds stand for other "
-        "partitions, picks and initial weights of the same data, not for other data. Untested: the difference was the "
-        "same on every seed."
+        "Differences are method minus reference, seed by seed. p: Student's paired t-test, which assumes normal "
+        "differences; it and the interval are corrected alike for the methods compared in one setting and metric "
+        "(Bonferroni). Effect d: mean difference / its standard deviation. Seeds stand for other partitions, picks and "
+        "initial weights of the same data, not for other data. Untested: the difference was the same on every seed."
     )
-    if n >= WILCOXON_FROM:
+    if n >= ENOUGH_SEEDS:
         return note
     return (
         f"{note} With n = {n}, a large p does not show that two methods are equal, and a small one rests on {n} "
@@ -551,7 +561,7 @@ _CSV_METRICS = (
 )
 _CSV_COLUMNS = ["data", "partition", "beta", "clients", "participation", "rounds", "method", "settings", "metric"]
 _CSV_COLUMNS += ["n", "mean", "std", "seeds"]
-_CSV_PAIRED = ["reference", "pairs", "difference", "low", "high", "effect", "test", "p", "p_holm"]
+_CSV_PAIRED = ["reference", "pairs", "difference", "low", "high", "effect", "p"]
 _CSV_PAPER = ["paper_mean", "paper_std", "paper_difference"]
 _PRINTED = {**TEST_SET, std_of(PM_L): "fairness"}
 
@@ -583,7 +593,7 @@ def records(runs: Sequence[Run], reference: str | None = None, paper: bool = Fal
             pair = pairs.get((row, column, metric))
             if pair is not None:
                 r = pair.result
-                values = (pair.reference.label, r.n, r.mean, r.low, r.high, r.effect, r.test, r.p, pair.corrected)
+                values = (pair.reference.label, r.n, r.mean, r.low, r.high, r.effect, r.p)
                 record |= dict(zip(_CSV_PAIRED, values, strict=True))
             theirs = published(group, _PRINTED[metric]) if paper and metric in _PRINTED else None
             if theirs is not None and metric == std_of(PM_L):  # the paper's spread over clients is its metric here
