@@ -165,7 +165,7 @@ def test_a_seed_counts_once(tmp_path: Path) -> None:
     sheet = accuracy_sheet(runs)
     assert texts(sheet)[0][1] == "80.00"
     assert "n = 1 seed" in sheet.note
-    assert "1 run(s) with settings and seed of another one are left out" in sheet.note
+    assert "Left out: 1 run with settings and seed of another one." in sheet.note
 
 
 def test_unequal_n_is_said_in_each_cell(nine: list[Run], tmp_path: Path) -> None:
