@@ -20,7 +20,7 @@ from fednh.config import load
 from fednh.data.batches import ClientData, Samples
 from fednh.errors import Notice, UserError
 from fednh.federated import client
-from fednh.federated.local_norm import NORM
+from fednh.federated.client import NORM
 from fednh.federated.setup import build_federation
 from fednh.methods import METHODS
 from fednh.methods.fedavg import FedAvg

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fednh.models import build_net, native, pooled_conv
-from fednh.models.fast_conv import FastConv2d, use_fast_conv
-from fednh.models.pooled_conv import PooledConv2d, fuse
+from fednh.models import build_net, fast_conv, native
+from fednh.models.fast_conv import FastConv2d, PooledConv2d, fuse, use_fast_conv
 
 needs_kernels = pytest.mark.skipif(native._compiler() is None, reason="no C compiler on this machine")
 
@@ -193,4 +192,4 @@ def test_a_layer_that_computes_otherwise_keeps_its_class() -> None:
     fuse(module)
     assert type(module[0]) is Mine
     assert issubclass(PooledConv2d, FastConv2d)
-    assert pooled_conv.FEW < 16, "the kernel of the gradient loads 16 inputs at a time"
+    assert fast_conv.FEW < 16, "the kernel of the gradient loads 16 inputs at a time"

@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic.errors import PydanticSchemaGenerationError
 
-from fednh.config import options
+from fednh.config.options import parse_bytes
 from fednh.data.partitions import Partition
 from fednh.data.partitions import kinds as partition_kinds
 from fednh.data.partitions.kinds import PARTITIONS
@@ -183,7 +183,7 @@ class StoreConfig(Section):
     @field_validator("memory")
     @classmethod
     def _readable(cls, value: int | str) -> int | str:
-        options.parse_bytes(value, total=1 << 30)
+        parse_bytes(value, total=1 << 30)
         return value
 
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fednh.errors import ConfigError
-from fednh.models.fast_conv import use_fast_conv
-from fednh.models.pooled_conv import fuse
+from fednh.models.fast_conv import fuse, use_fast_conv
 from fednh.models.random_layers import SeededRandomOps, not_repeatable, seeded
 from fednh.models.split import read_weights
 from fednh.text import some
@@ -32,7 +31,7 @@ class Net:
     each thread that calls a Net gets its own copy of the skeleton.
 
     With `norm="local"` the normalisation layers' parameters and statistics are in no Tree that a method sees: they
-    start as `norm`, and a client at work binds its own to its thread (`federated/local_norm.py`). `head` is the head's
+    start as `norm`, and a client at work binds its own to its thread (`federated/client.py`). `head` is the head's
     name in a module that was split; `weights` is a safetensors file to start from. With `convolution="fast"`
     convolutions compute by `fast_conv.py` where they can.
 
