@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fednh.cli import app
+from fednh.config import dump, load
 from fednh.errors import UserError
 from fednh.report.figures import FIGURES
 from fednh.report.html import render, sheet_csv, write_report
@@ -128,7 +129,7 @@ def test_each_site_is_told_which_model_to_use(of_sites: str) -> None:
     """First of all; marked best only where the samples say so; and everything by name."""
     assert Page(of_sites).ids.index("sites") < Page(of_sites).ids.index("tables")
     section = of_sites[of_sites.index('<section id="sites">') : of_sites.index('<section id="tables">')]
-    assert "comes from samples that the site held out: no model was trained on them" in section
+    assert "On samples that the site held out: no model was trained on them" in section
     table = section[: section.index("</table>")]
     rows = {
         match[1]: match[0]
@@ -140,25 +141,79 @@ def test_each_site_is_told_which_model_to_use(of_sites: str) -> None:
     assert "<small>92.9 to 100.0</small>" in rows["art"]  # Wilson, 50 of 50: 50 / (50 + 1.96^2)
     assert '<td data-value="50">50</td>' in rows["art"]
     assert "oo few samples to tell" in rows["cartoon"]
-    assert "federating helps at 1 of 4 sites (art)" in section.lower()
     means = re.findall(r"<td>([\d.]+)</td>", table[table.index("<tfoot>") :])
-    assert means == ["100.0", "60.0", "60.0"]  # the other sites hold out fewer than five samples each
+    assert means == ["60.0", "100.0", "60.0"]  # the other sites hold out fewer than five samples each
 
 
-def test_sites_without_held_out_samples_are_told_why_there_is_no_table(tmp_path: Path) -> None:
+def first_screen(text: str) -> str:
+    return text[text.index("<body>") : text.index("<nav")]
+
+
+def test_the_first_screen_answers_for_sites(of_sites: str) -> None:
+    """A sentence, and a row a site: art gains 40 points, so its dot is right of zero; nothing else stands there."""
+    shown = first_screen(of_sites)
+    assert 'class="sentence">Federating helps at 1 of 4 sites (art)' in shown
+    rows = re.findall(r'class="row (\w+)"><b>(.*?)</b>.*?class="value">(.*?)</span>', shown)
+    assert [(side, name) for side, name, _ in rows] == list(zip(("above", *["level"] * 3), DOMAINS, strict=True))
+    assert rows[0][2].startswith("+40.0 (")
+    assert "<dl" not in shown
+    assert of_sites.index('class="facts"') > of_sites.index('id="clients"')
+
+
+def test_the_first_screen_answers_for_methods(tmp_path: Path) -> None:
+    """FedNH minus FedAvg is 10 on every seed but for 1 point; Local varies by 20 points, so nothing is sure of it."""
+    for seed in range(5):
+        for method, pm in {"fednh": 80.0, "fedavg": 70.0 + seed % 2, "local": 60.0 + 20 * (seed % 2)}.items():
+            fake_run(tmp_path / f"{method}-{seed}", {"method.name": method, "seed": seed}, pm_l=pm, gm=pm - 5)
+    shown = first_screen(render(load_runs([tmp_path])))
+    assert "<h1>digits: which of 3 methods is best?</h1>" in shown
+    assert "FedNH has the best personal models (80.0%): surely better than FedAvg; Local cannot be told" in shown
+    found = re.findall(r'class="row (\w+)"><b>(.*?)</b>.*?class="value">(.*?)</span>', shown)
+    rows = {name: (side, value) for side, name, value in found[:3]}
+    assert rows["FedNH"] == ("level", "80.0%, the best")
+    # FedAvg: -9.6 on average, sd 0.548; t(4) at 1 - 0.05 / 2 / 3 pairs is 3.961: 3.961 * 0.548 / sqrt(5) = 0.97
+    assert rows["FedAvg"] == ("below", "70.4% (-10.6 to -8.6)")
+    assert rows["Local"][0] == "level"
+
+
+def test_one_seed_and_one_method_are_not_taken_for_more(tmp_path: Path) -> None:
+    fake_run(tmp_path / "a", {}, pm_l=80.0)
+    alone = first_screen(render(load_runs([tmp_path])))
+    assert "FedNH: 80.0% of samples are named rightly by personal models." in alone
+    assert 'class="row' not in alone
+    fake_run(tmp_path / "b", {"method.name": "fedavg"}, pm_l=70.0)
+    both = first_screen(render(load_runs([tmp_path])))
+    assert "<h1>digits: FedNH or FedAvg?</h1>" in both
+    assert "one seed cannot tell methods apart" in both
+
+
+def test_sites_with_a_shared_test_set_get_an_answer_about_methods(tmp_path: Path) -> None:
     fake_run(tmp_path / "r", {"partition.name": "site"}, sites=DOMAINS[:2])
     text = render(load_runs([tmp_path]), "t")
-    assert "No site held out samples of its own" in text
-    assert 'id="table-sites"' not in text
+    assert "data.holdout = 0.2" in first_screen(text)
+    assert 'id="sites"' not in text
+
+
+def test_a_federation_of_real_sites_is_called_by_its_sites(tmp_path: Path) -> None:
+    """Its config has a partition that nobody used, and its server neither counts nor samples."""
+    run = fake_sites(tmp_path / "fednh", "fednh", [80.0, 60.0], data="csv:/home/me/rows.csv")
+    run.layout.config_file.write_text(dump(load("digits", {"partition.clients": 20})))
+    run.layout.partition_file.write_text(json.dumps({"classes": ["a", "b"], "counts": []}))
+    named = {"sites": [{"client": k, "site": name, "rounds": 2} for k, name in enumerate(DOMAINS[:2])]}
+    run.layout.summary_file.write_text(json.dumps({**run.summary, **named}))
+    text = render(load_runs([tmp_path]))
+    assert "rows, 2 sites, 100% a round" in text or "rows, 2 sites, 50% a round" in text
+    for word in ("Dir(0.3)", "Dirichlet(0.3)", "20 clients", "/home/me"):
+        assert word not in text[: text.index('id="how"')]
 
 
 def test_classes_and_confusions_of_each_site(of_sites: str) -> None:
     """Global model at art: takes all 50 for class a, of which 30 are right: a recall 100, precision 60; b recall 0."""
     data = Page(of_sites).data
     rows = [line.split(",") for line in data["csv"]["sites-classes"].splitlines()]
-    assert rows[0][:6] == ["site", "class", "training samples", "held-out samples", "few", "personal: recall"]
-    assert rows[1] == ["art", "a", "3", "30", "", "100.0", "100.0", "100.0", "60.0", "100.0", "60.0"]
-    assert rows[2] == ["art", "b", "4", "20", "", "100.0", "100.0", "0.0", "–", "0.0", "–"]
+    assert rows[0][:6] == ["site", "class", "training samples", "held-out samples", "few", "local only: recall"]
+    assert rows[1] == ["art", "a", "3", "30", "", "100.0", "60.0", "100.0", "100.0", "100.0", "60.0"]
+    assert rows[2] == ["art", "b", "4", "20", "", "0.0", "–", "100.0", "100.0", "0.0", "–"]
     assert rows[3][3:5] == ["1", "few"]
     assert ">1 few</td>" in of_sites
     [group] = data["explorer"]

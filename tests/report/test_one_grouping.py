@@ -43,7 +43,7 @@ def test_a_copy_of_a_run_is_not_a_second_seed_in_any_figure(one_seed: list[Run])
     table = accuracy_sheet(one_seed)
     assert [row[0].text for row in table.rows] == ["FedNH, eval.final=1", "FedNH, eval.final=all"]
     assert "n = 1 seed" in table.note
-    assert "2 run(s) with settings and seed of another one are left out" in table.note
+    assert "Left out: 2 runs with settings and seed of another one" in table.note
     settings = by_setting(one_seed)
     assert [label.rpartition(", ")[2] for label in settings] == ["eval.final=all", "eval.final=1"]
     assert [[run.path.name for run in runs] for runs in settings.values()] == [["c"], ["d"]], "c was evaluated most"

@@ -91,7 +91,7 @@ def test_a_site_is_told_whether_federating_helps_and_how_sure_that_is(tmp_path: 
     outcomes = {0: held(400, 300, 260), 1: held(400, 200, 200), 2: held(14, 10, 9, first=5)}
     local = {0: held(400, 240, None), 1: held(400, 280, None), 2: held(14, 9, None)}
     table = one_table(run_of(tmp_path / "r", outcomes), alone(tmp_path / "l", local))
-    assert (table.columns, table.row("art").n) == (("personal", "global", "local only"), 400)
+    assert (table.columns, table.row("art").n) == (("local only", "personal", "global"), 400)
     assert [(m.label, m.accuracy) for m in table.row("art").models] == [
         ("personal", 75.0),
         ("global", 65.0),
@@ -142,7 +142,7 @@ def test_a_model_no_better_than_the_commonest_class_is_named(tmp_path: Path) -> 
     assert found.kind == "alone"
     assert found.sentence.endswith(" Not better than always answering cat (66.7%): personal, global.")
     sheet = site_sheet(one_table(*runs))
-    assert sheet.columns == ["site", "n", "commonest class", "chance", "personal", "global", "local only"]
+    assert sheet.columns == ["site", "n", "commonest class", "chance", "local only", "personal", "global"]
     assert [cell.text for cell in sheet.rows[0][:4]] == ["art", "90", "66.7", "50.0"]
 
 
@@ -179,7 +179,7 @@ def test_seeds_and_folds_are_pooled_and_a_sample_counts_once(tmp_path: Path) -> 
         runs.append(run_of(tmp_path / f"r{seed}", {0: of_seed(seed, 40)}, seed=seed))
         runs.append(alone(tmp_path / f"l{seed}", {0: of_seed(seed, 20)}, seed=seed))
     table = one_table(*runs)
-    assert (table.title, table.row("art").n) == ("npz:x.npz, 3 seeds", 62)
+    assert (table.title, table.row("art").n) == ("x, 3 seeds", 62)
     assert said(table, "art").kind == "federate"
     folds = [
         run_of(tmp_path / f"{method}{fold}", {0: of_seed(60 * fold, 40)}, method, data__folds=3, data__fold=fold)
@@ -187,8 +187,8 @@ def test_seeds_and_folds_are_pooled_and_a_sample_counts_once(tmp_path: Path) -> 
         for fold in range(3)
     ]
     table = one_table(*folds)
-    assert (table.title, table.row("art").n) == ("npz:x.npz, seed 0, 3 folds", 180)
-    assert one_table(*folds[:2], *folds[3:5]).title == "npz:x.npz, seed 0, 2 of 3 folds"
+    assert (table.title, table.row("art").n) == ("x, seed 0, 3 folds", 180)
+    assert one_table(*folds[:2], *folds[3:5]).title == "x, seed 0, 2 of 3 folds"
     table = one_table(*runs[:3])
     assert table.row("art").n == 60
     assert table.notes[0] == "Seeds and folds that not all methods have are left out: 1 of 2."
@@ -198,7 +198,7 @@ def test_runs_that_do_not_say_which_samples_they_hold_out_count_with_one_seed(tm
     runs = [run_of(tmp_path / f"r{seed}", {0: held(60, 40, 30)}, seed=seed) for seed in (0, 1)]
     runs += [alone(tmp_path / f"l{seed}", {0: held(60, 20, None)}, seed=seed) for seed in (0, 1)]
     table = one_table(*runs)
-    assert (table.title, table.row("art").n, said(table, "art").kind) == ("npz:x.npz, seed 0", 60, "federate")
+    assert (table.title, table.row("art").n, said(table, "art").kind) == ("x, seed 0", 60, "federate")
     assert "which samples they hold out, so those of two seeds cannot be matched: only seed 0 counts." in table.notes[0]
 
 
@@ -224,7 +224,7 @@ def test_training_alone_comes_from_a_run_of_local_on_the_same_samples(tmp_path: 
     assert sentence(table, "art").startswith(told)
     own = {0: held(400, 200, None), 1: held(400, 300, None), 2: held(50, 45, None)}
     table = one_table(alone(tmp_path / "l", own), first)
-    assert (table.columns, table.notes) == (("personal", "global", "local only"), ())
+    assert (table.columns, table.notes) == (("local only", "personal", "global"), ())
     assert [found.kind for found in verdicts(table)] == ["federate", "alike", "alone"]
     assert table.mean("local only") == pytest.approx((50 + 75 + 90) / 3)
 
@@ -249,7 +249,7 @@ def test_several_methods_say_whose_model_it_is(tmp_path: Path) -> None:
         alone(tmp_path / "l", {0: held(400, 300, None)}),
     ]
     table = one_table(*runs)
-    assert table.columns == ("FedAvg personal", "FedAvg global", "FedNH personal", "FedNH global", "local only")
+    assert table.columns == ("local only", "FedAvg personal", "FedAvg global", "FedNH personal", "FedNH global")
     assert sentence(table, "art").startswith("Federate: FedAvg personal has +20.0 points over training alone (")
 
 
@@ -306,7 +306,7 @@ def test_programs_read_a_line_for_each_site_and_model(tmp_path: Path) -> None:
     table = one_table(run_of(tmp_path / "r", {0: held(400, 300, 260), 1: held(8, 4, None)}))
     lines = to_csv([table]).splitlines()
     assert lines[0] == "federation,site,client,n,model,accuracy,low,high,best,sentence"
-    assert lines[1].startswith('"npz:x.npz, seed 0",art,0,400,personal,75.0,70.5')
+    assert lines[1].startswith('"x, seed 0",art,0,400,personal,75.0,70.5')
     parts = [line.split(",") for line in lines[1:]]
     assert [(p[2], p[5]) for p in parts] == [("art", "personal"), ("art", "global"), ("Plant 4", "personal")]
 

@@ -80,7 +80,7 @@ def figure(
 def report(
     folders: RunFolders,
     out: Annotated[Path, typer.Option("--out", "-o", help="The .html or .pdf file to write.")] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="What stands at its top.")] = "Personalised federated learning",
+    title: Annotated[str | None, typer.Option(help="What stands at its top; default: the question it answers.")] = None,
     paper: Annotated[bool, typer.Option("--paper", help="Set the paper's numbers beside those that match.")] = False,
     groups: Annotated[Path | None, typer.Option(help="Super-classes for the similarity figure, as JSON.")] = None,
 ) -> None:

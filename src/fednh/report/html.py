@@ -23,6 +23,7 @@ from fednh.errors import UserError
 from fednh.io.files import write_bytes
 from fednh.metric_names import HELD_GM_SHARE, HELD_MACRO, HELD_OUT, HELD_SHARE, PM_L, PM_V, TEST_SET
 from fednh.report import tables
+from fednh.report.answer import and_words, answer
 from fednh.report.figures import FIGURES, Choice, FigureUnavailable, Kind, scopes, style, to_csv
 from fednh.report.figures.base import variant_looks
 from fednh.report.figures.curves import AXES
@@ -34,8 +35,8 @@ from fednh.runs.run_folder import display_name
 from fednh.text import csv_text, duration, size
 
 EXPLORED = {
-    PM_L: "PM(L): its own mix of classes",
-    PM_V: "PM(V): its classes, all alike",
+    PM_L: "Personal models, its own mix of classes",
+    PM_V: "Personal models, its classes all alike",
     HELD_SHARE: "Personal models on its held-out samples",
     HELD_MACRO: "The same, classes alike",
     HELD_GM_SHARE: "Global models on its held-out samples",
@@ -46,12 +47,15 @@ TABS = {"round": "by round", "bytes": "by bytes", "seconds": "by seconds"}
 def write_report(
     runs: Sequence[Run],
     out: Path,
-    title: str,
+    title: str | None = None,
     paper: bool = False,
     groups: Path | None = None,
     first: Sequence[Sheet] = (),
 ) -> int:
-    """Write the report, with these tables before its own, and return its size in bytes."""
+    """Write the report, with these tables before its own, and return its size in bytes.
+
+    Without a title, it is the question that the page answers.
+    """
     content = render(runs, title, paper, groups, first).encode()
     try:
         write_bytes(out, content)
@@ -61,7 +65,11 @@ def write_report(
 
 
 def render(
-    runs: Sequence[Run], title: str, paper: bool = False, groups: Path | None = None, first: Sequence[Sheet] = ()
+    runs: Sequence[Run],
+    title: str | None = None,
+    paper: bool = False,
+    groups: Path | None = None,
+    first: Sequence[Sheet] = (),
 ) -> str:
     """The report as text."""
     sheets = [*first, *tables.result_sheets(runs, paper), tables.cost_sheet(runs)]
@@ -76,12 +84,13 @@ def render(
     shared, configs = _settings(runs)
     explorer, where = _explorer(runs)
     template = _environment().get_template("report.html.j2")
+    shown = answer(runs)
     return template.render(
-        title=title,
+        title=title or shown.title,
+        answer=shown,
         version=fednh.__version__,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         one=_one(runs),
-        natural=all(run.natural for run in runs),
         lead=_lead(runs),
         facts=_facts(runs),
         sites=[entry | {"classes": _shown(entry["classes"])} for entry in sites],
@@ -152,9 +161,11 @@ def _panes(kind: Kind, name: str, runs: Sequence[Run], choice: Choice, files: di
 
 
 def _lead(runs: Sequence[Run]) -> str:
-    names = list(dict.fromkeys(display_name(run.method) for run in runs))
-    data = list(dict.fromkeys(display_name(run.summary["data"]) for run in runs))
-    return f"{_and(names)} on {_and(data)}."
+    """For example: FedNH and Local on hospitals, 4 sites, 3 seeds."""
+    names = and_words(list(dict.fromkeys(display_name(run.method) for run in runs)))
+    data = and_words(list(dict.fromkeys(display_name(run.summary["data"]) for run in runs)))
+    clients, many = _range(sorted({run.clients for run in runs})), len(seeds(runs))
+    return f"{names} on {data}; {clients} {_one(runs)}s, {many} {'seed' if many == 1 else 'seeds'}."
 
 
 def _one(runs: Sequence[Run]) -> str:
@@ -223,33 +234,47 @@ def _runs_sheet(runs: Sequence[Run]) -> Sheet:
 
 
 def _explorer(runs: Sequence[Run]) -> tuple[list[dict[str, Any]], dict[Path, int]]:
-    """For every setting and seed: each client's samples by class, and its PM by method; and where each run stands."""
-    found, where = list[dict[str, Any]](), dict[Path, int]()
+    """What every client holds and how each method serves it, by setting; and where each run stands.
+
+    Sites are the same with every seed, so their metrics are means over seeds; other clients are new ones with each.
+    """
+    entries, where = list[dict[str, Any]](), dict[Path, int]()
     for label, group in by_setting(runs).items():
-        for seed in seeds(group):
-            same = [run for run in group if run.config.seed == seed]
-            variants = by_variant(same)
-            look = variant_looks(variants)
-            methods = []
-            shown = [key for key in EXPLORED if any(p.get(key) is not None for r in same for p in r.summary["clients"])]
-            for variant, (run, *_) in variants.items():
-                values = {key: {c: round(v, 2) for c, v in run.by_client(key).items()} for key in shown}
-                methods.append({"label": variant, "colour": look[variant].colour, "values": values})
-            measured = (person["client"] for run in same for person in run.summary["clients"])
-            found.append(
-                {
-                    "label": f"{label}, seed {seed}",
-                    "classes": same[0].partition["classes"],
-                    "counts": same[0].partition["counts"],  # empty: only the sites of a federation know
-                    "clients": sorted({*range(len(same[0].partition["counts"])), *measured}),
-                    "sites": same[0].names,
-                    "figures": {key: EXPLORED[key] for key in shown},
-                    "methods": methods,
-                    "held": explored(same),
-                }
-            )
-            where |= {run.path: len(found) - 1 for run in same}
-    return found, where
+        parts = {f"{label}, seed {seed}": [run for run in group if run.config.seed == seed] for seed in seeds(group)}
+        for name, same in ({label: group} if group[0].natural else parts).items():
+            where |= {run.path: len(entries) for run in same}
+            entries.append({"label": name, **_explored(same)})
+    return entries, where
+
+
+def _explored(runs: Sequence[Run]) -> dict[str, Any]:
+    variants = by_variant(runs)
+    look = variant_looks(variants)
+    shown = [key for key in EXPLORED if any(run.by_client(key) for run in runs)]
+    methods = [
+        {"label": label, "colour": look[label].colour, "values": {key: _means(same, key) for key in shown}}
+        for label, same in variants.items()
+    ]
+    counts = runs[0].partition["counts"]  # empty: only the sites of a federation know
+    measured = (person["client"] for run in runs for person in run.summary["clients"])
+    return {
+        "classes": runs[0].partition["classes"],
+        "counts": counts,
+        "clients": sorted({*range(len(counts)), *measured}),
+        "sites": runs[0].names,
+        "figures": {key: EXPLORED[key] for key in shown},
+        "methods": methods,
+        "held": explored(runs),
+    }
+
+
+def _means(runs: Sequence[Run], metric: str) -> dict[int, float]:
+    """A metric of each client that has it, mean over runs."""
+    values: dict[int, list[float]] = {}
+    for run in runs:
+        for client, value in run.by_client(metric).items():
+            values.setdefault(client, []).append(value)
+    return {client: round(sum(each) / len(each), 2) for client, each in values.items()}
 
 
 # --- helpers -------------------------------------------------------------------------------------------------------
@@ -277,10 +302,6 @@ def _json(value: Any) -> Markup:
     """JSON that is safe inside <script>: no tag can open or close in it."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
-
-
-def _and(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def _range(values: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from fednh.report.load import Run
 from fednh.report.sheet import DASH, Cell, Sheet, number, word
 from fednh.report.sites import FEW, ClassRow, SiteModel, SiteRow, SiteTable, class_table, confusion, site_tables
-from fednh.report.verdicts import SiteVerdict, headline, verdicts
+from fednh.report.verdicts import SiteVerdict, verdicts
 from fednh.text import csv_text
 
 HOW = (
@@ -123,18 +123,16 @@ _RATES = ("recall", "precision")
 
 def site_sections(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """One entry for each federation of natural sites, for the template."""
-    found: list[dict[str, Any]] = []
+    sections: list[dict[str, Any]] = []
     for table in site_tables([run for run in runs if run.names]):
-        name = f"sites-{len(found)}" if found else "sites"
+        name = f"sites-{len(sections)}" if sections else "sites"
         by_class = class_page_sheet(table, f"{name}-classes")
         entry = {
             "id": name,
             "title": table.title,
-            "again": any(one["table"].runs[0].summary["data"] == table.runs[0].summary["data"] for one in found),
-            "digest": headline(verdicts(table)),
             "sure": any(row.n is not None for row in table.rows),
             "table": table,
-            "rows": [_row(row, table, found) for row, found in zip(table.rows, verdicts(table), strict=True)],
+            "rows": [_row(row, table, advice) for row, advice in zip(table.rows, verdicts(table), strict=True)],
             "means": [table.mean(column) for column in table.columns],
             "left_out": len(table.rows) - len(table.measured),
             "file": to_csv([table]),
@@ -142,8 +140,8 @@ def site_sections(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "classes_file": class_page_sheet(table, f"{name}-classes", apart=True),
             "too_long": len(by_class.rows) > MOST_ROWS,
         }
-        found.append(entry)
-    return found
+        sections.append(entry)
+    return sections
 
 
 def class_page_sheet(table: SiteTable, name: str, apart: bool = False) -> Sheet:

@@ -31,7 +31,7 @@ from fednh.report.load import Run
 from fednh.report.stats import Design, accuracy_interval
 from fednh.runs import fingerprint
 from fednh.runs.model_file import Classes, Outcomes, Rows, read_model, read_outcomes
-from fednh.runs.run_folder import find_client
+from fednh.runs.run_folder import display_name, find_client
 from fednh.text import some
 
 RunKey = tuple[int, int]  # seed and fold
@@ -159,7 +159,7 @@ class SiteTable:
     runs: tuple[Run, ...]
     title: str
     classes: tuple[str, ...]
-    columns: tuple[str, ...]  # labels of models
+    columns: tuple[str, ...]  # labels of models, training alone first
     rows: tuple[SiteRow, ...]
     lacking: tuple[str, ...]  # what is missing, and what to do about it
 
@@ -348,13 +348,13 @@ def _table(runs: Sequence[Run]) -> SiteTable:
     columns = _columns(variants)
     clients = sorted({client for run in chosen for client in run.by_client(HELD_SHARE)})
     rows = [_row(client, columns, notes) for client in clients]
-    there = {model.label for row in rows for model in row.models}
+    measured = {model.label for row in rows for model in row.models}
     notes += _lacking([next(iter(same.values())) for same in variants.values()])
     return SiteTable(
         tuple(chosen),
-        ", ".join([str(chosen[0].summary["data"]), *_repeats(chosen)]),
+        ", ".join([display_name(chosen[0].summary["data"]), *_repeats(chosen)]),
         tuple(chosen[0].partition["classes"]),
-        tuple(label for label, *_ in columns if label in there),
+        tuple(label for label, *_ in sorted(columns, key=lambda column: column[1] != "local") if label in measured),
         tuple(rows),
         tuple(dict.fromkeys(notes)),
     )
