@@ -14,7 +14,8 @@ from fednh.data.dataset import Dataset
 from fednh.data.scaling import category_slots
 from fednh.data.sources.registry import load
 from fednh.errors import Refused, UserError
-from fednh.flower.site_config import read_policy, site_toml
+from fednh.flower.deploy.scaffold import site_toml
+from fednh.flower.site_config import read_policy
 from tests.helpers.process import fednh
 
 TABLE = """age,pulse,code,label,site

@@ -87,6 +87,16 @@ def test_a_site_column_beside_files_is_decided_by_the_user(hospitals: Path) -> N
     assert read(hospitals, site="site").sites == ("lung", "skin")
 
 
+def test_a_column_of_words_at_one_site_alone_is_told(hospitals: Path) -> None:
+    (hospitals / "west.tsv").write_text("age\tblood\tlabel\nold\tB\twell\n7\t0\till\n", encoding="utf-8")
+    told = [words for words in read(hospitals, encoding="cp1252").warnings if "'age'" in words]
+    assert len(told) == 1
+    assert "'age' has words at west and numbers at north, south, so it is a category" in told[0]
+    mended = read(hospitals, encoding="cp1252", missing=["old"])
+    assert not mended.warnings
+    assert mended.preprocessing["columns"][0]["kind"] == "number"
+
+
 def test_two_files_of_one_name_are_refused(hospitals: Path) -> None:
     (hospitals / "north.data").write_text(NORTH, encoding="utf-8")
     with pytest.raises(UserError, match="two files are called 'north'; rename one"):

@@ -20,12 +20,7 @@ from fednh.data.published import DataPath, Published, RemoteFile
 from fednh.errors import DataError
 
 DEBIAN_ROOT = Path("/usr/share/datasets")  # where Debian's dataset-* packages put their files
-FILES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
+FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
 def places(folders: Sequence[str | Path], folder: Path) -> list[DataPath]:

@@ -118,6 +118,12 @@ def _type_name(type_: pa.DataType) -> str:
     return "dates" if t.is_date(type_) or t.is_timestamp(type_) else "times" if t.is_time(type_) else str(type_)
 
 
+def looks_numeric(column: pa.ChunkedArray) -> bool | None:
+    """Whether a text column's values look like numbers; None: it has no values."""
+    values = present(column).drop_null()
+    return _is_number(_detected_type(values)) if len(values) else None
+
+
 def date(column: pa.ChunkedArray) -> str | None:
     """A value of a text column that holds dates as people write them, in an order that nobody can be sure of."""
     import pyarrow.compute as pc

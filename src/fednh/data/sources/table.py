@@ -196,7 +196,8 @@ def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Data
         notes=(*notes, *gaps),
     )
     suspects = _identifiers(where, table.filter(~test), described, data.site_train, options)
-    return replace(data, warnings=(*data.warnings, *suspects))
+    mixed = _mixed_columns(where, table, described, sites) if site == FILE_SITE and not options.columns else []
+    return replace(data, warnings=(*data.warnings, *suspects, *mixed))
 
 
 def _site_column(where: str, header: Sequence[str], options: Tabular) -> str:
@@ -373,6 +374,25 @@ def _described(
     if not features:
         raise DataError(f"{where} holds no feature beside {', '.join(sorted(filter(None, aside)))}")
     return features, notes
+
+
+def _mixed_columns(
+    where: str, table: pa.Table, described: Sequence[Mapping[str, Any]], sites: Sequence[str]
+) -> list[str]:
+    """A warning of each column that has words in some files and numbers in others, and so is a category in all."""
+    warnings = []
+    for name in [column["name"] for column in described if column["kind"] == "category"]:
+        numeric = {
+            site: columns.looks_numeric(table.column(name).filter(np.array([each == site for each in sites])))
+            for site in in_order(set(sites))
+        }
+        words, numbers = ([site for site, is_number in numeric.items() if is_number is kind] for kind in (False, True))
+        if words and numbers:
+            warnings.append(
+                f"{where}: the column {name!r} has words at {some(words, 3)} and numbers at {some(numbers, 3)}, so it "
+                "is a category; correct it, or name in data.missing the words that mean missing"
+            )
+    return warnings
 
 
 def _identifiers(
