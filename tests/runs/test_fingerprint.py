@@ -17,7 +17,7 @@ import fednh
 from fednh.config import load
 from fednh.data.dataset import Dataset
 from fednh.errors import UserError
-from fednh.runs import run_folder
+from fednh.runs import fingerprint, run_folder
 from fednh.runs.run_folder import RunFolder
 from tests.helpers.process import fednh as command
 from tests.helpers.synthetic import site_table
@@ -228,3 +228,10 @@ def test_contents_are_told_apart() -> None:
     changed += [data(sites=("t", "s")), data(x_test=x[1:3]), data(y_test=y[1:3]), data(std=(2.0,))]
     changed += [data(sites=(), site_train=None), data(site_test=np.array([0, 1]))]
     assert len({json.dumps(each.fingerprint) for each in changed} - {json.dumps(one)}) == len(changed)
+
+
+@pytest.mark.parametrize(("was", "same"), [([], True), ([0.5, 0.5], False)])
+def test_a_setting_that_is_gone_changed_nothing_if_it_was_empty(was: list[float], same: bool) -> None:
+    now = fingerprint.of_settings(load("digits", {}))
+    changed = fingerprint.settings_changed({**now, "eval.gone": was}, now, "{key} was {was}")
+    assert changed == (None if same else "eval.gone was [0.5, 0.5]")

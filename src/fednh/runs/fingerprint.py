@@ -148,7 +148,8 @@ def settings_changed(
 ) -> str | None:
     """Which settings differ, each in these words with {key}, {was} and {now}; None if none does.
 
-    A setting that was added to fednh after `before` was written had its default.
+    A setting that was added to fednh after `before` was written had its default; one that is gone since, and was empty,
+    changed nothing.
     """
     usual, changes = of_settings(Config()), []
     for key in sorted(before.keys() | now.keys()):
@@ -157,7 +158,8 @@ def settings_changed(
         if key not in before and key.startswith("method.") and key != "method.name":
             continue
         was, here = before.get(key, usual.get(key)), now.get(key)
-        if was != here:
+        gone = key not in now and key not in usual and not key.startswith("method.")
+        if was != here and (was or not gone):
             changes.append(words.format(key=key, was=_value(was), now=_value(here)))
     more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
     return ", ".join(changes[:3]) + more if changes else None
