@@ -24,7 +24,8 @@ from fednh.data.splits import hold_out
 from fednh.data.splits import test_rows as cut_rows
 from fednh.errors import Notice, Refused, UserError
 from fednh.federated.setup import build_federation, divide
-from fednh.flower.site_config import for_sites, read_policy, site_toml
+from fednh.flower.deploy.scaffold import site_toml
+from fednh.flower.site_config import for_sites, read_policy
 from fednh.seeding import numpy_rng
 from tests.helpers.process import fednh
 
