@@ -54,8 +54,8 @@ class DataSection(Section):
     augment: Literal["auto", "none", "crop_flip"] = "auto"  # auto: as the data set's literature does
     merge_test: bool = False  # the test part joins the training part; clients hold out some of their own samples
     holdout: float | None = Field(None, ge=0, lt=1)  # of every client's classes; None: 0.2 without a test set, else 0
-    folds: int | None = Field(None, ge=2, le=1000)  # instead of holdout: every client's samples in so many folds,
-    fold: int = Field(0, ge=0, le=999)  # of which this one, counted from 0, is held out; the seed does not matter
+    folds: int | None = Field(None, ge=2, le=1000)  # of every client's samples; one is held out; not with holdout
+    fold: int = Field(0, ge=0, le=999)  # the one that is held out, from 0 to data.folds - 1; the seed does not matter
 
     @model_validator(mode="after")
     def _one_way_to_hold_out(self) -> DataSection:
