@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from fednh.config import dump, load
 from fednh.flower.client_app import Site
 from fednh.flower.site_config import read_site_config
 from fednh.methods import METHODS
-from tests.helpers.compare import same_runs
+from tests.helpers.compare import lines, same_runs
 from tests.helpers.config import small
 from tests.helpers.federation import federate
 from tests.helpers.simulator import simulate
@@ -24,6 +25,18 @@ def test_same_models_and_figures_as_the_simulator(method: str, tmp_path: Path) -
     simulate(config, tmp_path / "simulator")
     federate(config, tmp_path / "flower")
     same_runs(tmp_path / "simulator", tmp_path / "flower")
+    rows = json.loads((tmp_path / "flower" / "summary.json").read_text())["clients"]
+    assert [row["site"] for row in rows] == [f"client-{row['client']:06d}" for row in rows], "names of sites"
+
+
+def test_all_sites_are_measured_in_the_end_where_the_simulator_takes_a_sample(tmp_path: Path) -> None:
+    config = small("fedper", **{"eval.final": 2, "participation.rate": 1.0})
+    simulate(config, tmp_path / "simulator")
+    federate(config, tmp_path / "flower")
+    sampled, everybody = (lines(tmp_path / name)[-1]["clients"] for name in ("simulator", "flower"))
+    assert [row["client"] for row in everybody] == [0, 1, 2, 3, 4]
+    assert len(sampled) == 2
+    assert all(row in everybody for row in sampled)
 
 
 @pytest.mark.parametrize("method", ["fedrod", "ditto", "fedbabu"])
