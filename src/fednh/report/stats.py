@@ -152,6 +152,7 @@ class Estimate:
     centre: float  # of the interval: a little nearer to zero
     error: float
     freedom: float
+    of_runs: float  # the share of the variance that comes from runs
 
 
 def estimate(x: Floats, design: Design) -> Estimate:
@@ -171,7 +172,7 @@ def estimate(x: Floats, design: Design) -> Estimate:
     of_runs, runs = _of_runs(design.weight * (x - means[design.stratum]), design)
     whole, several = of_samples + of_runs, int(design.unit.max()) + 1
     freedom = whole**2 / (of_samples**2 / (several + 1) + of_runs**2 / max(runs - 1, 1))
-    return Estimate(float(means.mean()), float(near.mean()), sqrt(whole), freedom)
+    return Estimate(float(means.mean()), float(near.mean()), sqrt(whole), freedom, of_runs / whole)
 
 
 def _of_samples(each: Floats, design: Design) -> float:

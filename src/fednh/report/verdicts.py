@@ -117,9 +117,13 @@ def _compared(row: SiteRow, held: Held) -> SiteVerdict:
     best = {
         kind: models[choice.best(right[kind])].label for kind, models in (("joint", joint), ("alone", alone)) if models
     }
-    gains = iter(together([estimate(x, design) for x in questions.values() for design in held.designs]))
+    estimates = [estimate(x, design) for x in questions.values() for design in held.designs]
+    gains = iter(together(estimates))
     pairs = {name: (next(gains), next(gains)) for name in questions}
-    return _told(row, best, pairs)
+    unsure = (
+        "seeds" if len(np.unique(held.seed)) > 1 and any(each.of_runs > 0.5 for each in estimates[:2]) else "samples"
+    )
+    return _told(row, best, pairs, unsure)
 
 
 def _right(model: SiteModel, held: Held) -> Floats:  # (M,)
@@ -207,8 +211,8 @@ def _idle(row: SiteRow, held: Held) -> list[str]:
 # --- sentences -----------------------------------------------------------------------------------------------------
 
 
-def _told(row: SiteRow, best: dict[str, str], pairs: dict[str, tuple[Gain, Gain]]) -> SiteVerdict:
-    """The verdict that the comparisons allow, with its sentence."""
+def _told(row: SiteRow, best: dict[str, str], pairs: dict[str, tuple[Gain, Gain]], unsure: str) -> SiteVerdict:
+    """The verdict that the comparisons allow, with its sentence; `unsure` is what there are too few of, if any."""
     model = best.get("joint")
     found = SiteVerdict(row.name, "unknown", "", row.n, model)
     own = _own(pairs.get("global"), model)
@@ -228,7 +232,7 @@ def _told(row: SiteRow, best: dict[str, str], pairs: dict[str, tuple[Gain, Gain]
         words = f"Federating makes no difference that matters: {model} has {numbers}."
         return replace(found, kind="alike", sentence=f"{words}{own}")
     if not signs:
-        return replace(found, kind="unclear", sentence=f"Too few samples to tell: {model} has {numbers}.{own}")
+        return replace(found, kind="unclear", sentence=f"Too few {unsure} to tell: {model} has {numbers}.{own}")
     doubt = _doubt(plain, balanced)
     if signs == {1}:
         return replace(found, kind="federate", use=model, sentence=f"Federate: {model} has {numbers}.{doubt}{own}")
