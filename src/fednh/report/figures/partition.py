@@ -85,9 +85,8 @@ def _overview(ax: Axes, run: Run, counts: Counts, classes: list[str]) -> bool:
         largest = min(180.0, 24000 / max(counts.shape[0], 1) ** 1.35)
         area = largest * size / size.max()
         ax.scatter(where[:, 1], where[:, 0], s=area, color=CYCLE[0], alpha=0.75, linewidths=0, clip_on=False)
-        ax.margins(0.04)
         ax.set_xlim(-0.5, len(counts) - 0.5)
-        ax.invert_yaxis()
+        ax.set_ylim(len(classes) - 0.5, -0.5)
     else:
         image = ax.imshow(counts.T, aspect="auto", cmap=fading(CYCLE[0]), interpolation="nearest", vmin=0)
         bar = ax.figure.colorbar(image, ax=ax, shrink=0.8)
