@@ -75,9 +75,9 @@ def test_interval_and_p_are_corrected_alike() -> None:
 
 
 def test_samples_that_recur_count_once() -> None:
-    """Sample 0 is right in one of two runs, samples 1 and 2 are measured once: (1/2 + 1 + 0) / 3."""
+    """Sample 0 is right in two runs of two, samples 1 and 2 are measured once: (1 + 1 + 0) / 3, not 3 of 4."""
     design = Design(np.array([0, 0, 1, 2]), np.array([0, 0, 1, 2]), np.array([0, 1, 0, 1]), np.zeros(4, int))
-    assert design.mean(np.array([1.0, 0, 1, 0])) == pytest.approx(0.5)
+    assert design.mean(np.array([1.0, 1, 1, 0])) == pytest.approx(2 / 3)
     n, x = 80, differences(30, 10, 80)
     (once,) = together([estimate(x, plain(n))])
     twice = Design(np.tile(np.arange(n), 3), np.tile(np.arange(n), 3), np.repeat([0, 1, 2], n), np.zeros(3 * n, int))
@@ -103,6 +103,7 @@ def test_runs_that_differ_widen_the_interval() -> None:
     (gain,) = together([estimate(x, seeds)])
     (no_seeds,) = together([estimate(x, Design(sample, sample, np.zeros(180, int), np.zeros(180, int)))])
     assert gain.points == no_seeds.points == pytest.approx(100 / 3)
+    assert estimate(x, seeds).error == pytest.approx(1 / 3, abs=0.01)  # the means 1, 0 and 0: sqrt((1 / 3) / 3)
     assert no_seeds.clear
     assert not gain.clear
 
