@@ -65,8 +65,8 @@ class Plot:
         """Round numbers along the axis, zero and all intervals between the first and the last of them."""
         ends = [0.0, *(end for dot in self.dots for end in (dot.points, dot.low, dot.high) if end is not None)]
         low, high = min(ends), max(ends)
-        found = MaxNLocator(nbins=5, steps=[1, 2, 5, 10]).tick_values(low, max(high, low + 1))
-        return [float(tick) for tick in found]
+        ticks = MaxNLocator(nbins=5, steps=[1, 2, 5, 10]).tick_values(low, max(high, low + 1))
+        return [float(tick) for tick in ticks]
 
     def place(self, points: float) -> float:
         """How far along the axis this is, in percent."""
@@ -89,15 +89,20 @@ def answer(runs: Sequence[Run]) -> Answer:
     tables = site_tables([run for run in runs if run.names])
     if any(each.gain is not None for table in tables for each in verdicts(table)):
         return _of_sites(runs, tables)
-    found = _of_methods(runs)
+    study = _of_methods(runs)
     if tables:
         words = " ".join(headline(verdicts(table)) for table in tables)
         lacks = " ".join(dict.fromkeys(note for table in tables for note in table.lacking))
-        return Answer(found.title, f"{found.sentence} {words}", found.plots, f"{found.note} {lacks}")
+        return Answer(
+            study.title,
+            f"{study.sentence} {words}",
+            study.plots,
+            f"{study.note} {lacks}",
+        )
     if all(run.natural for run in runs):
         lacks = "This is about methods: what each site gets can be said of samples of its own (data.holdout = 0.2)."
-        return Answer(found.title, found.sentence, found.plots, f"{found.note} {lacks}")
-    return found
+        return Answer(study.title, study.sentence, study.plots, f"{study.note} {lacks}")
+    return study
 
 
 def _data(runs: Sequence[Run]) -> str:
@@ -119,11 +124,11 @@ def signed(points: float) -> str:
 def _of_sites(runs: Sequence[Run], tables: Sequence[SiteTable]) -> Answer:
     plots = []
     for table in tables:
-        found = verdicts(table)
+        advice = verdicts(table)
         several = len(tables) > 1
         title = "Best federated model minus training alone, in points"
         name = f"{table.title}: {title[:1].lower()}{title[1:]}" if several else title
-        plots.append(Plot(name, [_site_dot(each) for each in found], headline(found) if several else ""))
+        plots.append(Plot(name, [_site_dot(each) for each in advice], headline(advice) if several else ""))
     sites = {row.name for table in tables for row in table.rows}
     sentence = " ".join(dict.fromkeys(headline(verdicts(table)) for table in tables))
     note = (
@@ -133,12 +138,12 @@ def _of_sites(runs: Sequence[Run], tables: Sequence[SiteTable]) -> Answer:
     return Answer(f"{_data(runs)}: does federating help its {len(sites)} sites?", sentence, plots, note)
 
 
-def _site_dot(found: SiteVerdict) -> Dot:
-    gain, n = found.gain, "" if found.n is None else f", n = {found.n:,}"
+def _site_dot(advice: SiteVerdict) -> Dot:
+    gain, n = advice.gain, "" if advice.n is None else f", n = {advice.n:,}"
     if gain is None:
-        return Dot(found.site, f"{found.kind}{n}")
+        return Dot(advice.site, f"{advice.kind}{n}")
     text = f"{signed(gain.points)} ({signed(gain.low)} to {signed(gain.high)}{n})"
-    return Dot(found.site, text, gain.points, gain.low, gain.high)
+    return Dot(advice.site, text, gain.points, gain.low, gain.high)
 
 
 # --- methods -------------------------------------------------------------------------------------------------------
@@ -159,7 +164,7 @@ class _Contest:
 def _of_methods(runs: Sequence[Run]) -> Answer:
     settings = by_setting(runs)
     contests = {label: _contests(by_variant(group)) for label, group in settings.items()}
-    first = {label: found[0] for label, found in contests.items() if found}
+    first = {label: each[0] for label, each in contests.items() if each}
     methods = list(dict.fromkeys(display_name(run.method) for run in runs))
     question = f"which of {len(methods)} methods is best?" if len(methods) > 2 else f"{' or '.join(methods)}?"
     title = f"{_data(runs)}: {methods[0] if len(methods) == 1 else question}"
@@ -187,7 +192,7 @@ def _of_methods(runs: Sequence[Run]) -> Answer:
 
 def _contests(variants: Mapping[str, Sequence[Run]]) -> list[_Contest]:
     """The personal models first, then the global model; each where it was measured."""
-    found = []
+    contests = []
     for metrics in (_PERSONAL, _GLOBAL):
         for metric, title in metrics.items():
             values = {
@@ -196,9 +201,9 @@ def _contests(variants: Mapping[str, Sequence[Run]]) -> list[_Contest]:
             }
             measured = {label: repeats for label, repeats in values.items() if repeats}
             if measured:
-                found.append(_contest(title, measured))
+                contests.append(_contest(title, measured))
                 break
-    return found
+    return contests
 
 
 def _contest(title: str, values: Mapping[str, Repeats]) -> _Contest:
@@ -229,18 +234,18 @@ def _dot(label: str, mean: float, ours: Repeats, theirs: Repeats, pairs: int) ->
     return Dot(label, f"{mean:.1f}% ({signed(low)} to {signed(high)})", points, max(low, -100.0), min(high, 100.0))
 
 
-def _sentence(found: _Contest) -> str:
-    if not found.behind and not found.level:
-        return f"{found.best}: {found.mean:.1f}% of samples are named rightly by personal models."
-    lead = f"{found.best} has the best personal models ({found.mean:.1f}%)"
-    if found.n == 1:
+def _sentence(contest: _Contest) -> str:
+    if not contest.behind and not contest.level:
+        return f"{contest.best}: {contest.mean:.1f}% of samples are named rightly by personal models."
+    lead = f"{contest.best} has the best personal models ({contest.mean:.1f}%)"
+    if contest.n == 1:
         return f"{lead}, but one seed cannot tell methods apart: run more."
-    if not found.level:
-        return f"{lead}: surely better than {and_words(found.behind)}."
-    doubt = f"{and_words(found.level)} cannot be told from it with {found.n} seeds"
-    if not found.behind:
+    if not contest.level:
+        return f"{lead}: surely better than {and_words(contest.behind)}."
+    doubt = f"{and_words(contest.level)} cannot be told from it with {contest.n} seeds"
+    if not contest.behind:
         return f"{lead}, but {doubt}."
-    return f"{lead}: surely better than {and_words(found.behind)}; {doubt}."
+    return f"{lead}: surely better than {and_words(contest.behind)}; {doubt}."
 
 
 def _note(known: Sequence[int], plots: Sequence[Plot]) -> str:

@@ -193,13 +193,13 @@ def _made_with(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """Versions and machines; all values where the runs differ."""
 
     def all_of(*path: str) -> str:
-        found = []
+        values = []
         for run in runs:
             value: Any = run.environment
             for key in path:
                 value = value.get(key) if isinstance(value, dict) else None
-            found.append("unknown" if value is None else str(value))
-        return ", ".join(dict.fromkeys(found))
+            values.append("unknown" if value is None else str(value))
+        return ", ".join(dict.fromkeys(values))
 
     names = dict.fromkeys(name for run in runs for name in run.environment.get("packages", {}))
     rows = [("fednh", all_of("fednh")), ("commit", all_of("commit")), ("Python", all_of("python"))]

@@ -83,10 +83,10 @@ def _global(
         seen = [row for row in zip(names, samples, right, strict=True) if not np.isnan(row[2])]
         rows += [["global", label, c, s, a, ""] for c, s, a in seen]
         for shot in SHOTS:
-            found = [g[shot] for run in own if shot in (g := global_groups(run, bounds))]
-            if found:
-                accuracy = [a for a, _ in found]
-                rows.append(["global", label, f"{shot}-shot", found[0][1], np.mean(accuracy), sd(accuracy)])
+            means = [g[shot] for run in own if shot in (g := global_groups(run, bounds))]
+            if means:
+                accuracy = [a for a, _ in means]
+                rows.append(["global", label, f"{shot}-shot", means[0][1], np.mean(accuracy), sd(accuracy)])
     grid(ax)
     ax.set(title="Global model, class by class", xlabel="training samples on all clients", ylabel="accuracy, %")
     return rows
@@ -97,15 +97,15 @@ def _personal(
 ) -> list[list[Any]]:
     rows, width = [], 0.8 / len(variants)
     groups = {label: [personal_groups(run, bounds) for run in group] for label, group in variants.items()}
-    present = [shot for shot in SHOTS if any(shot in g for found in groups.values() for g in found)]
-    for i, (label, found) in enumerate(groups.items()):
+    present = [shot for shot in SHOTS if any(shot in g for seeds in groups.values() for g in seeds)]
+    for i, (label, seeds) in enumerate(groups.items()):
         for place, shot in enumerate(present):
-            values = [g[shot][0] for g in found if shot in g]
+            values = [g[shot][0] for g in seeds if shot in g]
             if values:
                 at = place + (i - (len(groups) - 1) / 2) * width
                 ax.bar(at, np.mean(values), width * 0.9, color=look[label].colour, label=label)
                 ax.errorbar(at, np.mean(values), yerr=sd(values), color=look[label].colour, alpha=0.6, linewidth=1)
-                pairs = sum(g[shot][1] for g in found if shot in g)
+                pairs = sum(g[shot][1] for g in seeds if shot in g)
                 rows.append(["personal", label, f"{shot}-shot", pairs, np.mean(values), sd(values)])
     words = {"absent": "absent\n0", "few": f"few\n1–{bounds[0] - 1}", "many": f"many\n> {bounds[1]}"}
     words["medium"] = f"medium\n{bounds[0]}–{bounds[1]}"
