@@ -495,7 +495,7 @@ class _Search:
 
     def tried_sheet(self) -> Sheet:
         """Every model that was tried, with its score and on how much that stands, the best first."""
-        tried = [choice for choice in self._scores if self._tried(choice[0]) and self._scores[choice]]
+        tried = [choice for choice, found in self._scores.items() if all(pair in found for pair in self.steps[0])]
         finalists = {self.choice(alone) for alone in (True, False)}
         rows = []
         for choice in sorted(tried, key=lambda choice: (-len(self._scores[choice]), -self.mean(choice))):
