@@ -285,7 +285,7 @@ CALLS = count()
 
 @dataclass(frozen=True)
 class Diverging(FedAvg):
-    """Fails after its first two folds with both models: four runs of 7 calls, one of which is a check before the run."""
+    """Fails after its first two folds with both models: four runs of 7 calls, one of them a check before the run."""
 
     def client_update(self, *given: Any) -> Any:
         if next(CALLS) >= 28:
