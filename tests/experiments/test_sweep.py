@@ -222,6 +222,13 @@ def test_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+def test_folds_are_runs_of_one_division(tmp_path: Path) -> None:
+    words = ["--method", "fednh,local", "--folds", "3", "--rounds", "3", "--dry-run", "--out", str(tmp_path / "sweep")]
+    result = CliRunner().invoke(app, ["sweep", "digits", *words], catch_exceptions=False)
+    assert "6 runs, 6 to do" in result.stdout
+    assert all(f"digits-local-dirichlet0.3-fold{fold}-seed0" in result.stdout for fold in range(3))
+
+
 # --- the same conditions -----------------------------------------------------------------------------------------
 
 
