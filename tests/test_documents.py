@@ -35,6 +35,7 @@ RUN = (
     "README.md",
     "first-result.md",
     "own-data.md",
+    "site-answers.md",
     "running.md",
     "using-models.md",
     "sweeps-and-tables.md",
