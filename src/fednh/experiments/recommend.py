@@ -82,7 +82,7 @@ CANDIDATES = (
     Candidate("fedavg", "FedAvg", {"method.name": "fedavg"}, kinds=("personal", "global")),
     Candidate(
         "fedavg-prior",
-        "FedAvg, prior put back",
+        "FedAvg (prior put back)",
         {"method.name": "fedavg", "personal.model": "global", "personal.prior": 1.0},
     ),
     Candidate("fedprior", "FedPrior", {"method.name": "fedprior"}, 1.2),
@@ -121,7 +121,7 @@ def candidates_for(config: Config, vectors: bool, methods: Sequence[str] = ()) -
         return tuple(chosen)
     found = []
     for one in chosen:
-        linear = replace(one, name=f"{one.name}-linear", title=f"{one.title}, linear model")
+        linear = replace(one, name=f"{one.name}-linear", title=f"{one.title} (linear)")
         found += [one, replace(linear, settings={**one.settings, **LINEAR})]
     return tuple(found)
 
@@ -448,7 +448,7 @@ class _Search:
     def title(self, choice: Choice) -> str:
         name, kind = choice
         title = self.named[name].title
-        return f"{title}, global model" if kind == "global" else title
+        return f"{title} (global)" if kind == "global" else title
 
     # --- what came out -------------------------------------------------------------------------------------------
 
