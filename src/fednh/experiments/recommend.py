@@ -46,7 +46,7 @@ from fednh.report.sites import SiteTable, site_tables
 from fednh.report.verdicts import SiteVerdict, headline, verdicts
 from fednh.runs import fingerprint
 from fednh.runs.model_file import Outcomes
-from fednh.runs.run_folder import RunFolder, read_config
+from fednh.runs.run_folder import RunFolder, display_name, read_config
 from fednh.text import duration, some
 
 if TYPE_CHECKING:
@@ -652,7 +652,7 @@ def _answer(search: _Search, keep: bool) -> Recommendation:
         for client, file in final.layout.clients_with_models().items():
             write_bytes(out / "models" / f"{final.client_name(client)}.safetensors", file.read_bytes())
         tried = replace(answer.tried, note=" ".join([answer.tried.note, *notes]))
-        write_report(runs, answer.report, f"Which method for {search.data.name}?", first=[tried])
+        write_report(runs, answer.report, f"Which method for {display_name(search.data.name)}?", first=[tried])
         said = {"winner": answer.winner, "headline": answer.headline, "command": answer.command, "notes": notes}
         write_json(out / ANSWER, {**search.asked_for, **said, "sites": [_plain(one) for one in found]})
     return answer
