@@ -104,7 +104,7 @@ def test_a_site_is_told_whether_federating_helps_and_how_sure_that_is(tmp_path: 
     assert (art.gain.points, art.gain.low, art.gain.high) == pytest.approx(
         (15, 100 * (near - half), 100 * (near + half)), abs=0.05
     )
-    assert art.sentence.startswith(f"Federate: personal has +15.0 points over training alone ({art.gain.low:+.1f} to ")
+    assert art.sentence.startswith(f"Federate: personal is at +15.0 points against training alone ({art.gain.low:+.1f} to ")
     assert " Its personal model is better than the global one: personal over global +10.0 (" in art.sentence
     assert (plant.kind, plant.use) == ("alone", "local only")
     assert plant.sentence.startswith("Train alone: the best federated model, personal, has -20.0 points over training")
@@ -250,7 +250,7 @@ def test_several_methods_say_whose_model_it_is(tmp_path: Path) -> None:
     ]
     table = one_table(*runs)
     assert table.columns == ("local only", "FedAvg personal", "FedAvg global", "FedNH personal", "FedNH global")
-    assert sentence(table, "art").startswith("Federate: FedAvg personal has +20.0 points over training alone (")
+    assert sentence(table, "art").startswith("Federate: FedAvg personal is at +20.0 points against training alone (")
 
 
 def test_a_one_class_site_is_left_out_of_means_and_named(tmp_path: Path) -> None:

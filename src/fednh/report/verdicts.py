@@ -222,21 +222,21 @@ def _told(row: SiteRow, best: dict[str, str], pairs: dict[str, tuple[Gain, Gain]
     plain, balanced = pairs["alone"]
     found = replace(found, gain=plain, balanced_gain=balanced)
     numbers = (
-        f"{_points(plain)} points over training alone ({_range(plain)}, n = {row.n:,}); balanced {_shown(balanced)}"
+        f"{_points(plain)} points against training alone ({_range(plain)}, n = {row.n:,}); balanced {_shown(balanced)}"
     )
     signs = {int(np.sign(gain.low)) for gain in (plain, balanced) if gain.clear}
     if signs == {1, -1}:
-        words = f"Accuracy and balanced accuracy contradict each other: {model} has {numbers}."
+        words = f"Accuracy and balanced accuracy contradict each other: {model} is at {numbers}."
         return replace(found, kind="unclear", sentence=f"{words}{own}")
     if not signs and plain.alike:
-        words = f"Federating makes no difference that matters: {model} has {numbers}."
+        words = f"Federating makes no difference that matters: {model} is at {numbers}."
         return replace(found, kind="alike", sentence=f"{words}{own}")
     if not signs:
-        return replace(found, kind="unclear", sentence=f"Too few {unsure} to tell: {model} has {numbers}.{own}")
+        return replace(found, kind="unclear", sentence=f"Too few {unsure} to tell: {model} is at {numbers}.{own}")
     doubt = _doubt(plain, balanced)
     if signs == {1}:
-        return replace(found, kind="federate", use=model, sentence=f"Federate: {model} has {numbers}.{doubt}{own}")
-    words = f"Train alone: the best federated model, {model}, has {numbers}.{doubt}"
+        return replace(found, kind="federate", use=model, sentence=f"Federate: {model} is at {numbers}.{doubt}{own}")
+    words = f"Train alone: the best federated model, {model}, is at {numbers}.{doubt}"
     return replace(found, kind="alone", use=best["alone"], sentence=words)
 
 
