@@ -109,7 +109,7 @@ def test_a_site_is_told_whether_federating_helps_and_how_sure_that_is(tmp_path: 
     assert (plant.kind, plant.use) == ("alone", "local only")
     assert plant.sentence.startswith("Train alone: the best federated model, personal, is at -20.0 points against training")
     assert (third.kind, third.use) == ("unclear", None)
-    assert third.sentence.startswith("Too few samples to tell: personal has ")
+    assert third.sentence.startswith("Too few samples to tell: personal is at ")
     assert headline([art, plant, third]) == (
         "Federating helps at 1 of 3 sites (art); training alone is better at 1 of 3 sites (Plant 4); too few samples "
         "to tell at 1 of 3 sites (3)."
