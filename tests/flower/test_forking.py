@@ -103,7 +103,7 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
 
     parent = os.fork()
     if parent == 0:
-        forking._leave(lambda: in_child(work))
+        forking._exit_after(lambda: in_child(work))
     until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
@@ -221,7 +221,7 @@ def test_a_killed_superexec_is_forked_again_while_its_job_lives(
     if watcher == 0:
         os.close(writing)
         os.dup2(reading, 0)
-        forking._leave(forking.main)
+        forking._exit_after(forking.main)
     os.close(reading)
     os.write(writing, json.dumps(asdict(job(sleeper.pid))).encode() + b"\n")
 

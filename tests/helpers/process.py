@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 SERVER: Any = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["fednh.cli.app", "fednh.api", "fednh.experiments.sweep", "fednh.flower.deploy.local"])
+SERVER.set_forkserver_preload(["fednh.cli.app", "fednh.api", "fednh.experiments.sweep", "fednh.flower.deploy.launch"])
 
 
 @dataclass(frozen=True)
