@@ -27,7 +27,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 def commands() -> list[list[str]]:
     blocks = re.findall(r"^```sh\n(.*?)^```", README.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    (block,) = [text for text in blocks if "folder:photos" in text]
+    (block,) = [text for text in blocks if "fednh run --data folder:photos" in text]
     return [shlex.split(line, comments=True)[1:] for line in block.splitlines() if " inspect " not in line]
 
 
@@ -68,7 +68,7 @@ def test_from_image_files_to_an_answer_for_every_site(tmp_path: Path, monkeypatc
     assert result.summary["held_share"] > 80, "chance is about a fifth"
     assert [row["site"] for row in result.summary["clients"]] == list(DOMAINS)
     (table,) = site_tables(load_runs([Path("runs")]))
-    assert (table.columns, table.notes) == (("personal", "global", "local only"), ())
+    assert (table.columns, table.notes) == (("local only", "personal", "global"), ())
     sentences = [found.sentence for found in verdicts(table)]
     page = html.unescape((tmp_path / "photos.html").read_text())
     for row, words in zip(table.rows, sentences, strict=True):

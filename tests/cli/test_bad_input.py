@@ -109,7 +109,6 @@ DATA: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "empty file": (raw(b""), "d.npz"),
     "not a zip": (raw(b"hello" * 100), "d.npz"),
     "a folder": (lambda here: ((here / "d.npz").mkdir(), ["--data", "npz:d.npz"])[1], "d.npz"),
-    "text labels": (npz(y_train=np.array(["a"] * 40)), "y_train"),
     "no labels": (npz(y_train=None), "y_train"),
     "no test": (npz(x_test=None), "x_test"),
     "fewer labels": (npz(y_train=Y[:-1]), "39 labels"),

@@ -319,7 +319,8 @@ def test_a_model_remembers_the_layout(tmp_path: Path) -> None:
 def test_a_site_says_how_its_own_files_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The federation decides how samples are made (data.fit); what may be left out, and what folders mean, does not."""
     from fednh.flower.client_app import Site
-    from fednh.flower.site_config import read_site_config, site_toml
+    from fednh.flower.deploy.scaffold import site_toml
+    from fednh.flower.site_config import read_site_config
 
     root = tmp_path / "photos"
     for k in range(4):

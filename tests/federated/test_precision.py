@@ -16,9 +16,9 @@ from safetensors import safe_open
 
 from fednh import machine
 from fednh.api import run
-from fednh.cli.sweep import share
 from fednh.data.sources.images import decode_all
 from fednh.errors import UserError
+from fednh.experiments.sweep import share
 from fednh.machine import check_bf16, check_machine
 from fednh.models import build_net
 from fednh.seeding import torch_rng

@@ -222,7 +222,7 @@ def test_dropout(tmp_path: Path) -> None:
     torch.testing.assert_close(simulation.server["head.weight"], torch.stack(kept).mean(0))
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.2, 0.9, 1.0])
+@pytest.mark.parametrize("rate", [0.0, 0.2, 0.9])
 def test_so_many_drop_out(rate: float) -> None:
     """Of 20,000 picked; five standard deviations of a coin of this weight."""
     config = load("digits", {"participation.dropout": rate})

@@ -406,10 +406,13 @@ def _tell_answer(console: Console, answer: Recommendation) -> None:
     """One sentence for all, one a site, the table, the page, the models and the command."""
     from fednh.report.sheet import to_rich
     from fednh.report.site_tables import site_sheet
+    from fednh.runs.layout import AnswerLayout
 
     console.print(to_rich(answer.tried, console.width))
     console.print(to_rich(site_sheet(answer.table), console.width))
     lines = [answer.headline, *(f"{one.site}: {one.sentence}" for one in answer.sites), "", *answer.notes, ""]
-    lines += [f"best over all sites: {answer.winner}; its models, trained on all samples: {answer.path / 'models'}"]
+    lines += [
+        f"best over all sites: {answer.winner}; its models, trained on all samples: {AnswerLayout(answer.path).models}"
+    ]
     lines += [f"page: {answer.report}", f"to train them again: {answer.command}"]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)

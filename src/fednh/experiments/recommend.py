@@ -45,6 +45,7 @@ from fednh.report.sheet import Sheet, number, word
 from fednh.report.sites import SiteTable, site_tables
 from fednh.report.verdicts import SiteVerdict, headline, verdicts
 from fednh.runs import fingerprint
+from fednh.runs.layout import AnswerLayout
 from fednh.runs.model_file import Outcomes
 from fednh.runs.run_folder import RunFolder, display_name, read_config
 from fednh.text import duration, some
@@ -283,7 +284,7 @@ class _Search:
     # --- runs ----------------------------------------------------------------------------------------------------
 
     def folder(self, name: str, pair: Pair) -> RunFolder:
-        return RunFolder(_runs(self.out) / f"{name}-fold{pair[0]}-seed{pair[1]}")
+        return RunFolder(AnswerLayout(self.out).runs / f"{name}-fold{pair[0]}-seed{pair[1]}")
 
     def config(self, name: str, pair: Pair, **settings: Any) -> Config:
         """The settings of a run."""
@@ -298,7 +299,7 @@ class _Search:
         """The runs that are there."""
         found = []
         for name in self.named:
-            for path in sorted(_runs(self.out).glob(f"{name}-fold*-seed*")):
+            for path in sorted(AnswerLayout(self.out).runs.glob(f"{name}-fold*-seed*")):
                 fold, _, seed = path.name.removeprefix(f"{name}-fold").partition("-seed")
                 if RunFolder(path).started:
                     found.append((name, (int(fold), int(seed)), RunFolder(path)))
@@ -347,7 +348,7 @@ class _Search:
         self.watcher.trying("how long a round takes", "", self.clock.left)
         began, busy = time.perf_counter(), time.process_time()
         with tempfile.TemporaryDirectory() as place:
-            self._make(config, RunFolder(Path(place) / "run"), _Rounds(times), self.asked)
+            self._make(config, RunFolder(Path(place) / "timing"), _Rounds(times), self.asked)
         took, again = time.perf_counter() - began, times[-1] - times[-2]
         self.clock.slowdown = max(took / max(time.process_time() - busy, 1e-3), 1.0)
         return max(took - TIMING_ROUNDS * again, 0.0), again
@@ -539,10 +540,6 @@ class _Rounds(Callback):
         self.times.append(time.perf_counter())
 
 
-def _runs(out: Path) -> Path:
-    return out / "runs"
-
-
 def _uses(choice: Choice) -> dict[str, Any]:
     """The settings that make the chosen model the one that a site gets."""
     return {"personal.model": "global"} if choice[1] == "global" else {}
@@ -566,12 +563,13 @@ class Recommendation:
 
     @property
     def report(self) -> Path:
-        return self.path / "report.html"
+        return AnswerLayout(self.path).report_file
 
     @cached_property
     def models(self) -> dict[str, Path]:
         """The file of every site's model, by the site's name."""
-        return {path.stem: path for path in sorted((self.path / "models").glob("*.safetensors"))}
+        files = AnswerLayout(self.path).model_files([verdict.site for verdict in self.sites])
+        return {site: file for site, file in files.items() if file.exists()}
 
     def to_frame(self) -> pd.DataFrame:
         """The table as a pandas data frame, a row a site."""
@@ -649,22 +647,20 @@ def _answer(search: _Search, keep: bool) -> Recommendation:
         notes=notes,
     )
     if keep or not answer.report.exists():
+        files = AnswerLayout(out).model_files([verdict.site for verdict in found])
         for client, file in final.layout.clients_with_models().items():
-            write_bytes(out / "models" / f"{final.client_name(client)}.safetensors", file.read_bytes())
+            write_bytes(files[final.client_name(client)], file.read_bytes())
         tried = replace(answer.tried, note=" ".join([answer.tried.note, *notes]))
         write_report(runs, answer.report, f"Which method for {display_name(search.data.name)}?", first=[tried])
         said = {"winner": answer.winner, "headline": answer.headline, "command": answer.command, "notes": notes}
-        write_json(out / ANSWER, {**search.asked_for, **said, "sites": [_plain(one) for one in found]})
+        write_json(AnswerLayout(out).answer_file, {**search.asked_for, **said, "sites": [_plain(one) for one in found]})
     return answer
-
-
-ANSWER = "answer.json"
 
 
 def _is_answered(search: _Search) -> bool:
     """Whether the folder has the answer to the same question, found in as much time or more."""
     try:
-        said = json.loads((search.out / ANSWER).read_text(encoding="utf-8"))
+        said = json.loads(AnswerLayout(search.out).answer_file.read_text(encoding="utf-8"))
         return all(said[key] == value for key, value in search.asked_for.items() if key != "minutes") and bool(
             said["minutes"] >= search.clock.minutes
         )
@@ -714,7 +710,7 @@ def _check_folder(out: Path, base: Config, data: Dataset) -> None:
         raise UserError(f"{out} is a file, not a folder; choose another --out")
     if not out.is_dir() or not any(out.iterdir()):
         return
-    begun = [path for path in sorted(_runs(out).glob("*-fold*")) if RunFolder(path).started]
+    begun = [path for path in sorted(AnswerLayout(out).runs.glob("*-fold*")) if RunFolder(path).started]
     if not begun:
         if any(path.name not in (".sweep", "runs") for path in out.iterdir()):
             raise UserError(f"{out} is not empty and holds no answer; choose another --out")

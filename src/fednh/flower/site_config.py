@@ -367,10 +367,10 @@ def about_samples(config: Config) -> dict[str, Any]:
 class AgreementState(StrictModel):
     """The file of an Agreement."""
 
-    settings: dict[str, Any] | None = None
-    asked: tuple[str, ...] = ()  # digests of settings that were looked at before one was agreed
-    greeting: dict[str, Any] | None = None
-    greetings: int = Field(0, ge=0)  # how often it was given
+    settings: dict[str, Any] | None
+    asked: tuple[str, ...]  # digests of settings that were looked at before one was agreed
+    greeting: dict[str, Any] | None
+    greetings: int = Field(ge=0)  # how often it was given
 
 
 class Agreement:
@@ -426,7 +426,7 @@ class Agreement:
 
     def _read(self) -> AgreementState:
         if not self._file.exists():
-            return AgreementState()
+            return AgreementState(settings=None, asked=(), greeting=None, greetings=0)
         try:
             return AgreementState.parse(self._file.read_bytes())
         except (OSError, ValueError) as error:

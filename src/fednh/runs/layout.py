@@ -113,6 +113,23 @@ class SweepLayout(FolderLayout):
         return sorted(path.stem for path in self.notes.glob("*.toml"))
 
 
+class AnswerLayout(FolderLayout):
+    """The places in the folder of a recommendation."""
+
+    runs = Inside("runs")
+    models = Inside("models")
+    answer_file = Inside("answer.json")
+
+    @property
+    def report_file(self) -> Path:
+        return self.path / "report.html"
+
+    def model_files(self, sites: Sequence[str]) -> dict[str, Path]:
+        """Where the model of every site lies, by the site's name: a name that every file system accepts."""
+        names = unlike([re.sub(r"[^\w.+=-]+", "_", site).strip("._") or "site" for site in sites], sites)
+        return {site: self.models / f"{name}.safetensors" for site, name in zip(sites, names, strict=True)}
+
+
 class CheckpointLayout(FolderLayout):
     """The places in a run's folder of checkpoints: see checkpoint.py."""
 

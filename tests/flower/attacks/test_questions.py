@@ -1061,6 +1061,7 @@ def test_a_config_of_the_server_is_what_is_compared() -> None:
         "seed",
         *(f"data.{key}" for key in SAFE_DATA),
         "data.columns",
+        "data.missing",
         "partition.min_samples",
         "eval.samples",
     }
