@@ -104,14 +104,11 @@ def test_a_site_is_told_whether_federating_helps_and_how_sure_that_is(tmp_path: 
     assert (art.gain.points, art.gain.low, art.gain.high) == pytest.approx(
         (15, 100 * (near - half), 100 * (near + half)), abs=0.05
     )
-    assert art.sentence.startswith(
-        f"Federate: personal is at +15.0 points against training alone ({art.gain.low:+.1f} to "
-    )
+    gain = f"+15.0 points against training alone ({art.gain.low:+.1f} to "
+    assert art.sentence.startswith(f"Federate: personal is at {gain}")
     assert " Its personal model is better than the global one: personal over global +10.0 (" in art.sentence
     assert (plant.kind, plant.use) == ("alone", "local only")
-    assert plant.sentence.startswith(
-        "Train alone: the best federated model, personal, is at -20.0 points against training"
-    )
+    assert plant.sentence.startswith("Train alone: the best federated model, personal, is at -20.0 points against ")
     assert (third.kind, third.use) == ("unclear", None)
     assert third.sentence.startswith("Too few samples to tell: personal is at ")
     assert headline([art, plant, third]) == (
@@ -167,9 +164,7 @@ def test_balanced_accuracy_decides_as_well(tmp_path: Path) -> None:
     second = run_of(tmp_path / "s", {0: Outcomes(label, worse)}, counts=counts)
     found = said(one_table(second, alone(tmp_path / "m", {0: Outcomes(label, own)}, counts=counts)), "art")
     assert found.kind == "unclear"
-    assert found.sentence.startswith(
-        "Accuracy and balanced accuracy contradict each other: personal is at -17.5 points"
-    )
+    assert found.sentence.startswith("Accuracy and balanced accuracy contradict each other: personal is at -17.5 p")
 
 
 def of_seed(seed: int, personal: int, n: int = 60) -> Outcomes:

@@ -258,9 +258,8 @@ def test_a_bad_option_of_resume_leaves_the_run_alone(tmp_path: Path) -> None:
 
 def test_stops_also_when_nobody_reports(tmp_path: Path) -> None:
     out = tmp_path / "r"
-    process = Process(
-        [*command("fedavg", out, rounds=100_000), "--set", "participation.dropout=0.999999999999"], tmp_path / "io"
-    )
+    nobody = ["--set", "participation.dropout=0.999999999999"]
+    process = Process([*command("fedavg", out, rounds=100_000), *nobody], tmp_path / "io")
     wait_for(lambda: rounds_written(out) > 3)
     process.kill(signal.SIGTERM)
     assert process.wait(60).code == 130

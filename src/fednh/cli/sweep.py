@@ -411,8 +411,7 @@ def _tell_answer(console: Console, answer: Recommendation) -> None:
     console.print(to_rich(answer.tried, console.width))
     console.print(to_rich(site_sheet(answer.table), console.width))
     lines = [answer.headline, *(f"{one.site}: {one.sentence}" for one in answer.sites), "", *answer.notes, ""]
-    lines += [
-        f"best over all sites: {answer.winner}; its models, trained on all samples: {AnswerLayout(answer.path).models}"
-    ]
+    models = AnswerLayout(answer.path).models
+    lines += [f"best over all sites: {answer.winner}; its models, trained on all samples: {models}"]
     lines += [f"page: {answer.report}", f"to train them again: {answer.command}"]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
