@@ -139,3 +139,8 @@ def test_commands_take_several_files(tmp_path: Path) -> None:
     assert len(lines) == 1 + 72 + 24
     assert f"{folder}/beta.csv[0]" in lines[25]
     assert lines[73:] == lines[25:49]
+
+
+def test_a_column_that_is_lacking_is_looked_for_among_the_columns_of_the_files(hospitals: Path) -> None:
+    with pytest.raises(UserError, match=r"no column 'stage'; choose from age, blood, label; say which one it is"):
+        read(hospitals, encoding="cp1252", label="stage")

@@ -324,7 +324,7 @@ def test_the_worst_tenth_leaves_out_sites_with_one_class(tmp_path: Path) -> None
 def test_runs_that_differ_in_more_than_the_method_are_told_apart(tmp_path: Path) -> None:
     joint = fake_sites(tmp_path / "a", "fednh", [80.0, 60.0])
     alone = fake_sites(tmp_path / "b", "local", [50.0, 50.0])
-    said = "The runs differ in more than the method, so this is no comparison of methods: rounds."
+    said = "The runs differ in more than the method: rounds."
     assert said not in site_tables([joint, alone])[0].notes
     file = alone.layout.config_file
     file.write_text(file.read_text().replace("rounds = 40", "rounds = 7"))

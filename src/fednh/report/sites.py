@@ -456,7 +456,7 @@ def _lacking(runs: Sequence[Run]) -> list[str]:
     notes = [_without_outcomes(run) for run in runs if not run.layout.clients_with_outcomes()]
     first, apart = runs[0], varying([settings_of(run) for run in runs])
     if others := [key for key in apart if not key.startswith("method.") and key not in _NO_SPLIT]:
-        notes.append(f"The runs differ in more than the method, so this is no comparison of methods: {some(others)}.")
+        notes.append(f"The runs differ in more than the method: {some(others)}.")
     if all(run.method != "local" for run in runs) and first.partition["counts"]:
         alone = shlex.quote(str(first.path.with_name(f"{first.path.resolve().name}-local")))
         lacks = "What a site could do alone is not among the runs"

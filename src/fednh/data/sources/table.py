@@ -292,7 +292,7 @@ def find_column(where: str, header: Sequence[str], chosen: str | None, default: 
     if name in header:
         return name
     if chosen or needed:
-        hint = did_you_mean(name, header)
+        hint = did_you_mean(name, [column for column in header if column != FILE_SITE])
         raise DataError(f"{where} has no column {name!r}{hint}; say which one it is with data.{default}")
     return ""
 
