@@ -142,5 +142,5 @@ def test_commands_take_several_files(tmp_path: Path) -> None:
 
 
 def test_a_column_that_is_lacking_is_looked_for_among_the_columns_of_the_files(hospitals: Path) -> None:
-    with pytest.raises(UserError, match=r"no column 'stage'; choose from age, blood, label; say which one it is"):
-        read(hospitals, encoding="cp1252", label="stage")
+    with pytest.raises(UserError, match=r"no column 'quux'; choose from age, blood, label; say which one it is"):
+        read(hospitals, encoding="cp1252", label="quux")
