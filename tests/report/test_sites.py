@@ -167,6 +167,18 @@ def test_balanced_accuracy_decides_as_well(tmp_path: Path) -> None:
     assert found.sentence.startswith("Accuracy and balanced accuracy contradict each other: personal is at -17.5 p")
 
 
+def test_no_difference_needs_both_measures(tmp_path: Path) -> None:
+    """990 cats are all right, of 10 dogs 6 or 5: surely no difference in accuracy, but nobody knows about dogs."""
+    label = np.repeat([0, 1], [990, 10])
+    joint, own = label.copy(), label.copy()
+    joint[996:], own[990:995] = 0, 0
+    counts = [(1980, 20, 0)] * 3
+    first = run_of(tmp_path / "r", {0: Outcomes(label, joint)}, counts=counts)
+    found = said(one_table(first, alone(tmp_path / "l", {0: Outcomes(label, own)}, counts=counts)), "art")
+    assert found.gain is not None
+    assert (found.kind, found.gain.alike) == ("unclear", True)
+
+
 def of_seed(seed: int, personal: int, n: int = 60) -> Outcomes:
     """Rows seed, seed + 1, ...: neighbouring seeds share all but one of their samples."""
     rows = np.arange(seed, seed + n)

@@ -228,7 +228,7 @@ def _told(row: SiteRow, best: dict[str, str], pairs: dict[str, tuple[Gain, Gain]
     if signs == {1, -1}:
         words = f"Accuracy and balanced accuracy contradict each other: {model} is at {numbers}."
         return replace(found, kind="unclear", sentence=f"{words}{own}")
-    if not signs and plain.alike:
+    if not signs and plain.alike and balanced.alike:
         words = f"Federating makes no difference that matters: {model} is at {numbers}."
         return replace(found, kind="alike", sentence=f"{words}{own}")
     if not signs:
