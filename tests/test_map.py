@@ -67,3 +67,12 @@ def test_an_import_that_points_upwards_is_seen_even_inside_a_function(tmp_path: 
     assert done.returncode == 1, done.stdout + done.stderr
     assert "fednh.data.batches -> fednh.federated.rounds" in done.stdout
     assert done.stdout.count(" -> ") == 1, done.stdout
+
+
+def test_no_two_classes_have_one_name() -> None:
+    names = [
+        name
+        for path in SOURCE.rglob("*.py")
+        for name in re.findall(r"^class (\w+)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    ]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []

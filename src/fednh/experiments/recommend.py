@@ -230,7 +230,7 @@ class _Until(Stop):
         return super().is_set() or self.asked.is_set() or time.monotonic() > self.end
 
 
-class _Clock:
+class _Budget:
     """The time of a search that began now."""
 
     def __init__(self, minutes: float):
@@ -255,7 +255,7 @@ class _Search:
     data: Dataset
     out: Path
     candidates: tuple[Candidate, ...]
-    clock: _Clock
+    clock: _Budget
     rounds: int  # 0: as many as the time allows
     folds: int  # 0: the same
     seeds: int  # at most
@@ -611,7 +611,7 @@ def find(
     """
     if not minutes > 0:
         raise UserError(f"minutes = {minutes:g} should be more than 0")
-    clock, watch = _Clock(minutes), watcher or SilentSearch()
+    clock, watch = _Budget(minutes), watcher or SilentSearch()
     data = samples or load_data(config)
     _check_data(config, data)
     folds = config.data.folds or 0

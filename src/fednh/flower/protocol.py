@@ -387,7 +387,7 @@ class Answer:
         return cls(**facts.model_dump(), upload=upload, metrics=metrics.model_dump(exclude_none=True))
 
 
-class Notice(StrictModel):
+class SiteNotice(StrictModel):
     """What the server tells a site for its log."""
 
     format: int = FORMAT
@@ -409,11 +409,11 @@ def hello_request(config: str) -> RecordDict:
 
 def notice(text: str) -> RecordDict:
     """The content of a notice: text for a site's log."""
-    return RecordDict({"notice": ConfigRecord(Notice(text=text).model_dump())})
+    return RecordDict({"notice": ConfigRecord(SiteNotice(text=text).model_dump())})
 
 
 def read_notice(content: RecordDict) -> str:
-    return one_line(Notice.parse(_record(content, "notice", ConfigRecord)).text, 500)
+    return one_line(SiteNotice.parse(_record(content, "notice", ConfigRecord)).text, 500)
 
 
 def ack() -> RecordDict:

@@ -75,7 +75,7 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class Answer:
+class FirstScreen:
     """What a person sees first."""
 
     title: str
@@ -84,7 +84,7 @@ class Answer:
     note: str  # what dots and intervals are, and what is lacking
 
 
-def answer(runs: Sequence[Run]) -> Answer:
+def answer(runs: Sequence[Run]) -> FirstScreen:
     """What these runs answer: about sites where they held out samples of their own, else about methods."""
     tables = site_tables([run for run in runs if run.names])
     if any(each.gain is not None for table in tables for each in verdicts(table)):
@@ -93,7 +93,7 @@ def answer(runs: Sequence[Run]) -> Answer:
     if tables:
         words = " ".join(headline(verdicts(table)) for table in tables)
         lacks = " ".join(dict.fromkeys(note for table in tables for note in table.lacking))
-        return Answer(
+        return FirstScreen(
             study.title,
             f"{study.sentence} {words}",
             study.plots,
@@ -101,7 +101,7 @@ def answer(runs: Sequence[Run]) -> Answer:
         )
     if all(run.natural for run in runs):
         lacks = "This is about methods: what each site gets can be said of samples of its own (data.holdout = 0.2)."
-        return Answer(study.title, study.sentence, study.plots, f"{study.note} {lacks}")
+        return FirstScreen(study.title, study.sentence, study.plots, f"{study.note} {lacks}")
     return study
 
 
@@ -121,7 +121,7 @@ def signed(points: float) -> str:
 # --- sites ---------------------------------------------------------------------------------------------------------
 
 
-def _of_sites(runs: Sequence[Run], tables: Sequence[SiteTable]) -> Answer:
+def _of_sites(runs: Sequence[Run], tables: Sequence[SiteTable]) -> FirstScreen:
     plots = []
     for table in tables:
         advice = verdicts(table)
@@ -135,7 +135,7 @@ def _of_sites(runs: Sequence[Run], tables: Sequence[SiteTable]) -> Answer:
         "Right of zero federating is better. Dots: accuracy on samples that the site held out, no model was trained on "
         "them; lines: intervals that hold together at 95% for all that is compared at a site."
     )
-    return Answer(f"{_data(runs)}: does federating help its {len(sites)} sites?", sentence, plots, note)
+    return FirstScreen(f"{_data(runs)}: does federating help its {len(sites)} sites?", sentence, plots, note)
 
 
 def _site_dot(advice: SiteVerdict) -> Dot:
@@ -161,7 +161,7 @@ class _Contest:
     n: int  # seeds that all have
 
 
-def _of_methods(runs: Sequence[Run]) -> Answer:
+def _of_methods(runs: Sequence[Run]) -> FirstScreen:
     settings = by_setting(runs)
     contests = {label: _contests(by_variant(group)) for label, group in settings.items()}
     first = {label: each[0] for label, each in contests.items() if each}
@@ -169,7 +169,7 @@ def _of_methods(runs: Sequence[Run]) -> Answer:
     question = f"which of {len(methods)} methods is best?" if len(methods) > 2 else f"{' or '.join(methods)}?"
     title = f"{_data(runs)}: {methods[0] if len(methods) == 1 else question}"
     if not first:
-        return Answer(title, "Nothing was measured.", [], "")
+        return FirstScreen(title, "Nothing was measured.", [], "")
     several = len(settings) > 1
     plots = []
     for label in list(first)[:MOST_SETTINGS]:
@@ -187,7 +187,7 @@ def _of_methods(runs: Sequence[Run]) -> Answer:
     more = len(first) - MOST_SETTINGS
     note = _note(seeds(runs), plots)
     note += f" {more} more settings are in the tables." if more > 0 else ""
-    return Answer(title, sentence, plots, note)
+    return FirstScreen(title, sentence, plots, note)
 
 
 def _contests(variants: Mapping[str, Sequence[Run]]) -> list[_Contest]:

@@ -20,7 +20,7 @@ from fednh.errors import UserError
 from fednh.flower import audit, protocol, signing
 from fednh.flower.admission import MemberRow
 from fednh.flower.layout import StateFolder
-from fednh.flower.protocol import Facts, Hello, Metrics, Notice, Order, Said, SentConfig, Task, TensorHeader
+from fednh.flower.protocol import Facts, Hello, Metrics, Order, Said, SentConfig, SiteNotice, Task, TensorHeader
 from fednh.flower.server_app import Sites
 from fednh.flower.site_config import METRICS, Allow, Policy, SiteConfig, read_site_config
 from fednh.flower.transport import StrictModel
@@ -41,7 +41,7 @@ HONEST: dict[type[StrictModel], dict[str, Any]] = {
     TensorHeader: {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
     Said: {"format": protocol.FORMAT, "audit": HEAD},
     Hello: {"format": protocol.FORMAT, "site": "a", "number": -1, "task": json.dumps(TASK), "audit": HEAD},
-    Notice: {"format": protocol.FORMAT, "text": "x"},
+    SiteNotice: {"format": protocol.FORMAT, "text": "x"},
     SentConfig: {"format": protocol.FORMAT, "toml": "rounds = 1", "task": ""},
     Order: {"client": 0, "round": 1, "evaluate": 0, "last": 0, "since": 0, "final": False, "sites": 1},
     Facts: {"client": 0, "round": 1, "samples": 5, "loss_sum": 1.0, "gradient_norm": 0.5},
@@ -145,11 +145,11 @@ TABLE: list[tuple[type[StrictModel], dict[str, Any], str]] = [
     (Hello, {"audit": 7}, "audit is 7, not a text"),
     (Hello, {"audit": "x"}, "audit is 'x', not a text"),
     (Hello, {"key": "k"}, "key is not known"),
-    (Notice, {"format": "x"}, "format is 'x', not a whole number"),
-    (Notice, {"text": GONE}, "text is missing"),
-    (Notice, {"text": 1}, f"text is 1, {TEXT}"),
-    (Notice, {"text": "x" * (4 << 20) + "x"}, f"..., {TEXT}"),
-    (Notice, {"more": 1}, "more is not known"),
+    (SiteNotice, {"format": "x"}, "format is 'x', not a whole number"),
+    (SiteNotice, {"text": GONE}, "text is missing"),
+    (SiteNotice, {"text": 1}, f"text is 1, {TEXT}"),
+    (SiteNotice, {"text": "x" * (4 << 20) + "x"}, f"..., {TEXT}"),
+    (SiteNotice, {"more": 1}, "more is not known"),
     (SentConfig, {"format": GONE}, "format is missing"),
     (SentConfig, {"format": "x"}, "format is 'x', not a whole number"),
     (SentConfig, {"toml": GONE}, "toml is missing"),
@@ -315,16 +315,16 @@ def test_a_site_does_nothing_for_a_malformed_order(tmp_path: Path) -> None:
     scene, config = Scene(tmp_path), config_of()
     hello = scene.deliver(scene.signed(question(dump(config))))
     task = Hello.read(signing.without_signature(hello.content)).task
-    records = {Order: "order", SentConfig: "config", Notice: "notice"}
+    records = {Order: "order", SentConfig: "config", SiteNotice: "notice"}
     log, kept = StateFolder(tmp_path / "state").audit_file("a"), files(tmp_path / "state")
     for model, change, sentence in [row for row in TABLE if row[0] in records]:
         content = Order(client=0, round=1).write(dump(config), task, protocol.to_arrays({}), protocol.to_arrays({}))
-        content = protocol.notice("x") if model is Notice else content
+        content = protocol.notice("x") if model is SiteNotice else content
         honest = dict(content[records[model]])
         values = {key: value for key, value in {**honest, **change}.items() if value is not GONE}
         content[records[model]] = ConfigRecord(values)
-        kind = protocol.NOTICE if model is Notice else "train"
-        where = {} if model is Notice else {"round_": 1, "site": "a"}
+        kind = protocol.NOTICE if model is SiteNotice else "train"
+        where = {} if model is SiteNotice else {"round_": 1, "site": "a"}
         reply = scene.deliver(scene.signed(content, kind=kind, **where))  # type: ignore[arg-type]
         assert problem(reply) == "ValueError; the site's own log says more", change.keys()
         last = audit.read(log).lines[-1]

@@ -17,7 +17,7 @@ from fednh.runs.run_folder import display_names
 
 
 @dataclass(frozen=True)
-class Gain:
+class RelativeGain:
     """What a value gains over the base value, in percentage points, over the seeds that both have."""
 
     value: float
@@ -40,7 +40,7 @@ def swept(runs: Sequence[Run]) -> list[str]:
     return sorted(keys, key=lambda k: not k.startswith("method."))
 
 
-def gains(runs: Sequence[Run], key: str, metric: str, base: float) -> list[Gain]:
+def gains(runs: Sequence[Run], key: str, metric: str, base: float) -> list[RelativeGain]:
     """For every value of `key`: the metric minus the metric at `base` with the same seed."""
     at = {
         (float(group.settings[key]), run.config.seed): run.summary[metric]
@@ -52,7 +52,7 @@ def gains(runs: Sequence[Run], key: str, metric: str, base: float) -> list[Gain]
     for value in sorted({v for v, _ in at}):
         pairs = [at[v, s] - at[base, s] for v, s in sorted(at) if v == value and (base, s) in at]
         if pairs:
-            found.append(Gain(value, float(np.mean(pairs)), sd(pairs), len(pairs)))
+            found.append(RelativeGain(value, float(np.mean(pairs)), sd(pairs), len(pairs)))
     return found
 
 
