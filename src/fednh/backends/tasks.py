@@ -1,9 +1,9 @@
 """What the clients of an exchange compute, wherever that is: in a thread of this process, or on another machine.
 
-A `Stage` is what all clients of an exchange do: train a round, or have their personal models measured. It is a value
-that can be sent, and calling it is a pure function of the `Material`, the clients and what they kept. Clients come in
-units: one client, or a block of small ones that are computed together. How clients are divided into units decides the
-last bits of a result; where and when a unit is computed does not.
+A `ClientTask` is what all clients of an exchange do: train a round, or have their personal models measured. It is a
+value that can be sent, and calling it is a pure function of the `SimulatedData`, the clients and what they kept.
+Clients come in batches: one client, or a block of small ones that are computed together. How clients are divided into
+batches decides the last bits of a result; where and when a batch is computed does not.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class ClientTask:
 
     @abstractmethod
     def __call__(
-        self, on: SimulatedData, unit: ClientBatch, kept: Sequence[Tree], tick: Tick = no_progress
+        self, on: SimulatedData, batch: ClientBatch, kept: Sequence[Tree], tick: Tick = no_progress
     ) -> list[Any]:
-        """The results of the unit's clients, in their order."""
+        """The results of the batch's clients, in their order."""
 
     def received(self, client: int) -> Tree:
         return received(self.down, self.records, client)
@@ -95,18 +95,20 @@ class TrainTask(ClientTask):
     seed: int
     round: int
     gradient_norm: bool = False
-    together: bool = False  # a unit is a block for vmap
+    together: bool = False  # a batch is a block for vmap
 
     def __call__(
-        self, on: SimulatedData, unit: ClientBatch, kept: Sequence[Tree], tick: Tick = no_progress
+        self, on: SimulatedData, batch: ClientBatch, kept: Sequence[Tree], tick: Tick = no_progress
     ) -> list[ClientResult]:
         why = ""
         if self.together:
             try:
-                return list(self._block(on, unit, kept))
+                return list(self._block(on, batch, kept))
             except Exception as error:  # one by one: the error names the client that fails, and the others succeed
                 why = f"{type(error).__name__}: {one_line(str(error), 200)}"
-        made = [self.one_client(on, client, mine) for client, mine in zip(unit, kept, strict=True)]
+        made = []
+        for client, mine in zip(batch, kept, strict=True):
+            made.append(self.one_client(on, client, mine))
         if why and all(result.upload is not None for result in made):
             made = [replace(result, fallback_reason=why) for result in made]
         return made
@@ -121,13 +123,13 @@ class TrainTask(ClientTask):
             words = failures.error_sentence(on.method, error, f"{on.name(client)} failed in round {self.round}")
             return ClientResult(status="failed", problem=words, error=error)
 
-    def _block(self, on: SimulatedData, unit: ClientBatch, kept: Sequence[Tree]) -> list[ClientResult]:
+    def _block(self, on: SimulatedData, batch: ClientBatch, kept: Sequence[Tree]) -> list[ClientResult]:
         # Clients that kept the same names are computed together; new clients may have kept none.
         alike: dict[tuple[str, ...], dict[int, Tree]] = {}
-        for client, mine in zip(unit, kept, strict=True):
+        for client, mine in zip(batch, kept, strict=True):
             alike.setdefault(tuple(sorted(mine)), {})[client] = mine
         done = {client: update for some in alike.values() for client, update in self._together(on, some).items()}
-        return [done[client] for client in unit]
+        return [done[client] for client in batch]
 
     def _together(self, on: SimulatedData, kept: dict[int, Tree]) -> dict[int, ClientResult]:
         members = list(kept)
@@ -150,9 +152,9 @@ class EvaluateTask(ClientTask):
     how: PersonalConfig = field(default=OWN, kw_only=True)
 
     def __call__(
-        self, on: SimulatedData, unit: ClientBatch, kept: Sequence[Tree], tick: Tick = no_progress
+        self, on: SimulatedData, batch: ClientBatch, kept: Sequence[Tree], tick: Tick = no_progress
     ) -> list[Measured]:
-        return [self._one(on, client, mine, tick) for client, mine in zip(unit, kept, strict=True)]
+        return [self._one(on, client, mine, tick) for client, mine in zip(batch, kept, strict=True)]
 
     def samples(self, on: SimulatedData, client: int) -> int:
         """How many samples pass forward through the network."""

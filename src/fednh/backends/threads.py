@@ -199,13 +199,12 @@ class Pool(Simulation):
     def map(self, task: ClientTask, batches: Sequence[ClientBatch]) -> Iterator[list[Any]]:
         """The results in the order of `batches`; at most two per worker are running or waiting to be read."""
 
-        def work(batch: ClientBatch) -> list[Any] | None:
-            return None if self.stop.is_set() else task(self.data, batch, self.kept(batch), self.meter)
-
-        for result in in_order(self.threads, work, batches, ahead=2 * self.workers):
-            if result is None:
+        def work(batch: ClientBatch) -> list[Any]:
+            if self.stop.is_set():
                 raise Interrupted
-            yield result
+            return task(self.data, batch, self.kept(batch), self.meter)
+
+        return in_order(self.threads, work, batches, ahead=2 * self.workers)
 
 
 def in_order(pool: ThreadPoolExecutor, work: Callable[[A], B], items: Iterable[A], ahead: int) -> Iterator[B]:

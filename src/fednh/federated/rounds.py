@@ -140,7 +140,9 @@ class RoundLoop:
 
         try:
             bounded: list[ClientResult] = []  # with a bound on norms all uploads are compared before any is used
-            for result in self._timed(replies.results()):
+            started = time.perf_counter()  # until a result arrives the clients are at work, then the server is
+            for result in replies.results():
+                self.progress.client_seconds += time.perf_counter() - started
                 builder.processed += result.samples or 0
                 if problem := self._problem(result, plan.round):
                     self._leave_out(result, problem, builder)
@@ -148,6 +150,8 @@ class RoundLoop:
                     bounded.append(result)
                 else:
                     use(result)
+                started = time.perf_counter()
+            self.progress.client_seconds += time.perf_counter() - started
             for result in self._within_bound(bounded, builder):
                 use(result)
             self._check_refusals(builder)
@@ -173,16 +177,6 @@ class RoundLoop:
         if policy.bad_round == "skip" and self.setup.upload_specs and _equal(server, before):
             return self._unchanged(builder)
         return builder.done()
-
-    def _timed(self, results: Iterator[ClientResult]) -> Iterator[ClientResult]:
-        """The same; the time until each arrives counts as the clients', what the server does with it does not."""
-        while True:
-            started = time.perf_counter()
-            result = next(results, None)
-            self.progress.client_seconds += time.perf_counter() - started
-            if result is None:
-                return
-            yield result
 
     def _problem(self, result: ClientResult, round_: int) -> str | None:
         """Why a client's result cannot be used, as a sentence, or None; an error at a client may end the run."""
