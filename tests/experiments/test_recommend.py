@@ -380,5 +380,5 @@ def test_four_sites_with_fifty_images_each_within_the_time(tmp_path: Path) -> No
     began = time.monotonic()
     answer = fednh.recommend(data=f"folder:{tmp_path / 'photos'}", minutes=3, out=tmp_path / "answer")
     assert time.monotonic() - began < 1.1 * 180
-    assert [row.n for row in answer.table.rows] == [50] * 4
+    assert {row.n for row in answer.table.rows} <= {20, 30, 40, 50}, "as many folds as there was time for, each of ten"
     assert len(answer.models) == 4

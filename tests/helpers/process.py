@@ -38,8 +38,9 @@ class Process:
     def __init__(self, args: list[str], folder: Path, inherit: bool = False):
         folder.mkdir(parents=True, exist_ok=True)
         self._out, self._err = (folder / "stdout.txt").absolute(), (folder / "stderr.txt").absolute()
-        for path in (self._out, self._err):
+        for path in (self._out, self._err):  # a child that is killed at once has not opened them
             path.unlink(missing_ok=True)
+            path.touch()
         context = multiprocessing.get_context("fork") if inherit else SERVER
         around = (args, self._out, self._err, Path.cwd(), dict(os.environ), sys.path)
         self._process = context.Process(target=_child, args=around)

@@ -139,7 +139,7 @@ def test_a_new_method_runs_everywhere(here: Path) -> None:
     (here / "my_method.py").unlink()
     table = fednh(["table", "runs"], here / "log")
     assert table.code == 0, table.stderr
-    assert "my_method:MyMethod" in table.stdout
+    assert "MyMethod" in table.stdout
     report = fednh(["report", "runs", "-o", "report.html"], here / "log")
     assert report.code == 0, report.stderr
     gone = fednh([*command, "--out", "runs/c"], here / "log")
@@ -189,7 +189,7 @@ def test_the_page_on_adding_a_method(here: Path) -> None:
         quick = [] if " table " in line else ["--epochs", "1", "--clients", "6", "--quiet"]
         ended = fednh([*line.split()[1:], *quick], here / "log")
         assert ended.code == 0, f"{line}: {ended.stderr}"
-    assert "apfl:APFL" in ended.stdout
+    assert "APFL" in ended.stdout
     method = find_method("apfl:APFL")(alpha=0.25)
     kept = {"head.weight": torch.tensor(1.0), "v.head.weight": torch.tensor(5.0)}
     received = {"head.weight": torch.tensor(99.0)}

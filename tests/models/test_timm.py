@@ -82,7 +82,7 @@ def test_a_mobile_net_on_four_domains(timm: object, tmp_path: Path) -> None:
     }.items():
         words += ["--set", f"{key}={value}"]
     for workers in ("1", "2"):
-        ended = command(["run", *words, "--workers", workers, "--out", str(tmp_path / workers)], tmp_path / "io")
+        ended = command(["run", *words, "--workers", workers, "--out", str(tmp_path / workers)], tmp_path / "io", True)
         assert ended.code == 0, ended.stderr
     assert "has a head of another size, which is left out" in ended.stderr
     one, two = (outcome(tmp_path / workers) for workers in ("1", "2"))

@@ -29,6 +29,7 @@ from fednh.cli.options import (
 from fednh.config.options import SHORT_OPTIONS
 from fednh.errors import Interrupted
 from fednh.interrupt import Stop
+from fednh.text import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -153,13 +154,13 @@ def _train(
 
 def _tell_losses(console: Console, summary: dict[str, Any]) -> None:
     """Report uploads and clients that the run left out, if any."""
-    losses = {"refused": "uploads were not finite and were refused", "failed": "clients failed and were skipped"}
+    losses = {"refused": ("upload", "not finite and refused"), "failed": ("client", "skipped after an error")}
     from fednh.runs.layout import RunLayout
 
-    for key, words in losses.items():
-        if summary.get(key):
-            where = RunLayout.metrics_file
-            console.print(f"{summary[key]} {words}; {where} says when and whose", style="yellow", highlight=False)
+    for key, (noun, words) in losses.items():
+        if number := summary.get(key):
+            what = f"{plural(number, noun)} {'was' if number == 1 else 'were'} {words}"
+            console.print(f"{what}; {RunLayout.metrics_file} says when and whose", style="yellow", highlight=False)
 
 
 def _tell_how_to_answer(config: Config, out: Path) -> None:
