@@ -98,12 +98,12 @@ def test_a_sweep_is_its_runs(tmp_path: Path) -> None:
     assert [run.path.name for run in runs] == [f"digits-fedper-dirichlet0.3-lr{lr}-seed0" for lr in (0.2, 0.1)]
 
 
-def test_a_sweep_refuses_what_its_processes_cannot_import(tmp_path: Path) -> None:
+def test_a_sweep_refuses_what_its_processes_cannot_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Cell(FedAvg):
         pass
 
     Cell.__module__, Cell.__qualname__ = "__main__", "Cell"
-    sys.modules["__main__"].Cell = Cell  # type: ignore[attr-defined]
+    monkeypatch.setattr(sys.modules["__main__"], "Cell", Cell, raising=False)
     with pytest.raises(fednh.ConfigError, match="Cell is defined in this program or notebook; move it into a module"):
         fednh.sweep(method=[Cell, "fedavg"], out=tmp_path / "s")
     with pytest.raises(fednh.ConfigError, match="a sweep takes the class FedAvg; give its hyper-parameters as"):

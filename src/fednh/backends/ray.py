@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -64,10 +65,15 @@ RAY_ENV = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "20",  # then Ray ends this process; see `message_if_killed`
 }
 LOCAL_ENV = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # "no cluster of several machines": listen on 127.0.0.1 alone
+# Ray starts workers by a shell that splits Python's path at a space; machines must then have Python at the same path.
+PYTHON = {"py_executable": shlex.quote(sys.executable)} if " " in sys.executable else {}
 INIT_OPTIONS: Any = {
     "logging_level": logging.CRITICAL,
     "log_to_driver": False,
-    "runtime_env": {"py_modules": [fednh]},  # machines compute with this source, whatever they have themselves
+    "runtime_env": {
+        "py_modules": [fednh],
+        **PYTHON,
+    },  # machines compute with this source, whatever they have themselves
 }
 
 
