@@ -35,7 +35,7 @@ from fednh.callbacks import Callback
 from fednh.config import Config, load
 from fednh.data.batches import ClientData
 from fednh.data.dataset import Dataset
-from fednh.federated.evaluate import correct_per_class
+from fednh.federated.evaluate import count_correct, logits_of
 from fednh.federated.setup import Federation, build_federation
 from fednh.methods.base import MODEL
 from fednh.methods.fit import LocalFit, Sgd
@@ -246,7 +246,7 @@ def methods_and_evaluation() -> Iterator[Row]:
     with workers() as pool:
 
         def look(_: int) -> object:
-            return correct_per_class(lambda x: fed.net.logits(model, x), fed.train)
+            return count_correct(logits_of(lambda x: fed.net.logits(model, x), fed.train).argmax(1), fed.train)
 
         (taken,) = best(4, lambda: list(pool.map(look, range(looks))))
     per_model = taken / looks * 10_000 / len(fed.train)

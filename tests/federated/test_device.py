@@ -75,7 +75,8 @@ def one_round(name: str, net: Net, device: str, folder: Path) -> tuple[Tree, lis
         models.append(shared)
     total, correct = evaluate.total_per_class(test), []
     for model in models:
-        hits = evaluate.correct_per_class(lambda x, m=model: method.logits(net, m, x), test)  # type: ignore[misc]
+        logits = evaluate.logits_of(lambda x, m=model: method.logits(net, m, x), test)  # type: ignore[misc]
+        hits = evaluate.count_correct(logits.argmax(1), test)
         evaluate.personal(0, hits, total, everyone[0].counts)
         correct.append(hits.tolist())
     return server, models, [*correct, *([u.loss_sum, u.gradient_norm or 0.0] for u in updates)]

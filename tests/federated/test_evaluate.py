@@ -87,7 +87,8 @@ def test_correct_per_class_counts_over_batches() -> None:
     x = torch.linspace(-1, 1, 1000)[:, None]
     y = torch.arange(1000) % 2
     test = Samples(x, y, 3, torch.ones(1), torch.zeros(1), augment=False)
-    hits = evaluate.correct_per_class(lambda v: torch.cat([-v, v, torch.full_like(v, -9)], 1), test)
+    logits = evaluate.logits_of(lambda v: torch.cat([-v, v, torch.full_like(v, -9)], 1), test)
+    hits = evaluate.count_correct(logits.argmax(1), test)
     right_1 = int(((x[:, 0] > 0) & (y == 1)).sum())
     right_0 = int(((x[:, 0] <= 0) & (y == 0)).sum())
     assert hits.tolist() == [right_0, right_1, 0]

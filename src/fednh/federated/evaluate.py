@@ -68,11 +68,6 @@ def count_correct(guessed: Tensor, test: Samples) -> Tensor:  # (C,)
     return torch.bincount(test.y[guessed == test.y], minlength=test.num_classes).cpu().to(torch.float64)
 
 
-def correct_per_class(predict: Callable[[Tensor], Tensor], test: Samples) -> Tensor:  # (C,)
-    """How many test samples of each class `predict` (x -> logits) gets right."""
-    return count_correct(logits_of(predict, test).argmax(1), test)
-
-
 def total_per_class(test: Samples) -> Tensor:  # (C,)
     return torch.bincount(test.y, minlength=test.num_classes).cpu().to(torch.float64)
 
