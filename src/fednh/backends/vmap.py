@@ -362,6 +362,8 @@ def _worth(config: Config, fed: Federation) -> bool:
 
 
 def _obstacle(config: Config, fed: Federation) -> str | None:
+    if fed.train.views > 1:
+        return "each client draws views of its samples on its own (features.views = 1 turns it off)"
     if fed.train.augment:
         return "training images are augmented, each client's on its own (data.augment = 'none' turns it off)"
     if config.diagnostics.gradient_norm:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -108,12 +108,49 @@ class ParticipationConfig(Section):
 
 
 class ModelConfig(Section):
-    name: str = "auto"  # auto, linear, mlp, conv2, cnn, resnet18, timm:ARCHITECTURE, or package.module:Class
+    # auto, linear, mlp, conv2, cnn, resnet18, timm:ARCHITECTURE or package.module:Class; a frozen one may also be
+    # efficientnet_lite0 or onnx:FILE
+    name: str = "auto"
     args: dict[str, Any] = Field(default_factory=dict)  # of the model's constructor
     head: str | None = None  # of a module without .body and .head: the name of its last linear layer; None: found
     weights: str | None = None  # a safetensors file to start from
     norm: Literal["refuse", "local"] = "refuse"  # batch normalisation is refused, or normalisation stays with clients
     convolution: Literal["fast", "ordinary"] = "fast"  # on a CPU; both give the same to 1e-5
+    frozen: Literal["none", "body"] = "none"  # body: it only computes features, once a sample, and is not trained
+    adapter: Literal["none", "linear", "mlp"] = "none"  # what is trained between a frozen body and the head
+    width: int = Field(128, ge=1, le=MANY)  # of the adapter's output
+
+    @property
+    def trained(self) -> tuple[str, dict[str, Any]]:
+        """The name and the arguments of the network that clients train: all of it, or what follows a frozen body."""
+        if self.frozen == "none":
+            return self.name, self.args
+        if self.adapter == "none":
+            return "linear", {}
+        return "mlp", {"hidden": [self.width], "linear_output": self.adapter == "linear"}
+
+    @model_validator(mode="after")
+    def _adapter_needs_frozen_body(self) -> ModelConfig:
+        if self.adapter != "none" and self.frozen == "none":
+            raise ValueError("takes adapter only behind a frozen body; set model.frozen = 'body'")
+        if self.frozen == "body" and self.name == "auto":
+            raise ValueError(
+                "frozen = 'body' needs a pretrained network: set model.name = 'efficientnet_lite0', 'onnx:FILE', or "
+                "another one with model.weights"
+            )
+        return self
+
+
+Pixels = Annotated[list[float] | None, Field(min_length=3, max_length=3)]
+
+
+class FeaturesConfig(Section):
+    """How a frozen body sees images (`model.frozen`)."""
+
+    size: int = Field(112, ge=8, le=4096)  # pixels a side, to which images are brought
+    views: int = Field(1, ge=1, le=1000)  # of a training image: itself, and others that are cropped and flipped
+    mean: Pixels = None  # of red, green and blue, from 0 to 1, that the body expects; None: ImageNet's
+    std: Pixels = None  # the same for their deviation
 
 
 class TrainConfig(Section):
@@ -249,6 +286,7 @@ class Config(Section):
     partition: PartitionConfig = PartitionConfig()
     participation: ParticipationConfig = ParticipationConfig()
     model: ModelConfig = ModelConfig()
+    features: FeaturesConfig = FeaturesConfig()
     method: dict[str, Any] = Field(default_factory=lambda: {"name": DEFAULT_METHOD})
     train: TrainConfig = TrainConfig()
     server: ServerConfig = ServerConfig()

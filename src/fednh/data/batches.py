@@ -40,7 +40,10 @@ def crop_flip(images: Tensor, rng: torch.Generator) -> Tensor:  # uint8 (B, H, W
 
 @dataclass(frozen=True)
 class Samples:
-    """All samples of one split, as they are stored: uint8 images (N, H, W, C) or float vectors (N, F)."""
+    """All samples of one split, as they are stored: uint8 images (N, H, W, C) or float vectors (N, F).
+
+    With V `views`, x has V * N rows: after the samples themselves V - 1 other versions of all of them.
+    """
 
     x: Tensor
     y: Tensor  # (N,)
@@ -48,6 +51,7 @@ class Samples:
     gain: Tensor  # per channel: a float input is v * gain + shift
     shift: Tensor
     augment: bool
+    views: int = 1
 
     def floats(self, stored: Tensor) -> Tensor:
         """Stored values as the network's float inputs."""
@@ -64,7 +68,8 @@ def samples_of(data: Dataset, split: str, augment: str = "auto", device: str = "
     if chosen == "crop_flip" and not data.is_image and split == "train":
         raise DataError(f"data.augment = 'crop_flip' needs images, but {data.name} holds vectors")
     gain, shift, centre = scaling.constants(data.scale, data.mean, data.std)
-    stored = torch.from_numpy(np.ascontiguousarray(x))
+    views = data.views if split == "train" else None
+    stored = torch.from_numpy(np.ascontiguousarray(x if views is None else np.concatenate([x, *views])))
     gaps = stored.is_floating_point() and bool(stored.isnan().any())  # what has none is not copied
     return Samples(
         x=(scaling.filled(stored, centre) if gaps else stored).to(device),
@@ -73,6 +78,7 @@ def samples_of(data: Dataset, split: str, augment: str = "auto", device: str = "
         gain=gain.to(device),
         shift=shift.to(device),
         augment=chosen == "crop_flip" and split == "train",
+        views=1 if views is None else 1 + len(views),
     )
 
 
@@ -87,7 +93,7 @@ def blank_samples(shape: tuple[int, ...], num_classes: int, device: torch.device
 def subset(samples: Samples, index: NDArray[np.int64]) -> Samples:
     """Some of the samples, as they are."""
     rows = torch.from_numpy(np.asarray(index, np.int64)).to(samples.x.device)
-    return replace(samples, x=samples.x[rows], y=samples.y[rows], augment=False)
+    return replace(samples, x=samples.x[rows], y=samples.y[rows], augment=False, views=1)
 
 
 def drawn_number(share: float, samples: int) -> int:
@@ -134,7 +140,11 @@ class ClientData:
         """One epoch of training batches (x, y) in a new order, augmented; the last one may be small."""
         for chunk in torch.split(torch.randperm(len(self), generator=self.rng), self.sizes(batch_size)):
             chunk = chunk.to(self.index.device)
-            stored = self.samples.x[self.index[chunk]]
+            rows = self.index[chunk]
+            if self.samples.views > 1:
+                view = torch.randint(self.samples.views, (len(chunk),), generator=self.rng).to(rows.device)
+                rows = rows + len(self.samples) * view
+            stored = self.samples.x[rows]
             if self.samples.augment:
                 stored = crop_flip(stored, self.rng)
             yield self.samples.floats(stored), self.y[chunk]

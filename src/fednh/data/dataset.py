@@ -65,6 +65,8 @@ class Dataset:
     reading: dict[str, str] = field(default_factory=dict)  # the detected dialect of a CSV file
     warnings: tuple[str, ...] = ()  # problems of the raw data, in sentences
     notes: tuple[str, ...] = ()  # what was done to the raw data, in sentences for its owner
+    views: NDArray[np.float32] | None = None  # (V, N, F): further vectors of every training sample, drawn in training
+    as_read: dict[str, Any] | None = None  # the fingerprint of the images whose features these are
 
     @property
     def is_image(self) -> bool:
@@ -85,6 +87,8 @@ class Dataset:
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
         """A fingerprint of all samples (contents, labels, names, order), to be compared when a run is resumed."""
+        if self.as_read is not None:
+            return self.as_read
         sites = [] if self.site_test is None else [self.site_test]
         facts: dict[str, Any] = {
             "classes": list(self.classes),
@@ -165,6 +169,7 @@ def select_rows(data: Dataset, train: NDArray[np.bool_], test: NDArray[np.bool_]
         site_train=None if data.site_train is None else data.site_train[train],
         site_test=None if data.site_test is None else data.site_test[kept],
         group_train=None if data.group_train is None else data.group_train[train],
+        views=None if data.views is None else data.views[:, train],
     )
 
 

@@ -23,6 +23,8 @@ from fednh.io import cache
 from fednh.machine import check_machine
 from fednh.methods import Method
 from fednh.models import Net, build_net
+from fednh.models.backbone import Backbone, Recipe, build_backbone
+from fednh.models.features import is_features, with_features
 from fednh.runs import fingerprint
 from fednh.runs.model_file import card_of
 from fednh.seeding import numpy_rng, torch_rng
@@ -158,18 +160,37 @@ def class_counts(data: Dataset, parts: list[Indices]) -> list[list[int]]:
 
 
 def network(config: Config, shape: tuple[int, ...], num_classes: int) -> Net:
-    """The network that a config describes, for samples of this shape."""
+    """The network that a config describes, for samples of this shape; behind a frozen body, for its features."""
     m = config.model
-    net = build_net(
-        m.name, shape, num_classes, m.args, head=m.head, norm=m.norm, weights=m.weights, convolution=m.convolution
-    )
+    name, args = m.trained
+    head, norm, weights = (None, "refuse", None) if m.frozen == "body" else (m.head, m.norm, m.weights)
+    net = build_net(name, shape, num_classes, args, head=head, norm=norm, weights=weights, convolution=m.convolution)
     net.precision = config.precision
     return net
 
 
 def load_data(config: Config) -> Dataset:
-    """The samples that a config names."""
-    return load(config.data.name, data_folder(config), config.data.model_dump())
+    """The samples that a config names; images of any size get the size that a frozen body wants."""
+    settings = config.data.model_dump()
+    if config.model.frozen == "body" and settings.get("size") is None:
+        settings["size"] = [config.features.size] * 2
+    return load(config.data.name, data_folder(config), settings)
+
+
+def prepared(config: Config, data: Dataset) -> Dataset:
+    """The samples as clients train on them: as they are, or the features of a frozen body."""
+    if config.model.frozen == "none" or is_features(data.preprocessing):
+        return data
+    return with_features(data, backbone_of(config, data.num_classes), config.features.views)
+
+
+def backbone_of(config: Config, num_classes: int) -> Backbone:
+    """The frozen body that a config describes."""
+    m, how = config.model, config.features
+    own = {"mean": how.mean, "std": how.std}
+    pixels = {key: tuple(value) for key, value in own.items() if value is not None}
+    recipe = Recipe(name=m.name, args=m.args, head=m.head, size=how.size, **pixels)
+    return build_backbone(recipe, num_classes, None if m.weights is None else Path(m.weights))
 
 
 def test_sample(config: Config, test: Samples) -> Samples:
@@ -203,6 +224,7 @@ def build_federation(config: Config, dataset: Dataset | None = None, run: Path |
     as_read = fingerprint_of(config, data)
     if run is not None:
         fingerprint.check(run, config, as_read)
+    data = prepared(config, data)
     parts, held_out = divide(data, config)
     for words in splits.not_divided(
         data, parts, held_out, client_names(data, config, len(parts)), _share(data, config)

@@ -48,6 +48,7 @@ class ExportedModel(nn.Module):
     def __init__(self, model: Model):
         super().__init__()
         self.model, self.names = model, list(model.params)
+        self.backbone = None if model.backbone is None else model.backbone.module  # so that its tensors are exported
         for i, name in enumerate(self.names):
             self.register_buffer(f"parameter{i}", model.params[name].contiguous())
         for name, value in model.normalisation._asdict().items():

@@ -22,6 +22,8 @@ from fednh.inference import inputs
 from fednh.io.files import path_of
 from fednh.methods import Method
 from fednh.models import Net
+from fednh.models.backbone import Backbone, build_backbone
+from fednh.models.features import compute
 from fednh.runs.layout import MODEL, RunLayout
 from fednh.runs.model_file import Card, architecture, read_model
 from fednh.runs.run_folder import find_client, read_names
@@ -60,6 +62,7 @@ class Model:
     card: Card
     net: Net
     method: Method
+    backbone: Backbone | None = None  # the frozen body whose features the net takes
 
     def __repr__(self) -> str:
         """One line: whose model it is, what it takes and which classes it knows."""
@@ -144,7 +147,11 @@ class Model:
         parts = [torch.zeros(0, len(self.classes))]
         for at in range(0, len(samples), inputs.BATCH):
             part = torch.from_numpy(samples[at : at + inputs.BATCH])
-            parts.append(self.logits(part, self.params, self.normalisation))
+            if self.backbone is not None:
+                vectors = torch.from_numpy(compute(part.numpy(), self.backbone))
+                parts.append(self.method.scores(self.net, self.params, vectors))
+            else:
+                parts.append(self.logits(part, self.params, self.normalisation))
             if tell is not None:
                 tell(at + len(part), len(samples))
         logits = torch.cat(parts)
@@ -153,6 +160,8 @@ class Model:
 
     def logits(self, stored: Tensor, params: Tree, how: scaling.Constants) -> Tensor:  # (B, ...) -> (B, C)
         """From samples as they are stored to class scores: preprocessing, network, method."""
+        if self.backbone is not None:
+            return self.method.scores(self.net, params, self.backbone(stored))
         x = scaling.floats(scaling.filled(stored, how.centre), how.gain, how.shift)
         return self.method.scores(self.net, params, x)
 
@@ -170,25 +179,35 @@ class Model:
             yield batch, self.scores(batch.x)
 
 
-def load_model(path: str | Path, client: int | str | None = None) -> Model:
+def load_model(path: str | Path, client: int | str | None = None, weights: str | Path | None = None) -> Model:
     """The model in a file; of a run folder the global one, or with `client` that client's personal one.
 
-    A client is meant by its number, or by the name of its site; text that is both is taken for the name.
+    A client is meant by its number, or by the name of its site; text that is both is taken for the name. `weights` is
+    the file with the weights of a frozen body, where they are not in a place that the model knows.
     """
     file = find_model(path_of(path, "a model file or a run folder"), client)
     params, card = read_model(file)
     try:
         net, method = architecture(card)
-        model = Model(params, card, net, method)
-        tried = model.logits(torch.zeros(1, *_stored(card.shape)), params, model.normalisation)
-        if tried.shape != (1, len(card.classes)):
-            raise ValueError(f"it tells {tried.shape[-1]} classes apart, but names {len(card.classes)}")
+        model = Model(params, card, net, method, backbone_for(card, file, weights))
+        blank = np.zeros((1, *_stored(card.shape)), np.float32)
+        tried = model.scores(blank.astype(np.uint8) if inputs.is_image(card) else blank)
+        if tried.logits.shape != (1, len(card.classes)):
+            raise ValueError(f"it tells {tried.logits.shape[-1]} classes apart, but names {len(card.classes)}")
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"{file}: its tensors do not fit the network that its card describes: {reason}") from error
     return model
+
+
+def backbone_for(card: Card, file: Path | None = None, weights: str | Path | None = None) -> Backbone | None:
+    """The frozen body that a model's card names, None where it names none; `file` is the model's."""
+    if card.features is None:
+        return None
+    near = None if file is None else file.absolute().parent
+    return build_backbone(card.features, len(card.classes), None if weights is None else Path(weights), near)
 
 
 def find_model(path: Path, wanted: int | str | None = None) -> Path:

@@ -26,13 +26,15 @@ from fednh.errors import UserError
 from fednh.federated import checks, client, evaluate, similarity
 from fednh.federated.setup import initial_state
 from fednh.inference.eval_data import Training, load_for, of_run, trained_on
-from fednh.inference.model import Model
+from fednh.inference.model import Model, backbone_for
 from fednh.io.files import write_json
 from fednh.machine import one_thread
 from fednh.methods import METHODS, Method
 from fednh.methods.fit import Sgd
 from fednh.metric_names import HELD_MACRO, HELD_SHARE
 from fednh.models import Net
+from fednh.models.backbone import Backbone
+from fednh.models.features import with_features
 from fednh.runs import fingerprint
 from fednh.runs.layout import MODEL, RunLayout
 from fednh.runs.model_file import Card, Classes, Outcomes, architecture, read_model, write_model
@@ -50,12 +52,13 @@ class Personalised:
     comparison: dict[str, Any]
     outcomes: Outcomes  # the held-out samples, with what the personal and the global model take them for
     alone: Classes  # the same by the model that was trained on the site's data alone
+    backbone: Backbone | None = None
 
     @cached_property
     def model(self) -> Model:
         """The model, to predict with."""
         card = Card.model_validate(self.card)
-        return Model(self.params, card, *architecture(card))
+        return Model(self.params, card, *architecture(card), self.backbone)
 
     def write(self, folder: Path) -> None:
         write_json(folder / "comparison.json", self.comparison)
@@ -84,7 +87,9 @@ def personalize(
     config, (received, card) = read_config(run), _received(run)
     fingerprint.check_settings(run, config)
     net, method = architecture(card, fingerprint.weights_of(run, config))
-    data = _of_site(load_for(card, source, settings, of_run(config, "group")), site, source)
+    images = data = _of_site(load_for(card, source, settings, of_run(config, "group")), site, source)
+    backbone = backbone_for(card, RunLayout(run).broadcast_model)
+    data = data if backbone is None else with_features(data, backbone, config.features.views)
     index, held_index = _divided(config, data, holdout)
     train, held = samples_of(data, "train", config.data.augment), _held_out(data, held_index)
     sgd = _sgd(config, epochs)
@@ -115,7 +120,7 @@ def personalize(
         "trained_on": len(index),
         "held_out": len(held),
         # By the run: then its global model is better here than it would be elsewhere.
-        "held_out_trained_on": _trained_on(run, card, data, held_index),
+        "held_out_trained_on": _trained_on(run, card, images, held_index),
         "classes": {name: int(n) for name, n in zip(card.classes, counts, strict=True) if n},
         "lacks": [name for name, n in zip(card.classes, counts, strict=True) if not n],
         **{name: None if guesses is None else _metrics(guesses, held) for name, guesses in guessed.items()},
@@ -123,7 +128,7 @@ def personalize(
     about = card.model_dump(mode="json", exclude_none=True)
     about["trained_on"] = {**about["trained_on"], "personalised_on": source, "epochs": sgd.epochs}
     about["novelty"] = similarity.similarity_quantiles(method, net, params, train, index, config.seed)
-    return Personalised(params, about, comparison, outcomes, by_local)
+    return Personalised(params, about, comparison, outcomes, by_local, backbone)
 
 
 def _of_site(data: Dataset, site: str | None, source: str) -> Dataset:

@@ -26,6 +26,8 @@ from fednh.errors import UserError
 from fednh.io.files import read_tree, write_bytes, write_tree
 from fednh.methods import Method
 from fednh.models import Net, build_net
+from fednh.models.backbone import Recipe
+from fednh.models.features import is_features
 from fednh.runs.layout import run_name
 from fednh.tree import Tree
 
@@ -114,8 +116,9 @@ class Card(BaseModel):
     fednh: str = "unknown"
     method: dict[str, Any]
     model: Architecture
-    shape: tuple[int, ...] = Field(min_length=1, max_length=3)
+    shape: tuple[int, ...] = Field(min_length=1, max_length=3)  # of a sample; of a frozen body's images
     classes: tuple[str, ...] = Field(min_length=1)
+    features: Recipe | None = None  # of a frozen body, whose features the tensors of the file are for
     preprocessing: Normalisation
     trained_on: dict[str, Any] = Field(default_factory=dict)
     novelty: dict[str, Any] | None = None  # quantiles of training similarities, where logits are cosines
@@ -166,6 +169,12 @@ def card_of(
     reading: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The metadata that a saved model needs to be used elsewhere; `reading` is what was found of the file's form."""
+    recipe_of_body: dict[str, Any] = {}
+    if is_features(preprocessing):
+        backbone, images = Recipe.model_validate(preprocessing["backbone"]), preprocessing["images"]
+        shape, recipe_of_body = (images["channels"], *images["size"]), {"features": preprocessing["backbone"]}
+        pixels = slice(images["channels"])
+        preprocessing = {**images, "scale": 255.0, "mean": backbone.mean[pixels], "std": backbone.std[pixels]}
     if preprocessing.get("kind") == "image":
         rest = {key: value for key, value in preprocessing.items() if key != "fit"}
         preprocessing = {**rest, "resize": recipe(shape[0], preprocessing.get("fit", "stretch"))}
@@ -173,7 +182,8 @@ def card_of(
         "format": FORMAT,
         "fednh": __version__,
         "method": config.method,
-        "model": {**net.card, "args": config.model.args},
+        "model": {**net.card, "args": config.model.trained[1]},
+        **recipe_of_body,
         "shape": shape,
         "classes": classes,
         "preprocessing": preprocessing,
@@ -195,6 +205,7 @@ def architecture(card: Card, weights: Path | None = None) -> tuple[Net, Method]:
     A model file may come from anybody: by import path it can name classes of networks and methods, and nothing else.
     """
     own = {k: v for k, v in (card.model.model_extra or {}).items() if k in ("head", "norm", "convolution")}
-    start = None if weights is None else str(weights)
-    net = build_net(card.model.name, card.shape, len(card.classes), card.model.args, weights=start, **own)
+    shape = card.shape if card.features is None else (card.features.dim,)
+    start = None if weights is None or card.features is not None else str(weights)
+    net = build_net(card.model.name, shape, len(card.classes), card.model.args, weights=start, **own)
     return net, build_method(card.method)
