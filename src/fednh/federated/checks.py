@@ -25,7 +25,7 @@ from fednh.methods.base import Method
 from fednh.methods.losses import BatchLoss, Loss
 from fednh.models.net import Net
 from fednh.text import one_line
-from fednh.tree import Tree, finite
+from fednh.tree import Tree, finite, select
 
 # --- errors of a method ---------------------------------------------------------------------------------------------
 # Errors in a method or a model, reported with the method, the hook, the line and the client or server at work.
@@ -173,6 +173,16 @@ def check_personal(model: str, method: Method, name: str, initial: Tree) -> None
         raise ConfigError(
             f"personal.model = 'global' is not supported by method {name}, which {why}; leave it at 'own'"
         )
+
+
+def check_shared(method: Method, name: str, initial: Tree, uploaded: TensorSpecs) -> None:
+    """Refuse a method that shares the body alone where there is none to train: nothing would be federated."""
+    if select(initial, "body") or uploaded.keys() - {"scale"} or method.global_model(initial) is None:
+        return
+    raise ConfigError(
+        f"method {name} shares the body alone, and this network has none to train; put a trainable part before the "
+        f"head (model.adapter = 'linear' or 'mlp' behind a frozen body), or choose another method"
+    )
 
 
 class _NoOpFit:

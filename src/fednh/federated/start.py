@@ -51,6 +51,7 @@ def start(
         initial = initial_state(method, net, config.seed, config.device)
         checks.check_personal(config.personal.model, method, config.method["name"], initial)
         upload_specs = checks.declared_upload(method, net, initial)
+        checks.check_shared(method, config.method["name"], initial, upload_specs)
         optimizer = ServerOptimizer(config.server, method)
         optimizer.check(initial, upload_specs)
         executor.begin(initial)
