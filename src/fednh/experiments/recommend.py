@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from fednh import extras
 from fednh.backends import threads
 from fednh.callbacks import Callback
 from fednh.config import Config, as_options, difference, with_settings
@@ -35,7 +36,7 @@ from fednh.data.dataset import Dataset
 from fednh.data.dataset import changed as dataset_changed
 from fednh.errors import Ignored, Interrupted, Notice, RunError, UserError
 from fednh.experiments.sweep import locked
-from fednh.federated.setup import build_federation, fingerprint_of, load_data
+from fednh.federated.setup import build_federation, fingerprint_of, load_data, prepared
 from fednh.interrupt import Stop
 from fednh.io.files import write_bytes, write_json
 from fednh.methods.registry import find_method
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 Kind = Literal["personal", "global"]
 Choice = tuple[str, Kind]  # a candidate, and which of its models a site uses
 Pair = tuple[int, int]  # a fold and a seed: one run of a candidate
+MEMORY = "memory:"  # the name of data that a program gives
 Scores = Mapping[Choice, Mapping[Pair, float]]
 
 
@@ -94,6 +96,26 @@ CANDIDATES = (
     Candidate("fedrod", "FedROD", {"method.name": "fedrod"}, 2.0),
     Candidate("fedbabu", "FedBABU", {"method.name": "fedbabu"}, 1.1),
 )
+# On images a pretrained body that is not trained comes first: with few samples a site it beats training from scratch,
+# and a run takes seconds (docs/features.md). `rounds` is 1 where the head follows from sums.
+BODY = {"model.name": "efficientnet_lite0", "model.frozen": "body"}
+ON_FEATURES = tuple(
+    replace(one, settings={**BODY, **one.settings}, cost=0.1)
+    for one in (
+        Candidate("local-features", "Local on features", {"method.name": "local"}),
+        Candidate("fedavg-features", "FedAvg on features", {"method.name": "fedavg"}, kinds=("personal", "global")),
+        Candidate("afl-features", "AFL on features", {"method.name": "afl", "rounds": 1}, kinds=("personal", "global")),
+        Candidate(
+            "fedncm-features",
+            "FedNCM on features",
+            {"method.name": "fedncm", "rounds": 1},
+            kinds=("personal", "global"),
+        ),
+        Candidate(
+            "fedprior-features", "FedPrior on features", {"method.name": "fedprior", "method.head_init": "means"}
+        ),
+    )
+)
 # On a table a linear model is often enough, and costs little to try.
 LINEAR = {"model.name": "mlp", "model.args.hidden": [32], "model.args.linear_output": True}
 
@@ -110,14 +132,18 @@ TIMING_ROUNDS = 2
 def candidates_for(config: Config, vectors: bool, methods: Sequence[str] = ()) -> tuple[Candidate, ...]:
     """What to try on such data: candidates by these names, other methods by theirs, or all; and training alone always.
 
-    Tables, whose model was not chosen by the user, also have linear models.
+    Where the user has not chosen a model, tables also have linear models, and images features of a pretrained body,
+    which come first.
     """
     known = {one.name: one for one in CANDIDATES}
+    if not vectors and config.model.name == "auto" and extras.installed("backbones"):
+        known = {one.name: one for one in (*ON_FEATURES, *CANDIDATES)}
     for name in methods:
         known.setdefault(
             name, Candidate(name.replace(":", "-"), find_method(name).title or name, {"method.name": name})
         )
-    chosen = [known[name] for name in dict.fromkeys(["local", *(methods or known)])]
+    alone = [one.name for one in known.values() if one.alone and (not methods or one.name == "local")]
+    chosen = [known[name] for name in dict.fromkeys([*alone, *(methods or known)])]
     if not vectors or config.model.name != "auto":
         return tuple(chosen)
     found = []
@@ -264,6 +290,7 @@ class _Search:
     failed: dict[str, str] = field(default_factory=dict)  # candidate -> why
     _loaded: dict[tuple[str, Pair], Run] = field(default_factory=dict)
     _scores: dict[Choice, dict[Pair, float]] = field(default_factory=dict)
+    _features: Dataset | None = None
 
     def __post_init__(self) -> None:
         self.named = {one.name: one for one in self.candidates}
@@ -290,7 +317,7 @@ class _Search:
         """The settings of a run."""
         fold, seed = pair
         where = {"data.folds": self.folds, "data.fold": fold, "seed": seed, "rounds": self.rounds}
-        return self._with({**self.named[name].settings, **where, **settings})
+        return self._with({**where, **self.named[name].settings, **settings})
 
     def _with(self, settings: Mapping[str, Any]) -> Config:
         return with_settings(self.base, settings)
@@ -358,8 +385,17 @@ class _Search:
             warnings.simplefilter("ignore", Notice)  # the first look at the data told all of it
             warnings.simplefilter("ignore", Ignored)
             if unfinished:
-                federation = build_federation(config, self.data, run=folder.path)
+                federation = build_federation(config, self._data_for(config), run=folder.path)
                 threads.make_run(config, federation, folder, callback, stop).run()
+
+    def _data_for(self, config: Config) -> Dataset:
+        """The samples of a run: as they are, or their features, which are computed once."""
+        if config.model.frozen == "none":
+            return self.data
+        if self._features is None:
+            given = config.data.name.startswith(MEMORY)
+            self._features = prepared(config, self.data if given else load_data(config))
+        return self._features
 
     def _seconds(self, name: str) -> float:
         """What a run of a candidate takes, by its own runs or those of others."""
@@ -514,7 +550,7 @@ class _Search:
     def train_winner(self) -> Run:
         """Train the winner on all samples of the sites: nothing is held out any more."""
         winner = self.winner()
-        settings = {**self.named[winner[0]].settings, **_uses(winner), "rounds": self.rounds, "data.holdout": 0.0}
+        settings = {"rounds": self.rounds, **self.named[winner[0]].settings, **_uses(winner), "data.holdout": 0.0}
         config, folder = self._with(settings), RunFolder(self.out / "final")
         if folder.started and read_config(folder.path) != config:
             shutil.rmtree(folder.path)  # of an answer in less time, which had another winner
@@ -715,15 +751,16 @@ def _check_folder(out: Path, base: Config, data: Dataset) -> None:
         if any(path.name not in (".sweep", "runs") for path in out.iterdir()):
             raise UserError(f"{out} is not empty and holds no answer; choose another --out")
         return
-    recorded = fingerprint.required(begun[0]).get("data") or {}
-    if told := dataset_changed(recorded, fingerprint_of(base, data)):
-        raise UserError(f"{out} holds the answer for other data ({told}); choose another --out")
+    alike = [path for path in begun if read_config(path).model.frozen == base.model.frozen]
+    recorded = fingerprint.required((alike or begun)[0]).get("data") or {}
+    if alike and (changes := dataset_changed(recorded, fingerprint_of(base, data))):
+        raise UserError(f"{out} holds the answer for other data ({changes}); choose another --out")
 
 
 def command_of(config: Config) -> str:
     """The command that trains these models again; in Python, where only a program has the data."""
     settings = difference(config)
-    if config.data.name.startswith("memory:"):
+    if config.data.name.startswith(MEMORY):
         del settings["data.name"]
         return f"fednh.run({settings!r}, data=data, out='runs/winner')"
     return shlex.join(["fednh", "run", *as_options(settings), "--out", "runs/winner"])
