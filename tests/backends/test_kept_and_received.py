@@ -9,8 +9,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from fednh.backends.tasks import TrainTask
 from fednh.config import Config, load
+from fednh.federated import client as clients
 from fednh.federated.setup import build_federation
 from fednh.tree import Tree
 from tests.helpers import kept_or_received
@@ -72,10 +72,8 @@ def test_blocks_use_what_every_method_says(
 
 
 def blocks_and_loop(choice: dict[str, Any], path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone, usual = list[int](), TrainTask.one_client
-    monkeypatch.setattr(
-        TrainTask, "one_client", lambda self, on, client, kept: alone.append(client) or usual(self, on, client, kept)
-    )
+    alone, update = list[Any](), clients.update
+    monkeypatch.setattr(clients, "update", lambda *client: alone.append(client) or update(*client))
     records, blocks = kept_by_all(small(choice, engine="vmap"), path / "vmap")
     assert not alone, "a block was given up"
     _, loop = kept_by_all(small(choice, engine="loop"), path / "loop")

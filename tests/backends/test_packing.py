@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednh.backends.ray_worker import _sendable, as_arrays, as_tensors, pack, pack_parts, unpack, unpack_parts
-from fednh.backends.tasks import EvaluateTask, Measured, TrainTask
+from fednh.backends.ray_worker import _sendable, as_arrays, as_tensors, pack, pack_data, unpack, unpack_data, versions
+from fednh.backends.tasks import EvaluateTask, Measured, SimulatedData, TrainTask
 from fednh.data.batches import samples_of
 from fednh.federated.client import ClientResult
 from fednh.federated.evaluate import Personal
@@ -90,10 +90,18 @@ def test_results_come_back_in_their_order() -> None:
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6))
 def test_parts_are_the_same_by_client(sizes: list[int]) -> None:
+    samples: Any = samples_of(tiny_dataset(), "train")
     parts = [np.arange(size) + 10 * k for k, size in enumerate(sizes)]
-    back = unpack_parts(travelled(pack_parts(parts)))
-    assert [part.tolist() for part in back] == [part.tolist() for part in parts]
-    assert all(part.flags.writeable for part in back)
+    empty: Any = None
+    data = SimulatedData(samples, samples, parts, parts[::-1], empty, empty, ("a", "b"))
+    *packed, there = travelled(pack_data(data, pickle.dumps))
+    back = unpack_data(*packed, "cpu")
+    assert there == versions()
+    assert [part.tolist() for part in back.parts] == [part.tolist() for part in parts]
+    assert [part.tolist() for part in back.held_out] == [part.tolist() for part in parts[::-1]]
+    assert all(part.flags.writeable for part in (*back.parts, *back.held_out))
+    assert torch.equal(back.test.x, samples.x)
+    assert back.sites == data.sites
 
 
 def test_samples_are_shared_and_nobody_is_warned(recwarn: pytest.WarningsRecorder) -> None:

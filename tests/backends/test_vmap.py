@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednh.backends.tasks import TrainTask
 from fednh.backends.vmap import (
     BLOCKS,
     LARGEST,
@@ -29,6 +28,7 @@ from fednh.config import load
 from fednh.data.batches import ClientData, Samples
 from fednh.errors import RunError, UserError
 from fednh.federated import checks, client
+from fednh.federated import client as clients
 from fednh.federated.setup import Federation, build_federation
 from fednh.methods import METHODS
 from fednh.methods.base import Method
@@ -355,11 +355,8 @@ class Remembering(FedAvg):
 
 
 def test_newcomers_and_old_hands_in_one_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone: list[int] = []
-    usual = TrainTask.one_client
-    monkeypatch.setattr(
-        TrainTask, "one_client", lambda self, on, client, kept: alone.append(client) or usual(self, on, client, kept)
-    )
+    alone, update = list[Any](), clients.update
+    monkeypatch.setattr(clients, "update", lambda *client: alone.append(client) or update(*client))
     states, told = [], None
     for name in ("vmap", "loop"):
         config, fed = federation(

@@ -36,14 +36,14 @@ def run_maker(backend: str, address: str | None = None) -> RunMaker:
     """The backend called so: threads of this process, or a Ray cluster; what cannot be is refused at once."""
     if backend not in BACKENDS:
         raise ConfigError(f"the backend {backend!r} is not known{did_you_mean(backend, BACKENDS)}")
+    from fednh.backends import threads
+
     if backend == "simulator":
         if address is not None:
             raise ConfigError(f"the address {address} is a Ray cluster's; choose the backend ray")
-        from fednh.backends import threads
-
         return threads.make_run
     extras.need("ray", "the backend ray")
     from fednh.backends import ray
 
     ray.check_address(address)
-    return partial(ray.make_run, address=address)
+    return partial(threads.make_run, executor=partial(ray.RayCluster, address))

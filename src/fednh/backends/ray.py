@@ -33,16 +33,13 @@ from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import fednh
-from fednh.backends.ray_worker import JobResult, compute, pack, pack_data, unpack, versions
+from fednh.backends.ray_worker import JobResult, compute, pack, pack_data, unpack
 from fednh.backends.tasks import ClientBatch, ClientTask
 from fednh.backends.threads import Simulation
-from fednh.callbacks import Callback
 from fednh.config import Config
 from fednh.config.schema import RayConfig
 from fednh.errors import Interrupted, RunError, UserError
-from fednh.federated.rounds import RoundLoop
-from fednh.federated.setup import Federation
-from fednh.runs.run_folder import RunFolder, cpu, worker_count
+from fednh.runs.run_folder import cpu, worker_count
 from fednh.text import one_line, plural
 from fednh.tree import Tree, size
 
@@ -67,14 +64,8 @@ RAY_ENV = {
 LOCAL_ENV = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # "no cluster of several machines": listen on 127.0.0.1 alone
 # Ray starts workers by a shell that splits Python's path at a space; machines must then have Python at the same path.
 PYTHON = {"py_executable": shlex.quote(sys.executable)} if " " in sys.executable else {}
-INIT_OPTIONS: Any = {
-    "logging_level": logging.CRITICAL,
-    "log_to_driver": False,
-    "runtime_env": {
-        "py_modules": [fednh],
-        **PYTHON,
-    },  # machines compute with this source, whatever they have themselves
-}
+CODE = {"py_modules": [fednh], **PYTHON}  # machines compute with this source, whatever they have themselves
+INIT_OPTIONS: Any = {"logging_level": logging.CRITICAL, "log_to_driver": False, "runtime_env": CODE}
 
 
 def check_address(address: str | None) -> None:
@@ -256,19 +247,6 @@ def pickled_by_value(value: Any) -> bytes:
 # --- executor -------------------------------------------------------------------------------------------------------
 
 
-def make_run(
-    config: Config,
-    federation: Federation,
-    folder: RunFolder,
-    callback: Callback,
-    stop: threading.Event | None = None,
-    address: str | None = None,
-) -> RoundLoop:
-    """A run on the Ray cluster at `address`, or on one that is started here; ready to `run`."""
-    stop = stop or threading.Event()
-    return RoundLoop(config, folder, RayCluster(config, federation, folder, callback, stop, address), callback, stop)
-
-
 def job_size(seconds: float | None, left: int, slots: int, most: int) -> int:
     """How many of the batches that are left make a job, where one takes so many seconds.
 
@@ -285,21 +263,13 @@ class Job(NamedTuple):
 
 
 class RayCluster(Simulation):
-    """Clients as tasks of Ray."""
+    """Clients as tasks of Ray, on the cluster at `address` or on one that is started here."""
 
     backend = "ray"
 
-    def __init__(
-        self,
-        config: Config,
-        federation: Federation,
-        folder: RunFolder,
-        callback: Callback,
-        stop: threading.Event,
-        address: str | None = None,
-    ):
-        super().__init__(config, federation, folder, callback, stop)
-        self.address, self.needs = address, needs(config.ray, config.device)
+    def __init__(self, address: str | None, *common: Any):
+        super().__init__(*common)
+        self.address, self.needs = address, needs(self.config.ray, self.config.device)
         self.machines: set[str] = set()  # nodes that have computed clients
         self.computed_again = 0  # clients whose first computation was lost
         self._seconds: dict[type[ClientTask], float] = {}  # of a batch, the last time
@@ -336,8 +306,7 @@ class RayCluster(Simulation):
             )
         for ref in self._wait(asked, len(asked), GATHER_SECONDS):
             with contextlib.suppress(*LOST):  # it is lost already
-                if error := _result(ref).error:
-                    raise UserError(error)
+                _result(ref)
 
     def finished(self, rounds: int) -> dict[str, Any]:
         return {"ray": {"machines": len(self.machines), "computed_again": self.computed_again}}
@@ -347,23 +316,16 @@ class RayCluster(Simulation):
         try:
             shared, free = ray.put(pack(task)), slots(self.needs, list(alive().values())) or 1
             limit = min(self.config.workers or free, free)
-            at_once = limit if limit < free else AHEAD * limit  # Ray has the next jobs if all slots are ours
+            window = limit if limit < free else AHEAD * limit  # Ray has the next jobs if all slots are ours
             most = max(1, JOB_BYTES // max(1, size(task.down)))
-            given, waiting, ready = 0, deque[Job](), set[Any]()
+            given, waiting = 0, deque[Job]()
             while given < len(batches) or waiting:
-                running = [job.ref for job in waiting if job.ref not in ready]
-                while given < len(batches) and len(waiting) < AHEAD * limit and len(running) < at_once:
+                while given < len(batches) and len(waiting) < window:
                     number = job_size(self._seconds.get(type(task)), len(batches) - given, limit, most)
                     waiting.append(self._submit(batches[given : given + number], shared))
-                    running.append(waiting[-1].ref)
                     given += number
-                if waiting[0].ref not in ready:
-                    ready.update(found := self._wait(running, 1, START_SECONDS))
-                    if not found and not slots(self.needs, list(alive().values())):
-                        raise self.lost(f"no machine has room for a client, which needs {in_words(self.needs)}")
-                    continue
+                self._wait_for_first([job.ref for job in waiting])
                 job = waiting.popleft()
-                ready.remove(job.ref)
                 done = self._done(job)
                 self._seconds[type(task)] = done.seconds / len(job.batches)
                 for batch, results in zip(job.batches, unpack(done.results, self.config.device), strict=True):
@@ -376,9 +338,9 @@ class RayCluster(Simulation):
 
     def _submit(self, batches: Sequence[ClientBatch], task: Any, strategy: Any = "SPREAD") -> Job:
         kept, device = pack([self.kept(batch) for batch in batches]), self.config.device.partition(":")[0]
+        remote = self._compute.options(scheduling_strategy=strategy, name="fednh_client").remote
         # In a list, references are not resolved by Ray: the worker keeps what it has read for its next job.
-        job = (versions(), device, [self._data, task], batches, kept)
-        return Job(batches, self._compute.options(scheduling_strategy=strategy, name="fednh_client").remote(*job))
+        return Job(batches, remote(device, [self._data, task], batches, kept))
 
     def _wait(self, refs: Sequence[Any], number: int, seconds: float) -> list[Any]:
         """Those that are ready when `number` are, or when the time is over; Interrupted when the run should stop."""
@@ -390,6 +352,14 @@ class RayCluster(Simulation):
             if len(ready) >= number or time.monotonic() > deadline:
                 return ready
 
+    def _wait_for_first(self, refs: Sequence[Any]) -> None:
+        """Wait until the first of them is ready; meanwhile Ray brings here what the others return."""
+        ready: list[Any] = []
+        while refs[0] not in ready:
+            before, ready = len(ready), self._wait(refs, len(ready) + 1, START_SECONDS)
+            if len(ready) <= before and not slots(self.needs, list(alive().values())):
+                raise self.lost(f"no machine has room for a client, which needs {in_words(self.needs)}")
+
     def _done(self, job: Job) -> JobResult:
         """What a job that is ready returns; its machine is noted, and whether it was lost before."""
         try:
@@ -399,8 +369,6 @@ class RayCluster(Simulation):
                 f"client {job.batches[0][0]} was lost {MAX_ATTEMPTS} times with the process that computed it; is "
                 f"memory short there? ({one_line(str(error), 300)})"
             ) from error
-        if done.error:
-            raise RunError(done.error)
         if done.attempt:
             number = sum(map(len, job.batches))
             self.computed_again += number
@@ -431,8 +399,10 @@ class RayCluster(Simulation):
 def _result(ref: Any) -> JobResult:
     try:
         done: JobResult = ray.get(ref)
-    except exceptions.RayTaskError as error:  # `compute` raises nothing: it could not be imported there
-        why = str(error).strip().rpartition("\n")[2]
+    except exceptions.RayTaskError as error:
+        if isinstance(error.cause, RunError):
+            raise error.cause from None
+        why = str(error).strip().rpartition("\n")[2]  # it could not be imported there
         raise UserError(
             f"a machine of the Ray cluster cannot compute clients: {why}; install there what is installed here"
         ) from error

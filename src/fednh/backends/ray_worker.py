@@ -12,21 +12,19 @@ import pickle
 import socket
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 
 from fednh import machine
 from fednh.backends.tasks import ClientBatch, ClientTask, SimulatedData
 from fednh.data.batches import Samples
-from fednh.data.partitions import Indices
-from fednh.errors import UserError
+from fednh.errors import RunError, UserError
 from fednh.federated.client import ClientResult
 from fednh.runs.run_folder import cpu
 
@@ -64,29 +62,15 @@ def as_tensors(samples: Samples, device: str) -> Samples:
     return replace(samples, **tensors)
 
 
-def pack_parts(parts: Sequence[Indices]) -> Any:
-    """Each client's indices, as two arrays instead of one for each client."""
-    return np.concatenate([*parts, np.zeros(0, np.int64)]), np.cumsum([len(part) for part in parts], dtype=np.int64)
+def pack_data(data: SimulatedData, dumps: Callable[[Any], bytes]) -> tuple[Samples, Samples, bytes, dict[str, str]]:
+    """For Ray's object store: the samples, the rest as `dumps` pickles it, and this machine's versions."""
+    rest: Any = {"train": None, "test": None}
+    return as_arrays(data.train), as_arrays(data.test), dumps(replace(data, **rest)), versions()
 
 
-def unpack_parts(packed: tuple[Indices, Indices]) -> list[Indices]:
-    indices, ends = packed
-    return np.split(indices.copy(), ends[:-1])  # a copy can be written to, which torch wants
-
-
-def pack_data(data: SimulatedData, dumps: Callable[[Any], bytes]) -> tuple[SimulatedData, bytes]:
-    """The data for Ray's object store, and the network and the method as `dumps` pickles them."""
-    train, test, parts, held_out = as_arrays(data.train), as_arrays(data.test), data.parts, data.held_out
-    empty: Any = None
-    packed = replace(data, train=train, test=test, parts=pack_parts(parts), held_out=pack_parts(held_out))
-    return replace(packed, net=empty, method=empty), dumps((data.net, data.method))
-
-
-def unpack_data(packed: Any, code: bytes, device: str) -> SimulatedData:
-    net, method = pickle.loads(code)
-    train, test = as_tensors(packed.train, device), as_tensors(packed.test, device)
-    parts, held_out = unpack_parts(packed.parts), unpack_parts(packed.held_out)
-    return SimulatedData(train, test, parts, held_out, net, method, packed.sites)
+def unpack_data(train: Samples, test: Samples, rest: bytes, device: str) -> SimulatedData:
+    data: SimulatedData = pickle.loads(rest)
+    return replace(data, train=as_tensors(train, device), test=as_tensors(test, device))
 
 
 # --- jobs -----------------------------------------------------------------------------------------------------------
@@ -94,51 +78,51 @@ def unpack_data(packed: Any, code: bytes, device: str) -> SimulatedData:
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a job returns. A failure is a sentence: an exception may not survive the way to the driver."""
+    """What a job returns, and where it was computed."""
 
     node: str
     cpu: str
     attempt: int  # 0: the first one
-    error: str = ""
-    results: bytes = b""
-    seconds: float = 0.0
+    results: bytes
+    seconds: float
 
 
-@cache
 def versions() -> dict[str, str]:
     """What decides the bits of a result, and must be the same on all machines; Ray itself compares Python's version."""
     return {name: metadata.version(name) for name in ("torch", "numpy")}
 
 
-def compute(
-    wanted: Mapping[str, str], device: str, refs: Sequence[Any], batches: Sequence[ClientBatch], kept: bytes
-) -> JobResult:
-    """The packed results of the batches; `refs` are the packed data and the packed task."""
+def compute(device: str, refs: Sequence[Any], batches: Sequence[ClientBatch], kept: bytes) -> JobResult:
+    """The packed results of the batches; `refs` are the packed data and the packed task.
+
+    A failure is a RunError with a sentence: any other exception may not survive the way to the driver.
+    """
     process: Any = ray._private.worker.global_worker  # nothing public tells the attempt
     attempt, node = process.core_worker.get_current_task_attempt_number(), ray.get_runtime_context().get_node_id()
-    here, host = JobResult(node, cpu(), attempt), socket.gethostname()
-    for name, mine in versions().items():
-        if mine != wanted[name]:
-            words = f"the machine {host} (node {node[:8]}) has {name} {mine}, the driver {wanted[name]}"
-            return replace(here, error=f"{words}; install the same versions")
     try:
         began, device = time.perf_counter(), _assigned(device)
         data, results = _data(refs[0], device), []
         for batch, mine in zip(batches, unpack(kept, device), strict=True):
             results.append([_sendable(result) for result in _task(refs[1], device)(data, batch, mine)])
     except UserError as error:
-        return replace(here, error=str(error))
+        raise RunError(str(error)) from None
     except Exception as error:
-        return replace(here, error=f"on {host}: {type(error).__name__}: {error}")
-    return replace(here, results=pack(results), seconds=time.perf_counter() - began)
+        raise RunError(f"on {socket.gethostname()}: {type(error).__name__}: {error}") from None
+    return JobResult(node, cpu(), attempt, pack(results), time.perf_counter() - began)
 
 
 @lru_cache(maxsize=1)
 def _data(ref: Any, device: str) -> SimulatedData:
     torch.set_num_threads(1)  # as in the threads of one machine: a sum's last bits depend on how many share it
     machine.keep_freed()
-    packed, code = ray.get(ref)
-    return unpack_data(packed, code, device)
+    train, test, rest, wanted = ray.get(ref)
+    for name, installed in versions().items():
+        if installed != wanted[name]:
+            raise RunError(
+                f"the machine {socket.gethostname()} has {name} {installed}, the driver {wanted[name]}; install the "
+                f"same versions"
+            )
+    return unpack_data(train, test, rest, device)
 
 
 @lru_cache(maxsize=1)

@@ -20,7 +20,6 @@ from fednh.config.schema import OWN, PersonalConfig
 from fednh.data.batches import ClientData, Samples, subset
 from fednh.data.partitions import Indices
 from fednh.federated import checks, similarity
-from fednh.federated import checks as failures
 from fednh.federated import client as clients
 from fednh.federated.aggregate import ClientOverrides, received
 from fednh.federated.client import ClientResult
@@ -108,20 +107,17 @@ class TrainTask(ClientTask):
                 why = f"{type(error).__name__}: {one_line(str(error), 200)}"
         made = []
         for client, mine in zip(batch, kept, strict=True):
-            made.append(self.one_client(on, client, mine))
+            try:
+                data = ClientData(on.train, on.parts[client], self.seed, self.round, client, "train")
+                checks.check_share(data.share, client)
+                down = self.received(client)
+                made.append(clients.update(on.method, on.net, mine, down, data, self.sgd, self.gradient_norm))
+            except Exception as error:  # anything a method, a model or a disk may raise; the caller reports it
+                words = checks.error_sentence(on.method, error, f"{on.name(client)} failed in round {self.round}")
+                made.append(ClientResult(status="failed", problem=words, error=error))
         if why and all(result.upload is not None for result in made):
             made = [replace(result, fallback_reason=why) for result in made]
         return made
-
-    def one_client(self, on: SimulatedData, client: int, kept: Tree) -> ClientResult:
-        try:
-            data = ClientData(on.train, on.parts[client], self.seed, self.round, client, "train")
-            checks.check_share(data.share, client)
-            down = self.received(client)
-            return clients.update(on.method, on.net, kept, down, data, self.sgd, self.gradient_norm)
-        except Exception as error:  # anything a method, a model or a disk may raise; the caller reports it
-            words = failures.error_sentence(on.method, error, f"{on.name(client)} failed in round {self.round}")
-            return ClientResult(status="failed", problem=words, error=error)
 
     def _block(self, on: SimulatedData, batch: ClientBatch, kept: Sequence[Tree]) -> list[ClientResult]:
         # Clients that kept the same names are computed together; new clients may have kept none.
@@ -166,7 +162,7 @@ class EvaluateTask(ClientTask):
 
     def _one(self, on: SimulatedData, client: int, kept: Tree, tick: Tick) -> Measured:
         method, net, part = on.method, on.net, on.parts[client]
-        with failures.with_context(method, f"the personal model of {on.name(client)} failed after round {self.round}"):
+        with checks.with_context(method, f"the personal model of {on.name(client)} failed after round {self.round}"):
             data = ClientData(on.train, part, self.seed, self.round, client, "personal")
             model = clients.personal_model(method, net, kept, self.received(client), data, self.sgd, tick, self.how)
             about = (

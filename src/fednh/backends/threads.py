@@ -175,14 +175,6 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-def make_run(
-    config: Config, federation: Federation, folder: RunFolder, callback: Callback, stop: threading.Event | None = None
-) -> RoundLoop:
-    """A run on this machine, ready to `run`."""
-    stop = stop or threading.Event()
-    return RoundLoop(config, folder, Pool(config, federation, folder, callback, stop), callback, stop)
-
-
 class Pool(Simulation):
     """Clients as jobs of a thread pool."""
 
@@ -220,3 +212,16 @@ def in_order(pool: ThreadPoolExecutor, work: Callable[[A], B], items: Iterable[A
     finally:
         for future in waiting:
             future.cancel()
+
+
+def make_run(
+    config: Config,
+    federation: Federation,
+    folder: RunFolder,
+    callback: Callback,
+    stop: threading.Event | None = None,
+    executor: Callable[..., Simulation] = Pool,
+) -> RoundLoop:
+    """A run on this machine, or where else `executor` computes clients; ready to `run`."""
+    stop = stop or threading.Event()
+    return RoundLoop(config, folder, executor(config, federation, folder, callback, stop), callback, stop)

@@ -11,7 +11,7 @@ from fednh.errors import RunError
 from fednh.federated import checks
 from fednh.federated.client import ClientResult
 from fednh.federated.plan import RoundPlan
-from fednh.tree import size
+from fednh.tree import Tree, select, size
 
 
 @dataclass(frozen=True)
@@ -53,22 +53,23 @@ class RoundResult:
 class RoundBuilder:
     """Counts a round's client results; `done` makes the frozen result."""
 
-    def __init__(self, plan: RoundPlan, bytes_down: int):
-        self.plan, self.bytes_down, self.bytes_up = plan, bytes_down, 0
-        self.clients, self.dropped, self.refused, self.failed = (
-            list[int](),
-            list(plan.dropped),
-            list[int](),
-            list[int](),
-        )
+    def __init__(self, plan: RoundPlan, bytes_down: int, parts: Sequence[str] = ()):
+        """`parts` of the used uploads are kept in `recorded`, in the order of `clients`."""
+        self.plan, self.bytes_down, self.bytes_up, self.parts = plan, bytes_down, 0, parts
+        self.clients, self.dropped = list[int](), list(plan.dropped)
+        self.refused, self.failed = list[int](), list[int]()
+        self.recorded: list[Tree] = []
         self.processed, self.samples, self.loss_sum = 0, 0, 0.0
         self.gradient_norms: dict[int, float] = {}
         self.norms: dict[int, checks.Norms] = {}
 
     def use(self, result: ClientResult) -> None:
         """Count a client whose upload is used. The upload itself is not kept here."""
+        upload = result.upload or {}
         self.clients.append(result.client)
-        self.bytes_up += size(result.upload or {})
+        self.bytes_up += size(upload)
+        if self.parts:
+            self.recorded.append(select(upload, *self.parts))
         if result.samples is not None and result.loss_sum is not None:
             self.samples += result.samples
             self.loss_sum += result.loss_sum

@@ -32,7 +32,7 @@ from fednh.machine import gc_frozen, one_thread
 from fednh.methods.fit import is_frozen
 from fednh.runs.checkpoint import Checkpoints
 from fednh.runs.run_folder import RunFolder
-from fednh.tree import Tree, select, size
+from fednh.tree import Tree, size
 
 
 class RoundLoop:
@@ -124,20 +124,11 @@ class RoundLoop:
     def _train(self, plan: RoundPlan, present: Sequence[int], bytes_down: int, replies: Replies) -> RoundResult:
         """Check the clients' results and aggregate their uploads into the server's next state."""
         method, policy, config = self.setup.method, self.executor.policy, self.config
-        builder = RoundBuilder(plan, bytes_down)
+        parts = method.upload.recorded  # the parts of used uploads of which overrides are made
+        builder = RoundBuilder(plan, bytes_down, parts)
         if policy.bad_round == "skip" and not plan.picked:
             return self._skip_round(builder, f"{len(present)} sites are there")
         accepted = accumulator(config.aggregator, self.server, config.trim, method)
-        recorded: list[Tree] = []  # the parts of used uploads of which overrides are made
-        parts = method.upload.recorded
-
-        def use(result: ClientResult) -> None:
-            upload = result.upload or {}
-            builder.use(result)
-            accepted.add(upload, result.samples or 0)
-            if parts:
-                recorded.append(select(upload, *parts))
-
         try:
             bounded: list[ClientResult] = []  # with a bound on norms all uploads are compared before any is used
             started = time.perf_counter()  # until a result arrives the clients are at work, then the server is
@@ -149,11 +140,13 @@ class RoundLoop:
                 elif policy.norm_bound:
                     bounded.append(result)
                 else:
-                    use(result)
+                    builder.use(result)
+                    accepted.add(result.upload or {}, result.samples or 0)
                 started = time.perf_counter()
             self.progress.client_seconds += time.perf_counter() - started
             for result in self._within_bound(bounded, builder):
-                use(result)
+                builder.use(result)
+                accepted.add(result.upload or {}, result.samples or 0)
             self._check_refusals(builder)
             if accepted.count < policy.min_uploads:
                 return self._skip_round(builder, f"{accepted.count} uploads can be used")
@@ -162,11 +155,11 @@ class RoundLoop:
                 server = method.aggregate(self.server, uploads)
                 frozen = {n: v for n, v in self.server.items() if is_frozen(n, self.setup.side.net.frozen)}
                 server = {**server, **frozen}  # a mean of equal numbers may be rounded
-                made = method.records(server, recorded) if parts else []
+                made = method.records(server, builder.recorded) if parts else []
                 down = method.broadcast(server) if parts else {}
             checks.check_server(method, server, self.setup.server_specs, plan.round)
             if parts:
-                checks.check_records(method, made, checks.form_of(down), len(recorded), plan.round)
+                checks.check_records(method, made, checks.form_of(down), len(builder.recorded), plan.round)
         except RunError as error:
             if policy.bad_round == "stop":
                 raise

@@ -20,7 +20,6 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from fednh.data.dataset import Dataset, Inputs, select_rows
 from fednh.data.scaling import measure
 from fednh.data.sources.columns import in_order, spelling
-from fednh.data.sources.csv import known_encoding
 from fednh.errors import DataError, did_you_mean
 from fednh.io.files import expanded
 
@@ -41,6 +40,15 @@ def _names(value: Any) -> Any:
 def _column(value: Any) -> Any:
     """The word "number", or the list of the values that a column of text has."""
     return value if value == "number" else _list(value)
+
+
+def known_encoding(name: str) -> bool:
+    """Whether Python has a text encoding of this name."""
+    try:
+        "a".encode(name)
+    except (LookupError, ValueError):
+        return False
+    return True
 
 
 def _encoding(value: str) -> str:

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh import extras
-from fednh.data.sources import columns
+from fednh.data.sources import columns, known_encoding
 from fednh.errors import DataError
 
 if TYPE_CHECKING:
@@ -74,15 +74,6 @@ class CsvDialect:
 
 
 AUTO = CsvDialect()
-
-
-def known_encoding(name: str) -> bool:
-    """Whether Python has a text encoding of this name."""
-    try:
-        "a".encode(name)
-    except (LookupError, ValueError):
-        return False
-    return True
 
 
 def encoding_of(path: Path, dialect: CsvDialect) -> str:
