@@ -20,7 +20,7 @@ import pytest
 import fednh
 from fednh.cli.options import OFFERED
 from fednh.config import Config
-from fednh.data.published import Published, RemoteFile
+from fednh.data.published import PublishedImages, RemoteFile
 from fednh.data.sources import Source
 from fednh.data.sources import registry as sources
 from fednh.data.sources.registry import PUBLISHED, SOURCES
@@ -148,7 +148,7 @@ def test_a_new_published_set_is_one_description(tmp_path: Path, monkeypatch: pyt
     np.savez(tmp_path / "original.npz", x_train=x, y_train=y, x_test=x[:4], y_test=y[:4])
     content = (tmp_path / "original.npz").read_bytes()
     file = RemoteFile("stars.npz", hashlib.sha256(content).hexdigest(), ((tmp_path / "original.npz").as_uri(),))
-    stars = Published(
+    stars = PublishedImages(
         name="stars",
         description="stars, 4x4 grey",
         shape=(4, 4, 1),
@@ -163,7 +163,7 @@ def test_a_new_published_set_is_one_description(tmp_path: Path, monkeypatch: pyt
     data = tmp_path / "data"
     with pytest.raises(UserError, match=r"stars is not in the data folder .*: run `fednh data get stars`"):
         sources.load("stars", data)
-    assert ("stars", "stars, 4x4 grey", False, f"{data}: stars.npz") in sources.available(data)
+    assert ("stars", "stars, 4x4 grey", False, f"{data}: stars.npz", ()) in sources.available(data)
     assert sources.download("stars", data) == f"stars: downloaded stars.npz to {data}"
     found = sources.load("stars", data)
     assert (found.classes, found.mean, len(found.y_train), len(found.y_test)) == (("near", "far"), (0.5,), 10, 4)

@@ -47,6 +47,7 @@ def inspect(
     from fednh.data.agreement import not_agreed
     from fednh.data.inspection import Division
     from fednh.data.inspection import inspect as look
+    from fednh.data.sources.registry import find
     from fednh.federated.setup import divide, load_data
 
     given |= set_values(settings)
@@ -62,7 +63,8 @@ def inspect(
         names = dataset.sites if natural else tuple(str(k) for k in range(len(parts)))
         division = Division(config.partition.kind, names, parts, held_out)
     facts = look(dataset, division)
-    if dataset.sites and (words := not_agreed(dataset, config.data.classes, config.data.columns)):
+    public = find(config.data.name) is None  # a set by name: sites disclose nothing by naming its values
+    if dataset.sites and not public and (words := not_agreed(dataset, config.data.classes, config.data.columns)):
         facts["warnings"].append(f"sites of a deployed federation would refuse to take part: {words}")
     if form is InspectFormat.JSON:
         typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))

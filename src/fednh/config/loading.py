@@ -20,7 +20,7 @@ from fednh.data.sources.registry import absolute
 from fednh.errors import ConfigError, Ignored, UserError, did_you_mean
 from fednh.io.files import expanded
 
-PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet", "pfllib")
+PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet", "heart", "heart_flamby", "pfllib")
 FEW_CLIENTS = 20  # so many all take part in every round, unless participation.rate is set
 FRESH = ("method.name", "model.name")  # another one has other settings, so those given before are dropped
 

@@ -59,6 +59,7 @@ class Dataset:
     sites: tuple[str, ...] = ()  # where the samples come from, sorted
     site_train: Labels | None = None  # the site number of every training sample
     site_test: Labels | None = None  # the same of test samples, where it is known; -1: of none of the sites
+    held_train: NDArray[np.bool_] | None = None  # marks what sites hold out by a published split
     group_train: Labels | None = None  # the number of every training sample's group, which is never separated
     fitted: bool = False  # mean and std were measured on the training samples; a run measures its own (scaling.py)
     preprocessing: dict[str, Any] = field(default_factory=dict)  # how a raw input becomes a sample, for model cards
@@ -97,6 +98,7 @@ class Dataset:
             "test_samples": digest(self.x_test, self.y_test, *sites),
             "scale": [self.scale, *self.mean, *self.std],
             **({} if self.group_train is None else {"groups": digest(self.group_train)}),
+            **({} if self.held_train is None else {"held": digest(self.held_train)}),
         }
         if self.site_train is None:
             return {**facts, "inputs": digest(self.x_train), "labels": digest(self.y_train)}
@@ -170,6 +172,7 @@ def select_rows(data: Dataset, train: NDArray[np.bool_], test: NDArray[np.bool_]
         site_test=None if data.site_test is None else data.site_test[kept],
         group_train=None if data.group_train is None else data.group_train[train],
         views=None if data.views is None else data.views[:, train],
+        held_train=None if data.held_train is None else data.held_train[train],
     )
 
 
@@ -233,6 +236,7 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
         "inputs": "the training samples are others, or in another order",
         "labels": "the labels of the training samples are others",
         "order": "the training samples of the sites follow each other in another order",
+        "held": "the samples that sites hold out are others",
         "groups": "the groups that training samples belong to are others",
         "test_samples": "the test samples are others, or in another order",
         "scale": "they are normalised in another way",

@@ -184,6 +184,14 @@ def fold_of(labels: Indices, groups: Indices | None, folds: int, rng: np.random.
     return chosen[group]
 
 
+def held_by_sites(data: Dataset) -> Dataset:
+    """A set whose test samples name their sites, as one in which each site holds its own out, whatever the seed."""
+    both = merged(data)
+    held = np.arange(len(both.y_train)) >= len(data.y_train)
+    words = f"{data.name}: its sites hold out the {len(data.y_test):,} test samples of the published split"
+    return replace(both, held_train=held, notes=(*data.notes, words))
+
+
 def hold_out_fold(
     labels: Indices, part: Indices, folds: int, fold: int, rng: np.random.Generator, groups: Indices | None = None
 ) -> tuple[Indices, Indices]:

@@ -255,7 +255,10 @@ def divide(data: Dataset, config: Config) -> tuple[list[Indices], list[Indices]]
 
 
 def _held_out(data: Dataset, config: Config, part: Indices, name: str) -> tuple[Indices, Indices]:
-    """The samples that a client trains on and those that it holds out: a share, or one of its folds."""
+    """The samples that a client trains on and those that it holds out: as published, a share, or one of its folds."""
+    if data.held_train is not None and config.data.folds is None and config.data.holdout is None:
+        held_here = data.held_train[part]
+        return part[~held_here], part[held_here]
     if config.data.folds is None:
         rng = numpy_rng(config.seed, f"holdout {name}")
         return hold_out(data.y_train, part, _share(data, config), rng, data.group_train)

@@ -1,5 +1,7 @@
 """Published: facts about a data set, paths at which its files may lie, and its download. One file a family of sets.
 
+Images are `PublishedImages`, tables are `PublishedTable`.
+
 PUBLISHED in sources/registry.py lists all sets.
 
 A download is resumed if interrupted, and accepted only with the published checksum.
@@ -9,15 +11,18 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
+from typing import Any
 
 from fednh.data.dataset import Arrays, Dataset
 from fednh.data.sources import npz
+from fednh.data.sources.table import Tabular, from_table
+from fednh.data.splits import held_by_sites
 from fednh.errors import DataError, UserError
 from fednh.io.files import commit_file, sha256
 
@@ -36,27 +41,23 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class DataPath:
-    """One path at which a set may lie, and how to read it there."""
+    """One path at which a set may lie, and how to read it there: as `Arrays`, or a table."""
 
     path: Path
-    read: Callable[[], Arrays]
+    read: Callable[[], Any]
     present: Callable[[], bool]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Published:
     """All that is known about a set before its files are opened."""
 
     name: str
     description: str
-    shape: tuple[int, int, int]  # of an image, (H, W, C)
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    classes: tuple[str, ...] | None  # None: the files name them
     accepts: str  # the accepted files, for people
-    places: Callable[[Path], list[DataPath]]  # in a data folder, in the order in which they are tried after NAME.npz
+    places: Callable[[Path], list[DataPath]]  # in a data folder, in the order in which they are tried
     files: tuple[RemoteFile, ...]  # to download
-    augment: str = "none"  # what the literature does to training images
+    sites: tuple[str, ...] = ()  # the natural sites that its samples come from
 
     def find(self, folder: Path) -> DataPath | None:
         """Where the set lies, in the data folder or in a place that all users share."""
@@ -70,33 +71,21 @@ class Published:
             ) from error
 
     def all_places(self, folder: Path) -> list[DataPath]:
-        single = folder / f"{self.name}.npz"
-        return [DataPath(single, partial(npz.read, single), single.is_file), *self.places(folder)]
+        return self.places(folder)
 
-    def load(self, folder: Path) -> Dataset:
-        """The set, from wherever it lies."""
+    def opened(self, folder: Path) -> tuple[Path, Any]:
+        """What the set's files hold, and where they lie."""
         place = self.find(folder)
         if place is None:
             raise DataError(self._not_found(folder))
         try:
-            arrays = place.read()
+            return place.path, place.read()
         except UserError:
             raise
         except PermissionError as error:
             raise DataError(f"{error.filename} cannot be read ({error.strerror}); check its permissions") from error
         except Exception as error:  # damage shows in almost any exception
             raise DataError(self._damaged(place.path, error)) from error
-        if arrays.x_train.shape[1:] != self.shape:
-            raise DataError(
-                f"{place.path} holds samples of shape {arrays.x_train.shape[1:]}, but {self.name} has {self.shape}; "
-                f"use npz:PATH for data of your own"
-            )
-        classes = self.classes or arrays.classes
-        if classes is None:
-            raise DataError(
-                f"{place.path} lacks the array 'classes' with the class names; remove it to have it made anew"
-            )
-        return Dataset(self.name, *arrays[:4], classes, self.mean, self.std, augment=self.augment)
 
     def _damaged(self, path: Path, error: Exception) -> str:
         """What is wrong with the files at `path` that could not be read, and what to do."""
@@ -115,6 +104,50 @@ class Published:
             f"{self.name} is not in the data folder {folder}{state}: run `fednh data get {self.name}`, or put there "
             f"{self.accepts}"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedImages(Published):
+    """A set of images in a training and a test part."""
+
+    shape: tuple[int, int, int]  # of an image, (H, W, C)
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    classes: tuple[str, ...] | None  # None: the files name them
+    augment: str = "none"  # what the literature does to training images
+
+    def all_places(self, folder: Path) -> list[DataPath]:
+        """NAME.npz comes first."""
+        single = folder / f"{self.name}.npz"
+        return [DataPath(single, partial(npz.read, single), single.is_file), *self.places(folder)]
+
+    def load(self, folder: Path) -> Dataset:
+        """The set, from wherever it lies."""
+        path, content = self.opened(folder)
+        arrays: Arrays = content
+        if arrays.x_train.shape[1:] != self.shape:
+            raise DataError(
+                f"{path} holds samples of shape {arrays.x_train.shape[1:]}, but {self.name} has {self.shape}; "
+                f"use npz:PATH for data of your own"
+            )
+        classes = self.classes or arrays.classes
+        if classes is None:
+            raise DataError(f"{path} lacks the array 'classes' with the class names; remove it to have it made anew")
+        return Dataset(self.name, *arrays[:4], classes, self.mean, self.std, augment=self.augment)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedTable(Published):
+    """A table whose rows name their sites; rows whose split is "test" are what the sites hold out."""
+
+    settings: Mapping[str, Any]  # below [data], unless the user sets them: label, classes, columns, missing
+
+    def load(self, folder: Path, options: Tabular) -> Dataset:
+        """The set, read by these settings; its card remembers which column the label is."""
+        path, table = self.opened(folder)
+        data = from_table(self.name, table, str(path), options)
+        data = replace(data, reading={"label": options.label or "label"})
+        return held_by_sites(data) if len(data.y_test) else data
 
 
 class _DownloadError(Exception):

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays
-from fednh.data.published import DataPath, Published, RemoteFile
+from fednh.data.published import DataPath, PublishedImages, RemoteFile
 from fednh.errors import DataError
 
 PIXELS = 3 * 32 * 32  # an image is a row: all red, then all green, then all blue values
@@ -146,7 +146,7 @@ def _parsed(content: bytes, layout: Layout) -> Part:
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
-CIFAR10 = Published(
+CIFAR10 = PublishedImages(
     name="cifar10",
     description="photos, 32x32 colour, 10 classes, 50,000 + 10,000 images",
     shape=(32, 32, 3),
@@ -173,7 +173,7 @@ CIFAR100_CLASSES = tuple(
     """.split()  # noqa: SIM905 (a list literal would fill a hundred lines)
 )
 
-CIFAR100 = Published(
+CIFAR100 = PublishedImages(
     name="cifar100",
     description="photos, 32x32 colour, 100 classes, 50,000 + 10,000 images",
     shape=(32, 32, 3),

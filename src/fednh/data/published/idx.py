@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays
-from fednh.data.published import DataPath, Published, RemoteFile
+from fednh.data.published import DataPath, PublishedImages, RemoteFile
 from fednh.errors import DataError
 
 DEBIAN_ROOT = Path("/usr/share/datasets")  # where Debian's dataset-* packages put their files
@@ -64,7 +64,7 @@ def _find(folder: Path, name: str) -> Path | None:
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
-MNIST = Published(
+MNIST = PublishedImages(
     name="mnist",
     description="handwritten digits, 28x28 grey, 10 classes, 60,000 + 10,000 images",
     shape=(28, 28, 1),
@@ -90,7 +90,7 @@ def _fashion_places(folder: Path) -> list[DataPath]:
     return places(("fashion_mnist", "fashion-mnist", "FashionMNIST/raw", DEBIAN_ROOT / "fashion-mnist"), folder)
 
 
-FASHION_MNIST = Published(
+FASHION_MNIST = PublishedImages(
     name="fashion_mnist",
     description="clothes, 28x28 grey, 10 classes, 60,000 + 10,000 images",
     shape=(28, 28, 1),

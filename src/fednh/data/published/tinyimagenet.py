@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays
-from fednh.data.published import DataPath, Published, RemoteFile
+from fednh.data.published import DataPath, PublishedImages, RemoteFile
 from fednh.data.sources.images import BROKEN, decode
 from fednh.errors import DataError
 from fednh.io import cache
@@ -110,7 +110,7 @@ def _places(folder: Path) -> list[DataPath]:
     ]
 
 
-TINYIMAGENET = Published(
+TINYIMAGENET = PublishedImages(
     name="tinyimagenet",
     description="photos, 64x64 colour, 200 classes, 100,000 + 10,000 images",
     shape=(SIDE, SIDE, 3),

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, TypeVar
 from fednh.data import declared_settings
 from fednh.data.dataset import Dataset
 from fednh.data.inspection import vector_identifiers
-from fednh.data.published import DownloadProgress, Published
+from fednh.data.published import DownloadProgress, PublishedImages, PublishedTable
 from fednh.data.published import download as download_files
 from fednh.data.published.cifar import CIFAR10, CIFAR100
+from fednh.data.published.heart import HEART, HEART_FLAMBY
 from fednh.data.published.idx import FASHION_MNIST, MNIST
 from fednh.data.published.tinyimagenet import TINYIMAGENET
 from fednh.data.sources import AGREED, Source
@@ -37,7 +38,9 @@ from fednh.io.files import expanded
 
 S = TypeVar("S", bound=Source)
 
-PUBLISHED: dict[str, Published] = {each.name: each for each in (CIFAR10, CIFAR100, TINYIMAGENET, FASHION_MNIST, MNIST)}
+PUBLISHED: dict[str, PublishedImages | PublishedTable] = {
+    each.name: each for each in (CIFAR10, CIFAR100, TINYIMAGENET, FASHION_MNIST, MNIST, HEART, HEART_FLAMBY)
+}
 SOURCES: dict[str, type[Source]] = {
     kind.prefix: kind for kind in (Npz, Folder, Csv, Parquet, HuggingFace, Python, Memory)
 }
@@ -50,13 +53,19 @@ class Available(NamedTuple):
     description: str
     present: bool
     where: str  # where it was found, or where it would be looked for
+    sites: tuple[str, ...] = ()  # its natural sites
 
 
 def load(name: str, folder: Path, settings: Mapping[str, Any] | None = None) -> Dataset:
     """The data set of that name; `folder` is where published ones are looked for, `settings` are those below [data]."""
-    if name in BUILTIN or name in PUBLISHED:
+    published = PUBLISHED.get(name)
+    if isinstance(published, PublishedTable):
+        usual = {key: value for key, value in published.settings.items() if (settings or {}).get(key) is None}
+        options = build(Csv, {**(settings or {}), **usual})
+        return _divided(_complete(published.load(folder, options), options, name), options, settings)
+    if name in BUILTIN or published is not None:
         _names_no_sites(name, settings or {})
-        data = BUILTIN[name].make() if name in BUILTIN else PUBLISHED[name].load(folder)
+        data = BUILTIN[name].make() if published is None else published.load(folder)
         return merged(data) if (settings or {}).get("merge_test") else data
     source_kind = find(name)
     if source_kind is None:
@@ -65,15 +74,18 @@ def load(name: str, folder: Path, settings: Mapping[str, Any] | None = None) -> 
     kind, address = source_kind
     source = build(kind, settings or {})
     data = source.read(name, address)
-    data = _complete(data if kind.chooses else source.restricted(data, name), source, name)
-    return merged(data, source.test_share) if (settings or {}).get("merge_test") else data
+    return _divided(_complete(data if kind.chooses else source.restricted(data, name), source, name), source, settings)
 
 
 def taken(data: Any, settings: Mapping[str, Any]) -> Dataset:
     """What a program gives instead of a name, read by the settings below [data]."""
     source = build(Memory, settings)
-    dataset = _complete(source.taken(data), source, "data")
-    return merged(dataset, source.test_share) if settings.get("merge_test") else dataset
+    return _divided(_complete(source.taken(data), source, "data"), source, settings)
+
+
+def _divided(data: Dataset, source: Source, settings: Mapping[str, Any] | None) -> Dataset:
+    """The data with the test part that the settings leave it."""
+    return merged(data, source.test_share) if (settings or {}).get("merge_test") else data
 
 
 def _complete(data: Dataset, source: Source, where: str) -> Dataset:
@@ -160,7 +172,7 @@ def available(folder: Path) -> list[Available]:
     for name, published in PUBLISHED.items():
         place = published.find(folder)
         where = str(place.path) if place else f"{folder}: {published.accepts}"
-        lines.append(Available(name, published.description, place is not None, where))
+        lines.append(Available(name, published.description, place is not None, where, published.sites))
     return lines
 
 
