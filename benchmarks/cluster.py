@@ -29,7 +29,7 @@ from tests.helpers.ray_nodes import Nodes, nodes
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("cluster.json")
-PAGE, SECTION = ROOT / "docs" / "clusters.md", "## How fast\n"
+PAGE, SECTION = ROOT / "docs" / "clusters.md", "## Speed\n"
 
 
 CONV = Job(clients=16, picked=16, samples=16 * 200, rounds=3, epochs=2, method="fedavg", final=2, workers=2)

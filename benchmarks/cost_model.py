@@ -129,12 +129,12 @@ def page(measured: dict[str, float], gigabits: float = 10.0, clients: int = 1000
     costs = Costs(**measured, link=gigabits * 1e9 / 8)
     wire, adds = clients * costs.model / costs.link, clients * (costs.add + costs.job)
     lines = [
-        f"### On paper: CIFAR-100, ResNet-18, 10,000 clients, {clients:,} of them in a round",
+        f"### Estimated scaling",
         "",
-        "A simulation of the schedule (`benchmarks/cost_model.py`) with measured costs: a client of five samples takes "
-        f"{costs.client:.2f} s in one slot, a job costs the driver {1000 * costs.job:.1f} ms, an upload of "
-        f"{costs.model / 1e6:.0f} MB {1000 * costs.add:.0f} ms to take and add up. Assumed: {costs.slots} slots a "
-        f"machine, links of {gigabits:g} Gbit/s. Nothing here was measured on a network.",
+        f"CIFAR-100, ResNet-18, 10,000 clients, {clients:,} of them in a round, by a simulation of the schedule "
+        f"(`benchmarks/cost_model.py`). Measured: a client of five samples takes {costs.client:.2f} s in one slot, a job "
+        f"costs the driver {1000 * costs.job:.1f} ms, an upload of {costs.model / 1e6:.0f} MB {1000 * costs.add:.0f} ms "
+        f"to add up. Assumed: {costs.slots} slots a machine, links of {gigabits:g} Gbit/s.",
         "",
         "| machines | rounds an hour | against one machine | if every machine added up its own clients |",
         "|---|---|---|---|",
@@ -146,10 +146,9 @@ def page(measured: dict[str, float], gigabits: float = 10.0, clients: int = 1000
     return [
         *lines,
         "",
-        f"It stops scaling where {limit[0]} is full: all uploads of a round take {wire:.0f} s over one link and "
-        f"{adds:.0f} s to add up, however many machines compute. The next step would be sums on the machines (the last "
-        "column): the driver then gets one upload a machine. The order of a sum decides its last bits, so such a run "
-        "would have the bits of its number of machines, and not of one machine; it is not built.",
+        f"{limit[0][0].upper()}{limit[0][1:]} is the limit: all uploads of a round take {wire:.0f} s over one link and "
+        f"{adds:.0f} s to add up, however many machines compute. Sums on the machines (the last column) are not built: "
+        "the last bits of a result would depend on the number of machines.",
     ]
 
 

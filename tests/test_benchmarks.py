@@ -23,4 +23,4 @@ def test_peak_memory_is_that_of_the_process_alone() -> None:
 def test_the_page_about_clusters_says_what_was_measured() -> None:
     """`python -m benchmarks.cluster --docs` writes both."""
     result = json.loads((ROOT / "benchmarks/cluster.json").read_text(encoding="utf-8"))
-    assert (ROOT / "docs/clusters.md").read_text(encoding="utf-8").endswith(f"## How fast\n\n{cluster.page(result)}")
+    assert (ROOT / "docs/clusters.md").read_text(encoding="utf-8").endswith(f"## Speed\n\n{cluster.page(result)}")

@@ -26,7 +26,7 @@ from benchmarks.peers.work import CORES, Answer, Job
 from fednh.runs.run_folder import cpu
 
 RESULTS = Path(__file__).parents[1] / "peers.json"
-PAGE, SECTION = ROOT / "docs" / "performance.md", "## Beside other libraries\n"
+PAGE, SECTION = ROOT / "docs" / "performance.md", "## Comparison with other libraries\n"
 GOALS = {"conv2": 1.5, "small": 5.0}
 ROUNDS = {"conv2": 1, "small": 2}
 TITLES = {
@@ -169,14 +169,13 @@ def line(row: Row) -> str:
 NOTES = """\
 Every library is used as its documents advise, in the fastest of the settings that it offers for two cores, found by a
 trial of one epoch: pfl in one process or, by `torchrun`, in two; Flower with one Ray actor of two threads or two of
-one; FedLab standalone or as a server with two client processes; fluke and the plain loop (`benchmarks/plain.py`) train
-one client after another. What is theirs to do is theirs: the training loop of pfl, fluke and FedLab, sending and
-averaging in all four; Flower leaves the loop to its user. All are given float tensors that are normalised already, and
-Flower and FedLab batches cut from them, which is faster than the DataLoader of their examples. The network is an
-ordinary module of the same layers; ours runs it channels-last with its own convolutions and optimiser, and small
-clients in blocks. No side augments images, clips gradients or evaluates. The samples that each processes are counted
-while it trains, and its loss must fall; otherwise the table says so in words. FedLab imports torchvision, which has no
-CPU build for this torch, so its environment sees a stand-in (`benchmarks/peers/stand_in`) whose modules are empty."""
+one; FedLab standalone or as a server with two client processes; fluke and the plain loop (`benchmarks/plain.py`) one
+client after another. pfl, fluke and FedLab bring their training loop, Flower leaves it to its user. All get normalised
+float tensors, Flower and FedLab batches cut from them, which is faster than the DataLoader of their examples. The
+network is an ordinary module; ours runs the same layers channels-last with its own convolutions and torch's fused SGD,
+and small clients in blocks. No side augments images, clips gradients or evaluates. The samples that each processes are
+counted while it trains, and its loss must fall. FedLab imports torchvision, which has no CPU build for this torch, so
+its environment sees an empty stand-in (`benchmarks/peers/stand_in`)."""
 
 
 def with_section(text: str, section: str, body: str) -> str:

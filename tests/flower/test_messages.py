@@ -92,15 +92,49 @@ def test_the_global_model_of_sites_with_data_of_their_own_knows_what_is_unlike_a
     assert -1 <= low <= high <= 1
 
 
+def page_row(method: str) -> list[str]:
+    """The cells of a method's row on the page: methods, upload, classes, what stays of the personal model."""
+    rows = [line.split("|")[1:-1] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    (row,) = [cells for cells in rows if f"`{method}`" in cells[0] and len(cells) == 4]
+    return row
+
+
+def names(cell: str) -> set[str]:
+    return set(re.findall(r"`([a-z]+)`", cell))
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_the_page_names_every_upload(method: str) -> None:
     """docs/what-leaves-a-site.md against what methods declare; class counts only where it says so."""
     config = small(method)
     fed = build_federation(config)
     declared = declared_upload(fed.method, fed.net, initial_state(fed.method, fed.net, config.seed))
-    row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{method}`"))
-    named = re.findall(r"`([a-z]+)`", row.split("|")[2])
-    assert sorted(named) == sorted({name.partition(".")[0] for name in declared})
+    assert names(page_row(method)[1]) == {name.partition(".")[0] for name in declared}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_page_names_what_stays_of_a_personal_model(method: str) -> None:
+    """Parts that the server neither sent nor received. The second round: some methods start to personalise then."""
+    import torch
+
+    from fednh.data.batches import ClientData
+    from fednh.federated.aggregate import accumulator
+    from fednh.federated.client import personal_model, update
+
+    config = small(method)
+    fed = build_federation(config)
+    server = initial_state(fed.method, fed.net, config.seed)
+    kept, sgd, data = fed.method.enroll(server), config.train.sgd(1), ClientData(fed.train, fed.parts[0])
+    for _ in range(2):
+        down = fed.method.broadcast(server)
+        result = update(fed.method, fed.net, kept, down, data, sgd)
+        uploads = accumulator("mean", server, 0.0, fed.method)
+        uploads.add(result.upload, result.samples)
+        kept, server = result.keep, fed.method.aggregate(server, uploads.uploads())
+    model = personal_model(fed.method, fed.net, kept, down, data, sgd, how=config.personal)
+    known = [*result.upload.values(), *down.values()]
+    stays = {name for name, value in model.items() if not any(torch.equal(value, other) for other in known)}
+    assert names(page_row(method)[3]) == {name.partition(".")[0] for name in stays}
 
 
 def test_uniform_prototypes_carry_no_counts() -> None:

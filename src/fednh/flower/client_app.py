@@ -10,7 +10,7 @@ the round whose state to start from: the last whose upload the server accepted. 
 from a checkpoint, or an answer that came too late does not change the result.
 
 What leaves a site passes `finalize_reply`, last, where it is checked, logged and signed. It has some of these records
-and nothing else; a personal model, a sample or a path is in none of them:
+and nothing else; a sample, a label or a path is in none of them. Many methods upload all of the personal model:
 
     said      who the site is and what its data are like (`Hello`), a problem in words, or an acknowledgement
     facts     its number and the round, samples processed, their loss; as far as the owner's rules allow
