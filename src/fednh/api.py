@@ -196,6 +196,8 @@ def _model_settings(model: Any) -> dict[str, Any]:
             f"model = a {name} that exists already: every client makes its own, so give the class (model={name}) and "
             f"its arguments as model__args={{...}}; model__weights starts from saved weights"
         )
+    if isinstance(model, str):
+        return {"model__name": model}
     if not isinstance(model, type):
         return {"model": model}
     if not issubclass(model, nn.Module):
