@@ -129,12 +129,12 @@ def page(measured: dict[str, float], gigabits: float = 10.0, clients: int = 1000
     costs = Costs(**measured, link=gigabits * 1e9 / 8)
     wire, adds = clients * costs.model / costs.link, clients * (costs.add + costs.job)
     lines = [
-        f"### Estimated scaling",
+        "### Estimated scaling",
         "",
         f"CIFAR-100, ResNet-18, 10,000 clients, {clients:,} of them in a round, by a simulation of the schedule "
-        f"(`benchmarks/cost_model.py`). Measured: a client of five samples takes {costs.client:.2f} s in one slot, a job "
-        f"costs the driver {1000 * costs.job:.1f} ms, an upload of {costs.model / 1e6:.0f} MB {1000 * costs.add:.0f} ms "
-        f"to add up. Assumed: {costs.slots} slots a machine, links of {gigabits:g} Gbit/s.",
+        f"(`benchmarks/cost_model.py`). Measured: a client of five samples takes {costs.client:.2f} s in one slot, a "
+        f"job costs the driver {1000 * costs.job:.1f} ms, an upload of {costs.model / 1e6:.0f} MB "
+        f"{1000 * costs.add:.0f} ms to add up. Assumed: {costs.slots} slots a machine, links of {gigabits:g} Gbit/s.",
         "",
         "| machines | rounds an hour | against one machine | if every machine added up its own clients |",
         "|---|---|---|---|",

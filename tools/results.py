@@ -47,15 +47,14 @@ KEPT = (
     RunLayout.environment_file,
     RunLayout.partition_file,
 )
-INTRO = """# Results
+WIDE = "---\nhide: [toc]\n---\n"  # the tables take the whole width
+INTRO = f"""{WIDE}# Results
 
 The paper's Table 1 on real data, ours beside the published numbers: CIFAR-10 and CIFAR-100, Dir(0.3), 100 clients of
-which 10% train in a round, 200 rounds. `make results` writes this page from the folder `results/` in the repository,
-which has the config, the metrics of every evaluated round, the summary and the environment of each run, but no models.
-The same command continues the campaign (`results/campaign.toml`, in order of priority), on any machine. Other settings
-and ablations are on [a page of their own](results-settings.md).
+which 10% train in a round, 200 rounds. `make results` writes this page from the folder `results/` and continues the
+campaign (`results/campaign.toml`). Other settings and ablations have [their own page](results-settings.md).
 """
-SETTINGS_INTRO = """# Results: settings and ablations
+SETTINGS_INTRO = f"""{WIDE}# Results: settings and ablations
 
 What other settings of the methods give, from the same folder `results/` as [the main page](results.md).
 """
