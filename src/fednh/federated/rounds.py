@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -30,6 +30,7 @@ from fednh.federated.summary import close_round, site_names
 from fednh.interrupt import Meter
 from fednh.machine import gc_frozen, one_thread
 from fednh.methods.fit import is_frozen
+from fednh.metric_names import RoundRecord, RunSummary
 from fednh.runs.checkpoint import Checkpoints
 from fednh.runs.run_folder import RunFolder
 from fednh.tree import Tree, size
@@ -79,7 +80,7 @@ class RoundLoop:
             self.summary |= self.executor.finished(self.progress.round)
             self.summary["clients"] = site_names(self.summary, self.setup.side.sites)
             self.folder.write_summary(self.summary)
-        self.callback.on_end(self.summary)
+        self.callback.on_end(cast(RunSummary, self.summary))
         check_lost(self.summary)
         return self.summary
 
@@ -283,7 +284,7 @@ class RoundLoop:
         record = self.progress.records[-1]
         self.folder.append_metrics(record)
         self.progress.closed = record["round"]
-        if self.callback.on_round(record):
+        if self.callback.on_round(cast(RoundRecord, record)):
             self.stop.set()
 
     def _to_save(self) -> tuple[Tree, dict[str, Any], list[dict[str, Any]]]:
