@@ -427,12 +427,12 @@ def _settings(config: str | Path | Mapping[str, Any] | Config | None, overrides:
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Settings by dotted name, from options, sections and names with underscores."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in ((str(key), value) for key, value in settings.items()):
         if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{prefix}{key if prefix else key.replace('__', '.')}.")
+            flattened |= _flat(value, f"{prefix}{key if prefix else key.replace('__', '.')}.")
         elif prefix or isinstance(value, Mapping):
-            found[prefix + key] = value
+            flattened[prefix + key] = value
         else:
-            found[KEYWORDS.get(key) or key.replace("__", ".")] = str(value) if isinstance(value, Path) else value
-    return found
+            flattened[KEYWORDS.get(key) or key.replace("__", ".")] = str(value) if isinstance(value, Path) else value
+    return flattened

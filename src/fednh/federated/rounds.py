@@ -186,9 +186,9 @@ class RoundLoop:
     def _within_bound(self, results: list[ClientResult], builder: RoundBuilder) -> Iterator[ClientResult]:
         """The results whose uploads are not far longer than the others or than the client's earlier ones."""
         norms = {result.client: checks.norms(result.upload or {}, self.server) for result in results}
-        self.progress.usual = checks.typical_norms(norms, self.progress.usual)
-        past = {client: self.progress.lengths.get(str(client), []) for client in norms}
-        too_long = checks.norm_problems(norms, past, self.progress.usual, self.executor.policy.norm_bound)
+        self.progress.typical_norms = checks.typical_norms(norms, self.progress.typical_norms)
+        past = {client: self.progress.past_norms.get(str(client), []) for client in norms}
+        too_long = checks.norm_problems(norms, past, self.progress.typical_norms, self.executor.policy.norm_bound)
         for result in results:
             if problem := self.setup.method.upload.problem(result.upload or {}) or too_long.get(result.client):
                 who = self.executor.name(result.client)
@@ -217,8 +217,8 @@ class RoundLoop:
         """Too few uploads. In a simulation dropouts are part of the experiment; a deployment loses the round."""
         round_, policy = builder.plan.round, self.executor.policy
         if policy.bad_round == "stop":
-            told = f"no client of {len(builder.plan.picked)} reported"
-            self.executor.note(f"round {round_}: {told}; the server stays as it was")
+            why = f"no client of {len(builder.plan.picked)} reported"
+            self.executor.note(f"round {round_}: {why}; the server stays as it was")
             return builder.done()
         lost = f"{what}, and federation.min_clients = {policy.min_uploads}"
         self.executor.note(f"round {round_} is given up: {lost}; the server stays as it was")
