@@ -17,6 +17,7 @@ from fednh.api import _settings
 from fednh.config import load
 from fednh.errors import UserError
 from fednh.methods.fedavg import FedAvg
+from fednh.metric_names import ClientSummary, MetricValues, RoundRecord, RunSummary
 from tests.helpers.compare import identical
 
 
@@ -33,6 +34,18 @@ def test_run_and_load(tmp_path: Path) -> None:
     assert fednh.run(result.config, out=tmp_path / "r").summary == result.summary, "a finished run is recognised"
     with pytest.raises(UserError, match="other settings"):
         fednh.run(result.config, seed=5, out=tmp_path / "r")
+
+
+def test_records_and_summary_have_the_keys_that_their_types_name(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"data__holdout": 0.2, "diagnostics__gradient_norm": True, "eval__every": 2}
+    result = fednh.run("digits", method="fednh", rounds=3, epochs=1, clients=4, out=tmp_path / "r", **more)
+    for values, form in [
+        *((record, RoundRecord) for record in result.metrics),
+        *((client, ClientSummary) for client in result.summary["clients"]),
+        (result.summary, RunSummary),
+    ]:
+        assert form.__required_keys__ <= set(values) <= set(form.__required_keys__ | form.__optional_keys__)
+    assert [set(MetricValues.__optional_keys__) <= set(record) for record in result.metrics] == [False, True, True]
 
 
 def test_settings_from_everything(tmp_path: Path) -> None:

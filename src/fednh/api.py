@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from rich.console import Console
 from torch import nn
@@ -28,7 +28,7 @@ from fednh.inference.model import Model, load_model
 from fednh.io.files import path_of
 from fednh.methods import METHODS, Method
 from fednh.methods.base import UploadSpec
-from fednh.metric_names import HELD_SHARE, TEST_SET
+from fednh.metric_names import HELD_SHARE, TEST_SET, RoundRecord, RunSummary
 from fednh.report.load import load_run as _load_run
 from fednh.runs import fingerprint
 from fednh.runs.layout import new_folder
@@ -77,8 +77,8 @@ class Result:
 
     path: Path
     config: Config
-    summary: dict[str, Any]  # the final metrics: gm, pm_v, pm_l, per_class, clients, ...
-    metrics: list[dict[str, Any]] = field(repr=False)  # a dict for every round
+    summary: RunSummary  # the final metrics: gm, pm_v, pm_l, per_class, clients, ...
+    metrics: list[RoundRecord] = field(repr=False)  # a dict for every round
 
     @cached_property
     def clients(self) -> list[int]:
@@ -264,8 +264,8 @@ def _run(
 
 def load_run(path: str | Path) -> Result:
     """A finished run from its folder."""
-    found = _load_run(path_of(path, RUN))
-    return Result(found.path, found.config, found.summary, found.records)
+    run = _load_run(path_of(path, RUN))
+    return Result(run.path, run.config, cast(RunSummary, run.summary), cast(list[RoundRecord], run.records))
 
 
 def sweep(
@@ -429,12 +429,12 @@ def _settings(config: str | Path | Mapping[str, Any] | Config | None, overrides:
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Settings by dotted name, from options, sections and names with underscores."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in ((str(key), value) for key, value in settings.items()):
         if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{prefix}{key if prefix else key.replace('__', '.')}.")
+            flattened |= _flat(value, f"{prefix}{key if prefix else key.replace('__', '.')}.")
         elif prefix or isinstance(value, Mapping):
-            found[prefix + key] = value
+            flattened[prefix + key] = value
         else:
-            found[KEYWORDS.get(key) or key.replace("__", ".")] = str(value) if isinstance(value, Path) else value
-    return found
+            flattened[KEYWORDS.get(key) or key.replace("__", ".")] = str(value) if isinstance(value, Path) else value
+    return flattened

@@ -50,9 +50,9 @@ def nearest(word: str, choices: Iterable[str], most: int = 10) -> str:
     known = list(dict.fromkeys(choices))
     folded = {name.casefold(): name for name in known}
     close = get_close_matches(word.strip().casefold(), list(folded), n=1)
-    told = f" (did you mean {folded[close[0]]!r}?)" if close else ""
+    suggestion = f" (did you mean {folded[close[0]]!r}?)" if close else ""
     shown, more = known[:most], f" and {len(known) - most} more" if len(known) > most else ""
-    return f"{told}; it has {', '.join(shown)}{more}"
+    return f"{suggestion}; it has {', '.join(shown)}{more}"
 
 
 class Interrupted(Exception):

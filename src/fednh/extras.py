@@ -86,40 +86,40 @@ def imported(path: str, setting: str) -> Any:
         raise ConfigError(f"{setting} = {path!r} cannot be imported: {kind}{error}{hint}") from error
 
 
-def import_path(found: type, what: str) -> str:
+def import_path(given: type, what: str) -> str:
     """The path by which `imported` finds a class again; ConfigError for one that has none."""
-    path = f"{found.__module__}:{found.__qualname__}"
+    path = f"{given.__module__}:{given.__qualname__}"
     if "<locals>" in path:
         raise ConfigError(
-            f"{what} = {found.__name__} is defined inside a function, where a run cannot find it again; define the "
+            f"{what} = {given.__name__} is defined inside a function, where a run cannot find it again; define the "
             f"class at the top of a module or in a notebook cell of its own"
         )
-    if imported(path, what) is not found:
-        raise ConfigError(f"{what} = {found.__name__} is no longer what {path} stands for; give the newest definition")
+    if imported(path, what) is not given:
+        raise ConfigError(f"{what} = {given.__name__} is no longer what {path} stands for; give the newest definition")
     return path
 
 
 def imported_class(path: str, setting: str, base: type[T]) -> type[T]:
     """The class at `path`, which must derive from `base`; anything else is a ConfigError."""
-    found = imported(path, setting)
-    if not isinstance(found, type) or not issubclass(found, base):
-        kind = found.__name__ if isinstance(found, type) else type(found).__name__
+    imported_object = imported(path, setting)
+    if not isinstance(imported_object, type) or not issubclass(imported_object, base):
+        kind = imported_object.__name__ if isinstance(imported_object, type) else type(imported_object).__name__
         raise ConfigError(
             f"{setting} = {path!r} is not a class that can be used: {kind} does not derive from {base.__name__}"
         )
-    return found
+    return imported_object
 
 
 def imported_function(path: str, setting: str) -> Callable[[], Any]:
     """The Python function at `path`, which must need no arguments; anything else is a ConfigError."""
-    found = imported(path, setting)
-    inner = inspect.unwrap(found.func if isinstance(found, functools.partial) else found)
+    imported_object = imported(path, setting)
+    inner = inspect.unwrap(imported_object.func if isinstance(imported_object, functools.partial) else imported_object)
     if not isinstance(inner, FunctionType):
-        kind = "a class" if isinstance(found, type) else type(found).__name__
+        kind = "a class" if isinstance(imported_object, type) else type(imported_object).__name__
         raise ConfigError(f"{setting} = {path!r} is not a Python function but {kind}; it is not called")
     try:
-        inspect.signature(found).bind()
+        inspect.signature(imported_object).bind()
     except TypeError as error:
         raise ConfigError(f"{setting} = {path!r} cannot be called without arguments: {error}") from None
-    function: Callable[[], Any] = found
+    function: Callable[[], Any] = imported_object
     return function

@@ -1,9 +1,11 @@
 """The names of metrics in records, summaries and messages, with the labels that people see; all are in percent.
 
-`federated/evaluate.py` says what each of them is.
+`federated/evaluate.py` says what each of them is. `RoundRecord` and `RunSummary` are what a run writes down.
 """
 
 from __future__ import annotations
+
+from typing import Any, TypedDict
 
 GM, PM_V, PM_L = "gm", "pm_v", "pm_l"
 HELD_MACRO, HELD_SHARE, HELD_GM_MACRO, HELD_GM_SHARE = "held_macro", "held_share", "held_gm_macro", "held_gm_share"
@@ -30,3 +32,85 @@ def std_of(metric: str) -> str:
 def best_of(metric: str) -> str:
     """The summary's highest value of a metric over rounds."""
     return f"{metric}_best"
+
+
+# --- what a run writes down ------------------------------------------------------------------------------------------
+
+
+class MetricValues(TypedDict, total=False):
+    """Of one client, or means over those that were evaluated; a metric that cannot be had is None or has no key."""
+
+    gm: float | None
+    pm_v: float | None
+    pm_l: float | None
+    held_macro: float | None
+    held_share: float | None
+    held_gm_macro: float | None
+    held_gm_share: float | None
+    held_pooled: float
+    held_gm_pooled: float
+
+
+class _RoundRecord(TypedDict):
+    round: int
+    train_loss: float | None  # mean over the samples of the uploads that were used
+    seconds: float
+    bytes_up: int
+    bytes_down: int
+    clients: list[int]  # whose uploads were used
+    dropped: list[int]  # who never reported
+    refused: list[int]  # whose uploads could not be used
+    failed: list[int]  # whose training raised an error
+
+
+class RoundRecord(_RoundRecord, MetricValues, total=False):
+    """A line of metrics.jsonl; the metrics are there in rounds that were evaluated."""
+
+    eval_seconds: float
+    gradient_norm: float  # mean of the next, with diagnostics.gradient_norm
+    gradient_norms: list[float]
+    lost: str  # why a deployed round changed nothing
+
+
+class ClientSummary(MetricValues, total=False):
+    """One client in a summary: its personal model's metrics."""
+
+    client: int
+    site: str  # its name, where it is a natural site
+    samples: int  # training samples
+    per_class: list[float | None] | None
+
+
+class _RunSummary(TypedDict):
+    method: str
+    data: str
+    seed: int
+    rounds: int
+    clients: list[ClientSummary]
+    per_class: list[float | None] | None  # of the global model
+    pm_l_std: float | None  # over clients
+    bytes_up: int
+    bytes_down: int
+    dropped: int
+    refused: int
+    failed: int
+    samples: int
+    seconds: float
+    client_seconds: float
+    eval_seconds: float
+    samples_per_second: float
+
+
+class RunSummary(_RunSummary, MetricValues, total=False):
+    """What summary.json holds."""
+
+    held_share_std: float | None
+    held_pooled_best: float
+    held_gm_pooled_best: float
+    one_class: list[int]  # sites that held-out means leave out: with a single class ...
+    few_held: list[int]  # ... and with very few held-out samples
+    test_samples: int  # where eval.samples limits them
+    lost: list[int]  # rounds of a deployment that changed nothing
+    warning: str
+    ray: dict[str, int]
+    sites: list[dict[str, Any]]  # of a deployment

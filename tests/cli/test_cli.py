@@ -24,7 +24,7 @@ from fednh.cli.app import PANELS
 from fednh.data.partitions.kinds import PARTITIONS
 from fednh.io.files import read_tree
 from fednh.methods import METHODS
-from tests.helpers.config import DISTINCT
+from tests.helpers.method_seconds import TIMED_METHODS
 from tests.helpers.process import Ended, fednh
 from tests.helpers.tiny import cifar10_file
 
@@ -37,7 +37,7 @@ def ok(args: list[str], tmp_path: Path) -> Ended:
     return ended
 
 
-@pytest.mark.parametrize("method", DISTINCT)
+@pytest.mark.parametrize("method", TIMED_METHODS)
 def test_every_method_learns_the_digits(method: str, tmp_path: Path) -> None:
     """Chance is 10% for the global model, and about what the largest class holds for a personal one."""
     out = tmp_path / "run"

@@ -20,7 +20,7 @@ from fednh.models import Net, build_net
 from fednh.seeding import torch_rng
 from fednh.tree import Tree, Uploads, canonical
 from tests.helpers.compare import identical
-from tests.helpers.config import DISTINCT
+from tests.helpers.method_seconds import TIMED_METHODS
 from tests.helpers.pretend import DEVICE, Mixed, OnDevice, Pretend
 from tests.helpers.tiny import CLIENTS, tiny_dataset
 
@@ -82,7 +82,7 @@ def one_round(name: str, net: Net, device: str, folder: Path) -> tuple[Tree, lis
     return server, models, [*correct, *([u.loss_sum, u.gradient_norm or 0.0] for u in updates)]
 
 
-@pytest.mark.parametrize("name", DISTINCT)
+@pytest.mark.parametrize("name", TIMED_METHODS)
 def test_a_round_on_the_device_gives_the_numbers_of_the_cpu(name: str, net: Net, tmp_path: Path) -> None:
     expected = one_round(name, net, "cpu", tmp_path)
     with Pretend() as pretend:

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import strategies as st
 
 from fednh.config import Config, load
-from fednh.methods import METHODS
-
-# They ask nothing of the engine that others do not: where a test costs seconds a method, `make soak` runs them.
-LIKE_OTHERS = (
-    *("fedprox", "fedbn", "fedlc", "fedetf", "feduh", "fedprior", "fedper", "fedrep", "fedbabu"),
-    *("fedala", "fedgela", "fedloge", "pfedfda", "fedvls"),
-)
-DISTINCT = [pytest.param(name, marks=pytest.mark.soak) if name in LIKE_OTHERS else name for name in METHODS]
 
 FAST = {
     "creff": {"method.match_steps": 5, "method.retrain_epochs": 5},

@@ -217,7 +217,7 @@ def in_words(wanted: Mapping[str, float]) -> str:
 def own_modules() -> list[ModuleType]:
     """The loaded modules of a file outside of Python's own folders and of this package: other machines lack them."""
     folders = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    found = []
+    modules = []
     for name, module in list(sys.modules.items()):
         file = Path(str(getattr(getattr(module, "__spec__", None), "origin", None)))
         other = name.partition(".")[0] in ("fednh", "__main__") or name != getattr(module, "__name__", None)
@@ -225,8 +225,8 @@ def own_modules() -> list[ModuleType]:
             continue
         installed = {"site-packages", "dist-packages"} & set(file.parts)
         if not installed and not any(file.resolve().is_relative_to(folder) for folder in folders):
-            found.append(module)
-    return found
+            modules.append(module)
+    return modules
 
 
 def pickled_by_value(value: Any) -> bytes:

@@ -151,12 +151,12 @@ class SimulationReplies:
             how=config.personal,
         )
         simulation.meter.begin(sum(task.samples(simulation.data, client) for client in asked.evaluate))
-        people = []
+        metrics = []
         for batch in simulation.map(task, [[client] for client in asked.evaluate]):  # stopped, it starts again
             for measured in batch:
                 self._save(measured)
-                people.append(measured.person)
-        return people
+                metrics.append(measured.person)
+        return metrics
 
     def _save(self, measured: Measured) -> None:
         if measured.model is not None:

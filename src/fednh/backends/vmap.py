@@ -227,9 +227,9 @@ class BlockStep:
 
     def __call__(self, value: Tensor, count: Tensor) -> tuple[Tensor]:  # (K,), (K,)
         """Every client's loss, once its parameters are updated; `count` is 0 for clients that have no batch left."""
-        found = torch.autograd.grad(value.sum(), self.params, allow_unused=True)
+        parts = torch.autograd.grad(value.sum(), self.params, allow_unused=True)
         with torch.no_grad():
-            moved = [row for row in zip(self.params, found, self.velocity, strict=True) if row[1] is not None]
+            moved = [row for row in zip(self.params, parts, self.velocity, strict=True) if row[1] is not None]
             params, gradients, velocity = ([row[i] for row in moved] for i in range(3))
             gradients = self._clipped([like(g, p) for p, g in zip(params, gradients, strict=True)])
             if self.everyone:

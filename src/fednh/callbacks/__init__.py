@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+from fednh.metric_names import RoundRecord, RunSummary
+
 Phase = Literal["training", "evaluating"]
 
 
@@ -20,13 +22,13 @@ class Callback:
     def on_progress(self, phase: Phase, done: int, total: int) -> None:
         """Work within a round: clients trained, or samples evaluated. Called from any thread."""
 
-    def on_round(self, record: dict[str, Any]) -> bool | None:
+    def on_round(self, record: RoundRecord) -> bool | None:
         """A round is complete; `record` is its line of metrics.jsonl. True stops the run, which is saved before."""
 
     def on_note(self, text: str) -> None:
         """Something that the user should know: a refused upload, a lost worker, a damaged checkpoint."""
 
-    def on_end(self, summary: dict[str, Any]) -> None:
+    def on_end(self, summary: RunSummary) -> None:
         """All rounds are done; `summary` is what summary.json holds."""
 
 
@@ -44,14 +46,14 @@ class CallbackList(Callback):
         for each in self.callbacks:
             each.on_progress(phase, done, total)
 
-    def on_round(self, record: dict[str, Any]) -> bool:
-        answers = [each.on_round(dict(record)) for each in self.callbacks]
+    def on_round(self, record: RoundRecord) -> bool:
+        answers = [each.on_round(record.copy()) for each in self.callbacks]
         return any(answers)
 
     def on_note(self, text: str) -> None:
         for each in self.callbacks:
             each.on_note(text)
 
-    def on_end(self, summary: dict[str, Any]) -> None:
+    def on_end(self, summary: RunSummary) -> None:
         for each in self.callbacks:
-            each.on_end(dict(summary))
+            each.on_end(summary.copy())

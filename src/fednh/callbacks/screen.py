@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fednh.callbacks import Callback, Phase
-from fednh.metric_names import HELD_MACRO, HELD_OUT, HELD_SHARE, TEST_SET
+from fednh.metric_names import HELD_MACRO, HELD_OUT, HELD_SHARE, TEST_SET, RoundRecord
 from fednh.text import duration, plural
 
 
@@ -37,7 +37,7 @@ class _Clock:
     def __init__(self, rounds: int):
         self.rounds, self.started, self.seen, self.clients = rounds, time.perf_counter(), 0, 0
 
-    def line(self, record: dict[str, Any]) -> tuple[str, str]:
+    def line(self, record: RoundRecord) -> tuple[str, str]:
         self.seen += 1
         self.clients += len(record["clients"])
         elapsed = time.perf_counter() - self.started
@@ -88,7 +88,7 @@ class RunLines(Silent):
         if self.throttle.over():  # a long round should not look like a hang
             self.console.print(progress_words(phase, done, total), markup=False, highlight=False)
 
-    def on_round(self, record: dict[str, Any]) -> None:
+    def on_round(self, record: RoundRecord) -> None:
         self.throttle = Throttle()
         words = [f"{self.name} round {record['round']}/{self.rounds}", *metric_words(record), *self.clock.line(record)]
         self.console.print("  ".join(words), markup=False, highlight=False, soft_wrap=True)
@@ -117,7 +117,7 @@ class RunBar(Silent):
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
 
-    def on_round(self, record: dict[str, Any]) -> None:
+    def on_round(self, record: RoundRecord) -> None:
         self.latest |= {key: value for key, value in record.items() if value is not None}
         words = [*metric_words({**record, **self.latest}), *self.clock.line(record)]
         self.progress.update(self.task, completed=record["round"], metrics="  ".join(words))
@@ -128,7 +128,7 @@ class RunBar(Silent):
             self.progress.update(self.task, metrics=progress_words(phase, done, total))
 
 
-def metric_words(record: dict[str, Any]) -> list[str]:
+def metric_words(record: Mapping[str, Any]) -> list[str]:
     """The metrics of a round in words, those that it has."""
     words = [] if record["train_loss"] is None else [f"loss {record['train_loss']:.3f}"]
     shown = {**TEST_SET, **{key: HELD_OUT[key] for key in (HELD_SHARE, HELD_MACRO)}}

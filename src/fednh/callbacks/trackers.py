@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -24,17 +24,18 @@ from fednh import extras
 from fednh.callbacks import Callback
 from fednh.config import Config, flat
 from fednh.errors import UserError, did_you_mean
+from fednh.metric_names import RoundRecord
 from fednh.runs.run_folder import RunFolder, read_metrics
 
 
 class Tracker(Protocol):
     """One tracker of one run."""
 
-    def log(self, records: Sequence[dict[str, Any]]) -> None: ...
+    def log(self, records: Sequence[Mapping[str, Any]]) -> None: ...
     def close(self, finished: bool) -> None: ...
 
 
-def tracked_metrics(record: dict[str, Any]) -> dict[str, float]:
+def tracked_metrics(record: Mapping[str, Any]) -> dict[str, float]:
     """A line of metrics.jsonl as numbers: what is not known is left out, and of a list of clients it is the count."""
     metrics = {}
     for key, value in record.items():
@@ -55,7 +56,7 @@ class TensorBoard:
         shutil.rmtree(place, ignore_errors=True)  # of an interrupted run: all its rounds are written again
         self.writer = SummaryWriter(str(place))
 
-    def log(self, records: Sequence[dict[str, Any]]) -> None:
+    def log(self, records: Sequence[Mapping[str, Any]]) -> None:
         for record in records:
             for key, value in tracked_metrics(record).items():
                 self.writer.add_scalar(key, value, record["round"])
@@ -87,7 +88,7 @@ class MLflow:
         settings = flat(config.model_dump())
         self.client.log_batch(self.run, params=[Param(key, str(value)) for key, value in settings.items()])
 
-    def log(self, records: Sequence[dict[str, Any]]) -> None:
+    def log(self, records: Sequence[Mapping[str, Any]]) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -132,7 +133,7 @@ class WandB:
             reinit="create_new",
         )
 
-    def log(self, records: Sequence[dict[str, Any]]) -> None:
+    def log(self, records: Sequence[Mapping[str, Any]]) -> None:
         for record in records:
             self.run.log(tracked_metrics(record), step=record["round"])
 
@@ -171,7 +172,7 @@ class Tracking(Callback):
             with self._forgiving(name):
                 tracker.close(finished=kind is None)
 
-    def on_round(self, record: dict[str, Any]) -> None:
+    def on_round(self, record: RoundRecord) -> None:
         for name, tracker in list(self._open.items()):
             with self._forgiving(name):
                 tracker.log([record])

@@ -54,13 +54,13 @@ def _print_interrupt() -> None:
 
 def _print_warnings() -> None:
     """Print a run's own warnings (Ignored, Notice) like every other message; leave other warnings as they are."""
-    usual = warnings.showwarning
+    show_default = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
         if issubclass(category, Ignored | Notice):
             typer.echo(f"fednh: {message}", err=True)
         else:
-            usual(message, category, *rest, **more)
+            show_default(message, category, *rest, **more)
 
     warnings.showwarning = show
 

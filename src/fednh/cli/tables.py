@@ -57,7 +57,7 @@ def table(
         sheets = [*tables.result_sheets(runs, paper), tables.cost_sheet(runs)]
         sheets += [sheet for sheet in [tables.paired_sheet(runs, reference)] if sheet.rows]
         if reference is not None and reference.lower() == "local":
-            sheets += [advice_sheet(found) for found in site_tables([run for run in runs if run.names])]
+            sheets += [advice_sheet(sites) for sites in site_tables([run for run in runs if run.names])]
     show(sheets, form)
 
 

@@ -129,10 +129,10 @@ def difference(config: Config) -> dict[str, Any]:
     """
     first = {"data.name": config.data.name, "partition.name": config.partition.name}
     first["method.name"] = config.method["name"]
-    usual = flat(_without_none(load(None, first).model_dump(mode="json")))
+    defaults = flat(_without_none(load(None, first).model_dump(mode="json")))
     here = flat(_without_none(config.model_dump(mode="json")))
     no_matter = ("workers", "eval.every", "checkpoint.every")
-    rest = {key: value for key, value in here.items() if usual.get(key) != value and key not in no_matter}
+    rest = {key: value for key, value in here.items() if defaults.get(key) != value and key not in no_matter}
     return first | rest
 
 

@@ -20,10 +20,10 @@ from typing import Any
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings by dotted name, as --set takes them."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found
+        settings |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return settings
 
 
 def parse_value(text: str) -> Any:

@@ -179,8 +179,8 @@ class ServerConfig(Section):
 
     @property
     def learning_rate(self) -> float:
-        usual = 0.01 if self.optimizer in ("adam", "yogi") else 1.0
-        return usual if self.lr is None else self.lr
+        default = 0.01 if self.optimizer in ("adam", "yogi") else 1.0
+        return default if self.lr is None else self.lr
 
 
 class PersonalConfig(Section):
@@ -310,8 +310,8 @@ class Config(Section):
 
     def upload_bound(self, deployed: bool) -> float:
         """How many times longer than usual an upload may be; 0, the default in a simulation: no limit."""
-        usual = DEFAULT_NORM_BOUND if deployed else 0.0
-        return usual if self.bound is None else self.bound
+        default = DEFAULT_NORM_BOUND if deployed else 0.0
+        return default if self.bound is None else self.bound
 
     def build_method(self) -> Method:
         return build_method(self.method)
@@ -321,7 +321,7 @@ def build_method(section: Mapping[str, Any]) -> Method:
     """The Method that a [method] section describes."""
     fields = dict(section)
     name = fields.pop("name", DEFAULT_METHOD)
-    found = find_method(name)
+    method = find_method(name)
     known = hyper_parameters(name)
     for key in [key for key in fields if key not in known]:
         owners = [other for other in METHODS if key in hyper_parameters(other)]
@@ -334,7 +334,7 @@ def build_method(section: Mapping[str, Any]) -> Method:
         )
         del fields[key]
     try:
-        return TypeAdapter(found).validate_python(fields, strict=False)
+        return TypeAdapter(method).validate_python(fields, strict=False)
     except ValidationError as error:
         raise ConfigError(explain(error, "method.")) from error
     except PydanticSchemaGenerationError as error:

@@ -80,10 +80,10 @@ def statistics(x: Inputs, scale: float, preprocessing: dict[str, Any] | None = N
     variance = sum((np.nansum(np.square(rows(b) - mean), axis=0) for b in blocks), np.zeros(channels)) / count
     for k in range(channels if fewest > 1 and x.ndim == 2 else 0):
         values = x[:, k][np.isfinite(x[:, k])]
-        usual = np.median(values) if len(values) else np.float64(0)
-        others = np.count_nonzero(values != usual)
+        median = np.median(values) if len(values) else np.float64(0)
+        others = np.count_nonzero(values != median)
         if others < fewest and 2 * others < len(values):
-            mean[k], variance[k] = usual, 0.0
+            mean[k], variance[k] = median, 0.0
     mean, std = mean / scale, np.sqrt(variance) / scale
     mean[present < fewest], std[present < fewest] = 0.0, -1.0
     slots = category_slots(preprocessing or {})

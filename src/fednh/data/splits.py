@@ -170,9 +170,9 @@ def fold_of(labels: Indices, groups: Indices | None, folds: int, rng: np.random.
     order = rng.permutation(len(labels))
     if groups is None:
         order = order[np.argsort(labels[order], kind="stable")]  # class after class, dealt out in turn
-        found = np.empty(len(labels), np.int64)
-        found[order] = np.arange(len(labels)) % folds
-        return found
+        fold = np.empty(len(labels), np.int64)
+        fold[order] = np.arange(len(labels)) % folds
+        return fold
     group, y = (np.unique(values, return_inverse=True)[1] for values in (groups, labels))
     table = class_table(y, group, int(group.max()) + 1)  # (G, C)
     share = table / table.sum(axis=0)

@@ -40,6 +40,7 @@ from fednh.federated.setup import build_federation, fingerprint_of, load_data, p
 from fednh.interrupt import Stop
 from fednh.io.files import write_bytes, write_json
 from fednh.methods.registry import find_method
+from fednh.metric_names import RoundRecord
 from fednh.report.html import write_report
 from fednh.report.load import Run, load_run
 from fednh.report.sheet import Sheet, number, word
@@ -572,7 +573,7 @@ class _Rounds(Callback):
     def __init__(self, times: list[float]):
         self.times = times
 
-    def on_round(self, record: dict[str, Any]) -> None:
+    def on_round(self, record: RoundRecord) -> None:
         self.times.append(time.perf_counter())
 
 

@@ -111,29 +111,29 @@ def norms(upload: Tree, server: Tree) -> Norms:
 
 def typical_norms(uploads: Mapping[int, Norms], before: Norms) -> Norms:
     """The usual lengths after a round with these uploads; a single upload does not change them."""
-    found = dict(before)
+    typical = dict(before)
     for part in {part for each in uploads.values() for part in each}:
         spoken = [each[part] for each in uploads.values() if each.get(part, 0.0) > 0]
         if len(spoken) > 1:
-            found[part] = max(found.get(part, 0.0), median_low(spoken))
-    return found
+            typical[part] = max(typical.get(part, 0.0), median_low(spoken))
+    return typical
 
 
 def norm_problems(
     uploads: Mapping[int, Norms], past: Mapping[int, Sequence[Norms]], normal: Norms, bound: float
 ) -> dict[int, str]:
     """Why uploads of a round are refused, by client; `past` has the lengths of each client's accepted uploads."""
-    found: dict[int, str] = {}
+    problems: dict[int, str] = {}
     most = bound if len(uploads) > 2 else bound**2
     for client, each in sorted(uploads.items()):
         for part, length in sorted(each.items()):
             expected = normal.get(part, 0.0)
             before = max((row.get(part, 0.0) for row in past.get(client, ())[-NORM_MEMORY:]), default=0.0)
             if expected > 0 and length > most * expected:
-                found.setdefault(client, _words(part, length / expected, most, "the median of the round"))
+                problems.setdefault(client, _words(part, length / expected, most, "the median of the round"))
             elif before > 0 and length > max(bound * before, expected):
-                found.setdefault(client, _words(part, length / before, bound, "what it uploaded before"))
-    return found
+                problems.setdefault(client, _words(part, length / before, bound, "what it uploaded before"))
+    return problems
 
 
 def _words(part: str, times: float, most: float, what: str) -> str:

@@ -53,8 +53,8 @@ class Personal:
 
     def record(self) -> dict[str, Any]:
         """For the summary: held-out metrics only where there are some, and nothing about single samples."""
-        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "outcomes"}
-        return {key: value for key, value in found.items() if key not in HELD or value is not None}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "outcomes"}
+        return {key: value for key, value in values.items() if key not in HELD or value is not None}
 
 
 @torch.no_grad()
@@ -94,11 +94,11 @@ def held_accuracy(correct: Tensor, total: Tensor) -> tuple[float, float] | tuple
     return float(100 * (correct[there] / total[there]).mean()), float(100 * correct.sum() / total.sum())
 
 
-def held_metrics(found: Outcomes, num_classes: int) -> dict[str, Any]:
+def held_metrics(outcomes: Outcomes, num_classes: int) -> dict[str, Any]:
     """HELD, from the predictions for a client's held-out samples."""
-    label, metrics = torch.from_numpy(found.label), dict[str, Any]()
+    label, metrics = torch.from_numpy(outcomes.label), dict[str, Any]()
     total = torch.bincount(label, minlength=num_classes).to(torch.float64)
-    for prefix, guessed in (("held", found.personal), ("held_gm", found.shared)):
+    for prefix, guessed in (("held", outcomes.personal), ("held_gm", outcomes.shared)):
         if guessed is not None:
             right = torch.bincount(label[torch.from_numpy(guessed) == label], minlength=num_classes)
             macro, share = held_accuracy(right.to(torch.float64), total)
@@ -117,28 +117,28 @@ def personal(client: int, correct: Tensor, total: Tensor, counts: Tensor) -> Per
 
 
 def metrics(
-    correct: Tensor | None, total: Tensor | None, people: Sequence[Personal], left_out: Sequence[int] = ()
+    correct: Tensor | None, total: Tensor | None, clients: Sequence[Personal], left_out: Sequence[int] = ()
 ) -> dict[str, Any]:
     """A round's metrics: GM of the global model's `correct`, and the means over these personal models.
 
     Clients in `left_out`, natural sites that can tell nothing, do not count in held-out means.
     """
     gm = None if correct is None or total is None else accuracy(correct, total, torch.ones_like(total))
-    keys = ("pm_v", "pm_l", *(HELD if any(person.measures_held_out for person in people) else ()))
-    means = {key: mean_and_spread(_values(people, key, left_out))[0] for key in keys}
-    found: dict[str, Any] = {
+    keys = ("pm_v", "pm_l", *(HELD if any(person.measures_held_out for person in clients) else ()))
+    means = {key: mean_and_spread(_values(clients, key, left_out))[0] for key in keys}
+    values: dict[str, Any] = {
         "gm": gm,
         **means,
-        **pooled([person for person in people if person.client not in left_out]),
+        **pooled([person for person in clients if person.client not in left_out]),
     }
-    return found
+    return values
 
 
-def pooled(people: Sequence[Personal]) -> dict[str, float]:
+def pooled(clients: Sequence[Personal]) -> dict[str, float]:
     """POOLED, where there are held-out samples and the predictions of all who have some are here."""
-    found = [person.outcomes for person in people if person.measures_held_out]
-    here = [outcomes for outcomes in found if outcomes is not None]
-    if not here or len(here) < len(found):
+    outcomes_of_all = [person.outcomes for person in clients if person.measures_held_out]
+    here = [outcomes for outcomes in outcomes_of_all if outcomes is not None]
+    if not here or len(here) < len(outcomes_of_all):
         return {}
     whole = sum(map(len, here))
     values = {"held_pooled": 100 * sum(int((each.personal == each.label).sum()) for each in here) / whole}
@@ -152,14 +152,14 @@ def best(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return {f"{key}_best": max(row[key] for row in rows if key in row) for key in POOLED if any(key in r for r in rows)}
 
 
-def _values(people: Sequence[Personal], key: str, left_out: Sequence[int]) -> list[float | None]:
-    return [getattr(person, key) for person in people if key not in HELD or person.client not in left_out]
+def _values(clients: Sequence[Personal], key: str, left_out: Sequence[int]) -> list[float | None]:
+    return [getattr(person, key) for person in clients if key not in HELD or person.client not in left_out]
 
 
 def final_metrics(
     correct: Tensor | None,
     total: Tensor | None,
-    people: Sequence[Personal],
+    clients: Sequence[Personal],
     one_class: Sequence[int] = (),
     few_held: Sequence[int] = (),
 ) -> dict[str, Any]:
@@ -168,14 +168,14 @@ def final_metrics(
     Left out are natural sites with a single class, and those with very few held-out samples.
     """
     left_out = [*one_class, *few_held]
-    found = metrics(correct, total, people, left_out)
-    found["pm_l_std"] = mean_and_spread(p.pm_l for p in people)[1]
-    if "held_share" in found:
-        found["held_share_std"] = mean_and_spread(_values(people, "held_share", left_out))[1]
-        found |= {"one_class": list(one_class)} if one_class else {}
-        found |= {"few_held": list(few_held)} if few_held else {}
-    found["per_class"] = None if correct is None or total is None else per_class(correct, total)
-    return {**found, "clients": [person.record() for person in people]}
+    values = metrics(correct, total, clients, left_out)
+    values["pm_l_std"] = mean_and_spread(p.pm_l for p in clients)[1]
+    if "held_share" in values:
+        values["held_share_std"] = mean_and_spread(_values(clients, "held_share", left_out))[1]
+        values |= {"one_class": list(one_class)} if one_class else {}
+        values |= {"few_held": list(few_held)} if few_held else {}
+    values["per_class"] = None if correct is None or total is None else per_class(correct, total)
+    return {**values, "clients": [person.record() for person in clients]}
 
 
 def mean_and_spread(values: Iterable[float | None]) -> tuple[float, float] | tuple[None, None]:

@@ -111,8 +111,8 @@ class Progress:
     seconds: float = 0.0  # wall time of everything
     client_seconds: float = 0.0  # of waiting for clients: their work, without what the server does with it
     eval_seconds: float = 0.0
-    usual: checks.Norms = field(default_factory=dict)  # usual norms of uploads, where they are bounded
-    lengths: dict[str, list[checks.Norms]] = field(default_factory=dict)  # each client's last norms (JSON: by text)
+    typical_norms: checks.Norms = field(default_factory=dict)  # of uploads, where they are bounded
+    past_norms: dict[str, list[checks.Norms]] = field(default_factory=dict)  # of each client (JSON: by text)
 
     @property
     def members(self) -> set[int]:
@@ -127,8 +127,8 @@ class Progress:
         self.records.append(result.record(seconds))
         for client in result.clients:
             if client in result.norms:
-                before = self.lengths.get(str(client), [])
-                self.lengths[str(client)] = [*before, result.norms[client]][-checks.NORM_MEMORY :]
+                before = self.past_norms.get(str(client), [])
+                self.past_norms[str(client)] = [*before, result.norms[client]][-checks.NORM_MEMORY :]
 
     def totals(self) -> dict[str, Any]:
         """The run's costs and losses, for its summary."""

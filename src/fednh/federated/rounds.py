@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -30,6 +30,7 @@ from fednh.federated.summary import close_round, site_names
 from fednh.interrupt import Meter
 from fednh.machine import gc_frozen, one_thread
 from fednh.methods.fit import is_frozen
+from fednh.metric_names import RoundRecord, RunSummary
 from fednh.runs.checkpoint import Checkpoints
 from fednh.runs.run_folder import RunFolder
 from fednh.tree import Tree, size
@@ -79,7 +80,7 @@ class RoundLoop:
             self.summary |= self.executor.finished(self.progress.round)
             self.summary["clients"] = site_names(self.summary, self.setup.side.sites)
             self.folder.write_summary(self.summary)
-        self.callback.on_end(self.summary)
+        self.callback.on_end(cast(RunSummary, self.summary))
         check_lost(self.summary)
         return self.summary
 
@@ -185,9 +186,9 @@ class RoundLoop:
     def _within_bound(self, results: list[ClientResult], builder: RoundBuilder) -> Iterator[ClientResult]:
         """The results whose uploads are not far longer than the others or than the client's earlier ones."""
         norms = {result.client: checks.norms(result.upload or {}, self.server) for result in results}
-        self.progress.usual = checks.typical_norms(norms, self.progress.usual)
-        past = {client: self.progress.lengths.get(str(client), []) for client in norms}
-        too_long = checks.norm_problems(norms, past, self.progress.usual, self.executor.policy.norm_bound)
+        self.progress.typical_norms = checks.typical_norms(norms, self.progress.typical_norms)
+        past = {client: self.progress.past_norms.get(str(client), []) for client in norms}
+        too_long = checks.norm_problems(norms, past, self.progress.typical_norms, self.executor.policy.norm_bound)
         for result in results:
             if problem := self.setup.method.upload.problem(result.upload or {}) or too_long.get(result.client):
                 who = self.executor.name(result.client)
@@ -216,8 +217,8 @@ class RoundLoop:
         """Too few uploads. In a simulation dropouts are part of the experiment; a deployment loses the round."""
         round_, policy = builder.plan.round, self.executor.policy
         if policy.bad_round == "stop":
-            told = f"no client of {len(builder.plan.picked)} reported"
-            self.executor.note(f"round {round_}: {told}; the server stays as it was")
+            why = f"no client of {len(builder.plan.picked)} reported"
+            self.executor.note(f"round {round_}: {why}; the server stays as it was")
             return builder.done()
         lost = f"{what}, and federation.min_clients = {policy.min_uploads}"
         self.executor.note(f"round {round_} is given up: {lost}; the server stays as it was")
@@ -283,7 +284,7 @@ class RoundLoop:
         record = self.progress.records[-1]
         self.folder.append_metrics(record)
         self.progress.closed = record["round"]
-        if self.callback.on_round(record):
+        if self.callback.on_round(cast(RoundRecord, record)):
             self.stop.set()
 
     def _to_save(self) -> tuple[Tree, dict[str, Any], list[dict[str, Any]]]:

@@ -61,12 +61,12 @@ def similarity_quantiles(
     if len(index) > MOST:
         index = np.sort(numpy_rng(seed, "novelty").choice(index, MOST, replace=False))
     params = canonical(params)
-    found = []
+    similarities = []
     for rows in torch.split(torch.from_numpy(index).to(samples.x.device), EVAL_BATCH):
         tick(len(rows))
         logits = method.scores(net, params, samples.floats(samples.x[rows]))
-        found.append(_cosine(params, logits))
-    values = torch.cat(found).cpu().to(torch.float64)
+        similarities.append(_cosine(params, logits))
+    values = torch.cat(similarities).cpu().to(torch.float64)
     levels = torch.quantile(values, torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
     return {
         "score": "cosine to the nearest prototype",
@@ -76,11 +76,11 @@ def similarity_quantiles(
 
 
 def merged(rows: Iterable[tuple[Sequence[float], int] | None]) -> dict[str, Any] | None:
-    """The same where only clients have samples: the mean of their quantiles, weighted by the samples used."""
-    told = [(levels, min(samples, MOST)) for levels, samples in filter(None, rows)]
-    total = sum(samples for _, samples in told)
+    """The same where only clients have samples: the mean of their quantiles, sites by the samples used."""
+    sites = [(levels, min(samples, MOST)) for levels, samples in filter(None, rows)]
+    total = sum(samples for _, samples in sites)
     if not total:
         return None
-    means = [sum(levels[k] * samples for levels, samples in told) / total for k in range(len(QUANTILES))]
+    means = [sum(levels[k] * samples for levels, samples in sites) / total for k in range(len(QUANTILES))]
     quantiles = {f"{q:g}": round(level, 6) for q, level in zip(QUANTILES, means, strict=True)}
-    return {"score": "cosine to the nearest prototype", "samples": total, "quantiles": quantiles, "sites": len(told)}
+    return {"score": "cosine to the nearest prototype", "samples": total, "quantiles": quantiles, "sites": len(sites)}

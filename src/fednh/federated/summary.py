@@ -41,20 +41,20 @@ def close_round(
     """
     started, record, side = time.perf_counter(), progress.records[-1], setup.side
     correct = _global_correct(setup, server, progress.round, meter)
-    people = replies.personal_metrics()
-    measured, left_out = [p for p in people if p.client in evaluated], [*side.one_class, *side.few_held]
+    personal = replies.personal_metrics()
+    measured, left_out = [p for p in personal if p.client in evaluated], [*side.one_class, *side.few_held]
     record |= evaluate.metrics(correct, setup.total, measured, left_out)
     if in_summary is not None:
         _write_models(config, setup, server, replies, meter, folder)
-        found = {p.client: p.outcomes for p in people if p.outcomes is not None}
-        folder.write_outcomes({k: each.of_rows(side.held_out[k], side.groups) for k, each in found.items()})
-        folder.remove_others(person.client for person in people)
+        outcomes = {p.client: p.outcomes for p in personal if p.outcomes is not None}
+        folder.write_outcomes({k: each.of_rows(side.held_out[k], side.groups) for k, each in outcomes.items()})
+        folder.remove_others(person.client for person in personal)
     record["eval_seconds"] = round(time.perf_counter() - started, 4)
     progress.eval_seconds += record["eval_seconds"]
     progress.seconds += time.perf_counter() - started
     if in_summary is None:
         return {}
-    return _summary(config, setup, progress, correct, [p for p in people if p.client in in_summary])
+    return _summary(config, setup, progress, correct, [p for p in personal if p.client in in_summary])
 
 
 def _global_correct(setup: Started, server: Tree, round_: int, meter: Meter) -> Tensor | None:  # (C,)
@@ -85,12 +85,12 @@ def _write_models(
 
 
 def _summary(
-    config: Config, setup: Started, progress: Progress, correct: Tensor | None, people: Sequence[Personal]
+    config: Config, setup: Started, progress: Progress, correct: Tensor | None, clients: Sequence[Personal]
 ) -> dict[str, Any]:
     lost = [record["round"] for record in progress.records if record.get("lost")]
-    earlier = _comparable(config, progress, {person.client for person in people})
+    earlier = _comparable(config, progress, {person.client for person in clients})
     warning = fall_after_rise([*earlier, progress.records[-1]])
-    metrics = evaluate.final_metrics(correct, setup.total, people, setup.side.one_class, setup.side.few_held)
+    metrics = evaluate.final_metrics(correct, setup.total, clients, setup.side.one_class, setup.side.few_held)
     sampled = config.eval.samples and setup.total is not None
     return {
         "method": config.method["name"],
@@ -108,12 +108,12 @@ def _summary(
 
 def _comparable(config: Config, progress: Progress, measured: set[int]) -> list[dict[str, Any]]:
     """The records of the rounds before the last that measured exactly these clients."""
-    members, found = set[int](), []
+    members, records = set[int](), []
     for record in progress.records[:-1]:
         members |= set(record["clients"])
         if is_evaluated(config, record["round"]) and set(evaluated_clients(config, record, members)) == measured:
-            found.append(record)
-    return found
+            records.append(record)
+    return records
 
 
 def fall_after_rise(records: Sequence[Mapping[str, Any]]) -> str | None:

@@ -54,7 +54,7 @@ from fednh.flower.site_config import for_sites
 from fednh.flower.transport import FetchError, Limit, Mailbox, Reply, Request
 from fednh.io.files import keep_private
 from fednh.machine import check_machine
-from fednh.metric_names import HELD
+from fednh.metric_names import HELD, RoundRecord
 from fednh.runs.client_states import Store
 from fednh.runs.model_file import card_of
 from fednh.runs.run_folder import RunFolder
@@ -425,7 +425,7 @@ class LogCallback(Callback):
     def __init__(self, rounds: int):
         self.rounds = rounds
 
-    def on_round(self, record: dict[str, Any]) -> None:
+    def on_round(self, record: RoundRecord) -> None:
         log.info("%s", "  ".join([f"round {record['round']}/{self.rounds}", *metric_words(record)]))
 
     def on_note(self, text: str) -> None:

@@ -37,10 +37,10 @@ def folder(kind: str) -> Path:
 
 def _of_the_user(place: Callable[[], Path]) -> Path:
     try:
-        found = place()
+        folder = place()
     except RuntimeError:  # a user without a home
         return NOWHERE
-    return found if found.is_absolute() else NOWHERE  # older platformdirs leave the ~ as it is
+    return folder if folder.is_absolute() else NOWHERE  # older platformdirs leave the ~ as it is
 
 
 def keep(file: Path, write: Callable[[Path], object]) -> bool:

@@ -113,11 +113,11 @@ class Group:
 
     def by_seed(self, metric: str) -> dict[int, float]:
         """A metric of the summary by seed: the mean over the folds that have it."""
-        found: dict[int, list[float]] = {}
+        seeds: dict[int, list[float]] = {}
         for run in self.runs:
             if (value := run.summary.get(metric)) is not None:
-                found.setdefault(run.config.seed, []).append(float(value))
-        return {seed: sum(values) / len(values) for seed, values in found.items()}
+                seeds.setdefault(run.config.seed, []).append(float(value))
+        return {seed: sum(values) / len(values) for seed, values in seeds.items()}
 
     def by_client(self, metric: str) -> list[list[float]]:
         """A metric of each client that has it and counts in means, one list for each seed that has any."""
@@ -160,11 +160,11 @@ class TableLayout:
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """One group for each setting; a seed counts once: of its runs the one that recorded most, else the first given."""
-    found: dict[str, list[Run]] = {}
+    by_setting: dict[str, list[Run]] = {}
     for run in runs:
-        found.setdefault(_key({"data shown": run.summary["data"], **settings_of(run)}), []).append(run)
+        by_setting.setdefault(_key({"data shown": run.summary["data"], **settings_of(run)}), []).append(run)
     groups = []
-    for same in found.values():
+    for same in by_setting.values():
         keys = sorted({run.repeat for run in same})
         chosen = tuple(max((run for run in same if run.repeat == key), key=_recorded) for key in keys)
         groups.append(Group(chosen, settings_of(same[0]), len(same) - len(chosen)))
@@ -258,10 +258,10 @@ def varying(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _by(groups: Iterable[Group], key: Any) -> list[list[Group]]:
-    found: dict[Any, list[Group]] = {}
+    by_key: dict[Any, list[Group]] = {}
     for group in groups:
-        found.setdefault(key(group), []).append(group)
-    return list(found.values())
+        by_key.setdefault(key(group), []).append(group)
+    return list(by_key.values())
 
 
 def method_order(name: str) -> tuple[int, str]:
@@ -339,9 +339,9 @@ def by_size(totals: NDArray[np.float64]) -> tuple[dict[str, list[int]], bool]:
 def accuracy_by_size(runs: Sequence[Run]) -> list[dict[str, float]]:
     """GM by size, the mean accuracy of its classes, for each of these runs, which differ in the seed alone."""
     sizes, _ = by_size(class_totals(runs))
-    found = []
+    rows = []
     for run in runs:
         per_class = run.summary["per_class"]
         values = {size: [per_class[c] for c in classes if per_class[c] is not None] for size, classes in sizes.items()}
-        found.append({size: float(np.mean(row)) for size, row in values.items() if row})
-    return found
+        rows.append({size: float(np.mean(row)) for size, row in values.items() if row})
+    return rows

@@ -92,7 +92,7 @@ class Run:
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
     """The finished runs among `folders` and directly below them, in a stable order."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder")
@@ -100,8 +100,8 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
         here = [folder] if RunLayout(folder).finished else sorted(p.parent for p in folder.glob(f"*/{name}"))
         if not here:
             raise UserError(f"{folder} holds no finished run (no {name} in it or directly below it)")
-        found += here
-    return found
+        paths += here
+    return paths
 
 
 def load_run(path: Path) -> Run:

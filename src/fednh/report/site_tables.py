@@ -33,15 +33,15 @@ def sheets(table: SiteTable, classes: bool = False) -> list[Sheet]:
 
 def advice_sheet(table: SiteTable) -> Sheet:
     """A sentence a site."""
-    rows = [[word(found.site), word(found.sentence)] for found in verdicts(table)]
+    rows = [[word(verdict.site), word(verdict.sentence)] for verdict in verdicts(table)]
     return Sheet("advice", f"Does federating help? {table.title}", ["site", "verdict"], rows, HOW)
 
 
 def site_sheet(table: SiteTable) -> Sheet:
     """A row a site, a column a model: its accuracy on the site's held-out samples, with a 95% interval."""
     cells = [
-        [word(row.name), number(row.n, "{:,}"), *_baselines(row), *(_accuracy(row, c, found) for c in table.columns)]
-        for row, found in zip(table.rows, verdicts(table), strict=True)
+        [word(row.name), number(row.n, "{:,}"), *_baselines(row), *(_accuracy(row, c, verdict) for c in table.columns)]
+        for row, verdict in zip(table.rows, verdicts(table), strict=True)
     ]
     if len(table.measured) > 1:
         means = [_mean(table, column) for column in table.columns]
@@ -86,10 +86,10 @@ def to_csv(tables: Sequence[SiteTable]) -> str:
     """A line for each site and model; numbers are not rounded, unknown values are empty."""
     lines: list[Sequence[object]] = [_CSV]
     for table in tables:
-        for row, found in zip(table.rows, verdicts(table), strict=True):
+        for row, verdict in zip(table.rows, verdicts(table), strict=True):
             for model in row.models:
-                best = None if row.n is None else int(found.use == model.label)
-                metrics = (model.label, model.accuracy, model.low, model.high, best, found.sentence)
+                best = None if row.n is None else int(verdict.use == model.label)
+                metrics = (model.label, model.accuracy, model.low, model.high, best, verdict.sentence)
                 lines.append([table.title, row.name, row.client, row.n, *metrics])
     return csv_text(lines)
 
@@ -99,11 +99,11 @@ def _baselines(row: SiteRow) -> list[Cell]:
     return [number(None if constant is None else constant.accuracy, "{:.1f}"), number(row.chance, "{:.1f}")]
 
 
-def _accuracy(row: SiteRow, column: str, found: SiteVerdict) -> Cell:
+def _accuracy(row: SiteRow, column: str, verdict: SiteVerdict) -> Cell:
     model = row.model(column)
     if model is None:
         return Cell(DASH)
-    return Cell(f"{model.accuracy:.1f}{_interval(model)}", model.accuracy, 1 if found.use == column else 0)
+    return Cell(f"{model.accuracy:.1f}{_interval(model)}", model.accuracy, 1 if verdict.use == column else 0)
 
 
 def _mean(table: SiteTable, column: str) -> Cell:
@@ -177,11 +177,11 @@ def explored(runs: Sequence[Run]) -> dict[str, Any] | None:
 
 
 def _clients(table: SiteTable) -> Iterator[tuple[int, dict[str, Any]]]:
-    for row, found in zip(table.rows, verdicts(table), strict=True):
-        yield row.client, _client(row, table, found)
+    for row, verdict in zip(table.rows, verdicts(table), strict=True):
+        yield row.client, _client(row, table, verdict)
 
 
-def _client(row: SiteRow, table: SiteTable, found: SiteVerdict) -> dict[str, Any]:
+def _client(row: SiteRow, table: SiteTable, verdict: SiteVerdict) -> dict[str, Any]:
     models = _by_class(row, table)
     classes = next(iter(models.values()), [])
     shown = []
@@ -194,8 +194,8 @@ def _client(row: SiteRow, table: SiteTable, found: SiteVerdict) -> dict[str, Any
         shown.append({"label": label, **rates, "confusion": cells})
     return {
         "n": row.n,
-        "leader": found.use or found.model,
-        "says": found.sentence if table.runs[0].names else None,
+        "leader": verdict.use or verdict.model,
+        "says": verdict.sentence if table.runs[0].names else None,
         "classes": [table.classes.index(one.name) for one in classes],
         "held": [one.n for one in classes],
         "few": [one.few for one in classes],
@@ -205,14 +205,14 @@ def _client(row: SiteRow, table: SiteTable, found: SiteVerdict) -> dict[str, Any
 
 def _by_class(row: SiteRow, table: SiteTable) -> dict[str, list[ClassRow]]:
     """For each model whose predictions are recorded the classes of the site: the same classes for all of them."""
-    found = {model.label: class_table(row, model, table.classes) for model in row.models}
-    return {label: classes for label, classes in found.items() if classes}
+    tables = {model.label: class_table(row, model, table.classes) for model in row.models}
+    return {label: classes for label, classes in tables.items() if classes}
 
 
-def _row(row: SiteRow, table: SiteTable, found: SiteVerdict) -> dict[str, Any]:
+def _row(row: SiteRow, table: SiteTable, verdict: SiteVerdict) -> dict[str, Any]:
     models = [row.model(column) for column in table.columns]
-    shown = {"row": row, "models": models, "best": found.use, "verdict": found}
-    return {**shown, "says": found.sentence, "kind": found.kind}
+    shown = {"row": row, "models": models, "best": verdict.use, "verdict": verdict}
+    return {**shown, "says": verdict.sentence, "kind": verdict.kind}
 
 
 def _held(one: ClassRow, apart: bool) -> list[Cell]:

@@ -201,14 +201,14 @@ class SiteTable:
 
     def mean(self, column: str) -> float | None:
         """The mean accuracy of a model over sites, each counting once."""
-        found = [model.accuracy for row in self.measured if (model := row.model(column)) is not None]
-        return sum(found) / len(found) if found else None
+        accuracies = [model.accuracy for row in self.measured if (model := row.model(column)) is not None]
+        return sum(accuracies) / len(accuracies) if accuracies else None
 
     def interval(self, column: str) -> tuple[float, float] | None:
         """The 95% interval of that mean; None: single samples are not recorded."""
-        found = [(row.held, row.model(column)) for row in self.measured]
-        known = [(held, model.guessed) for held, model in found if held and model and model.guessed is not None]
-        return _mean_interval(known) if known and len(known) == len(found) else None
+        models = [(row.held, row.model(column)) for row in self.measured]
+        known = [(held, model.guessed) for held, model in models if held and model and model.guessed is not None]
+        return _mean_interval(known) if known and len(known) == len(models) else None
 
 
 @dataclass(frozen=True)
@@ -239,11 +239,11 @@ def site_tables(runs: Sequence[Run]) -> list[SiteTable]:
 
     Clients that are not sites are others with every seed, which has a table of its own.
     """
-    found: dict[str, list[Run]] = {}
+    by_split: dict[str, list[Run]] = {}
     for run in runs:
         if run.has(HELD_SHARE):
-            found.setdefault(_split(run), []).append(run)
-    tables = [_table(same) for same in found.values()]
+            by_split.setdefault(_split(run), []).append(run)
+    tables = [_table(same) for same in by_split.values()]
     return [table for table in tables if table.rows]
 
 
@@ -297,9 +297,9 @@ def held_interval(run: Run) -> tuple[float, float, int] | None:
 
     None: single samples are not recorded.
     """
-    found = [run.outcomes(client) for client in run.counted(HELD_SHARE)]
-    known = [each for each in found if each is not None and len(each)]
-    if not known or len(known) < len(found):
+    outcomes = [run.outcomes(client) for client in run.counted(HELD_SHARE)]
+    known = [each for each in outcomes if each is not None and len(each)]
+    if not known or len(known) < len(outcomes):
         return None
     return *_mean_interval([(_held({(0, 0): each}), each.personal) for each in known]), sum(map(len, known))
 
@@ -386,28 +386,28 @@ def _comparable(variants: Variants) -> tuple[Variants, list[str]]:
             notes.append(f"{known[0].path} {words}: only seed {min(shared)[0]} counts.")
     elif more := {key for same in kept.values() for key in same} - shared:
         notes.append(f"Seeds and folds that not all methods have are left out: {len(more)} of {len(more | shared)}.")
-    found = {label: {key: same[key] for key in sorted(shared) if key in same} for label, same in kept.items()}
-    return {label: same for label, same in found.items() if same}, notes
+    comparable = {label: {key: same[key] for key in sorted(shared) if key in same} for label, same in kept.items()}
+    return {label: same for label, same in comparable.items() if same}, notes
 
 
 def _lacks_rows(run: Run) -> bool:
     first = next(iter(run.layout.clients_with_outcomes()), None)
-    return first is not None and (found := run.outcomes(first)) is not None and found.sample is None
+    return first is not None and (outcomes := run.outcomes(first)) is not None and outcomes.sample is None
 
 
 def _columns(variants: Variants) -> list[Column]:
     """The models that runs may have made: a run of Local makes what each site can do alone."""
     methods = {label: next(iter(same.values())).method for label, same in variants.items()}
     several = sum(method != "local" for method in methods.values()) > 1
-    found: list[Column] = []
+    columns: list[Column] = []
     for label, same in sorted(variants.items(), key=lambda item: methods[item[0]] == "local"):
         if methods[label] == "local":
             words = label.partition(" ")[2]
-            found.append((f"local only {words}".strip(), "local", same))
+            columns.append((f"local only {words}".strip(), "local", same))
         else:
             before = f"{label} " if several else ""
-            found += [(f"{before}personal", "personal", same), (f"{before}global", "global", same)]
-    return found
+            columns += [(f"{before}personal", "personal", same), (f"{before}global", "global", same)]
+    return columns
 
 
 def _row(client: int, columns: Sequence[Column], notes: list[str]) -> SiteRow:
@@ -416,14 +416,14 @@ def _row(client: int, columns: Sequence[Column], notes: list[str]) -> SiteRow:
     every = {run.path: run for _, _, runs in columns for run in runs.values()}
     opened = {path: run.outcomes(client) for path, run in every.items()}
     for column, kind, runs in columns:
-        found = {key: outcomes for key, run in runs.items() if (outcomes := opened[run.path]) is not None}
-        if not found:
+        by_run = {key: outcomes for key, run in runs.items() if (outcomes := opened[run.path]) is not None}
+        if not by_run:
             values = [value for run in runs.values() if (value := _accuracy(run, client, kind)) is not None]
             models += [SiteModel(column, kind, sum(values) / len(values))] if values else []
             continue
-        here = _held(found)
+        here = _held(by_run)
         held = here if held is None else held
-        guessed = [each.shared if kind == "global" else each.personal for each in found.values()]
+        guessed = [each.shared if kind == "global" else each.personal for each in by_run.values()]
         if not held.same(here):
             run = next(iter(runs.values()))
             notes.append(f"{run.path} held out other samples of {run.client_name(client)}: they are not compared.")
@@ -434,21 +434,21 @@ def _row(client: int, columns: Sequence[Column], notes: list[str]) -> SiteRow:
     return SiteRow(client, next(iter(every.values())).client_name(client), tuple(models), held, trained)
 
 
-def _held(found: Mapping[RunKey, Outcomes]) -> Held:
+def _held(by_run: Mapping[RunKey, Outcomes]) -> Held:
     """The observations of one site in these runs."""
-    rows = [np.arange(len(each)) if each.sample is None else each.sample for each in found.values()]
-    groups = [row if each.group is None else each.group for row, each in zip(rows, found.values(), strict=True)]
-    sizes = [len(each) for each in found.values()]
-    seed, fold = (np.repeat(numbers, sizes) for numbers in zip(*found, strict=True))
-    label = np.concatenate([each.label for each in found.values()])
+    rows = [np.arange(len(each)) if each.sample is None else each.sample for each in by_run.values()]
+    groups = [row if each.group is None else each.group for row, each in zip(rows, by_run.values(), strict=True)]
+    sizes = [len(each) for each in by_run.values()]
+    seed, fold = (np.repeat(numbers, sizes) for numbers in zip(*by_run, strict=True))
+    label = np.concatenate([each.label for each in by_run.values()])
     return Held(label, np.concatenate(rows), np.concatenate(groups), seed, fold)
 
 
 def _accuracy(run: Run, client: int, kind: ModelKind) -> float | None:
     """The accuracy that the summary has."""
     key = HELD_GM_SHARE if kind == "global" else HELD_SHARE
-    found: list[float | None] = [row.get(key) for row in run.summary["clients"] if row["client"] == client]
-    return found[0] if found else None
+    values: list[float | None] = [row.get(key) for row in run.summary["clients"] if row["client"] == client]
+    return values[0] if values else None
 
 
 def _lacking(runs: Sequence[Run]) -> list[str]:

@@ -81,15 +81,15 @@ def compare(layout: TableLayout, reference: str | None) -> list[Comparison]:
     known = {row.method for row in layout.rows} | {row.label for row in layout.rows}
     if chosen not in known:
         raise UserError(f"reference = {chosen!r} is in none of the runs{did_you_mean(chosen, known)}")
-    found: list[Comparison] = []
+    comparisons: list[Comparison] = []
     for setting in dict.fromkeys(group.setting for group in layout.groups):
         here = [place for place in layout.by_row() if place[2].setting == setting]
         rivals = [place for place in here if chosen in (place[0].method, place[0].label)]
         if rivals:
             base = min(rivals, key=lambda place: not _by_default(place[2]))
             for metric in (*TEST_SET, *(() if _has_verdicts(base[2]) else HELD_OUT)):
-                found += _one_metric([place for place in here if place is not base], base, metric)
-    return sorted(found, key=lambda c: (layout.rows.index(c.row), layout.columns.index(c.column)))
+                comparisons += _one_metric([place for place in here if place is not base], base, metric)
+    return sorted(comparisons, key=lambda c: (layout.rows.index(c.row), layout.columns.index(c.column)))
 
 
 def _one_metric(
@@ -312,20 +312,20 @@ def cost_sheet(runs: Sequence[Run]) -> Sheet:
 def paired_sheet(runs: Sequence[Run], reference: str | None = None) -> Sheet:
     """Each method against a reference (default: FedNH, else FedAvg), seed by seed; no rows without two seeds."""
     layout = lay_out(runs)
-    found = compare(layout, reference)
+    comparisons = compare(layout, reference)
     columns = [*_lead(layout, partition=True), "method", "metric", "n", "difference", "95% interval"]
     columns += ["effect d", "p", "reading"]
-    if not found:
+    if not comparisons:
         note = "Nothing to compare: it takes two methods with the same settings and at least two seeds in common."
         return Sheet("paired", "Paired comparison", columns, [], note)
-    rows = [[*_lead_cells(layout, c.row, c.column), *_paired_cells(c)] for c in found]
-    names = ", ".join(dict.fromkeys(c.reference.label for c in found))
+    rows = [[*_lead_cells(layout, c.row, c.column), *_paired_cells(c)] for c in comparisons]
+    names = ", ".join(dict.fromkeys(c.reference.label for c in comparisons))
     return Sheet(
         "paired",
         f"Paired comparison with {names}{_common(layout)}",
         columns,
         rows,
-        _sampled(layout) + _paired_note(found),
+        _sampled(layout) + _paired_note(comparisons),
     )
 
 
@@ -414,14 +414,14 @@ def _metrics(name: str, title: str, words: str, metrics: Sequence[Metric], layou
 
 def _sizes(layout: TableLayout) -> str:
     """How many classes of which size there are, and by which rule, for each data set and partition."""
-    found = {}
+    counts = {}
     for group in layout.groups:
         sizes, thirds = groups.by_size(totals := groups.class_totals(group.runs))
         here = [f"{size} {len(classes)} ({span(totals[classes])} samples)" for size, classes in sizes.items()]
         rule = "thirds by size, since one of many, medium and few would be empty" if thirds else ""
-        found[f"{display_name(group.data)}, {group.column}"] = f"{', '.join(here)}{f'; {rule}' if rule else ''}"
+        counts[f"{display_name(group.data)}, {group.column}"] = f"{', '.join(here)}{f'; {rule}' if rule else ''}"
     said = f"Many: more than {groups.MANY}, few: fewer than {groups.FEW}, medium: between."
-    return " ".join([said, *(f"{where}: {words}." for where, words in found.items())])
+    return " ".join([said, *(f"{where}: {words}." for where, words in counts.items())])
 
 
 def _printed(group: Group, metric: Metric) -> Cell:
@@ -481,8 +481,8 @@ def _paired_cells(c: Comparison) -> list[Cell]:
     ]
 
 
-def _paired_note(found: Sequence[Comparison]) -> str:
-    n = min(c.result.n for c in found)
+def _paired_note(comparisons: Sequence[Comparison]) -> str:
+    n = min(c.result.n for c in comparisons)
     note = (
         "Differences are method minus reference, seed by seed. p: Student's paired t-test, which assumes normal "
         "differences; it and the interval are corrected alike for the methods compared in one setting and metric "

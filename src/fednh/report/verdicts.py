@@ -54,7 +54,7 @@ def verdicts(table: SiteTable) -> list[SiteVerdict]:
     return [verdict(row, table.classes) for row in table.rows]
 
 
-def headline(found: Sequence[SiteVerdict]) -> str:
+def headline(site_verdicts: Sequence[SiteVerdict]) -> str:
     """What federating does over all sites, in one sentence."""
     words = {
         "federate": "Federating helps",
@@ -65,12 +65,12 @@ def headline(found: Sequence[SiteVerdict]) -> str:
         "one class": "There is one class only",
         "unknown": "It is not known whether federating helps",
     }
-    counts, parts = Counter(each.kind for each in found), list[str]()
+    counts, parts = Counter(each.kind for each in site_verdicts), list[str]()
     for kind, text in words.items():
         if counts[kind]:  # type: ignore[index]
-            names = [each.site for each in found if each.kind == kind]
+            names = [each.site for each in site_verdicts if each.kind == kind]
             text = text if not parts else text[:1].lower() + text[1:]
-            parts.append(f"{text} at {_how_many(len(names), len(found), names)}")
+            parts.append(f"{text} at {_how_many(len(names), len(site_verdicts), names)}")
     return f"{'; '.join(parts)}." if parts else "No site was measured."
 
 
@@ -91,14 +91,14 @@ def verdict(row: SiteRow, classes: Sequence[str]) -> SiteVerdict:
     if row.held is None or any(model.guessed is None for model in row.models):
         words = f"{_accuracies(row)}: how sure that is cannot be said here, since single samples are not recorded."
         return SiteVerdict(row.name, "unknown", words, row.n)
-    found = _compared(row, row.held)
+    compared = _compared(row, row.held)
     if len(idle := _idle(row, row.held)) == len(row.models):
         words = f"No model has learned anything here: none is better than {_constant(row, classes, n=True)}."
-        return replace(found, kind="nothing learned", sentence=words, use=None)
+        return replace(compared, kind="nothing learned", sentence=words, use=None)
     if idle:
-        words = f"{found.sentence} Not better than {_constant(row, classes)}: {some(idle, 4)}."
-        return replace(found, sentence=words, use=None if found.use in idle else found.use)
-    return found
+        words = f"{compared.sentence} Not better than {_constant(row, classes)}: {some(idle, 4)}."
+        return replace(compared, sentence=words, use=None if compared.use in idle else compared.use)
+    return compared
 
 
 # --- comparisons ---------------------------------------------------------------------------------------------------
@@ -200,12 +200,12 @@ def _idle(row: SiteRow, held: Held) -> list[str]:
     if constant is None:
         return []
     base, (_, balanced) = _right(constant, held), held.designs
-    found = []
+    idle = []
     for model in row.models:
         if model.accuracy <= constant.accuracy:
             (gain,) = together([estimate(_right(model, held) - base, balanced)])
-            found += [] if gain.low > 0 else [model.label]
-    return found
+            idle += [] if gain.low > 0 else [model.label]
+    return idle
 
 
 # --- sentences -----------------------------------------------------------------------------------------------------
@@ -214,30 +214,30 @@ def _idle(row: SiteRow, held: Held) -> list[str]:
 def _told(row: SiteRow, best: dict[str, str], pairs: dict[str, tuple[Gain, Gain]], unsure: str) -> SiteVerdict:
     """The verdict that the comparisons allow, with its sentence; `unsure` is what there are too few of, if any."""
     model = best.get("joint")
-    found = SiteVerdict(row.name, "unknown", "", row.n, model)
+    outcome = SiteVerdict(row.name, "unknown", "", row.n, model)
     own = _own(pairs.get("global"), model)
     if "alone" not in pairs:
         words = f"{_accuracies(row)} (n = {row.n:,}): what training alone achieves is not known."
-        return replace(found, sentence=f"{words}{own}")
+        return replace(outcome, sentence=f"{words}{own}")
     plain, balanced = pairs["alone"]
-    found = replace(found, gain=plain, balanced_gain=balanced)
+    outcome = replace(outcome, gain=plain, balanced_gain=balanced)
     numbers = (
         f"{_points(plain)} points against training alone ({_range(plain)}, n = {row.n:,}); balanced {_shown(balanced)}"
     )
     signs = {int(np.sign(gain.low)) for gain in (plain, balanced) if gain.clear}
     if signs == {1, -1}:
         words = f"Accuracy and balanced accuracy contradict each other: {model} is at {numbers}."
-        return replace(found, kind="unclear", sentence=f"{words}{own}")
+        return replace(outcome, kind="unclear", sentence=f"{words}{own}")
     if not signs and plain.alike and balanced.alike:
         words = f"Federating makes no difference that matters: {model} is at {numbers}."
-        return replace(found, kind="alike", sentence=f"{words}{own}")
+        return replace(outcome, kind="alike", sentence=f"{words}{own}")
     if not signs:
-        return replace(found, kind="unclear", sentence=f"Too few {unsure} to tell: {model} is at {numbers}.{own}")
+        return replace(outcome, kind="unclear", sentence=f"Too few {unsure} to tell: {model} is at {numbers}.{own}")
     doubt = _doubt(plain, balanced)
     if signs == {1}:
-        return replace(found, kind="federate", use=model, sentence=f"Federate: {model} is at {numbers}.{doubt}{own}")
+        return replace(outcome, kind="federate", use=model, sentence=f"Federate: {model} is at {numbers}.{doubt}{own}")
     words = f"Train alone: the best federated model, {model}, is at {numbers}.{doubt}"
-    return replace(found, kind="alone", use=best["alone"], sentence=words)
+    return replace(outcome, kind="alone", use=best["alone"], sentence=words)
 
 
 def _doubt(plain: Gain, balanced: Gain) -> str:

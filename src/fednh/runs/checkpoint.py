@@ -70,7 +70,7 @@ class Journal:
         content = self._read(mark)
         return [json.loads(line) for line in content.splitlines()]
 
-    def go_on_from(self, mark: Mark) -> None:
+    def truncate_to(self, mark: Mark) -> None:
         """Let the next `append` write behind this mark."""
         self._end, self._sum = mark.bytes, hashlib.sha256(self._read(mark))
 
@@ -207,7 +207,7 @@ class Checkpoints(CheckpointLayout):
             body["round"], read_tree(server, device), body["progress"], [line["log"] for line in lines if "log" in line]
         )
         self.store.restore(states)
-        self.journal.go_on_from(mark)
+        self.journal.truncate_to(mark)
         self._logged = len(restored.log)
         current = {self.store.path(s.client, s.round) for s in states}
         self._outdated = [file for file in self._needed_before(path) if file not in current]
@@ -244,8 +244,8 @@ def _body(manifest: Path) -> dict[str, Any]:
 
 def _newest(lines: Iterable[dict[str, Any]]) -> list[Saved]:
     """Every client's latest state."""
-    found = {line["client"]: Saved(line["client"], line["round"], line["sha256"]) for line in lines if "client" in line}
-    return [found[client] for client in sorted(found)]
+    saved = {line["client"]: Saved(line["client"], line["round"], line["sha256"]) for line in lines if "client" in line}
+    return [saved[client] for client in sorted(saved)]
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -151,14 +151,14 @@ def settings_changed(
     A setting that was added to fednh after `before` was written had its default; one that is gone since, and was empty,
     changed nothing.
     """
-    usual, changes = of_settings(Config()), []
+    defaults, changes = of_settings(Config()), []
     for key in sorted(before.keys() | now.keys()):
         if key in free or key.partition(".")[0] in free:
             continue
         if key not in before and key.startswith("method.") and key != "method.name":
             continue
-        was, here = before.get(key, usual.get(key)), now.get(key)
-        gone = key not in now and key not in usual and not key.startswith("method.")
+        was, here = before.get(key, defaults.get(key)), now.get(key)
+        gone = key not in now and key not in defaults and not key.startswith("method.")
         if was != here and (was or not gone):
             changes.append(words.format(key=key, was=_value(was), now=_value(here)))
     more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""

@@ -62,9 +62,9 @@ class Outcomes:
         return replace(self, sample=rows, group=None if groups is None else groups[rows])
 
 
-def write_outcomes(file: Path, found: Outcomes, sync: bool = True) -> None:
-    classes = {"label": found.label, "personal": found.personal, "global": found.shared}
-    rows = {"sample": found.sample, "group": found.group}
+def write_outcomes(file: Path, outcomes: Outcomes, sync: bool = True) -> None:
+    classes = {"label": outcomes.label, "personal": outcomes.personal, "global": outcomes.shared}
+    rows = {"sample": outcomes.sample, "group": outcomes.group}
     held: dict[str, NDArray[Any]] = {
         name: np.ascontiguousarray(column, np.int32 if name in classes else np.int64)
         for name, column in (classes | rows).items()
@@ -76,12 +76,13 @@ def write_outcomes(file: Path, found: Outcomes, sync: bool = True) -> None:
 def read_outcomes(file: Path) -> Outcomes:
     try:
         held = safetensors.numpy.load(file.read_bytes())
-        found = Outcomes(held["label"], held["personal"], *(held.get(name) for name in ("global", "sample", "group")))
-        if any(column.shape != found.label.shape or column.ndim != 1 for column in held.values()):
+        optional = (held.get(name) for name in ("global", "sample", "group"))
+        outcomes = Outcomes(held["label"], held["personal"], *optional)
+        if any(column.shape != outcomes.label.shape or column.ndim != 1 for column in held.values()):
             raise ValueError("its columns differ in length")
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise UserError(f"{file} cannot be read ({error}); restore it from a copy, or run again") from error
-    return found
+    return outcomes
 
 
 # --- models ---------------------------------------------------------------------------------------------------------

@@ -269,12 +269,12 @@ def _site_tables(path: Path, files: Sequence[Path], dialect: CsvDialect, compare
     said = [getattr(dialect, key) or getattr(dialect.training, key) for key in TrainingDialect._fields]
     tables = [read(file, CsvDialect(training=TrainingDialect(*said))) for file in files]
     headers = [frozenset(filter(compared, table.column_names)) for table in tables]
-    usual = max(headers, key=headers.count)
-    pattern = files[headers.index(usual)]
+    most_common = max(headers, key=headers.count)
+    pattern = files[headers.index(most_common)]
     for file, header in zip(files, headers, strict=True):
-        if lacking := sorted(usual - header):
+        if lacking := sorted(most_common - header):
             raise DataError(f"{file} lacks the column {lacking[0]!r}, which {pattern.name} has; sites need the same")
-        if more := sorted(header - usual):
+        if more := sorted(header - most_common):
             raise DataError(
                 f"{file} has the column {more[0]!r}, which {pattern.name} lacks; leave it out with data.ignore"
             )

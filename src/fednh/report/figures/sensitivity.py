@@ -48,12 +48,12 @@ def gains(runs: Sequence[Run], key: str, metric: str, base: float) -> list[Relat
         for run in group.runs
         if run.has(metric)
     }
-    found = []
+    relative_gains = []
     for value in sorted({v for v, _ in at}):
         pairs = [at[v, s] - at[base, s] for v, s in sorted(at) if v == value and (base, s) in at]
         if pairs:
-            found.append(RelativeGain(value, float(np.mean(pairs)), sd(pairs), len(pairs)))
-    return found
+            relative_gains.append(RelativeGain(value, float(np.mean(pairs)), sd(pairs), len(pairs)))
+    return relative_gains
 
 
 def draw(runs: Sequence[Run], choice: Choice) -> Drawing:

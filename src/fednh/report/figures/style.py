@@ -149,12 +149,12 @@ def looks(labels: Sequence[str], methods: Sequence[str]) -> dict[str, Look]:
     """
     if len(set(methods)) == 1 and len(labels) > 1:
         return {label: numbered(i) for i, label in enumerate(labels)}
-    found = {}
+    by_label = {}
     for i, (label, method) in enumerate(zip(labels, methods, strict=True)):
         colour, place = _own(method)
         after = methods[i + 1 :].count(method)
-        found[label] = _look(_shade(colour, 1 - after / methods.count(method)), place + after)
-    return found
+        by_label[label] = _look(_shade(colour, 1 - after / methods.count(method)), place + after)
+    return by_label
 
 
 def numbered(place: int) -> Look:

@@ -1,0 +1,43 @@
+"""What a small run of every method costs, by which tests of all methods leave the slow ones to `make soak`.
+
+`python -m tests.helpers.method_seconds` measures: seconds of processor time, which other work on the machine changes
+little, of `small(method)` the second time. A method that is not in the table runs by default.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from fednh.methods import METHODS
+
+BUDGET = 0.2  # seconds
+SECONDS = {
+    "fedbabu": 0.14,
+    "fedetf": 0.15,
+    "fedpac": 0.11,
+    "fedrep": 0.23,
+    "pfedfda": 0.42,
+    "fedala": 0.56,
+}  # all others take 0.07 to 0.11
+TIMED_METHODS = [
+    pytest.param(name, marks=pytest.mark.soak) if SECONDS.get(name, 0.0) > BUDGET else name for name in METHODS
+]
+
+
+def main() -> None:
+    from tests.helpers.config import small
+    from tests.helpers.simulator import simulate
+
+    for name in (*METHODS, *METHODS):  # the first time something may have to be loaded
+        with tempfile.TemporaryDirectory() as folder:
+            began = time.process_time()
+            simulate(small(name), Path(folder) / "run")
+            print(f"{name}: {time.process_time() - began:.2f}")
+
+
+if __name__ == "__main__":
+    main()
