@@ -66,6 +66,14 @@ def test_selecting_nothing_is_an_error(net: Net, tiny: Samples) -> None:
         LocalFit(ClientData(tiny, CLIENTS[0]), Sgd())(start(net), cross_entropy(net.logits), only=("tail",))
 
 
+@pytest.mark.parametrize("part", ["body", "personal.body"])
+def test_a_body_without_parameters_trains_nothing(part: str, tiny: Samples) -> None:
+    fit = LocalFit(ClientData(tiny, CLIENTS[0]), Sgd())
+    before = {"head.weight": torch.ones(4, 2)}
+    identical(fit(before, lambda params, x, y: x[:, 0], only=(part,)), before)
+    assert fit.samples == 0
+
+
 def test_zero_epochs_change_nothing(net: Net, tiny: Samples) -> None:
     fit = LocalFit(ClientData(tiny, CLIENTS[0]), Sgd())
     identical(fit(start(net), cross_entropy(net.logits), only=("body",), epochs=0), start(net))

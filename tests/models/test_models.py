@@ -26,6 +26,16 @@ def test_chosen_by_shape(shape: tuple[int, ...], name: str, dim: int) -> None:
     assert (net.name, net.dim) == (name, dim)
 
 
+@pytest.mark.parametrize("shape", [(6,), (1, 2, 3)])
+def test_linear_classifies_its_inputs_as_they_are(shape: tuple[int, ...]) -> None:
+    net = build_net("linear", shape, 4)
+    params = net.init(torch.Generator().manual_seed(0))
+    x = torch.randn(5, *shape)
+    assert [(name, tuple(value.shape)) for name, value in params.items()] == [("head.weight", (4, 6))]
+    assert torch.equal(net.features(params, x), x.reshape(5, 6))
+    assert torch.equal(net.logits(params, x), F.linear(x.reshape(5, 6), params["head.weight"]))
+
+
 def test_conv2_is_the_papers_network() -> None:
     """The same values as Listing 1 of the paper, where ReLU stands before pooling."""
     net = build_net("conv2", (3, 32, 32), 10)

@@ -108,7 +108,7 @@ class ParticipationConfig(Section):
 
 
 class ModelConfig(Section):
-    name: str = "auto"  # auto, mlp, conv2, cnn, resnet18, timm:ARCHITECTURE, or package.module:Class
+    name: str = "auto"  # auto, linear, mlp, conv2, cnn, resnet18, timm:ARCHITECTURE, or package.module:Class
     args: dict[str, Any] = Field(default_factory=dict)  # of the model's constructor
     head: str | None = None  # of a module without .body and .head: the name of its last linear layer; None: found
     weights: str | None = None  # a safetensors file to start from

@@ -44,10 +44,10 @@ class Sgd:
 def moving_names(params: Tree, only: tuple[str, ...], frozen: Collection[str]) -> list[str]:
     """The names below `only` that a fit moves: all that the model has not frozen, wherever a method keeps them.
 
-    "personal.body.conv.weight" is frozen if "body.conv.weight" is.
+    "personal.body.conv.weight" is frozen if "body.conv.weight" is. A body may have no parameters; then none move.
     """
     asked = [name for name in params if has_prefix(name, only)]
-    if not asked:
+    if not asked and not any(part.rpartition(".")[2] == "body" for part in only):
         raise ValueError(f"nothing to train: no name in {sorted(params)} belongs to {only}")
     return [name for name in asked if not is_frozen(name, frozen)] if frozen else asked
 

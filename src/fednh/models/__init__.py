@@ -17,12 +17,18 @@ from torch.nn.modules.module import (
 from fednh.errors import ConfigError, Refused, UserError, did_you_mean
 from fednh.extras import imported_class
 from fednh.models import architectures
-from fednh.models.architectures import CNN, MLP, TIMM_PREFIX, Conv2, ResNet18
+from fednh.models.architectures import CNN, MLP, TIMM_PREFIX, Conv2, Linear, ResNet18
 from fednh.models.net import Net
 from fednh.models.random_layers import seeded
 from fednh.models.split import Split, check_head, find_head, is_split
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": MLP, "conv2": Conv2, "cnn": CNN, "resnet18": ResNet18}
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "linear": Linear,
+    "mlp": MLP,
+    "conv2": Conv2,
+    "cnn": CNN,
+    "resnet18": ResNet18,
+}
 
 LAYERS = 20_000  # that a site makes of a model to count its parameters
 

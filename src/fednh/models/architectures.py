@@ -1,6 +1,6 @@
-"""The networks: MLP, Conv2 and ResNet18 of the paper, CNN of PFLlib, and those of timm (PyTorch Image Models) by name.
+"""The networks: MLP, Conv2 and ResNet18 of the paper, CNN of PFLlib, Linear, and those of timm by name.
 
-`timm:mobilenetv3_small_050` names one of timm; weights are a local file.
+`timm:mobilenetv3_small_050` names one of timm (PyTorch Image Models); weights are a local file.
 """
 
 from __future__ import annotations
@@ -22,6 +22,15 @@ from fednh.errors import ConfigError
 GROUPS = 2  # of ResNet18's GroupNorm: the paper, appendix "Model Architecture"
 TIMM_PREFIX = "timm:"
 _LOADS = ("pretrained", "checkpoint_path", "cache_dir")  # arguments by which timm would download or unpickle
+
+
+class Linear(nn.Module):
+    """A head without bias on the inputs themselves: the body has no parameters, for data that are features already."""
+
+    def __init__(self, shape: Sequence[int], num_classes: int):
+        super().__init__()
+        self.body = nn.Flatten()
+        self.head = nn.Linear(prod(shape), num_classes, bias=False)
 
 
 class MLP(nn.Module):
