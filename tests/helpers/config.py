@@ -11,9 +11,11 @@ from fednh.methods import METHODS
 # They ask nothing of the engine that others do not: where a test costs seconds a method, `make soak` runs them.
 LIKE_OTHERS = (
     *("fedprox", "fedbn", "fedlc", "fedetf", "feduh", "fedprior", "fedper", "fedrep", "fedbabu"),
-    *("fedala", "fedgela", "fedloge", "pfedfda", "fedvls"),
+    *("fedala", "fedgela", "fedloge", "pfedfda", "fedvls", "fedncm", "fedcof", "fedcgs"),
 )
+TRAINED = [name for name in METHODS if not METHODS[name].training_free]
 DISTINCT = [pytest.param(name, marks=pytest.mark.soak) if name in LIKE_OTHERS else name for name in METHODS]
+DISTINCT_TRAINED = [pytest.param(name, marks=pytest.mark.soak) if name in LIKE_OTHERS else name for name in TRAINED]
 
 FAST = {
     "creff": {"method.match_steps": 5, "method.retrain_epochs": 5},

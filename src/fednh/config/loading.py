@@ -98,8 +98,11 @@ def _few_clients(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:
 def _training_free(tree: dict[str, Any], chosen: Collection[str]) -> None:
     """A method that trains nothing has one round in which every client takes part, unless the user sets it."""
     method, participation = tree.get("method"), tree.setdefault("participation", {})
-    name = method.get("name", DEFAULT_METHOD) if isinstance(method, dict) else None
-    if name is None or not isinstance(participation, dict) or not find_method(name).training_free:
+    try:
+        free = isinstance(method, dict) and find_method(method.get("name", DEFAULT_METHOD)).training_free
+    except UserError:  # which `validate` reports, with the file
+        return
+    if not free or not isinstance(participation, dict):
         return
     if "rounds" not in chosen:
         tree["rounds"] = 1

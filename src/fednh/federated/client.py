@@ -214,7 +214,7 @@ def personal_model(
         tau, heat = how.prior, dict[str, Tensor]()
         if method.training_free if how.calibrate is None else how.calibrate:
             temperature, tau = calibrated(method, net, model, data, how, tick)
-            heat = {"temperature": torch.tensor(temperature, device=data.index.device)}
+            heat = {"temperature": torch.full((), temperature, device=data.index.device)}
     prior = {"prior": tau * log_share(data.counts, how.smoothing)} if tau or heat else {}  # (C,)
     return {**model, **heat, **prior, **norm.state}
 
