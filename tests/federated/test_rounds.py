@@ -474,7 +474,7 @@ def test_every_method_runs_with_every_aggregator(
 def test_sums_are_added_up_by_no_other_rule_than_the_mean(method: str, aggregator: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"aggregator = '{aggregator}' is not supported by method {method}, whose .*"):
         play(tmp_path / "r", method__name=method, aggregator=aggregator)
-    assert not (tmp_path / "r").exists()
+    assert not (tmp_path / "r" / "metrics.jsonl").exists()
 
 
 def averaged(
