@@ -37,6 +37,7 @@ from fednh.models import Net
 from fednh.runs.layout import RunLayout
 from fednh.tree import Tree, Uploads
 from tests.helpers.compare import identical
+from tests.helpers.method_seconds import TRAINED
 from tests.helpers.simulator import SMALL, play, run_config
 
 
@@ -60,7 +61,7 @@ def test_all_methods_see_the_same_picks() -> None:
     config = load("cifar10", {})
     picks = [picked_clients(config, t) for t in range(1, 6)]
     for name in METHODS:
-        other = load("cifar10", {"method.name": name})
+        other = load("cifar10", {"method.name": name, "participation.rate": 0.1})
         assert [picked_clients(other, t) for t in range(1, 6)] == picks
     assert all(len(set(p)) == 10 for p in picks)
     assert len({tuple(p) for p in picks}) == 5
@@ -432,7 +433,7 @@ def test_in_order_keeps_order_and_bounds_what_is_under_way() -> None:
         *(pytest.param(a, marks=pytest.mark.soak) for a in ("mean", "trimmed_mean", "norm_clip")),
     ],
 )
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", TRAINED)
 def test_every_method_runs_with_every_aggregator(
     method: str, aggregator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -466,6 +467,14 @@ def test_every_method_runs_with_every_aggregator(
         assert not torch.equal(simulation.server[name], before[name]), name
     if method == "local":
         identical(simulation.server, before)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS.keys() - set(TRAINED)))
+@pytest.mark.parametrize("aggregator", ["median", "trimmed_mean", "norm_clip", "weighted_mean"])
+def test_sums_are_added_up_by_no_other_rule_than_the_mean(method: str, aggregator: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"aggregator = '{aggregator}' is not supported by method {method}, whose .*"):
+        play(tmp_path / "r", method__name=method, aggregator=aggregator)
+    assert not (tmp_path / "r" / "metrics.jsonl").exists()
 
 
 def averaged(

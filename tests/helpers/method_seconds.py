@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,9 +25,15 @@ SECONDS = {
     "pfedfda": 0.42,
     "fedala": 0.56,
 }  # all others take 0.07 to 0.11
-TIMED_METHODS = [
-    pytest.param(name, marks=pytest.mark.soak) if SECONDS.get(name, 0.0) > BUDGET else name for name in METHODS
-]
+TRAINED = [name for name in METHODS if not METHODS[name].training_free]
+
+
+def timed(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test; those of slow methods are for `make soak`."""
+    return [pytest.param(name, marks=pytest.mark.soak) if SECONDS.get(name, 0.0) > BUDGET else name for name in names]
+
+
+TIMED_METHODS, TIMED_TRAINED = timed(METHODS), timed(TRAINED)
 
 
 def main() -> None:

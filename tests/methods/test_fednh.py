@@ -126,3 +126,42 @@ def test_rho_lies_between_0_and_1(rho: float) -> None:
 
     with pytest.raises(UserError, match=r"method\.rho"):
         build_method({"name": "fednh", "rho": rho})
+
+
+@pytest.mark.parametrize("aggregation", ["uniform", "count"])
+@pytest.mark.parametrize("name", ["fednh", "fedprior"])
+def test_the_head_may_start_from_class_means(name: str, aggregation: str, net: Net, tiny: Samples) -> None:
+    """Round 1 trains nothing: prototypes are the mean directions of the initial body's features; the last class, which
+    nobody has, keeps its own. Round 2 is an ordinary one that starts from them."""
+    play = Play(METHODS[name](head_init="means", aggregation=aggregation), net, tiny)
+    updates = play.round()
+    assert [(update.samples, update.keep) for update in updates] == [(0, {}), (0, {})]
+    body = TwoPart.of(play.initial)
+    weight = [1.0, 1.0] if aggregation == "uniform" else [y.bincount(minlength=4)[:, None] for _, y in play.xy]
+    means = [means_by_hand(body, x, y) for x, y in play.xy]
+    means = means if aggregation == "uniform" else [F.normalize(mu) for mu in means]
+    expected = F.normalize(sum(w * mu for w, mu in zip(weight, means, strict=True)))
+    torch.testing.assert_close(play.server["head.weight"][:3], expected[:3], **CLOSE)
+    identical({"row": play.server["head.weight"][3]}, {"row": play.initial["head.weight"][3]})
+    identical(select(play.server, "body", "scale"), select(play.initial, "body", "scale"))
+    identical(select(play.personal(0), "body", "head"), select(play.server, "body", "head"))  # it has no model yet
+
+    ordinary = Play(METHODS[name](aggregation=aggregation), net, tiny)
+    ordinary.server = select(play.server, "body", "head", "scale")
+    ordinary.round()
+    assert all(update.samples > 0 for update in play.round())
+    same(select(play.server, "body", "head", "scale"), ordinary.server, **CLOSE)
+
+
+def test_classes_reported_after_the_first_round_move_as_usual(net: Net, tiny: Samples) -> None:
+    """Of client 0 alone in round 1, classes 0 and 1 get means; class 2, which client 1 has, starts uniform."""
+    play = Play(METHODS["fednh"](head_init="means"), net, tiny)
+    play.kept, play.data, both = play.kept[:1], play.data[:1], play.data
+    play.round()
+    identical({"rows": play.server["head.weight"][2:]}, {"rows": play.initial["head.weight"][2:]})
+    play.kept, play.data, play.records = [{}, {}], both, [{}, {}]
+    before, updates = play.server["head.weight"], play.round()
+    mu = (updates[0].upload["prototypes"] + updates[1].upload["prototypes"]) / 2
+    torch.testing.assert_close(
+        play.server["head.weight"][2], F.normalize(0.9 * before[2] + 0.1 * mu[2], dim=0), **CLOSE
+    )

@@ -283,7 +283,7 @@ def test_statistics_change_once_a_step(method: str, tiny: Samples) -> None:
     data = ClientData(tiny, CLIENTS[0])
     update = client.update(how, net, how.enroll(server), how.broadcast(server), data, SGD)
     steps, counted = update.samples / len(data), int(update.keep[f"{NORM}.body.bn.num_batches_tracked"])
-    assert 0 < counted <= steps
+    assert 0 < counted <= steps or how.training_free
     assert counted == steps or method in {"fedrep", "fedrod", "fedpac", "fedloge", "fedetf"}
 
 

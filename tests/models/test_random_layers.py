@@ -24,7 +24,7 @@ from fednh.methods.fit import Sgd
 from fednh.models import Net, build_net
 from fednh.tree import Tree
 from tests.helpers.compare import identical, outcome
-from tests.helpers.method_seconds import TIMED_METHODS
+from tests.helpers.method_seconds import TIMED_TRAINED
 from tests.helpers.synthetic import site_table
 from tests.helpers.tiny import CLIENTS
 
@@ -145,7 +145,7 @@ def trained(method: str, net: Net, tiny: Samples, who: int, round_: int = 1, loo
     return client.update(made, net, made.enroll(start), made.broadcast(start), data, SGD, look)
 
 
-@pytest.mark.parametrize("method", TIMED_METHODS)
+@pytest.mark.parametrize("method", TIMED_TRAINED)
 def test_masks_differ_by_step_client_and_round_and_are_the_same_again(method: str, tiny: Samples) -> None:
     net = build_net(f"{ME}:Dropping", (4,), 4, head="fc")
     seen: list[list[Tensor]] = []

@@ -117,6 +117,9 @@ def methods(
         fields = ", ".join(f"{f.name} = {f.default}" for f in dataclasses.fields(cls)) or "none"
         console.print(f"    settings: {escape(fields)}", highlight=False, style="cyan", soft_wrap=True)
         console.print(f"    {escape(getattr(cls, 'cite', ''))}", highlight=False, style="dim")
+        if cls.training_free:
+            note = "    trains nothing: one round with every client, unless rounds and participation.rate are set"
+            console.print(note, highlight=False, style="dim", soft_wrap=True)
         for patent in cls.patents:
             notice = f"    patent notice: {escape(patent)} may concern it; see NOTICE"
             console.print(notice, highlight=False, style="yellow")

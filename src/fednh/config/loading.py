@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from fednh.data.sources.folder import is_group_file
 from fednh.data.sources.registry import absolute
 from fednh.errors import ConfigError, Ignored, UserError, did_you_mean
 from fednh.io.files import expanded
+from fednh.methods.registry import find_method
 
 PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet", "heart", "heart_flamby", "pfllib")
 FEW_CLIENTS = 20  # so many all take part in every round, unless participation.rate is set
@@ -37,11 +38,13 @@ def load(source: str | None, overrides: Mapping[str, Any]) -> Config:
         tree, where = _preset(source), ""
     else:
         tree, where = _read(Path(source)), f"{source}: "
+    chosen = {*overrides, *(flat(tree) if where else ())}  # what a preset says is nobody's choice
     for key in sorted(overrides, key=lambda key: key not in FRESH):  # a name first, then what belongs to it
         _put(tree, key, overrides[key])
     _of_the_method(tree, where)
     _make_paths_absolute(tree)
     _few_clients(tree, overrides)
+    _training_free(tree, chosen)
     return validate(tree, where)
 
 
@@ -90,6 +93,21 @@ def _few_clients(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:
     participation = tree.setdefault("participation", {}) if natural or few else None
     if isinstance(participation, dict):
         participation.setdefault("rate", 1.0)
+
+
+def _training_free(tree: dict[str, Any], chosen: Collection[str]) -> None:
+    """A method that trains nothing has one round in which every client takes part, unless the user sets it."""
+    method, participation = tree.get("method"), tree.setdefault("participation", {})
+    try:
+        free = isinstance(method, dict) and find_method(method.get("name", DEFAULT_METHOD)).training_free
+    except UserError:  # which `validate` reports, with the file
+        return
+    if not free or not isinstance(participation, dict):
+        return
+    if "rounds" not in chosen:
+        tree["rounds"] = 1
+    if "participation.rate" not in chosen:
+        participation["rate"] = 1.0
 
 
 def validate(tree: Mapping[str, Any], where: str = "", written: bool = False) -> Config:

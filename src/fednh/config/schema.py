@@ -102,7 +102,8 @@ else:
 
 
 class ParticipationConfig(Section):
-    # gamma: ceil(gamma * clients) are picked in every round; unless set, 1 for natural sites and up to 20 clients
+    # gamma: ceil(gamma * clients) are picked in every round; unless set, 1 for natural sites, up to 20 clients, and
+    # methods that train nothing
     rate: float = Field(0.1, gt=0, le=1)
     dropout: float = Field(0.0, ge=0, lt=1)  # the chance that a picked client never reports
 
@@ -187,6 +188,8 @@ class PersonalConfig(Section):
     model: Literal["own", "global"] = "own"  # whose weights a client's model has: its own by the method, or the global
     prior: float = Field(0.0, ge=0)  # tau: how much of the client's log class share is added to its logits
     smoothing: float = Field(SMOOTHING, gt=0)  # samples added to every class before shares are taken
+    # a client chooses its temperature, and its tau where prior is 0; None: with methods that train nothing
+    calibrate: bool | None = None
 
 
 OWN = PersonalConfig()  # as the method makes them
@@ -272,7 +275,7 @@ class Config(Section):
     """Everything that a run depends on; the paper's common settings are the defaults."""
 
     seed: int = Field(0, ge=0, lt=2**31)  # everything random derives from it, a purpose, the round and the client
-    rounds: int = Field(200, ge=1, le=MANY)  # of communication
+    rounds: int = Field(200, ge=1, le=MANY)  # of communication; unless set, 1 for methods that train nothing
     workers: int = Field(0, ge=0, le=1024)  # clients trained at once, one thread each; 0: one per core
     engine: Literal["auto", "loop", "vmap"] = "auto"  # one client at a time on a worker, or a block of small ones
     device: str = "cpu"  # where tensors live: cpu, cuda, cuda:1

@@ -185,6 +185,15 @@ def check_shared(method: Method, name: str, initial: Tree, uploaded: TensorSpecs
     )
 
 
+def check_aggregator(aggregator: str, method: Method, name: str) -> None:
+    """Sums over samples are added up: any rule but the plain mean would change what they are sums of."""
+    if method.upload.summed and aggregator != "mean":
+        raise ConfigError(
+            f"aggregator = {aggregator!r} is not supported by method {name}, whose clients send sums that the server "
+            f"adds up; leave it at 'mean'"
+        )
+
+
 class _NoOpFit:
     """`fit` that trains nothing."""
 

@@ -6,10 +6,12 @@ it cannot matter to a method where a client lives.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -202,14 +204,78 @@ def personal_model(
     """The client's own model, as `method.scores` takes it; its normalisation is part of it.
 
     The method makes it, or (`how.model`) it is the global model as it was received; the client's class prior may be put
-    into it. `tick` is called before every step of training, if the method trains here.
+    into it, and a temperature (`how.calibrate`). `tick` is called before every step of training, if the method trains
+    here.
     """
     with LocalNorm(net, kept, data.index.device) as norm:
         fit = norm.fit(LocalFit(data, sgd, tick=tick, training=_training(net, data), frozen=net.frozen))
         shared = method.global_model(received) if how.model == "global" else None
         model = method.personal_model(net, without_norm(kept), received, data, fit) if shared is None else shared
-    prior = {"prior": how.prior * log_share(data.counts, how.smoothing)} if how.prior else {}  # (C,)
-    return {**model, **prior, **norm.state}
+        tau, heat = how.prior, dict[str, Tensor]()
+        if method.training_free if how.calibrate is None else how.calibrate:
+            temperature, tau = calibrated(method, net, model, data, how, tick)
+            heat = {"temperature": torch.full((), temperature, device=data.index.device)}
+    prior = {"prior": tau * log_share(data.counts, how.smoothing)} if tau or heat else {}  # (C,)
+    return {**model, **heat, **prior, **norm.state}
+
+
+# --- calibration ------------------------------------------------------------------------------------------------------
+# A client chooses the temperature of its logits and the weight tau of its class prior by the likelihood of its own
+# training samples. These are divided into folds, class by class; the prior that a sample is predicted with has the
+# counts of the other folds alone, since a client's own counts know the sample's label. The model is the same for all
+# folds: where it has fitted these samples closely, the temperature comes out too low.
+
+FOLDS = 5
+MOST_CALIBRATED = 2000  # samples looked at: enough for two numbers, without a pass over a large set
+TEMPERATURES = tuple(2 ** (k / 2) for k in range(-8, 9))  # 1/16 to 16
+TAUS = tuple(k / 4 for k in range(9))  # 0 to 2
+TIE = 1e-9  # relative: likelihoods this near the largest count as equal, whatever an engine's rounding
+
+
+@torch.no_grad()
+def calibrated(
+    method: Method, net: Net, model: Tree, data: ClientData, how: PersonalConfig, tick: Callable[[int], None]
+) -> tuple[float, float]:
+    """The temperature and tau of the grid with the largest mean log-likelihood of logits / temperature + tau log share.
+
+    With `how.prior` tau is given. Of equally good pairs the temperature nearest to 1 is taken, then the smallest tau.
+    """
+    step = -(-len(data) // MOST_CALIBRATED)
+    seen = ClientData(data.samples, data.index[::step].cpu().numpy()) if step > 1 else data
+    bare, logits = canonical({name: value for name, value in model.items() if name != "prior"}), list[Tensor]()
+    for x, _, _ in seen.batches():
+        tick(0)
+        logits.append(method.scores(net, bare, x).double())
+    shares = log_share(_other_folds(seen.y, data.counts, folds_of(seen.y)), how.smoothing)  # (n, C)
+    return best_pair(torch.cat(logits), shares, seen.y, (how.prior,) if how.prior else TAUS)
+
+
+def folds_of(y: Tensor) -> Tensor:  # (n,) -> (n,)
+    """Each sample's fold, from 0 on: its place among those of its class, by FOLDS."""
+    order = y.argsort(stable=True)
+    first = torch.searchsorted(y[order].contiguous(), y)  # where the sample's class starts in that order
+    return (order.argsort() - first) % FOLDS
+
+
+def _other_folds(y: Tensor, counts: Tensor, fold: Tensor) -> Tensor:  # (n,), (C,), (n,) -> (n, C)
+    """For each sample the class counts of the client, less those of the sample's fold, in double precision."""
+    mine = torch.zeros(FOLDS, len(counts), dtype=torch.float64, device=y.device)
+    mine.index_put_((fold, y), torch.ones_like(y, dtype=torch.float64), accumulate=True)
+    return (counts.double() - mine)[fold]
+
+
+def best_pair(
+    logits: Tensor, shares: Tensor, y: Tensor, taus: Sequence[float]
+) -> tuple[float, float]:  # (n, C), (n, C), (n,)
+    """The pair of TEMPERATURES and `taus` that makes the labels likeliest."""
+    pairs = sorted(product(TEMPERATURES, taus), key=lambda pair: (abs(math.log(pair[0])), pair))
+    losses = [-_mean_log_likelihood(logits / heat + tau * shares, y) for heat, tau in pairs]
+    least = min(losses)
+    return next(pair for pair, loss in zip(pairs, losses, strict=True) if loss <= least + TIE * abs(least))
+
+
+def _mean_log_likelihood(scores: Tensor, y: Tensor) -> float:  # (n, C), (n,)
+    return float(scores.log_softmax(1).gather(1, y[:, None]).mean())
 
 
 def guesses(

@@ -139,7 +139,8 @@ class Progress:
             "seconds": round(self.seconds, 3),
             "client_seconds": round(self.client_seconds, 3),
             "eval_seconds": round(self.eval_seconds, 3),
-            "samples_per_second": round(self.samples / max(self.client_seconds, 1e-9), 1),
+            # None: nothing was trained
+            "samples_per_second": round(self.samples / max(self.client_seconds, 1e-9), 1) if self.samples else None,
         }
 
     def split(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -47,7 +47,7 @@ class ServerOptimizer:
     def moved(self, server: Tree, upload: Iterable[str]) -> list[str]:
         """The names of an upload that the optimiser moves: those that the server holds and clients train."""
         spec = self.method.upload
-        left_alone = {*spec.by_class, *spec.marks, *spec.untrained}
+        left_alone = {*spec.by_class, *spec.marks, *spec.untrained, *spec.summed}
         return [name for name in upload if name in server and name not in left_alone]
 
     def check(self, server: Tree, upload: Iterable[str]) -> None:

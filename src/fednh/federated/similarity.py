@@ -33,8 +33,9 @@ def similarity(method: Method, params: Tree, logits: Tensor) -> Tensor | None:  
 
 
 def _cosine(params: Tree, logits: Tensor) -> Tensor:  # (B, C) -> (B,)
-    """The largest cosine; a personal model's prior is not part of the similarity."""
-    return (logits - params["prior"] if "prior" in params else logits).max(1).values / params["scale"]
+    """The largest cosine; a personal model's prior and temperature are not part of the similarity."""
+    scaled = (logits - params["prior"] if "prior" in params else logits).max(1).values
+    return (scaled * params["temperature"] if "temperature" in params else scaled) / params["scale"]
 
 
 def sample_count(method: Method, samples: int) -> int:

@@ -49,6 +49,7 @@ def start(
     method, net = side.method, side.net
     with checks.with_context(method, "the first try on blank samples failed, before any round"):
         initial = initial_state(method, net, config.seed, config.device)
+        checks.check_aggregator(config.aggregator, method, config.method["name"])
         checks.check_personal(config.personal.model, method, config.method["name"], initial)
         upload_specs = checks.declared_upload(method, net, initial)
         checks.check_shared(method, config.method["name"], initial, upload_specs)

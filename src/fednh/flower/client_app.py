@@ -148,13 +148,14 @@ class Site:
         if not order.round:
             return Answer(order.client, 0, metrics=metrics)
         update = self._update(order.client, order.round, kept, down)
-        loss = update.loss_sum
+        samples = update.samples or None  # a round may train nothing: then there is no loss either
+        loss = update.loss_sum if samples else None
         if what := checks.not_finite(update):
             log.warning("round %d: %s is not finite: no state is saved, and the server refuses it", order.round, what)
             loss = math.nan  # the upload may be finite: the loss tells the server to refuse it
         else:
             self._save_state(order.round, update.keep, order.since)
-        return Answer(order.client, order.round, update.upload, update.samples, loss, update.gradient_norm, metrics)
+        return Answer(order.client, order.round, update.upload, samples, loss, update.gradient_norm, metrics)
 
     def _update(self, client: int, round_: int, kept: Tree, down: Tree) -> clients.ClientResult:
         data = self._data(client, round_, "train")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fednh.methods.afl import AFL
 from fednh.methods.base import Method
 from fednh.methods.creff import CReFF
 from fednh.methods.ditto import Ditto
@@ -9,11 +10,14 @@ from fednh.methods.fedala import FedALA
 from fednh.methods.fedavg import FedAvg
 from fednh.methods.fedbabu import FedBABU
 from fednh.methods.fedbn import FedBN
+from fednh.methods.fedcgs import FedCGS
+from fednh.methods.fedcof import FedCOF
 from fednh.methods.feddbe import FedDBE
 from fednh.methods.fedetf import FedETF
 from fednh.methods.fedgela import FedGELA
 from fednh.methods.fedlc import FedLC
 from fednh.methods.fedloge import FedLoGe
+from fednh.methods.fedncm import FedNCM
 from fednh.methods.fednh import FedNH
 from fednh.methods.fedpac import FedPAC
 from fednh.methods.fedper import FedPer
@@ -53,6 +57,10 @@ METHODS: dict[str, type[Method]] = {
     "fedloge": FedLoGe,
     "pfedfda": PFedFDA,
     "fedvls": FedVLS,
+    "fedncm": FedNCM,
+    "afl": AFL,
+    "fedcof": FedCOF,
+    "fedcgs": FedCGS,
 }
 
 __all__ = ["METHODS", "Method"]

@@ -43,6 +43,7 @@ from fednh.methods.losses import (
     unit,
     unvmap_any,
 )
+from fednh.methods.sums import added, feature_sums, not_gram, sent_once, unsent
 from fednh.models.net import Net
 from fednh.models.prototypes import not_unit, projected_simplex, sparse_head, uniform_head
 from fednh.tree import Tree, Uploads, mean, prefix, select, strip_prefix
@@ -62,21 +63,26 @@ __all__ = [
     "Tree",
     "UploadSpec",
     "Uploads",
+    "added",
     "balanced_softmax",
     "class_means",
     "cross_entropy",
+    "feature_sums",
     "log_share",
     "mean",
+    "not_gram",
     "not_unit",
     "prefix",
     "projected_simplex",
     "scaled_cosine",
     "select",
+    "sent_once",
     "sparse_head",
     "squared_distance",
     "strip_prefix",
     "uniform_head",
     "unit",
+    "unsent",
     "unvmap_any",
 ]
 
@@ -94,6 +100,7 @@ class UploadSpec:
     counted: tuple[str, ...] = ()  # of `by_class`: the length of a row is the number of samples behind it
     class_counts: bool = False  # class counts are in another part than `counted`
     untrained: tuple[str, ...] = ()  # estimated by clients, not trained: no optimiser of the server moves them
+    summed: tuple[str, ...] = ()  # sums over samples, which the server adds up: no other rule than the mean keeps them
     recorded: tuple[str, ...] = ()  # what `records` needs; none: all clients receive the same
     single: bool = False  # `aggregate` reads `uploads.trees`; if not, no upload need be kept
     problem: Callable[[Tree], str | None] = _nothing_wrong  # why an upload contradicts the paper; see `bound`
@@ -133,6 +140,7 @@ class Method(ABC):
     headless: ClassVar[bool] = False  # no head is uploaded: the global model's is the one that the run started from
     patents: ClassVar[tuple[str, ...]] = ()  # that may cover it and methods derived from it; see NOTICE
     model: ClassVar[tuple[str, ...]] = MODEL  # the names that `logits` needs to predict
+    training_free: ClassVar[bool] = False  # no round trains: by default one round, in which every client takes part
     cosine: ClassVar[bool] = False  # logits are params["scale"] times cosines to unit prototypes, the rows of the head
 
     @property
@@ -142,7 +150,10 @@ class Method(ABC):
 
     @property
     def kept_is_trained(self) -> bool:
-        """Whether a round changes what a client keeps. If not, a newcomer's personal model needs no round before it."""
+        """Whether a round changes what a client keeps and its personal model is made of.
+
+        If not, a newcomer's personal model needs no round before it.
+        """
         return True
 
     def passes(self, epochs: int) -> dict[str, int]:
@@ -215,6 +226,11 @@ class Method(ABC):
 
     @final
     def scores(self, net: Net, params: Tree, x: Tensor) -> Tensor:  # (B, ...) -> (B, C)
-        """`logits` plus the class `prior` (C,) that a personal model may hold; the largest is the prediction."""
+        """`logits` by the `temperature` () plus the class `prior` (C,), where a personal model holds them.
+
+        The largest is the prediction.
+        """
         logits = self.logits(net, params, x)
+        if "temperature" in params:
+            logits = logits / params["temperature"]
         return logits + params["prior"] if "prior" in params else logits

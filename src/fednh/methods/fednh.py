@@ -8,6 +8,12 @@ Eq. (4)  the server moves every prototype a little towards those means, renormal
 
 W is head.weight, s is scale, both models predict with s * W f(x) (`cosine`). s is trained and averaged with the body
 (appendix); it starts at 20, where the text fixes it at 30.
+
+`head_init = "means"`, for a pretrained body, is not in the paper: prototypes start as class means, as FedNCM's do
+(fedncm.py). No method sees data before the first round, so round 1 trains nothing: clients report Eq. (3) of the body
+that they received, and the server takes Eq. (4) with rho = 0. Later rounds are as usual. A class that nobody in round 1
+owns starts from its uniform prototype. Uploads have the same parts in all rounds, so nothing more leaves a client. A
+client keeps nothing of round 1: until it trains, its personal model is the global one.
 """
 
 from __future__ import annotations
@@ -33,6 +39,7 @@ from fednh.methods.base import (
     select,
     uniform_head,
     unit,
+    unvmap_any,
 )
 
 
@@ -50,7 +57,8 @@ class FedNH(Method):
     aggregation: Literal["uniform", "count"] = "uniform"  # alpha in Eq. (4): 1/|S|, or the authors' code: class counts
     scale: Annotated[float, Field(gt=0)] = 20.0  # s at the start, Eq. (2)
     train_scale: bool = True  # s moves with the body; false keeps it constant
-    head_init: Literal["separated", "orthogonal"] = "separated"  # Eq. (1), or what the authors' code does
+    # Eq. (1), what the authors' code does, or class means of the body that a run starts from, found in its first round
+    head_init: Literal["separated", "orthogonal", "means"] = "separated"
 
     @property
     def upload(self) -> UploadSpec:
@@ -60,8 +68,10 @@ class FedNH(Method):
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:
         body = select(net.init(rng), "body")
-        head = uniform_head(net.num_classes, net.dim, self.head_init, rng)
-        return {**body, "head.weight": head, "scale": torch.tensor(self.scale)}
+        form = "separated" if self.head_init == "means" else self.head_init
+        head = uniform_head(net.num_classes, net.dim, form, rng)
+        started = {"started": torch.zeros(())} if self.head_init == "means" else {}  # 1 once the head has its means
+        return {**body, "head.weight": head, "scale": torch.tensor(self.scale), **started}
 
     def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
         return self.trained(net, received, data, fit, cross_entropy(scaled_cosine(net)))  # Eq. (2)
@@ -69,11 +79,15 @@ class FedNH(Method):
     def trained(self, net: Net, received: Tree, data: ClientData, fit: Fit, loss: Loss) -> tuple[Tree, Tree]:
         """A client's round with this loss: its model, and its body, scale and class means to upload."""
         moving = ("body", "scale") if self.train_scale else ("body",)
-        model = fit(received, loss, only=moving)
+        model, trains = select(received, *self.model), True
+        if self.head_init == "means":
+            trains = unvmap_any(received["started"] > 0)
+        if trains:
+            model = fit(model, loss, only=moving)
         mu = class_means(lambda x: unit(net.features(model, x)), data.batches(), data.counts)  # Eq. (3), (C, D)
         if self.aggregation == "count":  # the mean's direction, times the number of samples behind it
             mu = unit(mu) * data.counts[:, None]
-        return model, {**select(model, "body", "scale"), "prototypes": mu}
+        return (model if trains else {}), {**select(model, "body", "scale"), "prototypes": mu}
 
     def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
         average = uploads.mean()
@@ -81,9 +95,11 @@ class FedNH(Method):
         if self.aggregation == "count":
             mu = unit(mu)
         head = server["head.weight"]
-        moved = unit(self.rho * head + (1 - self.rho) * mu)  # Eq. (4)
+        rho = self.rho * server["started"] if self.head_init == "means" else self.rho
+        moved = unit(rho * head + (1 - rho) * mu)  # Eq. (4)
         owned = mu.abs().sum(1, keepdim=True) > 0  # a class that nobody in the round owns keeps its prototype
-        return {**server, **average, "head.weight": torch.where(owned, moved, head)}
+        started = {"started": torch.ones_like(server["started"])} if self.head_init == "means" else {}
+        return {**server, **average, **started, "head.weight": torch.where(owned, moved, head)}
 
 
 def longer_than_a_mean(upload: Tree) -> str | None:

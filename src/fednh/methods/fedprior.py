@@ -69,7 +69,7 @@ class FedPrior(Method):
     aggregation: Literal["uniform", "count"] = "uniform"  # FedNH's alpha in Eq. (4)
     scale: Annotated[float, Field(gt=0)] = 20.0  # s at the start
     train_scale: bool = True  # s moves with the body; false keeps it constant
-    head_init: Literal["separated", "orthogonal"] = "separated"  # FedNH's, Eq. (1)
+    head_init: Literal["separated", "orthogonal", "means"] = "separated"  # FedNH's, Eq. (1) or class means
 
     @property
     def fednh(self) -> FedNH:
@@ -90,10 +90,10 @@ class FedPrior(Method):
         return {**start, **(average if self.ema else {})}
 
     def broadcast(self, server: Tree) -> Tree:
-        return server if self.personal == "global" else select(server, *self.model)
+        return server if self.personal == "global" else select(server, *self.model, "started")
 
     def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        newest = select(received, *self.model)
+        newest = select(received, *self.model, "started")
         loss = balanced_softmax(scaled_cosine(net), data.share)
         model, upload = self.fednh.trained(net, newest, data, fit, loss)
         return ({} if self.personal == "global" else model), upload

@@ -96,10 +96,10 @@ def balanced_softmax(logits: Logits, share: Tensor) -> Loss:  # share: (C,)
     return lambda params, x, y: _nll(logits(params, x) + prior, y)
 
 
-def log_share(counts: Tensor, smoothing: float = SMOOTHING) -> Tensor:  # (C,)
+def log_share(counts: Tensor, smoothing: float = SMOOTHING) -> Tensor:  # (..., C)
     """The logarithm of every class's share of `counts`; `smoothing` samples more of each class keep it finite."""
     more = counts + smoothing
-    return (more / more.sum()).log()
+    return (more / more.sum(-1, keepdim=True)).log()
 
 
 def squared_distance(a: Tree, b: Tree) -> Tensor:

@@ -339,7 +339,7 @@ def comparison_sheet(runs: Sequence[Run]) -> Sheet:
             *(word(display_name(name)) for name in (run.method, run.summary["data"])),
             *(word(value) for value in (run.config.seed, run.summary["rounds"])),
             *(_with_interval(run) if key == HELD_SHARE else number(run.summary.get(key)) for key in keys),
-            number(run.summary["samples_per_second"] or None, "{:,.0f}"),  # a method need not call `fit`
+            number(run.summary["samples_per_second"] or None, "{:,.0f}"),  # earlier runs: 0 where nothing was trained
         ]
         for run in runs
     ]
