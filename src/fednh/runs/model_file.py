@@ -40,6 +40,7 @@ from fednh.tree import Tree
 
 Classes = NDArray[np.int32]
 Rows = NDArray[np.int64]
+Shares = NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +52,8 @@ class Outcomes:
     shared: Classes | None = None  # (N,), by the global model; None: the method makes none
     sample: Rows | None = None  # (N,), its row in the training part of the data as read; None: an older run
     group: Rows | None = None  # (N,), the group that it belongs to (data.group)
+    confidence: Shares | None = None  # (N,), the probability of the class in `personal`; None: an older run
+    shared_confidence: Shares | None = None  # (N,), the same of `shared`
 
     def __len__(self) -> int:
         return len(self.label)
@@ -60,13 +63,22 @@ class Outcomes:
         return replace(self, sample=rows, group=None if groups is None else groups[rows])
 
 
+OUTCOME_COLUMNS: dict[str, tuple[str, type[np.generic]]] = {  # name in the file -> attribute, type
+    "label": ("label", np.int32),
+    "personal": ("personal", np.int32),
+    "global": ("shared", np.int32),
+    "sample": ("sample", np.int64),
+    "group": ("group", np.int64),
+    "confidence": ("confidence", np.float32),
+    "global_confidence": ("shared_confidence", np.float32),
+}
+
+
 def write_outcomes(file: Path, found: Outcomes, sync: bool = True) -> None:
-    classes = {"label": found.label, "personal": found.personal, "global": found.shared}
-    rows = {"sample": found.sample, "group": found.group}
     held: dict[str, NDArray[Any]] = {
-        name: np.ascontiguousarray(column, np.int32 if name in classes else np.int64)
-        for name, column in (classes | rows).items()
-        if column is not None
+        name: np.ascontiguousarray(column, type_)
+        for name, (attribute, type_) in OUTCOME_COLUMNS.items()
+        if (column := getattr(found, attribute)) is not None
     }
     write_bytes(file, safetensors.numpy.save(held), sync)
 
@@ -74,7 +86,8 @@ def write_outcomes(file: Path, found: Outcomes, sync: bool = True) -> None:
 def read_outcomes(file: Path) -> Outcomes:
     try:
         held = safetensors.numpy.load(file.read_bytes())
-        found = Outcomes(held["label"], held["personal"], *(held.get(name) for name in ("global", "sample", "group")))
+        there = {attribute: held[name] for name, (attribute, _) in OUTCOME_COLUMNS.items() if name in held}
+        found = Outcomes(**{"label": held["label"], "personal": held["personal"], **there})
         if any(column.shape != found.label.shape or column.ndim != 1 for column in held.values()):
             raise ValueError("its columns differ in length")
     except (OSError, SafetensorError, KeyError, ValueError) as error:
