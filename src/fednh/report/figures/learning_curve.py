@@ -29,7 +29,7 @@ def draw(method: str, noun: str, rows: Sequence[Sequence[Any]]) -> Drawing:
     ax.minorticks_off()
     ax.grid(True, axis="y")
     ax.set(xlabel=f"training samples a {noun}", ylabel="accuracy on held-out samples, %")
-    ax.legend(labelcolor=muted())
+    ax.legend(loc="lower right", labelcolor=muted())
     caption = (
         "Whiskers are 95% intervals over samples and seeds; the held-out samples of a seed are the same everywhere."
     )
