@@ -47,6 +47,17 @@ class Stop(threading.Event):
         return self._wished
 
 
+class Deadline(Stop):
+    """Set when the time (of time.monotonic) is over, or when somebody else asks to stop."""
+
+    def __init__(self, end: float, asked: threading.Event):
+        super().__init__()
+        self.end, self.asked = end, asked
+
+    def is_set(self) -> bool:
+        return super().is_set() or self.asked.is_set() or time.monotonic() > self.end
+
+
 # --- Meter ----------------------------------------------------------------------------------------------------------
 
 

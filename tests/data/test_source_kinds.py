@@ -187,7 +187,7 @@ def test_every_kind_is_complete_and_documented(kind: type[Source]) -> None:
 
 def test_the_settings_of_data_are_those_of_the_kinds() -> None:
     """By hand: which keys there are, which of them a server may decide for sites, and which a kind uses."""
-    fixed = {"name", "dir", "augment", "holdout", "merge_test", "folds", "fold"}
+    fixed = {"name", "dir", "augment", "holdout", "merge_test", "limit", "folds", "fold"}
     of_kinds = {"size", "label", "site", "classes", "columns", "encoding", "test_share", "sites", "without"}
     of_kinds |= {"fit", "on_bad", "layout", "ignore", "separator", "decimal", "group", "missing", "missing_indicator"}
     assert set(type(Config().data).model_fields) == fixed | of_kinds

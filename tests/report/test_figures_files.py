@@ -21,12 +21,13 @@ from fednh.report.figures import FIGURES, Choice, FigureUnavailable, style, writ
 from fednh.report.figures.style import shortened_apart, sparse
 from fednh.report.load import load_runs
 from fednh.runs.model_file import write_model
-from tests.helpers.synthetic import fake_run, record
+from tests.helpers.synthetic import fake_run, real_run, record
 
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_from_real_runs(name: str, real_runs: Path, tmp_path: Path) -> None:
-    runs = load_runs([real_runs])
+    held = name == "reliability"
+    runs = [real_run(tmp_path / "held", {"data.holdout": 0.2, "rounds": 1})] if held else load_runs([real_runs])
     for kind in style.FORMATS:
         [(path, caption)] = write_figure(FIGURES[name], runs, Choice(), tmp_path / f"{name}.{kind}")
         assert "n = " in caption or name in ("partition", "similarity")
@@ -82,6 +83,7 @@ def test_what_runs_lack_is_said(tmp_path: Path) -> None:
     assert "more than one round" in (answers["curves"] or "")
     assert "diagnostics.gradient_norm = true" in (answers["convergence"] or "")
     assert "no client took part" in (answers["fairness"] or "")
+    assert "no client held out samples" in (answers["reliability"] or "")
     assert "saved personal models" in (answers["representations"] or "")
     assert "saved model with class prototypes" in (answers["similarity"] or "")
     assert "method.rho=0.1,0.5,0.9" in (answers["sensitivity"] or "")
@@ -141,7 +143,7 @@ def test_the_command(real_runs: Path, tmp_path: Path) -> None:
     runner = CliRunner()
     listed = runner.invoke(app, ["figure", "list", str(real_runs)])
     assert listed.exit_code == 0
-    assert all(f"{name:16} yes" in listed.output for name in FIGURES), listed.output
+    assert all(f"{name:16} yes" in listed.output for name in FIGURES if name != "reliability"), listed.output
     drawn = runner.invoke(app, ["figure", "curves", str(real_runs), "--x", "bytes", "-o", str(tmp_path / "c.png")])
     assert drawn.exit_code == 0, drawn.output
     assert (tmp_path / "c.png").exists()

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from fednh.data.sources.builtin import digits
 from fednh.data.sources.registry import PUBLISHED
 from fednh.errors import UserError
+from fednh.inference.metrics import assess, calibration_error, reliability
+from fednh.inference.model import load_model
 from fednh.methods import METHODS
 from fednh.report.figures import FIGURES
 from fednh.report.figures.base import Choice, FigureUnavailable
@@ -24,7 +27,8 @@ from fednh.report.figures.similarity import cosines, load_groups, semantics
 from fednh.report.figures.style import Look, looks
 from fednh.report.groups import by_setting, by_variant
 from fednh.report.stats import lowest_tenth
-from tests.helpers.synthetic import fake_run, fake_sites, person, record
+from fednh.runs.model_file import Outcomes, write_outcomes
+from tests.helpers.synthetic import add_outcomes, fake_run, fake_sites, person, real_run, record
 
 
 def test_curve_is_mean_and_spread_over_seeds_at_rounds_that_all_evaluated(tmp_path: Path) -> None:
@@ -151,6 +155,48 @@ def test_a_site_with_one_class_counts_in_no_mean(tmp_path: Path) -> None:
     [note] = [text.get_text() for text in drawn.figure.axes[0].texts]
     assert note.startswith("60.0 ± ")
     assert note.endswith("worst: cartoon 50.0")
+
+
+def test_reliability_by_hand(tmp_path: Path) -> None:
+    """Two sites: of four predictions with 90% three are right, of two with 50% one: ECE = (4 * 0.15 + 2 * 0) / 6."""
+    run = fake_sites(tmp_path / "fednh", "fednh", [50.0, 50.0])
+    label, guess = np.array([0, 0, 1]), np.array([0, 0, 0])
+    sure, half = np.array([0.9, 0.9, 0.9], np.float32), np.array([0.9, 0.5, 0.5], np.float32)
+    write_outcomes(run.layout.outcomes_of(0), Outcomes(label, guess, label, confidence=sure, shared_confidence=sure))
+    write_outcomes(run.layout.outcomes_of(1), Outcomes(label, guess, label, confidence=half, shared_confidence=sure))
+    drawn = FIGURES["reliability"].draw([run], Choice())
+    assert drawn.columns == ["method", "model", "low", "high", "samples", "confidence", "accuracy"]
+    personal, shared = ([row for row in drawn.rows if row[1] == kind] for kind in ("personal", "global"))
+    assert [row[4] for row in personal] == [2, 4]
+    assert [row[6] for row in personal] == [0.5, 0.75]
+    assert [row[5] for row in personal] == pytest.approx([0.5, 0.9])
+    assert [(row[4], row[6]) for row in shared] == [(6, 1.0)]
+    texts = [text.get_text() for text in drawn.figure.axes[0].get_legend().get_texts()]
+    assert texts == ["personal: ECE 10.0", "global: ECE 10.0"]
+    assert "n = 1 seed a method" in drawn.caption
+
+
+def test_reliability_needs_confidences_which_older_runs_lack(tmp_path: Path) -> None:
+    run = fake_sites(tmp_path / "fednh", "fednh", [50.0, 50.0])
+    add_outcomes(run, 0, [0, 1], [0, 1], [])
+    with pytest.raises(FigureUnavailable, match="before confidences were recorded"):
+        FIGURES["reliability"].draw([run], Choice())
+
+
+def test_confidences_of_a_run_are_those_of_its_saved_models(tmp_path: Path) -> None:
+    run = real_run(tmp_path / "run", {"data.holdout": 0.3, "rounds": 1, "partition.clients": 3})
+    rows, data = run.outcomes(1), digits()
+    assert rows is not None
+    assert rows.sample is not None
+    for client, stored, guess in ((1, rows.confidence, rows.personal), (None, rows.shared_confidence, rows.shared)):
+        said = load_model(run.path, client).scores(data.x_train[rows.sample]).probabilities
+        np.testing.assert_allclose(said.max(1), stored, atol=1e-5)
+        assert (said.argmax(1) == guess).all()
+    first = assess(load_model(run.path, 1), data.x_train[rows.sample], data.y_train[rows.sample])
+    assert rows.confidence is not None
+    assert calibration_error(reliability(rows.confidence, rows.personal == rows.label)) == pytest.approx(
+        first.ece, abs=1e-4
+    )
 
 
 def test_cifar100_ships_with_its_twenty_groups_of_five() -> None:

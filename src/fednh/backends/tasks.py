@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from fednh.backends.vmap import Block, update_block
 from fednh.config.schema import OWN, PersonalConfig
 from fednh.data.batches import ClientData, Samples, subset
 from fednh.data.partitions import Indices
-from fednh.federated import checks, similarity
+from fednh.federated import checks, evaluate, similarity
 from fednh.federated import client as clients
 from fednh.federated.aggregate import ClientOverrides, received
 from fednh.federated.client import ClientResult
@@ -30,7 +31,7 @@ from fednh.methods.base import Method
 from fednh.methods.fit import Sgd
 from fednh.models.net import Net
 from fednh.text import one_line
-from fednh.tree import Tree
+from fednh.tree import Tree, canonical
 
 ClientBatch = Sequence[int]  # the clients that are computed together
 Tick = Callable[[int], None]
@@ -172,4 +173,7 @@ class EvaluateTask(ClientTask):
             )
             held = subset(on.train, on.held_out[client])
             person = clients.measured(method, net, client, data, model, self.shared, on.test, held, tick, self.final)
+            if self.final:
+                trees = [canonical(tree) for tree in (model, self.shared) if tree is not None]
+                person = evaluate.with_confidence(person, held, *(partial(method.scores, net, tree) for tree in trees))
         return Measured(person, model if self.final else None, about)

@@ -415,3 +415,65 @@ def _tell_answer(console: Console, answer: Recommendation) -> None:
     lines += [f"best over all sites: {answer.winner}; its models, trained on all samples: {models}"]
     lines += [f"page: {answer.report}", f"to train them again: {answer.command}"]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+# --- learning curve --------------------------------------------------------------------------------------------------
+
+
+@app.command("learning-curve")
+@with_short_options
+def learning_curve(
+    *,
+    source: ConfigOrPreset = None,
+    given: Annotated[
+        Given,
+        Short(
+            *("method", "data", "data_dir"),
+            short("partition", help="See `fednh partitions`; default: the natural sites, if there are."),
+            *("clients", "beta", "rounds", "epochs", "device", "workers"),
+        ),
+    ],
+    samples: Annotated[
+        str, typer.Option(metavar="N,M", help="Training samples of every site; those with fewer use all.")
+    ] = "10,20,50,100,200",
+    seeds: Annotated[int, typer.Option(min=1, help="So many seeds, from 0.")] = 3,
+    minutes: Annotated[
+        float | None, typer.Option(help="Begin no run after so long, and tell what is finished; default: no limit.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, set_option("A setting that holds for all runs.", offered=OFFERED["setting"])
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The folder for runs, numbers and figure.")] = Path("learning-curve"),
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the folder.")] = False,
+) -> None:
+    """Find out how many samples a site needs: accuracy against training samples, federated and alone.
+
+    Runs the method and `local` with so many training samples a site, on the same held-out samples, and says how sure
+    the differences are. The same command goes on after an interruption; further sizes and seeds reuse what is finished.
+    """
+    from fednh import extras
+    from fednh.errors import Interrupted
+    from fednh.experiments.learning_curve import find
+    from fednh.report.sheet import to_rich
+    from fednh.runs.layout import CurveLayout
+
+    extras.need("report", "a figure or report")
+    words = [word.strip() for word in samples.split(",")]
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise UserError(f"--samples {samples!r} should be numbers of training samples, such as 10,20,50")
+    console = console_for_people(stderr=quiet)
+    watcher = RecommendSilent(console) if quiet else RecommendLines(console)
+    try:
+        with stop_on_signal() as stop:
+            chosen = {**given, **set_values(settings)}
+            curve = find(source, chosen, [int(word) for word in words], seeds, out, minutes, watcher, stop)
+    except Interrupted:
+        typer.echo("fednh: interrupted; the same command goes on", err=True)
+        raise typer.Exit(130) from None
+    if not quiet:
+        console.print(to_rich(curve.sheet(), console.width))
+        layout = CurveLayout(out)
+        files = f"figure: {layout.figure} (and .png, .csv); runs: {layout.runs}"
+        lines = [*curve.sentences, "", *curve.notes, files]
+        console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    typer.echo(str(out))

@@ -55,6 +55,7 @@ class DataSection(Section):
     merge_test: bool = False  # the test part joins the training part; clients hold out some of their own samples
     holdout: float | None = Field(None, ge=0, lt=1)  # of every client's classes; None: 0.2 without a test set, else 0
     folds: int | None = Field(None, ge=2, le=1000)  # of every client's samples; one is held out; not with holdout
+    limit: int | None = Field(None, ge=1, le=MANY)  # samples that a client trains on, by class shares; None: all
     fold: int = Field(0, ge=0, le=999)  # the one that is held out, from 0 to data.folds - 1; the seed does not matter
 
     @model_validator(mode="after")

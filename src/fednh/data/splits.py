@@ -184,6 +184,19 @@ def fold_of(labels: Indices, groups: Indices | None, folds: int, rng: np.random.
     return chosen[group]
 
 
+def limited(labels: Indices, part: Indices, limit: int, rng: np.random.Generator) -> Indices:
+    """`limit` of a client's training samples, or all: classes by their shares, and part of what any larger limit gives.
+
+    The samples of a class with n stand at 1/2n, 3/2n, ... of a line from 0 to 1, in random order; the first are taken.
+    Of classes that stand at one place a random one comes first.
+    """
+    place, rank = np.empty(len(part)), np.empty(len(part), np.int64)
+    for turn, label in enumerate(rng.permutation(np.unique(labels[part]))):
+        members = rng.permutation(np.flatnonzero(labels[part] == label))
+        place[members], rank[members] = (np.arange(len(members)) + 0.5) / len(members), turn
+    return np.sort(part[np.lexsort((rank, place))[:limit]])
+
+
 def held_by_sites(data: Dataset) -> Dataset:
     """A set whose test samples name their sites, as one in which each site holds its own out, whatever the seed."""
     both = merged(data)

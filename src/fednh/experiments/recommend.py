@@ -37,7 +37,7 @@ from fednh.data.dataset import changed as dataset_changed
 from fednh.errors import Ignored, Interrupted, Notice, RunError, UserError
 from fednh.experiments.sweep import locked
 from fednh.federated.setup import build_federation, fingerprint_of, load_data, prepared
-from fednh.interrupt import Stop
+from fednh.interrupt import Deadline, Stop
 from fednh.io.files import write_bytes, write_json
 from fednh.methods.registry import find_method
 from fednh.metric_names import RoundRecord
@@ -221,9 +221,10 @@ class _Chosen(Run):
         found = super().outcomes(client)
         if found is None:
             return None
-        guessed = found.personal if self.kind == "personal" else found.shared
+        mine = self.kind == "personal"
+        guessed, confidence = (found.personal, found.confidence) if mine else (found.shared, found.shared_confidence)
         assert guessed is not None
-        return replace(found, personal=guessed, shared=None)
+        return replace(found, personal=guessed, shared=None, confidence=confidence, shared_confidence=None)
 
 
 # --- the search -----------------------------------------------------------------------------------------------------
@@ -244,17 +245,6 @@ class SilentSearch:
 
     def note(self, text: str) -> None:
         pass
-
-
-class _Until(Stop):
-    """Set when the time is over, or when somebody else asks to stop."""
-
-    def __init__(self, end: float, asked: threading.Event):
-        super().__init__()
-        self.end, self.asked = end, asked
-
-    def is_set(self) -> bool:
-        return super().is_set() or self.asked.is_set() or time.monotonic() > self.end
 
 
 class _Budget:
@@ -415,7 +405,7 @@ class _Search:
         self.watcher.trying(what, self._leads(), self.clock.left)
         folder = self.folder(name, pair)
         try:
-            self._make(self.config(name, pair), folder, Callback(), _Until(end, self.asked))
+            self._make(self.config(name, pair), folder, Callback(), Deadline(end, self.asked))
         except Interrupted:
             if self.asked.is_set():
                 raise

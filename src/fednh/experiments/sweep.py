@@ -144,11 +144,12 @@ def check(plan: Sequence[Planned]) -> None:
     loaded: dict[str, Dataset] = {}
     seen = set()
     for config in pending:
-        data = config.data.model_copy(update={"fold": 0}).model_dump_json()
+        data = config.data.model_copy(update={"fold": 0, "limit": None}).model_dump_json()
         loaded = loaded if data in loaded else {data: load_data(config)}  # one data set in memory at a time
         what = (
             data,
             config.data.fold,
+            config.data.limit,
             config.device,
             config.seed,
             config.partition.model_dump_json(),

@@ -21,9 +21,10 @@ simulation, there are also
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,6 +62,18 @@ class Personal:
 def logits_of(predict: Callable[[Tensor], Tensor], test: Samples) -> Tensor:  # (N, C)
     """What `predict` (x -> logits) says of each sample."""
     return torch.cat([predict(test.floats(x)) for x in torch.split(test.x, EVAL_BATCH)])
+
+
+def with_confidence(person: Personal, held: Samples, *models: Callable[[Tensor], Tensor]) -> Personal:
+    """The same with the probability that each model (x -> logits) gives to its prediction for each held-out sample.
+
+    The first is the personal model, the second, if there is one, the global model.
+    """
+    if person.outcomes is None:
+        return person
+    shares = [logits_of(predict, held).softmax(1).amax(1).cpu().numpy().astype(np.float32) for predict in models]
+    shared = shares[1] if len(shares) > 1 else None
+    return replace(person, outcomes=replace(person.outcomes, confidence=shares[0], shared_confidence=shared))
 
 
 def count_correct(guessed: Tensor, test: Samples) -> Tensor:  # (C,)

@@ -17,7 +17,7 @@ from fednh.data.dataset import Dataset
 from fednh.data.inspection import about_test_set
 from fednh.data.partitions import Indices, class_table, left_out
 from fednh.data.sources.registry import file_of, load
-from fednh.data.splits import DEFAULT_SHARE, FEWEST_HELD, balanced_sample, hold_out, hold_out_fold
+from fednh.data.splits import DEFAULT_SHARE, FEWEST_HELD, balanced_sample, hold_out, hold_out_fold, limited
 from fednh.errors import Notice, UserError
 from fednh.io import cache
 from fednh.machine import check_machine
@@ -72,6 +72,10 @@ class Federation:
     def _notes(self, config: Config) -> list[str]:
         """What to say about the data when a run starts."""
         used = left_out(config.partition.kind, self.dataset, self.parts, self.held_out)
+        if config.data.limit is not None:
+            used = [
+                f"clients train on {config.data.limit:,} of their samples, or on all if they have fewer (data.limit)"
+            ]
         return [*about_test_set(self.dataset), *used, *self._sampled()]
 
     def _sampled(self) -> list[str]:
@@ -230,7 +234,7 @@ def build_federation(config: Config, dataset: Dataset | None = None, run: Path |
         data, parts, held_out, client_names(data, config, len(parts)), _share(data, config)
     ):
         warnings.warn(words, Notice, 2)
-    data, statistics = scaling.fit(data, parts, held_out, natural)
+    data, statistics = scaled(data, config, parts, held_out)
     return Federation(
         dataset=data,
         train=samples_of(data, "train", config.data.augment, config.device),
@@ -245,13 +249,28 @@ def build_federation(config: Config, dataset: Dataset | None = None, run: Path |
     )
 
 
+def scaled(
+    data: Dataset, config: Config, parts: list[Indices], held_out: list[Indices]
+) -> tuple[Dataset, tuple[scaling.Scaling, ...]]:
+    """The data with the statistics that the run uses, and what each natural site measured.
+
+    Under data.limit sites measure what they train on alone: they are to be as if they had no more samples.
+    """
+    measured = held_out if config.data.limit is None else [part[:0] for part in parts]
+    return scaling.fit(data, parts, measured, config.partition.kind.natural)
+
+
 def divide(data: Dataset, config: Config) -> tuple[list[Indices], list[Indices]]:
     """Each client's samples to train on, and those that it holds out."""
     owned = config.partition.kind.divide(data, numpy_rng(config.seed, "partition"))
     # By name, so that a site holds out the same samples alone as in the simulation of all sites.
     names = client_names(data, config, len(owned))
     both = [_held_out(data, config, part, name) for part, name in zip(owned, names, strict=True)]
-    return [train for train, _ in both], [held for _, held in both]
+    parts = [train for train, _ in both]
+    if (limit := config.data.limit) is not None:  # what is held out does not depend on it
+        streams = [numpy_rng(config.seed, f"limit {name}") for name in names]
+        parts = [limited(data.y_train, part, limit, rng) for part, rng in zip(parts, streams, strict=True)]
+    return parts, [held for _, held in both]
 
 
 def _held_out(data: Dataset, config: Config, part: Indices, name: str) -> tuple[Indices, Indices]:

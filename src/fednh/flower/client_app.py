@@ -40,7 +40,7 @@ from fednh.data.agreement import not_agreed
 from fednh.data.batches import ClientData, Samples, samples_of, subset
 from fednh.data.dataset import Dataset, digest, one_site
 from fednh.errors import Refused, UserError
-from fednh.federated import checks, similarity
+from fednh.federated import checks, evaluate, similarity
 from fednh.federated import client as clients
 from fednh.federated.setup import Federation, build_federation, initial_state, load_data, test_sample
 from fednh.flower import protocol, signing
@@ -56,7 +56,7 @@ from fednh.models import check_size
 from fednh.runs import fingerprint
 from fednh.runs.model_file import write_model, write_outcomes
 from fednh.text import one_line
-from fednh.tree import Tree
+from fednh.tree import Tree, canonical
 
 RECORDS = ("said", "facts", "upload", "figures")
 Seal = Callable[[RecordDict], RecordDict]
@@ -178,6 +178,10 @@ class Site:
         shared = fed.method.global_model({**self._initial(), **down})
         shared = None if shared is None else {**shared, **more}
         person = clients.measured(fed.method, fed.net, order.client, data, model, shared, test, held)
+        if order.final:
+            trees = [canonical(tree) for tree in (model, shared) if tree is not None]
+            predictors = (partial(fed.method.scores, fed.net, tree) for tree in trees)
+            person = evaluate.with_confidence(person, held, *predictors)
         if person.outcomes is not None:  # of single held-out samples: no message holds anything of it
             rows = self.fed.held_out[max(self.site_config.part, 0)]
             kept_here = person.outcomes.of_rows(rows, fed.dataset.group_train) if len(rows) else person.outcomes

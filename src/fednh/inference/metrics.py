@@ -6,7 +6,7 @@ And predictions as text: lines for people, CSV and JSON for machines, written as
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -83,11 +83,16 @@ def assess(model: Model, x: Inputs, y: Labels, tell: Callable[[int, int], None] 
         balanced_accuracy=float(recall[present].mean()),
         macro_f1=float(f1[present].mean()),
         log_loss=float(-np.log(truth).mean()) if (truth > 0).all() else None,
-        ece=sum(b.samples * abs(b.confidence - b.accuracy) for b in bins) / len(y),
+        ece=calibration_error(bins),
         classes=[ClassMetrics(name, float(p), float(r), float(f), int(n)) for name, p, r, f, n in columns],
         confusion=metrics.confusion_matrix(y, guess, labels=labels).tolist(),
         reliability=bins,
     )
+
+
+def calibration_error(bins: Sequence[Bin]) -> float:
+    """The expected calibration error (Guo et al. 2017): |confidence - accuracy| of the bins, weighted by samples."""
+    return sum(b.samples * abs(b.confidence - b.accuracy) for b in bins) / sum(b.samples for b in bins)
 
 
 def reliability(confidence: NDArray[np.float32], right: NDArray[np.bool_], bins: int = BINS) -> list[Bin]:

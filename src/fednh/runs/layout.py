@@ -130,6 +130,16 @@ class AnswerLayout(FolderLayout):
         return {site: self.models / f"{name}.safetensors" for site, name in zip(sites, names, strict=True)}
 
 
+class CurveLayout(FolderLayout):
+    """The places in the folder of a learning curve."""
+
+    runs = Inside("runs")
+    answer_file = Inside("learning-curve.json")
+    figure = Inside("learning-curve.svg")
+    picture = Inside("learning-curve.png")
+    numbers = Inside("learning-curve.csv")
+
+
 class CheckpointLayout(FolderLayout):
     """The places in a run's folder of checkpoints: see checkpoint.py."""
 

@@ -42,6 +42,7 @@ from fednh.tree import Tree
 
 Classes = NDArray[np.int32]
 Rows = NDArray[np.int64]
+Shares = NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +54,8 @@ class Outcomes:
     shared: Classes | None = None  # (N,), by the global model; None: the method makes none
     sample: Rows | None = None  # (N,), its row in the training part of the data as read; None: an older run
     group: Rows | None = None  # (N,), the group that it belongs to (data.group)
+    confidence: Shares | None = None  # (N,), the probability of the class in `personal`; None: an older run
+    shared_confidence: Shares | None = None  # (N,), the same of `shared`
 
     def __len__(self) -> int:
         return len(self.label)
@@ -62,13 +65,22 @@ class Outcomes:
         return replace(self, sample=rows, group=None if groups is None else groups[rows])
 
 
+OUTCOME_COLUMNS: dict[str, tuple[str, type[np.generic]]] = {  # name in the file -> attribute, type
+    "label": ("label", np.int32),
+    "personal": ("personal", np.int32),
+    "global": ("shared", np.int32),
+    "sample": ("sample", np.int64),
+    "group": ("group", np.int64),
+    "confidence": ("confidence", np.float32),
+    "global_confidence": ("shared_confidence", np.float32),
+}
+
+
 def write_outcomes(file: Path, outcomes: Outcomes, sync: bool = True) -> None:
-    classes = {"label": outcomes.label, "personal": outcomes.personal, "global": outcomes.shared}
-    rows = {"sample": outcomes.sample, "group": outcomes.group}
     held: dict[str, NDArray[Any]] = {
-        name: np.ascontiguousarray(column, np.int32 if name in classes else np.int64)
-        for name, column in (classes | rows).items()
-        if column is not None
+        name: np.ascontiguousarray(column, type_)
+        for name, (attribute, type_) in OUTCOME_COLUMNS.items()
+        if (column := getattr(outcomes, attribute)) is not None
     }
     write_bytes(file, safetensors.numpy.save(held), sync)
 
@@ -76,8 +88,8 @@ def write_outcomes(file: Path, outcomes: Outcomes, sync: bool = True) -> None:
 def read_outcomes(file: Path) -> Outcomes:
     try:
         held = safetensors.numpy.load(file.read_bytes())
-        optional = (held.get(name) for name in ("global", "sample", "group"))
-        outcomes = Outcomes(held["label"], held["personal"], *optional)
+        there = {attribute: held[name] for name, (attribute, _) in OUTCOME_COLUMNS.items() if name in held}
+        outcomes = Outcomes(**{"label": held["label"], "personal": held["personal"], **there})
         if any(column.shape != outcomes.label.shape or column.ndim != 1 for column in held.values()):
             raise ValueError("its columns differ in length")
     except (OSError, SafetensorError, KeyError, ValueError) as error:

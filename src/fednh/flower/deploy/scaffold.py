@@ -384,6 +384,8 @@ def read_config(run_config: Mapping[str, Any]) -> Config:
             "data.folds is for simulations: answers about other folds of the same samples would tell about single "
             "ones, so a real site agrees to one division; use data.holdout"
         )
+    if config.data.limit is not None:
+        raise UserError("data.limit is for simulations: a real site trains on all of its samples; leave it out")
     return config
 
 

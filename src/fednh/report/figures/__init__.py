@@ -16,6 +16,7 @@ from fednh.report.figures.curves import CONVERGENCE, CURVES
 from fednh.report.figures.fairness import FAIRNESS
 from fednh.report.figures.frequency import FREQUENCY
 from fednh.report.figures.partition import PARTITION
+from fednh.report.figures.reliability import RELIABILITY
 from fednh.report.figures.representations import REPRESENTATIONS
 from fednh.report.figures.sensitivity import SENSITIVITY
 from fednh.report.figures.similarity import SIMILARITY
@@ -29,6 +30,7 @@ FIGURES: dict[str, Kind] = {
         PARTITION,
         CURVES,
         FAIRNESS,
+        RELIABILITY,
         FREQUENCY,
         SIMILARITY,
         REPRESENTATIONS,

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
-from fednh.data.scaling import fit
 from fednh.errors import UserError
-from fednh.federated.setup import divide, initial_state, load_data
+from fednh.federated.setup import divide, initial_state, load_data, scaled
 from fednh.methods import Method
 from fednh.methods.losses import unit
 from fednh.models import Net
@@ -158,7 +157,7 @@ def _load(run: Run) -> Dataset:
         data = load_data(run.config)
         if not len(data.y_test):
             raise FigureUnavailable("there is no test set that all clients share")
-        return fit(data, *divide(data, run.config), run.config.partition.name == "site")[0]
+        return scaled(data, run.config, *divide(data, run.config))[0]
     except FigureUnavailable:
         raise
     except UserError as error:
