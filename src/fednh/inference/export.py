@@ -89,7 +89,10 @@ def real_samples(model: Model) -> tuple[Inputs, str]:
     name, why = str(model.card.trained_on.get("data", "")), "the training data are not here"
     try:
         x = _raw(model.card, name)
-        return inputs.samples(x[:: max(1, len(x) // 100)][:100], model.card), f"samples of {name}"
+        drawn = inputs.samples(x[:: max(1, len(x) // 100)][:100], model.card)
+        if inputs.is_image(model.card) and drawn.ndim == 2:
+            raise UserError("they are features, not images")
+        return drawn, f"samples of {name}"
     except UserError as error:
         if Path(name.partition(":")[2] or "-").exists():
             why = f"the training data cannot be read: {error}"

@@ -148,7 +148,7 @@ class Model:
         for at in range(0, len(samples), inputs.BATCH):
             part = torch.from_numpy(samples[at : at + inputs.BATCH])
             if self.backbone is not None:
-                vectors = torch.from_numpy(compute(part.numpy(), self.backbone))
+                vectors = part if part.ndim == 2 else torch.from_numpy(compute(part.numpy(), self.backbone))
                 parts.append(self.method.scores(self.net, self.params, vectors))
             else:
                 parts.append(self.logits(part, self.params, self.normalisation))

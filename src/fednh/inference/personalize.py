@@ -149,7 +149,7 @@ def _trained_on(run: Path, card: Card, data: Dataset, held: Indices | None) -> i
     """How many of the samples to compare on the run was trained on; None if its data are not at hand."""
     x, y = (data.x_test, data.y_test) if held is None else (data.x_train[held], data.y_train[held])
     try:
-        return trained_on(x, y, Training(run).samples(card))
+        return trained_on(x, y, Training(run).samples(card, x))
     except UserError:
         return None
 

@@ -63,6 +63,11 @@ class Recipe(BaseModel):
         """Whether both give the same features."""
         return self.key == other.key
 
+    def agrees(self, other: Recipe) -> bool:
+        """Whether they describe the same network and images, where this one does not know the weights yet."""
+        known = {"name": other.name} if self.name.startswith(ONNX) and other.name.startswith(ONNX) else {}
+        return self.model_copy(update={"sha256": other.sha256, "dim": other.dim, **known}).same(other)
+
 
 class Backbone:
     """A frozen network with its recipe: uint8 images (B, H, W, C) as they are stored -> features (B, D)."""

@@ -25,26 +25,41 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fednh.data.batches import crop_flip
-from fednh.data.dataset import Dataset, Inputs
+from fednh.data.dataset import FEATURES, Dataset, Inputs
 from fednh.errors import DataError, Notice
 from fednh.interrupt import no_progress
 from fednh.io import cache
 from fednh.machine import cores, one_thread
-from fednh.models.backbone import Backbone
+from fednh.models.backbone import CHANNELS, Backbone, Recipe
 from fednh.seeding import torch_rng
 
 BATCH = 32  # images at a time, always: a feature must not depend on how many are computed with it
 DIGEST, CHECK = 16, 4  # bytes of a key: of the image's digest, and of the vector's checksum
 BLOCK = 50 * BATCH  # images after which the cache is written
 MANY = 1000  # images whose features take long enough to say so
-KIND = "features"  # of a data set's preprocessing
 
 Vectors = NDArray[np.float32]
 Images = Inputs  # uint8 (N, H, W, C)
 
 
 def is_features(preprocessing: dict[str, Any]) -> bool:
-    return preprocessing.get("kind") == KIND
+    return preprocessing.get("kind") == FEATURES
+
+
+def recipe_of(preprocessing: dict[str, Any], where: str) -> Recipe:
+    """The recipe of the features in a data set; it may have been read from somebody's file."""
+    try:
+        recipe = Recipe.model_validate(preprocessing["backbone"])
+        inputs = preprocessing["inputs"]
+        known = inputs["kind"] == "text" or (len(inputs["size"]) == 2 and inputs["channels"] in (1, CHANNELS))
+        if not (known and recipe.sha256 and recipe.dim):
+            raise ValueError
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{where} says in a form that is not known of which network its features are; make it again with "
+            f"`fednh features`"
+        ) from error
+    return recipe
 
 
 def with_features(data: Dataset, backbone: Backbone, views: int = 1) -> Dataset:
@@ -76,7 +91,7 @@ def with_features(data: Dataset, backbone: Backbone, views: int = 1) -> Dataset:
         scale=1.0,
         augment="none",
         fitted=False,
-        preprocessing={"kind": KIND, "images": data.preprocessing, "backbone": recipe},
+        preprocessing={"kind": FEATURES, "inputs": data.preprocessing, "backbone": recipe},
         as_read=data.fingerprint,
     )
 
