@@ -97,7 +97,8 @@ PREPARE = {  # what the commands are about, made in the folder where they run
             Image.fromarray((images[i].reshape(8, 8) * 15.9).astype(np.uint8)).save(path)
         rows = [f"{i % 7},{i % 5},{'ab'[i % 2]}" for i in range(400)]
         pathlib.Path("table.csv").write_text("x,y,kind\\n" + "\\n".join(rows) + "\\n")
-        pathlib.Path("texts.csv").write_text("note,kind\\n" + "\\n".join(f"word {i % 5},{'ab'[i % 2]}" for i in range(40)))
+        rows = [f"word {i % 5},{'ab'[i % 2]}" for i in range(40)]
+        pathlib.Path("texts.csv").write_text("note,kind\\n" + "\\n".join(rows))
         pathlib.Path("saved").mkdir()
         pathlib.Path("encoder").mkdir()
     """,

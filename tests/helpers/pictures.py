@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,25 @@ class Toy(nn.Module):
         return out
 
 
-TOY = "tests.helpers.pictures:Toy"
+class SlowLayer(nn.Module):
+    """Takes its time, and writes how many images it was given to the file $FEDNH_TEST_LOG."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with Path(os.environ["FEDNH_TEST_LOG"]).open("a") as log:
+            log.write(f"{len(x)}\n")
+        time.sleep(0.02)
+        return x
+
+
+class SlowToy(Toy):
+    """A Toy whose work can be counted, and interrupted."""
+
+    def __init__(self, num_classes: int = 2):
+        super().__init__(num_classes)
+        self.body.append(SlowLayer())
+
+
+TOY, SLOW = "tests.helpers.pictures:Toy", "tests.helpers.pictures:SlowToy"
 
 
 def toy_weights(file: Path, seed: int = 0, width: int = 4) -> Path:

@@ -19,7 +19,17 @@ from fednh.cli.app import app
 from fednh.errors import Ignored, Notice, UserError
 
 __all__ = [
-    *("about", "app", "features", "federation", "figures", "inspect", "main", "models", "run", "sweep", "tables"),
+    "about",
+    "app",
+    "features",
+    "federation",
+    "figures",
+    "inspect",
+    "main",
+    "models",
+    "run",
+    "sweep",
+    "tables",
     "watch",
 ]
 

@@ -80,7 +80,9 @@ def align_to_model(card: Card, data: Dataset, source: str) -> Dataset:
         x_test=inputs.samples(data.x_test, card) if len(data.x_test) else x_train[:0],
         y_test=_renamed(data.y_test, data.classes, card.classes, source),
         classes=card.classes,
-        **({} if features else {"mean": tuple(how.mean), "std": tuple(how.std), "scale": how.scale}),
+        mean=data.mean if features else tuple(how.mean),
+        std=data.std if features else tuple(how.std),
+        scale=data.scale if features else how.scale,
     )
 
 

@@ -205,6 +205,8 @@ def load_model(path: str | Path, client: int | str | None = None, weights: str |
 def backbone_for(card: Card, file: Path | None = None, weights: str | Path | None = None) -> Backbone | None:
     """The frozen body that a model's card names, None where it names none; `file` is the model's."""
     if card.features is None:
+        if weights is not None:
+            raise UserError(f"weights = {weights}: the model has no frozen body, so it needs none; leave it out")
         return None
     near = None if file is None else file.absolute().parent
     return build_backbone(card.features, len(card.classes), None if weights is None else Path(weights), near)

@@ -79,16 +79,18 @@ def personalize(
     holdout: float | None = None,
     settings: Mapping[str, Any] | None = None,
     site: str | None = None,
+    weights: str | Path | None = None,
 ) -> Personalised:
     """Train on a site's data; without `holdout` its test set is held out, or a fifth where it has none.
 
-    Of a source that holds several sites, `site` is the one that is meant.
+    Of a source that holds several sites, `site` is the one that is meant. `weights` are those of a frozen body, where
+    they are not in a place that the model knows.
     """
     config, (received, card) = read_config(run), _received(run)
     fingerprint.check_settings(run, config)
     net, method = architecture(card, fingerprint.weights_of(run, config))
     images = data = _of_site(load_for(card, source, settings, of_run(config, "group")), site, source)
-    backbone = backbone_for(card, RunLayout(run).broadcast_model)
+    backbone = backbone_for(card, RunLayout(run).broadcast_model, weights)
     data = data if backbone is None else with_features(data, backbone, config.features.views)
     index, held_index = _divided(config, data, holdout)
     train, held = samples_of(data, "train", config.data.augment), _held_out(data, held_index)

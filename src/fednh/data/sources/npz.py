@@ -83,6 +83,7 @@ def _features(where: str, members: Mapping[str, NDArray[Any]], data: Dataset) ->
     views, site = members.get("views"), members.get("site_test")
     wrong = views is not None and (views.ndim != 3 or views.shape[1:] != data.x_train.shape or len(views) == 0)
     wrong |= site is not None and (site.shape != data.y_test.shape or site.dtype.kind not in "iu")
+    wrong |= bool(data.sites) and ("sites" not in members or members["site_train"].dtype.kind not in "iu")
     if data.is_image or about["backbone"].get("dim") != data.shape[0] or wrong:
         raise DataError(f"{where} does not hold the features that its recipe describes; make it again")
     return replace(
@@ -90,6 +91,8 @@ def _features(where: str, members: Mapping[str, NDArray[Any]], data: Dataset) ->
         mean=(0.0,),
         std=(1.0,),
         fitted=False,
+        sites=tuple(map(str, members["sites"])) if data.sites else (),  # in the order to which the numbers refer
+        site_train=members["site_train"].astype(np.int64) if data.sites else None,
         site_test=None if site is None else site.astype(np.int64),
         preprocessing={"kind": FEATURES, **about},
         views=None if views is None else _vectors(f"{where}: views", views),
