@@ -21,7 +21,7 @@ from fednh.errors import ConfigError, DataError, UserError
 from fednh.io.files import read_tree
 from fednh.models.backbone import Recipe, build_backbone
 from fednh.models.features import BLOCK, CHECK, DIGEST, with_features
-from tests.helpers.pictures import SLOW, TOY, images, paint, toy_onnx, toy_weights
+from tests.helpers.pictures import SLOW, TOY, images, paint, sentence_encoder, toy_onnx, toy_weights
 from tests.helpers.process import Process
 from tests.helpers.process import fednh as command
 
@@ -103,8 +103,8 @@ def test_a_model_takes_features_of_its_own_network_alone(here: Path) -> None:
     assert np.array_equal(model.predict(here / "x.npz"), model.predict(rows))
     made = fednh.personalize(run, f"npz:{here}/old.npz", site="north", weights=None)
     assert made.comparison["held_out"] > 0
+    how = {"name": TOY, "frozen": "body", "weights": "toy.safetensors"}
     with pytest.raises(DataError, match=r"holds features of tests.helpers.pictures:Toy at 8 pixels, not of the frozen"):
-        how = {"name": TOY, "frozen": "body", "weights": "toy.safetensors"}
         fednh.run(data="npz:f.npz", model=how, out=here / "other", features__size=9, **SHORT)
 
 
@@ -294,3 +294,49 @@ def test_another_size_is_another_recipe(here: Path) -> None:
     larger = build_backbone(Recipe(name=TOY, size=16), 2, here / "toy.safetensors")
     data = replace(load("folder:photos", here, {"size": [16, 16]}), notes=())
     assert not np.array_equal(with_features(data, body).x_train, with_features(data, larger).x_train)
+
+
+# --- texts --------------------------------------------------------------------------------------------------------------
+
+
+def test_texts_become_features_and_models_take_texts(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    sentence_encoder(here / "encoder")
+    sport, food = ["goal match", "team", "match team goal", "goal"], ["soup salt", "bread", "salt bread soup", "soup"]
+    rows = [f"{i},{(sport, food)[i % 2][i // 2 % 4]},{('sport', 'food')[i % 2]},{'ns'[i // 8 % 2]}" for i in range(48)]
+    (here / "notes.csv").write_text("id,note,topic,site\n" + "\n".join(rows) + "\n")
+    args = ["features", "csv:notes.csv", "--model", "sentence:encoder", "--set", "data.label=topic", "-o", "t.npz"]
+    ended = command([*args, "--text", "note"], here)
+    assert ended.code == 0, ended.stderr
+    assert "t.npz: 16 features of 48 training samples" in ended.stdout
+    data = load(f"npz:{here}/t.npz", here)
+    assert (data.sites, data.classes) == (("n", "s"), ("food", "sport"))
+    by_text = {row.split(",")[1]: data.x_train[i] for i, row in enumerate(rows)}
+    assert all(np.array_equal(data.x_train[i], by_text[row.split(",")[1]]) for i, row in enumerate(rows))
+    run = fednh.run(data=f"npz:{here}/t.npz", out=here / "run", lr=0.5, **{**SHORT, "rounds": 5})
+    model = run.model()
+    assert model.predict(["match goal", "salt soup"]).tolist() == ["sport", "food"]
+    assert model.predict("bread") == "food"
+    assert np.array_equal(model.predict_proba(["soup salt"])[0], model.predict_proba(by_text["soup salt"][None])[0])
+    ended = command(["predict", str(run.path), "notes.csv", "--format", "csv"], here)
+    assert ended.code == 0, ended.stderr
+    assert [line.split(",")[1] for line in ended.stdout.splitlines()[1:]] == [row.split(",")[2] for row in rows]
+    for words, sentence in (
+        (["export", str(run.path), "-o", "m.onnx"], "a model that takes texts cannot be exported"),
+        (["evaluate", str(run.path), "--data", "csv:notes.csv"], "is measured on features: write them with"),
+        (["predict", str(run.path), "photos"], "this model takes texts"),
+        (args, "--text COLUMN and --model sentence:FOLDER belong together"),
+        ([*args, "--text", "nota"], "has no column 'nota' with texts; did you mean note"),
+        ([*args, "--text", "note", "--size", "32"], "features.size is for images"),
+        (["features", "photos", *args[2:], "--text", "note"], "texts are read from tables"),
+        ([*args[:2], "--model", "sentence:photos", "--text", "note", "-o", "t.npz"], "cannot be read as a sentence"),
+    ):
+        ended = command(words, here)
+        assert (ended.code, sentence in ended.stderr) == (2, True), (words, ended.stderr)
+    shutil.move("encoder", "moved")
+    with pytest.raises(UserError, match=r"encoder is not a folder; say with weights where the sentence encoder is"):
+        run.model()
+    assert run.model(weights=here / "moved").predict("bread") == "food"
+    (here / "moved/config_sentence_transformers.json").write_text("{}")
+    with pytest.raises(UserError, match=r"does not hold the agreed sentence encoder"):
+        run.model(weights=here / "moved")

@@ -1,4 +1,4 @@
-"""Small images and small frozen networks, for tests of features."""
+"""Small images, and small frozen networks of images and texts, for tests of features."""
 
 from __future__ import annotations
 
@@ -84,4 +84,22 @@ def paint(folder: Path, sites: tuple[str, ...] = ("north", "south"), each: int =
             for number in range(each):
                 pixels = np.clip(rng.normal(level, 30, (size, size, 3)), 0, 255).astype(np.uint8)
                 Image.fromarray(pixels).save(folder / site / name / f"{number}.png")
+    return folder
+
+
+def sentence_encoder(folder: Path) -> Path:
+    """A sentence encoder of one layer, as sentence-transformers saves it: it knows six words."""
+    from sentence_transformers import SentenceTransformer, models
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "goal", "match", "team", "soup", "bread", "salt"]
+    bert = folder.with_name("bert")
+    bert.mkdir(parents=True)
+    (bert / "vocab.txt").write_text("\n".join(words))
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        BertModel(BertConfig(vocab_size=len(words), **sizes)).save_pretrained(bert)
+    BertTokenizerFast(str(bert / "vocab.txt")).save_pretrained(bert)
+    SentenceTransformer(modules=[models.Transformer(str(bert)), models.Pooling(16)], device="cpu").save(str(folder))
     return folder

@@ -50,7 +50,8 @@ class ExportedModel(nn.Module):
         """With `behind`, what follows a frozen body alone: its input is the body's output."""
         super().__init__()
         self.model, self.names, self.behind = model, list(model.params), behind
-        self.backbone = None if model.backbone is None else model.backbone.module  # so that its tensors are exported
+        body = model.backbone
+        self.backbone = body.module if isinstance(body, Backbone) else None  # so that its tensors are exported
         for i, name in enumerate(self.names):
             self.register_buffer(f"parameter{i}", model.params[name].contiguous())
         for name, value in model.normalisation._asdict().items():
@@ -85,6 +86,8 @@ def export(model: Model, path: Path) -> dict[str, Any]:
     extras.need("onnx", "an export to ONNX")
     if path.is_dir():
         raise UserError(f"{path} is a folder; name the file to write, such as {path / 'model.onnx'}")
+    if inputs.is_text(model.card):
+        raise UserError("a model that takes texts cannot be exported to ONNX: its sentence encoder is not part of it")
     samples, origin = real_samples(model)
     make_folder(path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".export-") as folder:
@@ -142,7 +145,7 @@ def _onnx(model: Model, example: Tensor, path: Path) -> Runner:
     import onnxruntime
 
     outputs = ["probabilities", "logits", *(["similarity"] if model.method.cosine else [])]
-    if model.backbone is None or model.backbone.onnx is None:
+    if not isinstance(model.backbone, Backbone) or model.backbone.onnx is None:
         proto = _traced(ExportedModel(model).eval(), example, outputs, path)
     else:
         proto = _joined(model, model.backbone, model.backbone.onnx, example, outputs, path)

@@ -41,6 +41,16 @@ def is_table(card: Card) -> bool:
     return (card.preprocessing.model_extra or {}).get("kind") == "table"
 
 
+def is_text(card: Card) -> bool:
+    return (card.preprocessing.model_extra or {}).get("kind") == "text"
+
+
+def are_texts(x: Any, card: Card) -> bool:
+    """Whether the inputs are texts for a model of texts: any list of them, or one that names no file."""
+    one = isinstance(x, str) and not Path(x[:255]).exists()
+    return is_text(card) and (one or (isinstance(x, list | tuple) and all(isinstance(text, str) for text in x)))
+
+
 def takes(recipe: Recipe, card: Card) -> bool:
     """Whether features by this recipe are those that the model was trained on."""
     return card.features is not None and card.features.same(recipe)
@@ -51,6 +61,8 @@ def wanted(card: Card) -> str:
     if is_image(card):
         channels, height, width = card.shape
         return f"images: files, folders of them, PIL images, or uint8 arrays (N, {height}, {width}, {channels})"
+    if is_text(card):
+        return f"texts: a .csv or .parquet file with the column {_text_column(card)!r}, or a list of them"
     if is_table(card):
         return f"rows with the columns {some(_columns(card), 8)}: a .csv or .parquet file, a data frame, or dicts"
     return f"rows of {card.shape[0]} numbers: an .npz, .csv or .parquet file, or an array"
@@ -67,6 +79,8 @@ def paths_of(x: Any) -> list[Path] | None:
 
 def samples(x: Any, card: Card) -> Inputs:
     """Arrays, tensors, PIL images and paths of image files, one or many; data frames, Arrow tables and dicts."""
+    if is_text(card) and (are_texts(x, card) or getattr(getattr(x, "dtype", None), "kind", "") == "U"):
+        return np.array([x] if isinstance(x, str) else x, str)
     if memory.is_frame(x):
         return _rows(memory.table(x), card) if not is_image(card) else _refused("a table", card)
     if memory.is_dicts(x):
@@ -88,6 +102,10 @@ def _is_features(array: NDArray[Any], card: Card) -> bool:
 
 def _refused(what: str, card: Card) -> Inputs:
     raise UserError(f"this model takes {wanted(card)}; it was given {what}")
+
+
+def _text_column(card: Card) -> str:
+    return str((card.preprocessing.model_extra or {}).get("column"))
 
 
 def _columns(card: Card) -> list[str]:

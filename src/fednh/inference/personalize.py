@@ -35,6 +35,7 @@ from fednh.metric_names import HELD_MACRO, HELD_SHARE
 from fednh.models import Net
 from fednh.models.backbone import Backbone
 from fednh.models.features import with_features
+from fednh.models.sentences import SentenceEncoder
 from fednh.runs import fingerprint
 from fednh.runs.layout import MODEL, RunLayout
 from fednh.runs.model_file import Card, Classes, Outcomes, architecture, read_model, write_model
@@ -52,7 +53,7 @@ class Personalised:
     comparison: dict[str, Any]
     outcomes: Outcomes  # the held-out samples, with what the personal and the global model take them for
     alone: Classes  # the same by the model that was trained on the site's data alone
-    backbone: Backbone | None = None
+    backbone: Backbone | SentenceEncoder | None = None
 
     @cached_property
     def model(self) -> Model:
@@ -91,7 +92,8 @@ def personalize(
     net, method = architecture(card, fingerprint.weights_of(run, config))
     images = data = _of_site(load_for(card, source, settings, of_run(config, "group")), site, source)
     backbone = backbone_for(card, RunLayout(run).broadcast_model, weights)
-    data = data if backbone is None else with_features(data, backbone, config.features.views)
+    if isinstance(backbone, Backbone):
+        data = with_features(data, backbone, config.features.views)
     index, held_index = _divided(config, data, holdout)
     train, held = samples_of(data, "train", config.data.augment), _held_out(data, held_index)
     sgd = _sgd(config, epochs)
