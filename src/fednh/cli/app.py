@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fednh.report.sheet import Sheet
 
 PANELS = {  # of `fednh --help`
-    "Run": ("recommend", "run", "resume", "sweep", "watch", "inspect", "spiral"),
+    "Run": ("recommend", "run", "resume", "sweep", "watch", "inspect", "features", "spiral"),
     "Compare": ("table", "compare", "figure", "report"),
     "Use a model": ("predict", "evaluate", "personalize", "export"),
     "Federate": ("federation",),

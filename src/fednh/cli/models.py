@@ -38,6 +38,10 @@ DataOption = Annotated[
     ),
 ]
 Settings = Annotated[list[str] | None, set_option("How to read the data, e.g. data.label=kind.")]
+WeightsOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Of a model with a frozen body: its weights, where they are not found."),
+]
 
 
 class PredictionFormat(StrEnum):
@@ -85,6 +89,7 @@ def predict(
     ] = None,
     client: ClientOption = None,
     site: SiteOption = None,
+    weights: WeightsOption = None,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write to this file.")] = None,
 ) -> None:
@@ -93,7 +98,7 @@ def predict(
     from fednh.inference.model import load_model
 
     text = _text_settings(set_values(settings))
-    used = load_model(model, _chosen(model, client, site))
+    used = load_model(model, _chosen(model, client, site), weights)
     threshold = None if reject is None else used.threshold(reject)
     top = min(top, len(used.classes))
     failed: list[str] = []
@@ -133,6 +138,7 @@ def evaluate(
     form: Annotated[AssessmentFormat, typer.Option("--format", help="json is for machines.")] = AssessmentFormat.TABLE,
     client: ClientOption = None,
     site: SiteOption = None,
+    weights: WeightsOption = None,
     settings: Settings = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Also write evaluation.json, .svg and .png to this folder.")
@@ -146,7 +152,7 @@ def evaluate(
 
     if out is not None:
         extras.need("report", "a drawn evaluation")
-    used = load_model(model, _chosen(model, client, site))
+    used = load_model(model, _chosen(model, client, site), weights)
     chosen = select_eval_samples(used.card, model, data, None if split is None else split.value, set_values(settings))
     if chosen.warning:
         typer.echo(f"fednh: warning: {chosen.warning}", err=True)
@@ -173,6 +179,7 @@ def personalize(
         float | None, typer.Option(min=0.01, max=0.9, help="Share held out; default: the test set, else 0.2.")
     ] = None,
     site: Annotated[str | None, typer.Option(help="Of a source that holds several sites: this one.")] = None,
+    weights: WeightsOption = None,
     settings: Settings = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The folder to write to; default: RUN-personal.")
@@ -185,7 +192,7 @@ def personalize(
     from fednh.runs.layout import MODEL
 
     folder = empty_folder(out or run.with_name(f"{run.resolve().name}-personal"))
-    made = train(run, data, epochs, holdout, set_values(settings), site)
+    made = train(run, data, epochs, holdout, set_values(settings), site, weights)
     if known := made.comparison["held_out_trained_on"]:
         words = f"the run was trained on {known:,} of the {made.comparison['held_out']:,} samples to compare on"
         typer.echo(f"fednh: warning: {words}, so the global and the personalised model look too good", err=True)
@@ -206,12 +213,13 @@ def export(
     _form: Annotated[ExportFormat, typer.Option("--format", help="The only one.")] = ExportFormat.ONNX,
     client: ClientOption = None,
     site: SiteOption = None,
+    weights: WeightsOption = None,
 ) -> None:
     """Write a model for use without fednh, preprocessing included, checked against the original before it is kept."""
     from fednh.inference.export import export as write
     from fednh.inference.model import load_model
 
-    facts = write(load_model(model, _chosen(model, client, site)), out)
+    facts = write(load_model(model, _chosen(model, client, site), weights), out)
     typer.echo(f"{facts['file']}: agrees within {facts['difference']:.1e} on {facts['samples']} {facts['checked_on']}")
 
 

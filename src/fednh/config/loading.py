@@ -20,6 +20,7 @@ from fednh.data.sources.registry import absolute
 from fednh.errors import ConfigError, Ignored, UserError, did_you_mean
 from fednh.io.files import expanded
 from fednh.methods.registry import find_method
+from fednh.models.backbone import ONNX
 
 PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet", "heart", "heart_flamby", "pfllib")
 FEW_CLIENTS = 20  # so many all take part in every round, unless participation.rate is set
@@ -70,6 +71,8 @@ def _make_paths_absolute(tree: dict[str, Any]) -> None:
     model = tree.get("model")
     if isinstance(model, dict) and isinstance(model.get("weights"), str):
         model["weights"] = str(expanded(model["weights"]).absolute())
+    if isinstance(model, dict) and str(model.get("name")).startswith(ONNX):
+        model["name"] = ONNX + str(expanded(model["name"].removeprefix(ONNX)).absolute())
     data = tree.get("data")
     if not isinstance(data, dict):
         return

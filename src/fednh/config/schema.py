@@ -33,6 +33,7 @@ from fednh.methods import METHODS, Method
 from fednh.methods.fit import Sgd
 from fednh.methods.losses import SMOOTHING
 from fednh.methods.registry import find_method, hyper_parameters
+from fednh.models.backbone import ONNX, PINNED
 from fednh.text import name_problem
 
 WRITTEN = {"written": True}  # context of a config that a run has written: complete, so nothing need be imported
@@ -131,8 +132,17 @@ class ModelConfig(Section):
             return "linear", {}
         return "mlp", {"hidden": [self.width], "linear_output": self.adapter == "linear"}
 
+    @property
+    def weights_file(self) -> str | None:
+        """The file that the network starts from or, frozen, consists of; None: there is none."""
+        return self.name.removeprefix(ONNX) if self.name.startswith(ONNX) else self.weights
+
     @model_validator(mode="after")
     def _adapter_needs_frozen_body(self) -> ModelConfig:
+        if self.frozen == "none" and (self.name in PINNED or self.name.startswith(ONNX)):
+            raise ValueError(f"name = {self.name!r} is not trained but computes features; set model.frozen = 'body'")
+        if self.weights is not None and self.name.startswith(ONNX):
+            raise ValueError("weights are in the file of an ONNX network; leave model.weights out")
         if self.adapter != "none" and self.frozen == "none":
             raise ValueError("takes adapter only behind a frozen body; set model.frozen = 'body'")
         if self.frozen == "body" and self.name == "auto":

@@ -22,6 +22,8 @@ from fednh.text import some
 
 CHUNK = 16 << 20  # bytes that one thread hashes at a time
 
+FEATURES = "features"  # the kind, in `preprocessing`, of vectors that a frozen network has computed
+
 Inputs = NDArray[np.uint8] | NDArray[np.float32]
 Labels = NDArray[np.int64]
 

@@ -250,6 +250,11 @@ def merged(data: Dataset, share: float = 0.0) -> Dataset:
         )
     if not len(data.y_test):
         return data
+    if data.views is not None:
+        raise DataError(
+            f"data.merge_test: {data.name} has further views of its training samples alone; set it when their features "
+            "are computed"
+        )
     if data.group_train is not None:
         raise DataError(
             f"data.merge_test: {data.name} does not say to which groups of data.group its test samples belong; "

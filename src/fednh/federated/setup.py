@@ -18,13 +18,13 @@ from fednh.data.inspection import about_test_set
 from fednh.data.partitions import Indices, class_table, left_out
 from fednh.data.sources.registry import file_of, load
 from fednh.data.splits import DEFAULT_SHARE, FEWEST_HELD, balanced_sample, hold_out, hold_out_fold, limited
-from fednh.errors import Notice, UserError
+from fednh.errors import DataError, Notice, UserError
 from fednh.io import cache
 from fednh.machine import check_machine
 from fednh.methods import Method
 from fednh.models import Net, build_net
 from fednh.models.backbone import Backbone, Recipe, build_backbone
-from fednh.models.features import is_features, with_features
+from fednh.models.features import is_features, recipe_of, with_features
 from fednh.runs import fingerprint
 from fednh.runs.model_file import card_of
 from fednh.seeding import numpy_rng, torch_rng
@@ -163,10 +163,14 @@ def class_counts(data: Dataset, parts: list[Indices]) -> list[list[int]]:
     return [row.tolist() for row in table]
 
 
-def network(config: Config, shape: tuple[int, ...], num_classes: int) -> Net:
-    """The network that a config describes, for samples of this shape; behind a frozen body, for its features."""
+def network(config: Config, shape: tuple[int, ...], num_classes: int, features: bool = False) -> Net:
+    """The network that a config describes, for samples of this shape; behind a frozen body, for its features.
+
+    For data that are such features, `auto` is a linear head.
+    """
     m = config.model
     name, args = m.trained
+    name = "linear" if features and name == "auto" else name
     head, norm, weights = (None, "refuse", None) if m.frozen == "body" else (m.head, m.norm, m.weights)
     net = build_net(name, shape, num_classes, args, head=head, norm=norm, weights=weights, convolution=m.convolution)
     net.precision = config.precision
@@ -183,18 +187,34 @@ def load_data(config: Config) -> Dataset:
 
 def prepared(config: Config, data: Dataset) -> Dataset:
     """The samples as clients train on them: as they are, or the features of a frozen body."""
+    if is_features(data.preprocessing):
+        _check_features(config, recipe_of(data.preprocessing, data.name), data.name)
     if config.model.frozen == "none" or is_features(data.preprocessing):
         return data
     return with_features(data, backbone_of(config, data.num_classes), config.features.views)
 
 
+def _check_features(config: Config, recipe: Recipe, where: str) -> None:
+    """Refuse features of another network than `model.frozen` asks for."""
+    if config.model.frozen == "body" and not described(config).agrees(recipe):
+        raise DataError(
+            f"{where} holds features of {recipe.name} at {recipe.size} pixels, not of the frozen body that model.name "
+            f"and features describe; leave model.frozen out to use them"
+        )
+
+
 def backbone_of(config: Config, num_classes: int) -> Backbone:
     """The frozen body that a config describes."""
+    m = config.model
+    return build_backbone(described(config), num_classes, None if m.weights is None else Path(m.weights))
+
+
+def described(config: Config) -> Recipe:
+    """The recipe of features that a config describes, before any weights are read."""
     m, how = config.model, config.features
-    own = {"mean": how.mean, "std": how.std}
-    pixels = {key: tuple(value) for key, value in own.items() if value is not None}
-    recipe = Recipe(name=m.name, args=m.args, head=m.head, size=how.size, **pixels)
-    return build_backbone(recipe, num_classes, None if m.weights is None else Path(m.weights))
+    given = {"mean": how.mean, "std": how.std}
+    pixels = {key: tuple(value) for key, value in given.items() if value is not None}
+    return Recipe(name=m.name, args=m.args, head=m.head, size=how.size, **pixels)
 
 
 def test_sample(config: Config, test: Samples) -> Samples:
@@ -240,7 +260,7 @@ def build_federation(config: Config, dataset: Dataset | None = None, run: Path |
         train=samples_of(data, "train", config.data.augment, config.device),
         test=test_sample(config, samples_of(data, "test", device=config.device)),
         parts=parts,
-        net=network(config, data.shape, data.num_classes),
+        net=network(config, data.shape, data.num_classes, is_features(data.preprocessing)),
         method=config.build_method(),
         held_out=held_out,
         statistics=statistics,

@@ -27,6 +27,7 @@ from fednh.data.sources.registry import absolute, find, uses
 from fednh.errors import Notice, UserError
 from fednh.federated.setup import divide, fingerprint_of, load_data
 from fednh.inference import inputs
+from fednh.models.features import is_features, recipe_of
 from fednh.runs import fingerprint
 from fednh.runs.layout import RunLayout
 from fednh.runs.model_file import REMEMBERED, Card, remembered
@@ -68,6 +69,11 @@ def loaded(config: Config) -> Dataset:
 
 def align_to_model(card: Card, data: Dataset, source: str) -> Dataset:
     """The data with labels by the model's classes and samples of the model's shape, not yet normalised."""
+    features, how = is_features(data.preprocessing), card.preprocessing
+    if inputs.is_text(card) and not features:
+        raise UserError(f"{source}: a model that takes texts is measured on features: write them with `fednh features`")
+    if features and not inputs.takes(recipe_of(data.preprocessing, source), card):
+        raise UserError(f"{source} holds features of another network than those that the model was trained on")
     x_train = inputs.samples(data.x_train, card)
     return replace(
         data,
@@ -76,9 +82,9 @@ def align_to_model(card: Card, data: Dataset, source: str) -> Dataset:
         x_test=inputs.samples(data.x_test, card) if len(data.x_test) else x_train[:0],
         y_test=_renamed(data.y_test, data.classes, card.classes, source),
         classes=card.classes,
-        mean=tuple(card.preprocessing.mean),
-        std=tuple(card.preprocessing.std),
-        scale=card.preprocessing.scale,
+        mean=data.mean if features else tuple(how.mean),
+        std=data.std if features else tuple(how.std),
+        scale=data.scale if features else how.scale,
     )
 
 
@@ -159,9 +165,11 @@ class Training:
         """What the client held out, or all of them together."""
         return np.concatenate(self.parts[1]) if client is None else self.parts[1][client]
 
-    def samples(self, card: Card) -> set[bytes]:
-        """Digests of all samples that a model of the run was trained on."""
+    def samples(self, card: Card, others: Inputs) -> set[bytes]:
+        """Digests of all samples that a model of the run was trained on, to be compared with those of others."""
         data, parts = align_to_model(card, self.data, self.config.data.name), self.parts[0]
+        if data.x_train.ndim != others.ndim:
+            raise UserError("images cannot be compared with features")
         if card.client is not None and self._nothing_is_shared():
             parts = [parts[card.client]]
         index = np.concatenate(parts)
@@ -246,7 +254,8 @@ def _config_for(card: Card, training: Training | None, source: str, settings: Ma
     if CHOICE & set(given) or absolute(source) != training.config.data.name:
         return source_config(card, source, given, of_run(training.config))
     own = {f"data.{key}": value for key, value in training.config.data.model_dump().items() if value is not None}
-    return load(None, {**own, **given})
+    like_run = {"model": training.config.model, "features": training.config.features}  # a frozen body decides on sizes
+    return load(None, {**own, **given}).model_copy(update=like_run)
 
 
 def _split(data: Dataset, split: str, source: str) -> tuple[Inputs, Labels]:
@@ -268,7 +277,7 @@ def _with_warning(card: Card, training: Training | None, x: Inputs, y: Labels, s
     number, words = None, None
     if training is not None:
         try:
-            number = trained_on(x, y, training.samples(card))
+            number = trained_on(x, y, training.samples(card, x))
         except UserError as error:
             unknown = str(error)
     if number:

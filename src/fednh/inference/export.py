@@ -35,6 +35,7 @@ from fednh.inference import inputs
 from fednh.inference.model import Model
 from fednh.io.cache import data_folder
 from fednh.io.files import commit_file, make_folder
+from fednh.models.backbone import Backbone, OnnxBody, averaged
 from fednh.runs.model_file import Card, remembered
 from fednh.text import one_line
 from fednh.tree import Tree
@@ -45,10 +46,12 @@ TOLERANCE = 1e-4  # relative to values of 1 and more, absolute below
 class ExportedModel(nn.Module):
     """Preprocessing, network, method and softmax as one module; the parameters are its buffers."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, behind: bool = False):
+        """With `behind`, what follows a frozen body alone: its input is the body's output."""
         super().__init__()
-        self.model, self.names = model, list(model.params)
-        self.backbone = None if model.backbone is None else model.backbone.module  # so that its tensors are exported
+        self.model, self.names, self.behind = model, list(model.params), behind
+        body = model.backbone
+        self.backbone = body.module if isinstance(body, Backbone) else None  # so that its tensors are exported
         for i, name in enumerate(self.names):
             self.register_buffer(f"parameter{i}", model.params[name].contiguous())
         for name, value in model.normalisation._asdict().items():
@@ -57,9 +60,25 @@ class ExportedModel(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         params: Tree = {name: self.get_buffer(f"parameter{i}") for i, name in enumerate(self.names)}
         how = scaling.Constants(*(self.get_buffer(name) for name in scaling.Constants._fields))
-        logits = self.model.logits(x, params, how)
+        if self.behind:
+            logits = self.model.method.scores(self.model.net, params, averaged(x))
+        else:
+            logits = self.model.logits(x, params, how)
         near = similarity.similarity(self.model.method, params, logits)
         return (logits.softmax(1), logits) if near is None else (logits.softmax(1), logits, near)
+
+
+class Pixels(nn.Module):
+    """What comes before a frozen body: images as they are stored become what the body takes."""
+
+    def __init__(self, backbone: Backbone):
+        super().__init__()
+        self.backbone = backbone
+        for name, value in backbone.scaling._asdict().items():
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.backbone.pixels(x)
 
 
 def export(model: Model, path: Path) -> dict[str, Any]:
@@ -67,16 +86,14 @@ def export(model: Model, path: Path) -> dict[str, Any]:
     extras.need("onnx", "an export to ONNX")
     if path.is_dir():
         raise UserError(f"{path} is a folder; name the file to write, such as {path / 'model.onnx'}")
+    if inputs.is_text(model.card):
+        raise UserError("a model that takes texts cannot be exported to ONNX: its sentence encoder is not part of it")
     samples, origin = real_samples(model)
-    whole = ExportedModel(model).eval()
-    with torch.no_grad(), _quiet(), _explained(model):
-        batch = torch.export.Dim("batch")
-        program = torch.export.export(whole, (torch.from_numpy(samples[:2]),), dynamic_shapes=({0: batch},))
     make_folder(path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".export-") as folder:
         draft = Path(folder) / "model.onnx"
         with _explained(model):
-            run = _onnx(model, program, draft)
+            run = _onnx(model, torch.from_numpy(samples[:2]), draft)
             difference = _difference(model, run, samples)
         if not difference <= TOLERANCE:
             raise UserError(f"the exported model differs from the original by {difference:.1e}; it was not written")
@@ -89,7 +106,10 @@ def real_samples(model: Model) -> tuple[Inputs, str]:
     name, why = str(model.card.trained_on.get("data", "")), "the training data are not here"
     try:
         x = _raw(model.card, name)
-        return inputs.samples(x[:: max(1, len(x) // 100)][:100], model.card), f"samples of {name}"
+        samples = inputs.samples(x[:: max(1, len(x) // 100)][:100], model.card)
+        if inputs.is_image(model.card) and samples.ndim == 2:
+            raise UserError("they are features, not images")
+        return samples, f"samples of {name}"
     except UserError as error:
         if Path(name.partition(":")[2] or "-").exists():
             why = f"the training data cannot be read: {error}"
@@ -120,22 +140,56 @@ def _raw(card: Card, name: str) -> Any:
 Runner = Callable[[Inputs], list[Any]]
 
 
-def _onnx(model: Model, program: torch.export.ExportedProgram, path: Path) -> Runner:
+def _onnx(model: Model, example: Tensor, path: Path) -> Runner:
     import onnx
-    import onnxruntime  # type: ignore[import-untyped]
+    import onnxruntime
 
     outputs = ["probabilities", "logits", *(["similarity"] if model.method.cosine else [])]
-    with _quiet():
-        made = torch.onnx.export(program, (), dynamo=True, input_names=["input"], output_names=outputs, verbose=False)
-    assert made is not None
-    made.save(path, external_data=False)
-    proto = onnx.load(path)
+    if not isinstance(model.backbone, Backbone) or model.backbone.onnx is None:
+        proto = _traced(ExportedModel(model).eval(), example, outputs, path)
+    else:
+        proto = _joined(model, model.backbone, model.backbone.onnx, example, outputs, path)
     _name_batch(proto.graph)
     onnx.helper.set_model_props(proto, {"fednh": json.dumps(model.info)})
     onnx.checker.check_model(proto)
     onnx.save(proto, path)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return lambda x: list(session.run(None, {"input": x}))
+
+
+def _traced(module: nn.Module, example: Tensor, outputs: list[str], path: Path) -> Any:
+    """A PyTorch module as an ONNX network; `path` is used on the way."""
+    import onnx
+
+    with torch.no_grad(), _quiet():
+        batch = torch.export.Dim("batch")
+        program = torch.export.export(module, (example,), dynamic_shapes=({0: batch},))
+        made = torch.onnx.export(program, (), dynamo=True, input_names=["input"], output_names=outputs, verbose=False)
+    assert made is not None
+    made.save(path, external_data=False)
+    return onnx.load(path)
+
+
+def _joined(model: Model, backbone: Backbone, body: OnnxBody, example: Tensor, outputs: list[str], path: Path) -> Any:
+    """One network of three: scaling, the frozen body as its file has it, and what was trained behind it."""
+    import onnx
+    from onnx.compose import add_prefix, merge_models
+
+    before = _traced(Pixels(backbone).eval(), example, ["pixels"], path)
+    behind = _traced(ExportedModel(model, behind=True).eval(), body.run(backbone.pixels(example)), outputs, path)
+    middle, opset = onnx.load(body.file), _opset(before)
+    if _opset(middle) != opset:
+        middle = onnx.version_converter.convert_version(middle, opset)
+    before.ir_version = middle.ir_version = behind.ir_version = max(before.ir_version, middle.ir_version)
+    before = add_prefix(before, "before/", rename_inputs=False)
+    middle, behind = add_prefix(middle, "body/"), add_prefix(behind, "behind/", rename_outputs=False)
+    front = merge_models(before, middle, [("before/pixels", f"body/{body.input}")], outputs=[f"body/{body.output}"])
+    return merge_models(front, behind, [(f"body/{body.output}", "behind/input")])
+
+
+def _opset(proto: Any) -> int:
+    """The version of ONNX's operators that a network is written in."""
+    return next(int(each.version) for each in proto.opset_import if each.domain in ("", "ai.onnx"))
 
 
 def _name_batch(graph: Any) -> None:

@@ -26,6 +26,7 @@ from fednh.data.sources.images import BROKEN, SUFFIXES, decode, fitted, rule
 from fednh.data.sources.registry import SOURCES, build, of_file
 from fednh.data.sources.table import encode, warn_notes
 from fednh.errors import UserError
+from fednh.models.backbone import Recipe
 from fednh.runs.model_file import Card, remembered
 from fednh.text import some
 
@@ -40,11 +41,28 @@ def is_table(card: Card) -> bool:
     return (card.preprocessing.model_extra or {}).get("kind") == "table"
 
 
+def is_text(card: Card) -> bool:
+    return (card.preprocessing.model_extra or {}).get("kind") == "text"
+
+
+def are_texts(x: Any, card: Card) -> bool:
+    """Whether the inputs are texts for a model of texts: any list of them, or one that names no file."""
+    one = isinstance(x, str) and not Path(x[:255]).exists()
+    return is_text(card) and (one or (isinstance(x, list | tuple) and all(isinstance(text, str) for text in x)))
+
+
+def takes(recipe: Recipe, card: Card) -> bool:
+    """Whether features by this recipe are those that the model was trained on."""
+    return card.features is not None and card.features.same(recipe)
+
+
 def wanted(card: Card) -> str:
     """What a model takes, in words."""
     if is_image(card):
         channels, height, width = card.shape
         return f"images: files, folders of them, PIL images, or uint8 arrays (N, {height}, {width}, {channels})"
+    if is_text(card):
+        return f"texts: a .csv or .parquet file with the column {_text_column(card)!r}, or a list of them"
     if is_table(card):
         return f"rows with the columns {some(_columns(card), 8)}: a .csv or .parquet file, a data frame, or dicts"
     return f"rows of {card.shape[0]} numbers: an .npz, .csv or .parquet file, or an array"
@@ -61,6 +79,8 @@ def paths_of(x: Any) -> list[Path] | None:
 
 def samples(x: Any, card: Card) -> Inputs:
     """Arrays, tensors, PIL images and paths of image files, one or many; data frames, Arrow tables and dicts."""
+    if is_text(card) and (are_texts(x, card) or getattr(getattr(x, "dtype", None), "kind", "") == "U"):
+        return np.array([x] if isinstance(x, str) else x, str)
     if memory.is_frame(x):
         return _rows(memory.table(x), card) if not is_image(card) else _refused("a table", card)
     if memory.is_dicts(x):
@@ -72,11 +92,20 @@ def samples(x: Any, card: Card) -> Inputs:
     array = memory.array(x, "the inputs")
     if array.shape == (0,):  # an empty list
         array = np.empty((0, *card.shape[1:], card.shape[0]) if is_image(card) else (0, *card.shape), np.uint8)
-    return _images(array, card) if is_image(card) else _vectors(array, card)
+    return _images(array, card) if is_image(card) and not _is_features(array, card) else _vectors(array, card)
+
+
+def _is_features(array: NDArray[Any], card: Card) -> bool:
+    """Whether the inputs are features already, such as the frozen body of the model computes of images."""
+    return card.features is not None and array.dtype.kind == "f" and array.shape[1:] == (card.features.dim,)
 
 
 def _refused(what: str, card: Card) -> Inputs:
     raise UserError(f"this model takes {wanted(card)}; it was given {what}")
+
+
+def _text_column(card: Card) -> str:
+    return str((card.preprocessing.model_extra or {}).get("column"))
 
 
 def _columns(card: Card) -> list[str]:
@@ -133,7 +162,7 @@ def _images(x: NDArray[Any], card: Card) -> NDArray[np.uint8]:
 
 
 def _vectors(x: NDArray[Any], card: Card) -> NDArray[np.float32]:
-    (features,) = card.shape
+    features = card.shape[0] if card.features is None else card.features.dim
     if x.ndim != 2 or x.shape[1] != features or x.dtype.kind not in "fiu":
         takes = f"numbers of shape (N, {features})"
         if is_table(card):
@@ -234,7 +263,8 @@ def _image_files(files: Iterable[Path], card: Card, failed: Callable[[str], None
 def _source_file(source: Source, path: Path, card: Card) -> Iterator[Batch]:
     """The samples in a file of one of the kinds of sources."""
     first = 0
-    for block in source.unlabelled(path, card.shape, card.preprocessing.model_extra or {}):
+    backbone = {} if card.features is None else {"backbone": card.features.model_dump(mode="json")}
+    for block in source.unlabelled(path, card.shape, {**(card.preprocessing.model_extra or {}), **backbone}):
         x = samples(block, card)
         yield from _batches(path, x, first)
         first += len(x)

@@ -24,6 +24,7 @@ from fednh.methods import Method
 from fednh.models import Net
 from fednh.models.backbone import Backbone, build_backbone
 from fednh.models.features import compute
+from fednh.models.sentences import SENTENCE, SentenceEncoder, build_encoder
 from fednh.runs.layout import MODEL, RunLayout
 from fednh.runs.model_file import Card, architecture, read_model
 from fednh.runs.run_folder import find_client, read_names
@@ -62,7 +63,7 @@ class Model:
     card: Card
     net: Net
     method: Method
-    backbone: Backbone | None = None  # the frozen body whose features the net takes
+    backbone: Backbone | SentenceEncoder | None = None  # the frozen network whose features the net takes
 
     def __repr__(self) -> str:
         """One line: whose model it is, what it takes and which classes it knows."""
@@ -76,11 +77,12 @@ class Model:
         card = self.card
         owner = card.site or (None if card.client is None else f"client {card.client}")
         kind = "global" if owner is None and "personalised_on" not in card.trained_on else "personal"
+        form = "images" if inputs.is_image(card) else "vectors"
         numbers, shape = sum(value.numel() for value in self.params.values()), "x".join(map(str, card.shape))
         return {
             "model": f"{kind} model of {card.method.get('name')}{'' if owner is None else f' for {owner}'}",
             "network": f"{card.model.name} of {plural(numbers, 'number')}",
-            "takes": f"{'images' if inputs.is_image(card) else 'vectors'} of {shape}",
+            "takes": "texts" if inputs.is_text(card) else f"{form} of {shape}",
             "classes": f"{plural(len(self.classes), 'class', 'classes')} ({some(self.classes)})",
             "trained on": one_line(str(card.trained_on.get("data", "unknown data")), 100),
         }
@@ -113,7 +115,7 @@ class Model:
 
     def _scores_of(self, x: Any) -> Scores:
         """Everything about inputs; files are read and computed in the batches in which `fednh predict` does it."""
-        paths = inputs.paths_of(x)
+        paths = None if inputs.are_texts(x, self.card) else inputs.paths_of(x)
         if paths is None:
             return self.scores(inputs.samples(x, self.card))
         parts = [scores for _, scores in self.batches(paths, refuse)]
@@ -146,12 +148,12 @@ class Model:
         """Everything about samples as `inputs` makes them; `tell` hears after each batch how many of all are done."""
         parts = [torch.zeros(0, len(self.classes))]
         for at in range(0, len(samples), inputs.BATCH):
-            part = torch.from_numpy(samples[at : at + inputs.BATCH])
+            part = samples[at : at + inputs.BATCH]
             if self.backbone is not None:
-                vectors = torch.from_numpy(compute(part.numpy(), self.backbone))
+                vectors = torch.from_numpy(_features_of(part, self.backbone))
                 parts.append(self.method.scores(self.net, self.params, vectors))
             else:
-                parts.append(self.logits(part, self.params, self.normalisation))
+                parts.append(self.logits(torch.from_numpy(part), self.params, self.normalisation))
             if tell is not None:
                 tell(at + len(part), len(samples))
         logits = torch.cat(parts)
@@ -160,7 +162,7 @@ class Model:
 
     def logits(self, stored: Tensor, params: Tree, how: scaling.Constants) -> Tensor:  # (B, ...) -> (B, C)
         """From samples as they are stored to class scores: preprocessing, network, method."""
-        if self.backbone is not None:
+        if isinstance(self.backbone, Backbone):
             return self.method.scores(self.net, params, self.backbone(stored))
         x = scaling.floats(scaling.filled(stored, how.centre), how.gain, how.shift)
         return self.method.scores(self.net, params, x)
@@ -177,6 +179,15 @@ class Model:
         """Predictions for files and folders, a batch at a time; `failed` is told what could not be read."""
         for batch in inputs.stream(paths, self.card, failed, form):
             yield batch, self.scores(batch.x)
+
+
+def _features_of(samples: Inputs, backbone: Backbone | SentenceEncoder) -> Floats:  # (N, D)
+    """What a frozen network makes of images or texts; features are used as they are."""
+    if samples.ndim == 2:
+        return samples.astype(np.float32, copy=False)
+    if isinstance(backbone, SentenceEncoder):
+        return backbone(samples.tolist())
+    return compute(samples, backbone)
 
 
 def load_model(path: str | Path, client: int | str | None = None, weights: str | Path | None = None) -> Model:
@@ -202,12 +213,18 @@ def load_model(path: str | Path, client: int | str | None = None, weights: str |
     return model
 
 
-def backbone_for(card: Card, file: Path | None = None, weights: str | Path | None = None) -> Backbone | None:
+def backbone_for(
+    card: Card, file: Path | None = None, weights: str | Path | None = None
+) -> Backbone | SentenceEncoder | None:
     """The frozen body that a model's card names, None where it names none; `file` is the model's."""
     if card.features is None:
+        if weights is not None:
+            raise UserError(f"weights = {weights}: the model has no frozen body, so it needs none; leave it out")
         return None
-    near = None if file is None else file.absolute().parent
-    return build_backbone(card.features, len(card.classes), None if weights is None else Path(weights), near)
+    near, given = None if file is None else file.absolute().parent, None if weights is None else Path(weights)
+    if card.features.name.startswith(SENTENCE):
+        return build_encoder(card.features, given)
+    return build_backbone(card.features, len(card.classes), given, near)
 
 
 def find_model(path: Path, wanted: int | str | None = None) -> Path:

@@ -35,6 +35,7 @@ from fednh.metric_names import HELD_MACRO, HELD_SHARE
 from fednh.models import Net
 from fednh.models.backbone import Backbone
 from fednh.models.features import with_features
+from fednh.models.sentences import SentenceEncoder
 from fednh.runs import fingerprint
 from fednh.runs.layout import MODEL, RunLayout
 from fednh.runs.model_file import Card, Classes, Outcomes, architecture, read_model, write_model
@@ -52,7 +53,7 @@ class Personalised:
     comparison: dict[str, Any]
     outcomes: Outcomes  # the held-out samples, with what the personal and the global model take them for
     alone: Classes  # the same by the model that was trained on the site's data alone
-    backbone: Backbone | None = None
+    backbone: Backbone | SentenceEncoder | None = None
 
     @cached_property
     def model(self) -> Model:
@@ -79,17 +80,20 @@ def personalize(
     holdout: float | None = None,
     settings: Mapping[str, Any] | None = None,
     site: str | None = None,
+    weights: str | Path | None = None,
 ) -> Personalised:
     """Train on a site's data; without `holdout` its test set is held out, or a fifth where it has none.
 
-    Of a source that holds several sites, `site` is the one that is meant.
+    Of a source that holds several sites, `site` is the one that is meant. `weights` are those of a frozen body, where
+    they are not in a place that the model knows.
     """
     config, (received, card) = read_config(run), _received(run)
     fingerprint.check_settings(run, config)
     net, method = architecture(card, fingerprint.weights_of(run, config))
     images = data = _of_site(load_for(card, source, settings, of_run(config, "group")), site, source)
-    backbone = backbone_for(card, RunLayout(run).broadcast_model)
-    data = data if backbone is None else with_features(data, backbone, config.features.views)
+    backbone = backbone_for(card, RunLayout(run).broadcast_model, weights)
+    if isinstance(backbone, Backbone):
+        data = with_features(data, backbone, config.features.views)
     index, held_index = _divided(config, data, holdout)
     train, held = samples_of(data, "train", config.data.augment), _held_out(data, held_index)
     sgd = _sgd(config, epochs)
@@ -149,7 +153,7 @@ def _trained_on(run: Path, card: Card, data: Dataset, held: Indices | None) -> i
     """How many of the samples to compare on the run was trained on; None if its data are not at hand."""
     x, y = (data.x_test, data.y_test) if held is None else (data.x_train[held], data.y_train[held])
     try:
-        return trained_on(x, y, Training(run).samples(card))
+        return trained_on(x, y, Training(run).samples(card, x))
     except UserError:
         return None
 

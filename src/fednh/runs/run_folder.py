@@ -206,8 +206,9 @@ class RunFolder(RunLayout):
 def _of_a_beginning(path: Path) -> bool:
     """Whether a file was left by a run that was killed before its config was written: such a run can start again."""
     run = RunLayout(path.parent)
-    begun = (run.lock_file, run.environment_file, run.partition_file, run.fingerprint_file, run.weights_file)
-    return path in (*begun, run.log_file, run.audit_file, run.failure_file) or path.suffix == ".tmp"
+    begun = (run.lock_file, run.environment_file, run.partition_file, run.fingerprint_file)
+    logs = (run.log_file, run.audit_file, run.failure_file)
+    return path in (*begun, run.weights_file, run.onnx_file, *logs) or path.suffix == ".tmp"
 
 
 def _line(record: dict[str, Any]) -> bytes:

@@ -8,6 +8,7 @@
 - optionally `site_train`, the site of every training sample as a number or a name, and `sites`, the numbers' names;
 - optionally an array that data.group names, with the group of every training sample as a number or a name;
 - x_test and y_test may both be absent: clients then hold out some of their own samples;
+- features that `fednh features` wrote, with the `recipe` by which they were computed;
 - MedMNIST's key names (train_images, train_labels, test_images, test_labels); its validation part is left out.
 
 Pickled objects are never loaded.
@@ -15,34 +16,102 @@ Pickled objects are never loaded.
 
 from __future__ import annotations
 
+import json
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fednh.data.dataset import Arrays, Dataset, Inputs, Labels
+from fednh.data.dataset import FEATURES, Arrays, Dataset, Inputs, Labels
 from fednh.data.scaling import measure
 from fednh.data.sources import Source
 from fednh.data.sources.columns import numbered, numbered_sites, spelling
 from fednh.data.sources.images import MEAN, STD
 from fednh.errors import DataError, UserError
-from fednh.io.files import expanded
+from fednh.io.files import atomic_write, expanded
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 MEDMNIST_KEYS = ("train_images", "train_labels", "test_images", "test_labels")
 INPUTS = ("x", "x_test", "test_images", "images")  # what inputs without labels may be called
+RECIPE = "recipe"  # how the vectors of the file were computed, as JSON
+OF_FEATURES = (RECIPE, "views", "site_test", "group_train")  # arrays beside KEYS, classes, sites and site_train
 MOST_CHANNELS = 4  # beyond this a last axis is taken for a width, see `_images`
 
 
 def dataset(name: str, path: Path, classes: Sequence[str] = (), group: str | None = None) -> Dataset:
     """The file at `path` as a data set; `classes` are names agreed beforehand, `group` is the array of groups."""
-    wanted = [*KEYS, *MEDMNIST_KEYS, "classes", "sites", "site_train", *([group] if group else [])]
-    return from_arrays(name, str(path), _load(path, wanted), classes, group)
+    wanted = [*KEYS, *MEDMNIST_KEYS, "classes", "sites", "site_train", *OF_FEATURES, *([group] if group else [])]
+    members = _load(path, wanted)
+    if RECIPE not in members:
+        return from_arrays(name, str(path), members, classes, group)
+    return _features(str(path), members, from_arrays(name, str(path), members, classes, _group_of(members, group)))
+
+
+def write_features(path: Path, data: Dataset) -> None:
+    """Write features with labels, sites and groups, and how they were computed; `npz:` reads the same data set."""
+    about = {key: value for key, value in data.preprocessing.items() if key != "kind"}
+    arrays: dict[str, NDArray[Any] | None] = {
+        "x_train": data.x_train,
+        "y_train": data.y_train,
+        "x_test": data.x_test if len(data.y_test) else None,
+        "y_test": data.y_test if len(data.y_test) else None,
+        "classes": np.array(data.classes, str),
+        "sites": np.array(data.sites, str) if data.sites else None,
+        "site_train": data.site_train,
+        "site_test": data.site_test if len(data.y_test) else None,
+        "group_train": data.group_train,
+        "views": data.views,
+        RECIPE: np.array(json.dumps(about, sort_keys=True)),
+    }
+    with atomic_write(path) as place, place.open("wb") as file:
+        np.savez(file, **{key: array for key, array in arrays.items() if array is not None})  # type: ignore[arg-type]
+
+
+def _group_of(members: Mapping[str, Any], chosen: str | None) -> str | None:
+    """The array of groups in a file of features: the one chosen, or that of the data that they were computed from."""
+    return chosen or ("group_train" if "group_train" in members else None)
+
+
+def _features(where: str, members: Mapping[str, NDArray[Any]], data: Dataset) -> Dataset:
+    """The vectors of a file as the features that its recipe describes: they are used as they are."""
+    about = _recipe(where, members)
+    views, site = members.get("views"), members.get("site_test")
+    wrong = views is not None and (views.ndim != 3 or views.shape[1:] != data.x_train.shape or len(views) == 0)
+    wrong |= site is not None and (site.shape != data.y_test.shape or site.dtype.kind not in "iu")
+    wrong |= bool(data.sites) and ("sites" not in members or members["site_train"].dtype.kind not in "iu")
+    if data.is_image or about["backbone"].get("dim") != data.shape[0] or wrong:
+        raise DataError(f"{where} does not hold the features that its recipe describes; make it again")
+    return replace(
+        data,
+        mean=(0.0,),
+        std=(1.0,),
+        fitted=False,
+        sites=tuple(map(str, members["sites"])) if data.sites else (),  # in the order to which the numbers refer
+        site_train=members["site_train"].astype(np.int64) if data.sites else None,
+        site_test=None if site is None else site.astype(np.int64),
+        preprocessing={"kind": FEATURES, **about},
+        views=None if views is None else _vectors(f"{where}: views", views),
+    )
+
+
+def _recipe(where: str, members: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    try:
+        about = json.loads(str(members[RECIPE]))
+        if not isinstance(about["backbone"], dict) or not isinstance(about["inputs"], dict):
+            raise TypeError
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{where}: {RECIPE} is not what `fednh features` writes; make the file again") from error
+    return {key: about[key] for key in ("backbone", "inputs")}
+
+
+def _same_features(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two recipes give the same features; where the weights lay does not matter."""
+    return {**one, "file": None} == {**other, "file": None}
 
 
 def from_arrays(
@@ -300,5 +369,8 @@ class Npz(Source):
             keys = [key for key in INPUTS if key in stored.files] or stored.files[:1] * (len(stored.files) == 1)
             if not keys:
                 raise DataError(f"{path} holds {', '.join(stored.files)}; the inputs should be called x")
+            wanted = preprocessing.get("backbone")
+            if RECIPE in stored.files and wanted and not _same_features(_recipe(str(path), stored)["backbone"], wanted):
+                raise DataError(f"{path} holds features of another network, or of images of another size")
             array: NDArray[Any] = stored[keys[0]]
         yield array

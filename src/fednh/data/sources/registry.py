@@ -31,7 +31,7 @@ from fednh.data.sources.folder import Folder
 from fednh.data.sources.hf import HuggingFace
 from fednh.data.sources.memory import Memory, Python
 from fednh.data.sources.npz import Npz
-from fednh.data.sources.table import Csv, Parquet
+from fednh.data.sources.table import Csv, Parquet, Table
 from fednh.data.splits import merged, with_test_set
 from fednh.errors import DataError, did_you_mean
 from fednh.io.files import expanded
@@ -75,6 +75,17 @@ def load(name: str, folder: Path, settings: Mapping[str, Any] | None = None) -> 
     source = build(kind, settings or {})
     data = source.read(name, address)
     return _divided(_complete(data if kind.chooses else source.restricted(data, name), source, name), source, settings)
+
+
+def load_texts(name: str, column: str, settings: Mapping[str, Any]) -> tuple[Dataset, list[str]]:
+    """The texts of a table's column, and a data set of which the only feature is the number of a sample's text."""
+    source_kind = find(name)
+    if source_kind is None or not issubclass(source_kind[0], Table):
+        raise DataError(f"{name}: texts are read from tables: csv:FILE or parquet:FILE")
+    source = build(source_kind[0], settings)
+    rows, texts = source.texts(name, source_kind[1], column)
+    rows = _complete(rows, source, name)
+    return (merged(rows, source.test_share) if settings.get("merge_test") else rows), texts
 
 
 def taken(data: Any, settings: Mapping[str, Any]) -> Dataset:

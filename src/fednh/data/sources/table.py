@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SPLITS = {"train": "train", "test": "test", "val": "", "valid": "", "validation": ""}
+TEXT_NUMBER = "text, by its number"  # a column for the numbers of texts, which become features elsewhere
 MANY_VALUES = 100  # a text column with more, in more than half of its rows, is a name or a note
 
 
@@ -97,6 +98,14 @@ class Table(Tabular):
         table = read(path, self.dialect, lambda column: column in of_interest if agreed else column not in ignored)
         return from_table(name, table, str(path), self)
 
+    def texts(self, name: str, address: str, column: str) -> tuple[Dataset, list[str]]:
+        """The texts of a column, and a data set of which the only feature is the number of a sample's text."""
+        path = expanded(address)
+        table = read(path, self.dialect, lambda _: True)
+        texts = column_texts(table, column, str(path))
+        numbers = table.append_column(TEXT_NUMBER, [list(map(str, range(len(texts))))])
+        return from_table(name, numbers, str(path), replace(self, columns={TEXT_NUMBER: "number"})), texts
+
     @classmethod
     def applicable(cls, address: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Columns that the table has; and the dialect of the file, which may be another than the run's."""
@@ -121,6 +130,10 @@ class Table(Tabular):
             raise DataError(
                 f"{path}: this model takes images, not tables: image files, folders of them, or .npz arrays"
             )
+        if preprocessing.get("kind") == "text":
+            column = preprocessing["column"]
+            table = read(path, self.dialect, lambda name: name == column)
+            return iter([np.array(column_texts(table, column, str(path)), str)])
         if preprocessing.get("kind") == "table":
             return iter([warn_notes(*encode(read(path, self.dialect), preprocessing, str(path)))])
         if is_parquet(path):
@@ -142,6 +155,13 @@ class Parquet(Table):
     example = "patients.parquet"
     help = "the same as Parquet"
     suffixes = (".parquet",)
+
+
+def column_texts(table: pa.Table, column: str, where: str) -> list[str]:
+    """The texts of a column; an empty cell is an empty text."""
+    if column not in table.column_names:
+        raise DataError(f"{where} has no column {column!r} with texts{did_you_mean(column, table.column_names)}")
+    return ["" if text is None else str(text) for text in table.column(column).to_pylist()]
 
 
 def from_table(name: str, table: pa.Table, where: str, options: Tabular) -> Dataset:
