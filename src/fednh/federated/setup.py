@@ -186,11 +186,20 @@ def prepared(config: Config, data: Dataset) -> Dataset:
 
 def backbone_of(config: Config, num_classes: int) -> Backbone:
     """The frozen body that a config describes."""
+    return build_backbone(recipe_of(config), num_classes, weights_of(config))
+
+
+def recipe_of(config: Config) -> Recipe:
+    """What a config says of its frozen body; of the weights only if it has their checksum."""
     m, how = config.model, config.features
     own = {"mean": how.mean, "std": how.std}
     pixels = {key: tuple(value) for key, value in own.items() if value is not None}
-    recipe = Recipe(name=m.name, args=m.args, head=m.head, size=how.size, **pixels)
-    return build_backbone(recipe, num_classes, None if m.weights is None else Path(m.weights))
+    return Recipe(name=m.name, args=m.args, head=m.head, size=how.size, sha256=how.sha256 or "", **pixels)
+
+
+def weights_of(config: Config) -> Path | None:
+    """The file of weights that a config names."""
+    return None if config.model.weights is None else Path(config.model.weights)
 
 
 def test_sample(config: Config, test: Samples) -> Samples:
