@@ -460,7 +460,7 @@ def with_weights(site_config: SiteConfig, config: Config) -> SiteConfig:
     file = folder.weights(agreed)
     if not file.is_file() or sha256(file) != agreed:
         others = sum(path.stat().st_size for path in folder.received_weights() if path != file)
-        raise WeightsMissing(agreed, max(0, policy.allow.weights - others))
+        raise WeightsMissing(agreed, min(max(0, policy.allow.weights - others), protocol.SIZE))
     return site_config.model_copy(update={"policy": _updated(policy, weights=str(file))})
 
 
@@ -473,7 +473,7 @@ def store_weights(site_config: SiteConfig, missing: WeightsMissing, content: byt
     if hashlib.sha256(content).hexdigest() != missing.sha256:
         raise Refused(f"the weights that the server sends do not have the agreed SHA-256 {missing.sha256}")
     folder = StateFolder(site_config.home)
-    with FileLock(folder.path / "weights.lock"):
+    with FileLock(folder.weights_lock):
         for torn in folder.torn_weights():
             torn.unlink()
         try:

@@ -168,6 +168,8 @@ class StateFolder(FolderLayout):
         """The file about what a site has agreed with the federation of this key."""
         return self.path / f"agreed-{key}-{_short(site)}.json"
 
+    weights_lock = Inside(".weights.lock")
+
     def weights(self, sha256: str) -> Path:
         """The file of the weights with this checksum, received from a server."""
         return self.path / f"weights.{sha256}.safetensors"

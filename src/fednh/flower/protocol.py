@@ -157,6 +157,7 @@ NOTICE = "query.notice"  # Flower's message type for a notice from the server to
 LONGEST = 2000  # characters of a problem: it may quote a request of any length
 LARGE = 1e30  # the largest number that is not taken for a fault
 SAMPLES = 10**12  # training samples that one site can process in a round
+SIZE = 10**12  # bytes of a file of weights
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 Number = int | float | list[float]
 
@@ -287,7 +288,7 @@ class Said(StrictModel):
     problem: Text | None = None
     site: Name = ""
     audit: Newest = ""
-    room: int = Field(0, ge=0)  # it lacks the weights of the frozen body, and takes a file of so many bytes
+    room: int = Field(0, ge=0, le=SIZE)  # it lacks the weights of the frozen body, and takes a file of so many bytes
 
 
 class Hello(StrictModel):
