@@ -296,7 +296,7 @@ def test_another_size_is_another_recipe(here: Path) -> None:
     assert not np.array_equal(with_features(data, body).x_train, with_features(data, larger).x_train)
 
 
-# --- texts --------------------------------------------------------------------------------------------------------------
+# --- texts ---
 
 
 def test_texts_become_features_and_models_take_texts(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

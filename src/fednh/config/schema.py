@@ -163,6 +163,7 @@ class FeaturesConfig(Section):
     views: int = Field(1, ge=1, le=1000)  # of a training image: itself, and others that are cropped and flipped
     mean: Pixels = None  # of red, green and blue, from 0 to 1, that the body expects; None: ImageNet's
     std: Pixels = None  # the same for their deviation
+    sha256: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")  # of the weights' file: any other is refused
 
 
 class TrainConfig(Section):

@@ -196,7 +196,7 @@ def prepared(config: Config, data: Dataset) -> Dataset:
 
 def _check_features(config: Config, recipe: Recipe, where: str) -> None:
     """Refuse features of another network than `model.frozen` asks for."""
-    if config.model.frozen == "body" and not described(config).agrees(recipe):
+    if config.model.frozen == "body" and not frozen_recipe(config).agrees(recipe):
         raise DataError(
             f"{where} holds features of {recipe.name} at {recipe.size} pixels, not of the frozen body that model.name "
             f"and features describe; leave model.frozen out to use them"
@@ -205,16 +205,20 @@ def _check_features(config: Config, recipe: Recipe, where: str) -> None:
 
 def backbone_of(config: Config, num_classes: int) -> Backbone:
     """The frozen body that a config describes."""
-    m = config.model
-    return build_backbone(described(config), num_classes, None if m.weights is None else Path(m.weights))
+    return build_backbone(frozen_recipe(config), num_classes, weights_of(config))
 
 
-def described(config: Config) -> Recipe:
-    """The recipe of features that a config describes, before any weights are read."""
+def frozen_recipe(config: Config) -> Recipe:
+    """What a config says of its frozen body; of the weights only if it has their checksum."""
     m, how = config.model, config.features
-    given = {"mean": how.mean, "std": how.std}
-    pixels = {key: tuple(value) for key, value in given.items() if value is not None}
-    return Recipe(name=m.name, args=m.args, head=m.head, size=how.size, **pixels)
+    own = {"mean": how.mean, "std": how.std}
+    pixels = {key: tuple(value) for key, value in own.items() if value is not None}
+    return Recipe(name=m.name, args=m.args, head=m.head, size=how.size, sha256=how.sha256 or "", **pixels)
+
+
+def weights_of(config: Config) -> Path | None:
+    """The file of weights that a config names."""
+    return None if config.model.weights is None else Path(config.model.weights)
 
 
 def test_sample(config: Config, test: Samples) -> Samples:

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from flwr.app import MessageType
@@ -18,11 +19,14 @@ from flwr.serverapp import Grid
 from fednh.config import Config
 from fednh.data import scaling
 from fednh.errors import RunError
+from fednh.federated.setup import frozen_recipe
 from fednh.flower import audit, protocol
 from fednh.flower.layout import WAITING
-from fednh.flower.protocol import NOTICE, Hello, Index, Name, Task, content_of, describe_error
+from fednh.flower.protocol import NOTICE, Hello, Index, Name, SiteProblem, Task, content_of, describe_error
 from fednh.flower.signing import Identity, fingerprint_of_pem, ssh_fingerprint
+from fednh.flower.site_config import for_sites
 from fednh.flower.transport import GREETING, FetchError, Mailbox, Reply, Request, StrictModel
+from fednh.models.backbone import ONNX, PINNED, Recipe
 
 
 class MemberRow(StrictModel):
@@ -148,6 +152,8 @@ def disagreement(agreed: Task, task: Task) -> str | None:
         )
     if task.divided != agreed.divided:
         return "it has data of its own and others a part of one set, or the other way round"
+    if problem := body_problem(agreed.body, task.body):
+        return problem
     if task.preprocessing != agreed.preprocessing:
         return f"its samples are made by {task.preprocessing}, not by {agreed.preprocessing}"
     if _form(task) != _form(agreed):
@@ -155,11 +161,25 @@ def disagreement(agreed: Task, task: Task) -> str | None:
     return None
 
 
+def body_problem(agreed: Recipe | None, body: Recipe | None) -> str | None:
+    """Why features of this frozen body do not fit those of the agreed one, or None; a dimension of 0 is not known."""
+    if agreed is None or body is None:
+        return None if agreed is body else "only its samples are features of a frozen body, or only those of others"
+    if body.sha256 != agreed.sha256:
+        return f"the weights of its frozen body have the SHA-256 {body.sha256}, not {agreed.sha256}"
+    theirs = body.model_copy(update={"dim": body.dim if agreed.dim else 0, "file": agreed.file})
+    key = next((key for key, value in theirs if value != getattr(agreed, key)), None)
+    return (
+        None if key is None else f"the {key} of its frozen body is {getattr(body, key)!r}, not {getattr(agreed, key)!r}"
+    )
+
+
 def _form(task: Task) -> tuple[Any, ...]:
     form = task.shape, task.scale, len(task.mean), len(task.std), task.preprocessing
     return task.divided, task.classes, *form
 
 
+SENT = 3  # times that weights are sent to one node
 AGAIN = 10.0  # seconds until a node that cannot take part is asked again
 REMINDER = 60.0  # seconds between two notes that sites are missing
 
@@ -180,7 +200,9 @@ class Admission:
     ):
         self.config, self.grid, self.mailbox, self.tell, self.identity = config, grid, mailbox, tell, identity
         self.events = events
-        self.hello_request, self.timeout = protocol.hello_request(toml), timeout
+        self.toml, self.hello_request, self.timeout = toml, protocol.hello_request(toml), timeout
+        self.body = frozen_recipe(for_sites(config)) if config.model.frozen != "none" else None
+        self._sent: Counter[int] = Counter()  # node -> how often weights were sent to it
         self.membership = Membership()
         self.task: Task | None = None
         self._arrivals: list[Arrival] = []
@@ -216,7 +238,8 @@ class Admission:
     def _agreed(self, enough: int) -> Task | None:
         """The task that enough of the present sites share; else None, and a note on each site that does not fit."""
         rows = sorted(self._arrivals, key=lambda each: each.hello.site)
-        task = self.task or agree([each.hello.task for each in rows])
+        usable = [each for each in rows if body_problem(self.body, each.hello.task.body) is None]
+        task = self.task or agree([each.hello.task for each in usable or rows])
         if len({self._place(each.hello) for each in self._fitting(task, rows, silent=True)}) >= enough:
             return task
         self._fitting(task, rows)
@@ -238,7 +261,8 @@ class Admission:
         return hello.number if hello.number >= 0 else hello.site
 
     def _problem(self, task: Task, hello: Hello) -> str | None:
-        return disagreement(task, hello.task) or number_problem(hello, self.config.partition.clients)
+        other_body = body_problem(self.body, hello.task.body)
+        return other_body or disagreement(task, hello.task) or number_problem(hello, self.config.partition.clients)
 
     def query_new_nodes(self, online: set[int]) -> None:
         """Ask unknown nodes who they are."""
@@ -266,6 +290,8 @@ class Admission:
         try:
             arrival = self._arrival(request, reply)
         except Exception as error:  # whatever reading it raises is that site's problem, not the server's
+            if isinstance(error, SiteProblem) and error.room and self._send_weights(request.node, error.room):
+                return
             self._again[request.node] = time.monotonic() + min(AGAIN, self.timeout)
             who, facts = self._describe_node(request.node, reply)
             self.note_once(f"{who} cannot take part: {describe_error(error)}", **facts)
@@ -278,6 +304,25 @@ class Admission:
             self.note_once(problem, site=site, node=request.node, key=ssh_fingerprint(arrival.key))
             return
         self._arrivals.append(arrival)
+
+    def _send_weights(self, node: int, room: int) -> bool:
+        """Send a node the weights that it lacks; False if they are larger than it takes, or not to be sent."""
+        model = self.config.model
+        if self.body is None or model.weights is None or model.name in PINNED or model.name.startswith(ONNX):
+            return False
+        file = Path(model.weights)
+        if (size := file.stat().st_size) > room:
+            note = f"node {node} takes weights of up to {room:,} bytes, and {file} has {size:,} (allow.weights)"
+            self.note_once(note, node=node)
+            return False
+        self._sent[node] += 1
+        if self._sent[node] > SENT:
+            return False
+        self.tell(f"sending the weights of the frozen body, {size:,} bytes, to node {node}")
+        content = protocol.hello_request(self.toml, file.read_bytes())
+        self.events("asked", kind="query", nodes=[node], sent=content)
+        self.mailbox.send([(Request(node, MessageType.QUERY, GREETING), content)], self.timeout)
+        return True
 
     def _arrival(self, request: Request, reply: Reply) -> Arrival:
         """Read a newcomer's introduction, and verify its signature."""

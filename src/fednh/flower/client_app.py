@@ -20,6 +20,7 @@ and nothing else; a sample, a label or a path is in none of them. Many methods u
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -30,29 +31,43 @@ from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from filelock import FileLock
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
+from fednh import extras
 from fednh.config import Config
 from fednh.data import scaling
 from fednh.data.agreement import not_agreed
 from fednh.data.batches import ClientData, Samples, samples_of, subset
-from fednh.data.dataset import Dataset, digest, one_site
+from fednh.data.dataset import Dataset, digest, one_site, select_rows
 from fednh.errors import Refused, UserError
 from fednh.federated import checks, evaluate, similarity
 from fednh.federated import client as clients
-from fednh.federated.setup import Federation, build_federation, initial_state, load_data, test_sample
+from fednh.federated.setup import (
+    Federation,
+    build_federation,
+    frozen_recipe,
+    initial_state,
+    load_data,
+    prepared,
+    test_sample,
+    weights_of,
+)
 from fednh.flower import protocol, signing
 from fednh.flower.audit import SiteEvents
 from fednh.flower.layout import StateFolder
 from fednh.flower.protocol import Answer, Hello, Number, Order, Task
 from fednh.flower.signing import ssh_fingerprint
 from fednh.flower.site_config import METRICS, Agreement, SiteConfig, read_site_config
-from fednh.io.files import keep_private, read_tree, write_bytes, write_tree
+from fednh.io.files import atomic_write, keep_private, read_tree, sha256, write_bytes, write_tree
 from fednh.machine import one_thread
 from fednh.metric_names import HELD
 from fednh.models import check_size
+from fednh.models.backbone import PINNED, Recipe, check_body_size
+from fednh.models.features import is_features
 from fednh.runs import fingerprint
 from fednh.runs.model_file import write_model, write_outcomes
 from fednh.text import one_line
@@ -86,6 +101,8 @@ class Site:
         self.config = _config(toml, site_config)
         if self.agreement is not None:
             self.agreement.check(self.config)
+        self.site_config = site_config = with_weights(site_config, self.config)
+        self.config = _config(toml, site_config)
         self.shared = toml, _shared(site_config), task
         self.fed = _federation(*self.shared)
         site_config.policy.check_numbers(self.fed.method.numbers(self.fed.net.num_classes, self.fed.net.dim))
@@ -310,7 +327,8 @@ def _own_data(toml: str, site_config: SiteConfig) -> Dataset:
         data = one_site(_loaded(config), site_config.site)
     if problem := not_agreed(data, config.data.classes, config.data.columns):
         raise Refused(f"this site discloses nothing about its data that is not agreed: {problem}")
-    return data
+    with _hide_data_errors():
+        return _prepared(config, site_config, data)
 
 
 def _own_config(toml: str, site_config: SiteConfig) -> Config:
@@ -326,23 +344,42 @@ def _federation(toml: str, site_config: SiteConfig, task: Task | None) -> Federa
         config = _config(toml, site_config)
         config = config.model_copy(update={"partition": _updated(config.partition, clients=site_config.parts)})
         with _hide_data_errors():
-            data = load_data(config)
+            data = _prepared(config, site_config, load_data(config))
+            _check_body(data, task)
             _check_size(config, site_config, data)
             return build_federation(config, data)
     config, data = _own_config(toml, site_config), _own_data(toml, site_config)
     if task is not None:
         if (data.shape, data.classes) != (task.shape, task.classes):
             raise Refused("this site's data has another shape or other classes than the federation agreed on")
+        _check_body(data, task)
         data = replace(data, scale=task.scale, mean=task.mean, std=task.std, fitted=False)
     with _hide_data_errors():
         _check_size(config, site_config, data)
         return build_federation(config, data)
 
 
+def _prepared(config: Config, site_config: SiteConfig, data: Dataset) -> Dataset:
+    """The samples as the site trains on them; a frozen body that is too large is refused before it is built."""
+    if config.model.frozen != "none":
+        check = site_config.policy.check_parameters
+        check_body_size(frozen_recipe(config), data.num_classes, weights_of(config), check)
+    return prepared(config, data)
+
+
+def _check_body(data: Dataset, task: Task | None) -> None:
+    """Refuse an order that says that the features come from another frozen body than this site has."""
+    if task is None:
+        return
+    body = Recipe.model_validate(data.preprocessing["backbone"]) if is_features(data.preprocessing) else None
+    if body is not None and (task.body is None or not body.same(task.body)):
+        raise Refused("the features of this site come from another frozen body than the order says is agreed")
+
+
 def _check_size(config: Config, site_config: SiteConfig, data: Dataset) -> None:
     """Refuse a model that is larger than the site allows, before any of it is built."""
-    model = config.model
-    check_size(model.name, data.shape, data.num_classes, model.args, site_config.policy.check_parameters)
+    name, args = config.model.trained
+    check_size(name, data.shape, data.num_classes, args, site_config.policy.check_parameters)
 
 
 @contextmanager
@@ -384,6 +421,7 @@ def load_test_set(config: Config, source: str, task: Task | Dataset) -> Samples:
     data = _loaded(config.model_copy(update={"data": whole}))
     if not len(data.y_test):
         data = replace(data, x_test=data.x_train, y_test=data.y_train, site_test=data.site_train)
+    data = prepared(config, select_rows(data, np.arange(len(data.y_train)) < 1))  # no more training samples are needed
     if (data.shape, data.classes) != (task.shape, task.classes):
         raise UserError(
             f"{source} as a test set has samples of shape {data.shape} and the classes {', '.join(data.classes)}, but "
@@ -391,6 +429,65 @@ def load_test_set(config: Config, source: str, task: Task | Dataset) -> Samples:
         )
     data = replace(data, scale=task.scale, mean=task.mean, std=task.std)
     return test_sample(config, samples_of(data, "test", device=config.device))
+
+
+# --- weights of a frozen body ---------------------------------------------------------------------------------------
+
+
+class WeightsMissing(Refused):
+    """The agreed weights are not at this site, which takes a file of up to `room` bytes from the server."""
+
+    def __init__(self, sha256: str, room: int):
+        how = f"it takes {room:,} bytes of them" if room else "it takes none from the server (allow.weights)"
+        super().__init__(
+            f"the weights of the frozen body with SHA-256 {sha256} are not at this site, and {how}; its owner may give "
+            "the file (weights = of its site.toml)"
+        )
+        self.sha256, self.room = sha256, room
+
+
+def with_weights(site_config: SiteConfig, config: Config) -> SiteConfig:
+    """The site's settings with the file of the agreed weights: its owner's, or the one that the server has sent."""
+    agreed, policy = config.features.sha256, site_config.policy
+    if config.model.frozen == "none" or agreed is None:
+        return site_config
+    if config.model.name in PINNED:
+        if agreed != PINNED[config.model.name]:
+            raise Refused(f"features.sha256 = {agreed!r} is not that of the published {config.model.name}")
+        if not extras.installed("backbones"):
+            raise Refused(f"model.name = {config.model.name!r} needs the extra `backbones`, which is not at this site")
+        return site_config
+    if policy.weights is not None:
+        if not (own := Path(policy.weights)).is_file() or sha256(own) != agreed:
+            raise Refused(f"the file of weights at this site is not the agreed one, whose SHA-256 is {agreed}")
+        return site_config
+    folder = StateFolder(site_config.home)
+    file = folder.weights(agreed)
+    if not file.is_file() or sha256(file) != agreed:
+        others = sum(path.stat().st_size for path in folder.received_weights() if path != file)
+        raise WeightsMissing(agreed, min(max(0, policy.allow.weights - others), protocol.SIZE))
+    return site_config.model_copy(update={"policy": _updated(policy, weights=str(file))})
+
+
+def store_weights(site_config: SiteConfig, missing: WeightsMissing, content: bytes) -> None:
+    """Keep the weights that the server sends: the agreed ones, as a safetensors file, whole or not at all."""
+    if not 0 < len(content) <= missing.room:
+        raise Refused(
+            f"the server sends weights of {len(content):,} bytes; up to {missing.room:,} are taken here (allow.weights)"
+        )
+    if hashlib.sha256(content).hexdigest() != missing.sha256:
+        raise Refused(f"the weights that the server sends do not have the agreed SHA-256 {missing.sha256}")
+    folder = StateFolder(site_config.home)
+    with FileLock(folder.weights_lock):
+        for torn in folder.torn_weights():
+            torn.unlink()
+        try:
+            with atomic_write(folder.weights(missing.sha256)) as draft:
+                draft.write_bytes(content)
+                with safe_open(draft, "pt"):  # its header fits its size
+                    pass
+        except SafetensorError as error:
+            raise Refused("the weights that the server sends are no safetensors file") from error
 
 
 def _updated(section: Any, **values: Any) -> Any:
@@ -418,7 +515,14 @@ Handler = Callable[[VerifiedMessage], RecordDict]
 
 
 def _hello(message: VerifiedMessage) -> RecordDict:
-    hello, times = message.site().hello()
+    try:
+        site = message.site()
+    except WeightsMissing as missing:
+        if protocol.WEIGHTS not in message.content:
+            raise
+        store_weights(message.site_config, missing, protocol.read_weights(message.content))
+        site = message.site()
+    hello, times = site.hello()
     message.events.facts["greeting"] = times
     if times == 1 and not message.site_config.divided:
         message.events.new()
@@ -465,7 +569,8 @@ def _handle(work: Handler, message: Message, context: Context) -> Message:
     except Refused as error:
         data, cause = message.metadata, error.__cause__  # the cause may quote data: it stays in the site's own logs
         why = str(error) if cause is None else f"{error}: {cause}"
-        reply = finalize_reply(protocol.error_reply(f"refused: {error}", name), events, seal, refused=why)
+        room = error.room if isinstance(error, WeightsMissing) else 0
+        reply = finalize_reply(protocol.error_reply(f"refused: {error}", name, room), events, seal, refused=why)
         if events is None or events.times:
             log.error("refused: %s (message %r of node %d)", one_line(why), data.message_type[:50], data.src_node_id)
     except Exception as error:

@@ -14,6 +14,7 @@ What a site keeps, HOME being its `state`:
   HOME/orders-KEY-SITE.json                            the last order that it took
   HOME/messages-SITE.json                              how many messages of each kind came that asked for nothing new
   HOME/agreed-KEY-SITE.json                            which samples count, and its greeting; delete it to agree anew
+  HOME/weights.SHA256.safetensors                      weights of a frozen body that the server sent, once
   HOME/FEDERATION/SITE/state.round-000007.safetensors  what the client kept after round 7; never leaves this disk
   HOME/FEDERATION/SITE/replaced.round-000007.safetensors  the first of two different ones of round 7
   HOME/FEDERATION/SITE/personal.safetensors            its personal model, with its model card
@@ -166,6 +167,19 @@ class StateFolder(FolderLayout):
     def agreement(self, site: str, key: str) -> Path:
         """The file about what a site has agreed with the federation of this key."""
         return self.path / f"agreed-{key}-{_short(site)}.json"
+
+    weights_lock = Inside(".weights.lock")
+
+    def weights(self, sha256: str) -> Path:
+        """The file of the weights with this checksum, received from a server."""
+        return self.path / f"weights.{sha256}.safetensors"
+
+    def received_weights(self) -> list[Path]:
+        return sorted(self.path.glob("weights.*.safetensors"))
+
+    def torn_weights(self) -> list[Path]:
+        """What a process that was killed while it wrote weights left."""
+        return list(self.path.glob(".weights.*.tmp"))
 
     def kept(self, federation: str, site: str) -> KeptState:
         return KeptState(self.path / _safe(federation) / _safe(site))

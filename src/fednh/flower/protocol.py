@@ -1,10 +1,12 @@
 """All that server and sites exchange: trees as arrays of bytes, facts as small records.
 
-    server ---query    {config}                                     --->  site: who are you, what is your data like
+    server ---query    {config, [weights]}                          --->  site: who are you, what is your data like
     server ---train    {config, order, down, [global]}              --->  site: evaluate the last round, train next
     server ---evaluate {config, order, down, [global]}              --->  site: only evaluate
     server ---query.notice {notice}                                 --->  site: something for its log
     server <--reply    {said} or {said, facts, [upload], [figures]} ----  site
+
+A query has the `weights` of a frozen body if the site has said that it lacks them and takes a file of that size.
 
 Every message also has a `seal`: see signing.py. Anything else is a `ValueError` that says what is wrong: a message may
 come from anybody. Sizes and kinds are checked before anything is allocated (transport.py).
@@ -21,13 +23,14 @@ import json
 import math
 from collections.abc import Set
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import safetensors.numpy
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from pydantic import (
     AfterValidator,
+    ConfigDict,
     Field,
     TypeAdapter,
     ValidationError,
@@ -43,6 +46,8 @@ from fednh.federated.setup import Federation
 from fednh.flower import transport
 from fednh.flower.signing import Identity
 from fednh.flower.transport import FetchError, Reply, Request, StrictModel, quoted
+from fednh.models.backbone import Recipe
+from fednh.models.features import is_features
 from fednh.text import name_problem, one_line
 from fednh.tree import Tree, canonical
 
@@ -147,10 +152,12 @@ def _header(text: bytes) -> dict[str, TensorHeader]:
 
 
 FORMAT = 3  # version of these messages; server and sites must have the same
+WEIGHTS = "weights"  # the record of a query that has the weights of a frozen body
 NOTICE = "query.notice"  # Flower's message type for a notice from the server to a site
 LONGEST = 2000  # characters of a problem: it may quote a request of any length
 LARGE = 1e30  # the largest number that is not taken for a fault
 SAMPLES = 10**12  # training samples that one site can process in a round
+SIZE = 10**12  # bytes of a file of weights
 R = TypeVar("R", ArrayRecord, ConfigRecord, MetricRecord)
 Number = int | float | list[float]
 
@@ -192,8 +199,13 @@ class Task(StrictModel):
 
     @classmethod
     def of(cls, fed: Federation, name: str, divided: bool) -> Task:
-        """The task of a site's data, with what it measured; of a divided set all sites have the same statistics."""
-        data = fed.dataset
+        """The task of a site's data, with what it measured; of a divided set all sites have the same statistics.
+
+        Where the weights of a frozen body lie is not part of it.
+        """
+        data, described = fed.dataset, fed.dataset.preprocessing
+        if is_features(described):
+            described = {**described, "backbone": {**described["backbone"], "file": None}}
         mean, std = fed.statistics[0] if fed.statistics and not divided else (data.mean, data.std)
         return cls.model_construct(  # the server checks it like any other
             data=name,
@@ -203,7 +215,7 @@ class Task(StrictModel):
             scale=data.scale,
             mean=mean,
             std=std,
-            preprocessing=json.dumps(data.preprocessing, sort_keys=True),
+            preprocessing=json.dumps(described, sort_keys=True),
         )
 
     @classmethod
@@ -233,7 +245,22 @@ class Task(StrictModel):
         marks = () if self.divided else (0, -1)
         if wrong := [value for value in self.std if value <= 0 and value not in marks]:
             raise ValueError(f"the deviation {quoted(wrong[0])} is not positive")
+        if (body := self.body) is not None:
+            SentImages.parse(json.dumps(json.loads(self.preprocessing).get("inputs")))
+            if (self.shape, self.scale, self.mean, self.std) != ((body.dim,), 1.0, (0.0,), (1.0,)) or body.file:
+                raise ValueError("features of a frozen body are told without statistics and without a path")
         return self
+
+    @property
+    def body(self) -> Recipe | None:
+        """The frozen body whose features the samples are; None: they are no features."""
+        described = json.loads(self.preprocessing)
+        if not isinstance(described, dict) or not is_features(described):
+            return None
+        try:
+            return Recipe.model_validate(described.get("backbone"))
+        except ValidationError as error:
+            raise ValueError(f"its frozen body cannot be read: {one_line(str(error), 200)}") from None
 
     def text(self) -> str:
         return json.dumps(self.model_dump())
@@ -244,6 +271,16 @@ class Task(StrictModel):
         return {**json.loads(self.preprocessing), "scale": self.scale, "mean": self.mean, "std": self.std}
 
 
+class SentImages(StrictModel):
+    """What a task says of the images whose features the samples are."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+    kind: Literal["image"]
+    size: tuple[Annotated[int, Field(ge=1, le=transport.SAMPLE)], ...] = Field(min_length=2, max_length=2)
+    channels: int = Field(ge=1, le=4)
+    fit: Name = "stretch"
+
+
 class Said(StrictModel):
     """The record `said` of a reply: an acknowledgement, or a problem of the site that it names."""
 
@@ -251,6 +288,7 @@ class Said(StrictModel):
     problem: Text | None = None
     site: Name = ""
     audit: Newest = ""
+    room: int = Field(0, ge=0, le=SIZE)  # it lacks the weights of the frozen body, and takes a file of so many bytes
 
 
 class Hello(StrictModel):
@@ -402,9 +440,18 @@ class SentConfig(StrictModel):
     task: Text  # JSON; empty: not agreed yet
 
 
-def hello_request(config: str) -> RecordDict:
-    """The content of a query."""
-    return RecordDict({"config": ConfigRecord({"format": FORMAT, "toml": config, "task": ""})})
+def hello_request(config: str, weights: bytes | None = None) -> RecordDict:
+    """The content of a query; `weights` is a safetensors file for a site that lacks it."""
+    content = RecordDict({"config": ConfigRecord({"format": FORMAT, "toml": config, "task": ""})})
+    if weights is not None:
+        content[WEIGHTS] = ArrayRecord({TREE: Array(dtype="uint8", shape=(len(weights),), stype=KIND, data=weights)})
+    return content
+
+
+def read_weights(content: RecordDict) -> bytes:
+    """The file of weights in a query, as it is; empty if there is none."""
+    record = _record(content, WEIGHTS, ArrayRecord) if WEIGHTS in content else ArrayRecord()
+    return record[TREE].data if list(record) == [TREE] else b""
 
 
 def notice(text: str) -> RecordDict:
@@ -445,9 +492,12 @@ def tree_names(content: RecordDict, name: str) -> list[str]:
     return list(form_of(_record(content, name, ArrayRecord))) if name in content else []
 
 
-def error_reply(problem: str, site: str = "") -> RecordDict:
-    """A reply that states a problem in place of an answer."""
-    return RecordDict({"said": ConfigRecord({"format": FORMAT, "problem": problem[:LONGEST], "site": site})})
+def error_reply(problem: str, site: str = "", room: int = 0) -> RecordDict:
+    """A reply that states a problem in place of an answer; with `room`, that it takes weights of so many bytes."""
+    said = ConfigRecord({"format": FORMAT, "problem": problem[:LONGEST], "site": site})
+    if room:
+        said["room"] = room
+    return RecordDict({"said": said})
 
 
 def claimed_name(content: RecordDict) -> str:
@@ -458,14 +508,19 @@ def claimed_name(content: RecordDict) -> str:
 
 
 class SiteProblem(Exception):
-    """A site reports that it cannot carry out an order."""
+    """A site reports that it cannot carry out an order; with `room`, for lack of weights of so many bytes at most."""
+
+    def __init__(self, text: str, room: int = 0):
+        super().__init__(text)
+        self.room = room
 
 
 def check_problem(content: RecordDict) -> None:
     """Raise the problem that a site reports. It needs no signature: a site may report that it cannot sign."""
     said = content.get("said")
     if isinstance(said, ConfigRecord) and "problem" in said:
-        raise SiteProblem(one_line(Said.parse(said).problem or "", 500))
+        problem = Said.parse(said)
+        raise SiteProblem(one_line(problem.problem or "", 500), problem.room)
 
 
 def _said(content: RecordDict) -> ConfigRecord:

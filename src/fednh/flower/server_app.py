@@ -15,6 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,13 @@ from flwr.serverapp import Grid, ServerApp
 from fednh.callbacks import Callback
 from fednh.callbacks.screen import metric_words
 from fednh.config import Config, dump
-from fednh.errors import UserError
+from fednh.errors import ConfigError, UserError
 from fednh.federated import checks, similarity
 from fednh.federated.client import ClientResult
 from fednh.federated.evaluate import Personal
 from fednh.federated.executor import RoundPolicy, RoundTask
 from fednh.federated.rounds import RoundLoop
-from fednh.federated.setup import Federation, ServerSide, build_federation, network
+from fednh.federated.setup import Federation, ServerSide, build_federation, frozen_recipe, network, weights_of
 from fednh.flower import audit, layout
 from fednh.flower.admission import Admission, MemberRow, Membership
 from fednh.flower.audit import head_of
@@ -55,6 +56,7 @@ from fednh.flower.transport import FetchError, Limit, Mailbox, Reply, Request
 from fednh.io.files import keep_private
 from fednh.machine import check_machine
 from fednh.metric_names import HELD, RoundRecord
+from fednh.models.backbone import PINNED, find_weights
 from fednh.runs.client_states import Store
 from fednh.runs.model_file import card_of
 from fednh.runs.run_folder import RunFolder
@@ -164,6 +166,8 @@ class Sites:
         else:  # the server does not know how the samples of sites with their own data are distributed
             net = network(config, task.shape, len(task.classes))
             card = card_of(config, net, task.shape, task.classes, task.data, task.recipe)
+            if task.body is not None:  # a site does not say where its weights lie
+                card["features"]["file"] = _weights_file(config)
             side = ServerSide(task.data, task.classes, net, self.method, None, card)
         if config.federation.test is not None:
             side = replace(side, test=load_test_set(config, config.federation.test, task), notes=())
@@ -360,6 +364,15 @@ class SiteAnswers:
 
     def _by_client(self) -> list[Answer]:
         return sorted(self.answers, key=lambda answer: answer.client)
+
+
+def _weights_file(config: Config) -> str | None:
+    """Where the server itself has the weights of the frozen body; None: in a package, or nowhere."""
+    if config.model.name in PINNED:
+        return None
+    with suppress(ConfigError):
+        return str(find_weights(frozen_recipe(config), weights_of(config)))
+    return None
 
 
 def _when(order: Order) -> int:

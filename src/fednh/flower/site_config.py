@@ -31,12 +31,14 @@ from fednh.config.schema import DEFAULT_METHOD
 from fednh.data.sources.builtin import BUILTIN
 from fednh.data.sources.registry import PUBLISHED, agreed, with_prefix
 from fednh.errors import Refused, UserError
+from fednh.federated.setup import frozen_recipe, weights_of
 from fednh.flower.layout import SiteFolder
 from fednh.flower.protocol import Metrics
 from fednh.flower.transport import StrictModel, read_toml
 from fednh.io.files import expanded, write_json
 from fednh.methods import METHODS
 from fednh.models import MODELS
+from fednh.models.backbone import ONNX, PINNED, checksum_of, plain_name
 from fednh.text import name_problem
 
 if TYPE_CHECKING:
@@ -70,15 +72,23 @@ class Allow(StrictModel):
     methods: Names = Field(
         tuple(METHODS), description='names; one of your own is `"mymethods:Mine"`, importable at the site'
     )
-    models: Names = Field(("auto", *MODELS), description="names, or `mynets:Net`")
+    models: Names = Field(("auto", *MODELS, *PINNED), description="names, or `mynets:Net`, `onnx:net.onnx`")
     rounds: Limit | None = Field(
         None, description="most that the site trains in all, over every run; it evaluates twice as many at most"
     )
     epochs: Limit | None = Field(None, description="most of one round, for each of the method's kinds of passes")
     sites: Limit = Field(1, description="fewest that train together, as the server says")
     samples: Limit = Field(10, description="of its own data: fewest behind any number that leaves, and in a batch")
-    parameters: Limit = Field(PARAMETERS, description="most that a model has, counted before it is built")
-    pixels: Limit = Field(1_000_000, description="most of an image, where the config says its size (`data.size`)")
+    parameters: Limit = Field(
+        PARAMETERS, description="most that a model has, or a frozen body, counted before it is built"
+    )
+    pixels: Limit = Field(
+        1_000_000, description="most of an image, where the config says its size (`data.size`, `features.size`)"
+    )
+    views: Limit = Field(10, description="most of an image that a frozen body sees (`features.views`)")
+    weights: int = Field(
+        0, ge=0, description="bytes of a frozen body's weights that it takes from the server and keeps, in all; 0: none"
+    )
     counts: bool = Field(False, description="whether an upload may hold how many samples of each class there are")
     metrics: Names = Field(
         METRICS, description='which numbers may leave, `""` for none: ' + ", ".join(f"`{name}`" for name in METRICS)
@@ -126,7 +136,7 @@ class Policy(StrictModel):
         "`data.missing` must be the same",
     )
     weights: Annotated[str, AfterValidator(lambda text: str(expanded(text).absolute()))] | None = Field(
-        None, description="its own copy of the file, where the federation starts from `model.weights`"
+        None, description="its own copy of the file, where the federation has `model.weights`, or an `onnx:` network"
     )
     allow: Allow = Allow()
 
@@ -137,6 +147,7 @@ class Policy(StrictModel):
             config = validate(tree, "the server's config: ")
             self._check_method(config)
             self._check_pixels(config)
+            self._check_body(config)
             if source is not None and missing_values(config.data.missing) != self.missing:
                 raise Refused("data.missing: which values mean missing, this site's site.toml says (missing =)")
             return config
@@ -158,7 +169,9 @@ class Policy(StrictModel):
         _allowed("model.name", model.get("name", "auto"), self.allow.models, "models")
         if len(str(model.get("args"))) > ARGUMENTS:
             raise Refused(f"model.args has more than {ARGUMENTS} characters")
-        if model.get("weights") is not None:
+        if model.get("frozen", "none") != "none":
+            model["weights"] = self.weights  # its owner's file; None: one that was received, or none at all
+        elif model.get("weights") is not None:
             if self.weights is None:
                 raise Refused("model.weights: this site starts from no file; its site.toml names none (weights =)")
             model["weights"] = self.weights
@@ -216,6 +229,28 @@ class Policy(StrictModel):
         if size is not None and math.prod(size) > self.allow.pixels:
             raise Refused(
                 f"data.size = {size} is more than the {self.allow.pixels:,} pixels that this site allows (allow.pixels)"
+            )
+
+    def _check_body(self, config: Config) -> None:
+        """Refuse a frozen body whose features take too much, or whose weights the config does not fix."""
+        name, how = config.model.name, config.features
+        if config.model.frozen == "none":
+            return
+        if how.size**2 > self.allow.pixels:
+            raise Refused(
+                f"features.size = {how.size} is more than the {self.allow.pixels:,} pixels that this site allows "
+                "(allow.pixels)"
+            )
+        if how.views > self.allow.views:
+            raise Refused(
+                f"features.views = {how.views} is more than the {self.allow.views} that this site allows (allow.views)"
+            )
+        if how.sha256 is None:
+            raise Refused("features.sha256 is missing: it says which weights the frozen body has")
+        if name.startswith(ONNX) and self.weights is None:
+            raise Refused(
+                f"model.name = {name[:100]!r} is a program, which this site takes from nobody: it needs its own copy "
+                "of the file (weights = of its site.toml)"
             )
 
     def _check_federation(self, said: Mapping[str, Any]) -> None:
@@ -360,6 +395,9 @@ def about_samples(config: Config) -> dict[str, Any]:
     """The server's settings that decide which samples of a site count, and how they are made."""
     data = {f"data.{key}": getattr(config.data, key) for key in (*SAFE_DATA, "columns", "missing")}
     more = {"partition.min_samples": config.partition.min_samples, "eval.samples": config.eval.samples}
+    if config.model.frozen != "none":
+        more |= {f"model.{key}": getattr(config.model, key) for key in ("frozen", "name", "args", "head")}
+        more |= {f"features.{key}": value for key, value in config.features}
     settings: dict[str, Any] = json.loads(json.dumps({"seed": config.seed, **data, **more}))
     return settings
 
@@ -434,13 +472,18 @@ class Agreement:
 
 
 def for_sites(config: Config) -> Config:
-    """The config that the server sends: without its own paths and sources."""
+    """The config that the server sends: without its own paths and sources, with the checksum of a frozen body."""
     weights = None if config.model.weights is None else "pretrained"
+    frozen, features = config.model.frozen != "none", config.features
+    if frozen:
+        checksum = checksum_of(frozen_recipe(config), weights_of(config))
+        features = features.model_copy(update={"sha256": checksum})
     group = None if config.data.group is None else "group"  # that there are groups; each site says which
     return config.model_copy(
         update={
             "data": config.data.model_copy(update={"dir": None, "group": group}),
-            "model": config.model.model_copy(update={"weights": weights}),
+            "model": config.model.model_copy(update={"weights": weights, "name": plain_name(config.model.name)}),
+            "features": features,
             "federation": config.federation.model_copy(update={"folder": None, "key": None, "test": None}),
         }
     )

@@ -27,7 +27,7 @@ from fednh.data.scaling import constants, floats
 from fednh.errors import ConfigError
 from fednh.io import cache
 from fednh.io.files import expanded, sha256
-from fednh.models import build_net
+from fednh.models import build_net, check_size
 from fednh.tree import select
 
 ONNX = "onnx:"
@@ -35,6 +35,7 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and deviation 
 CHANNELS = 3
 LITE = "efficientnet_lite0"
 PINNED = {LITE: "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"}  # SHA-256 of the package's weights
+PARAMETERS = {LITE: 4_652_008}
 
 Function = Callable[[Tensor], Tensor]  # images (B, 3, S, S) as floats -> features (B, D)
 
@@ -160,6 +161,7 @@ def find_weights(recipe: Recipe, given: Path | None = None, near: Path | None = 
             f"with model.weights"
         )
     places = [] if recipe.file is None else [Path(recipe.file)]
+    places += [expanded(recipe.name.removeprefix(ONNX))] if recipe.name.startswith(ONNX) else []
     places += [] if near is None else [p for folder in (near, *near.parents[:3]) for p in folder.glob("weights.*")]
     places += list(cache.folder("weights").glob(f"{recipe.sha256}.*"))
     for place in places:
@@ -169,6 +171,29 @@ def find_weights(recipe: Recipe, given: Path | None = None, near: Path | None = 
         f"the weights of {recipe.name} with SHA-256 {recipe.sha256} are not on this machine (they were in "
         f"{recipe.file}); say where the file is with weights = ..."
     )
+
+
+def plain_name(name: str) -> str:
+    """The name of a network without the folders of its file, as other machines know it."""
+    return ONNX + Path(name.removeprefix(ONNX)).name if name.startswith(ONNX) else name
+
+
+def checksum_of(recipe: Recipe, weights: Path | None = None) -> str:
+    """The SHA-256 of a recipe's weights; `weights` is a file that the user gives."""
+    return recipe.sha256 or PINNED.get(recipe.name) or sha256(find_weights(recipe, weights))
+
+
+def check_body_size(recipe: Recipe, num_classes: int, weights: Path | None, check: Callable[[int], None]) -> None:
+    """Call `check`, which may raise, with the number of a body's parameters, before it is built.
+
+    Of an ONNX network it is at most the number of four bytes that its file has.
+    """
+    if recipe.name in PINNED:
+        check(PARAMETERS[recipe.name])
+    elif recipe.name.startswith(ONNX):
+        check(find_weights(recipe, weights).stat().st_size // 4)
+    else:
+        check_size(recipe.name, (CHANNELS, recipe.size, recipe.size), num_classes, recipe.args, check)
 
 
 def _lite(recipe: Recipe, given: Path | None) -> Backbone:
@@ -237,8 +262,8 @@ def _onnx(recipe: Recipe, file: Path) -> Backbone:
     def run(x: Tensor) -> Tensor:
         return torch.from_numpy(session.run([output], {inputs[0]: x.contiguous().numpy()})[0])
 
-    # The file stands for the name: another machine may have it elsewhere.
-    named = recipe.model_copy(update={"name": ONNX + file.name, "sha256": sha256(file), "file": str(file)})
+    # Its name without folders: another machine may have the file elsewhere, and under another name.
+    named = recipe.model_copy(update={"name": plain_name(recipe.name), "sha256": sha256(file), "file": str(file)})
     return Backbone(named, lambda x: averaged(run(x)), onnx=OnnxBody(file, inputs[0], output, run))
 
 

@@ -75,7 +75,7 @@ def with_features(data: Dataset, backbone: Backbone, views: int = 1) -> Dataset:
         raise DataError(f"model.frozen = 'body' needs images, but {data.name} holds vectors; leave it out")
     if data.scale != 255:
         raise DataError(f"model.frozen = 'body' needs pixels from 0 to 255; those of {data.name} end at {data.scale:g}")
-    copies = [_copy(data.x_train, number) for number in range(1, views)]
+    copies = [_copy(data, number) for number in range(1, views)]
     parts = [data.x_train, data.x_test, *copies]
     with _progress(sum(map(len, parts))) as tick:
         vectors = [features(part, backbone, tick) for part in parts]
@@ -122,9 +122,19 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
         yield lambda number: bar.advance(shown, number)
 
 
-def _copy(images: Images, number: int) -> Images:
-    """Augmented copies of all images."""
-    return crop_flip(torch.from_numpy(np.ascontiguousarray(images)), torch_rng(0, "views", number)).numpy()
+def _copy(data: Dataset, number: int) -> Images:
+    """Augmented copies of all training images.
+
+    Those of a natural site are drawn by its name, so that it draws the same alone as in the simulation of all sites.
+    """
+    images = torch.from_numpy(np.ascontiguousarray(data.x_train))
+    if data.site_train is None:
+        return crop_flip(images, torch_rng(0, "views", number)).numpy()
+    out = torch.empty_like(images)
+    for site, name in enumerate(data.sites):
+        rows = torch.from_numpy(data.site_train == site)
+        out[rows] = crop_flip(images[rows], torch_rng(0, f"views {name}", number))
+    return out.numpy()
 
 
 def features(

@@ -127,6 +127,9 @@ TABLE: list[tuple[type[StrictModel], dict[str, Any], str]] = [
     (Said, {"site": "x" * 1001}, "not a text of up to 1000 characters"),
     (Said, {"audit": 7}, "audit is 7, not a text"),
     (Said, {"audit": "7:beef"}, "audit is '7:beef', not a text"),
+    (Said, {"room": -1}, "room is -1, not a whole number from 0 to 1000000000000"),
+    (Said, {"room": 10**12 + 1}, "room is 1000000000001, not a whole number from 0 to 1000000000000"),
+    (Said, {"room": "1"}, "room is '1', not a whole number from 0 to 1000000000000"),
     (Said, {"more": 1}, "more is not known"),
     (Hello, {"format": 3.0}, "format is 3.0, not a whole number"),
     (Hello, {"site": GONE}, "site is missing"),
@@ -380,7 +383,7 @@ def test_a_checkpoint_without_the_sites_keys_is_refused_in_a_sentence(tmp_path: 
 # --- site.toml -----------------------------------------------------------------------------------------------------
 
 
-LIMITS = ("rounds", "epochs", "sites", "samples", "parameters", "pixels")
+LIMITS = ("rounds", "epochs", "sites", "samples", "parameters", "pixels", "views")
 TEXTS = (
     "federation",
     "set",
@@ -403,6 +406,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     *(({f"allow.{key}": True}, f"allow.{key} is True, not a whole number of 1 or more") for key in LIMITS),
     *(({f"allow.{key}": 3}, f"allow.{key} is 3, not a text") for key in ("methods", "models", "metrics")),
     ({"allow.metrics": "loss, accuracy"}, f"allow.metrics has 'accuracy'; metrics are {', '.join(METRICS)}"),
+    ({"allow.weights": -1}, "allow.weights is -1, not a whole number of 0 or more"),
     ({"allow.counts": "no"}, "allow.counts is 'no', not true or false"),
     ({"allow.privacy": "dp"}, "allow.privacy takes 'none' only: this version of fednh has no privacy mechanism"),
     ({"allow.more": 1}, "allow.more is not known"),

@@ -39,8 +39,9 @@ from fednh.data.sources.images import KEPT
 from fednh.data.sources.registry import absolute
 from fednh.errors import UserError
 from fednh.flower.layout import FederationFolder, SiteFolder
-from fednh.flower.site_config import METRICS, Allow, missing_values
-from fednh.io.files import private_folder, write_bytes
+from fednh.flower.site_config import METRICS, Allow, for_sites, missing_values
+from fednh.io.files import expanded, private_folder, write_bytes
+from fednh.models.backbone import ONNX
 from fednh.text import name_problem, plural
 
 # --- apps that a site lets run --------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ def write(
     if "federation.min_clients" not in overrides:  # a user's min_clients also applies to the first round
         federation |= {"federation.start": count, "federation.min_clients": min(2, count)}
     federation["federation.key"] = str(fed.orders_key)
-    chosen = settings.load(None, {**DEFAULTS, **_data(sources, count), **federation, **overrides})
+    chosen = _absolute_weights(settings.load(None, {**DEFAULTS, **_data(sources, count), **federation, **overrides}))
     called = site_names(count) if names is None else names
     made = [fed.site(each) for each in (called if _own(sources) else sorted(called))]  # the k-th has part k
     write_bytes(fed.app_file, app(name, chosen).encode())
@@ -157,6 +158,16 @@ def write(
         write_bytes(site.node_config, site_toml(says, chosen).encode())
     write_bytes(fed.readme, readme(name, fed, made).encode())
     return made
+
+
+def _absolute_weights(config: Config) -> Config:
+    """The config with absolute paths of a model's files: the server works in another folder."""
+    model, places = config.model, {}
+    if model.weights is not None:
+        places["weights"] = str(expanded(model.weights).absolute())
+    if model.name.startswith(ONNX):
+        places["name"] = f"{ONNX}{expanded(model.name.removeprefix(ONNX)).absolute()}"
+    return config.model_copy(update={"model": model.model_copy(update=places)})
 
 
 def _count_named(names: Sequence[str], sites: int | None) -> int:
@@ -187,16 +198,21 @@ def site_toml(facts: Mapping[str, Any], config: Config) -> str:
         "missing": ", ".join(missing_values(data.missing)),
     }
     known = {"federation": config.federation.name, **(reading if own else {"set": data.name})}
+    frozen, name = config.model.frozen != "none", for_sites(config).model.name
+    if name.startswith(ONNX):  # a program: a site has its own copy
+        known["weights"] = config.model.name.removeprefix(ONNX)
     sent = {"gradient_norm": config.diagnostics.gradient_norm, "per_class": not own, "novelty": method.cosine}
     rules = {
         "methods": config.method["name"],
-        "models": config.model.name,
+        "models": name,
         "rounds": config.rounds,
         "epochs": max(method.passes(config.train.epochs).values()),
         "sites": config.federation.min_clients,
         "samples": allow.samples,
         "parameters": allow.parameters,
-        "pixels": math.prod(data.size or (KEPT, KEPT)),
+        "pixels": max(math.prod(data.size or (KEPT, KEPT)), config.features.size**2 if frozen else 0),
+        "views": config.features.views,
+        "weights": Path(config.model.weights).stat().st_size if frozen and config.model.weights else 0,
         "counts": method.upload.tells_counts,
         "metrics": ", ".join(name for name in METRICS if sent.get(name, True)),
     }
