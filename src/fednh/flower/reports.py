@@ -30,6 +30,7 @@ from fednh.flower.layout import FederationFolder, FlowerHome, SiteFolder, StateF
 from fednh.flower.signing import fingerprint_of_pem, ssh_fingerprint
 from fednh.io.files import expanded
 from fednh.runs.layout import CheckpointLayout, RunLayout
+from fednh.text import some
 
 # --- audit logs -----------------------------------------------------------------------------------------------------
 
@@ -255,15 +256,11 @@ def _greeting(row: dict[str, Any]) -> str:
     """What the site disclosed when it joined."""
     greeting = row.get("told", {})
     classes, columns = greeting.get("classes", []), greeting.get("columns", {})
-    parts = [f"its name, the names of {len(classes)} classes ({_some(classes)})"]
+    parts = [f"its name, the names of {len(classes)} classes ({some(classes, 10)})"]
     if columns:
         text = sum(map(bool, columns.values()))
-        parts.append(f"the names of {len(columns)} columns ({_some(list(columns))}), the agreed values of {text}")
+        parts.append(f"the names of {len(columns)} columns ({some(list(columns), 10)}), the agreed values of {text}")
     return ", ".join([*parts, f"{greeting.get('statistics', 0)} means and deviations"])
-
-
-def _some(names: Sequence[str], most: int = 10) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _rounds(rounds: set[int]) -> str:
@@ -388,7 +385,7 @@ def _add_times(rows: dict[str, SiteStatus], run: Path) -> None:
         row.node = line.get("node") or row.node
         row.key = row.key or str(line.get("key") or "")
         if line["event"] in ("joined", "took"):
-            row.last_answer, row.refused = f"{line['time'][:19].replace('T', ' ')} UTC", ""
+            row.last_answer, row.refused = f"{_when(line)} UTC", ""
         elif line["event"] == "refused":
             row.refused = str(line.get("why"))
 
