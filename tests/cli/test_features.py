@@ -326,7 +326,7 @@ def test_texts_become_features_and_models_take_texts(here: Path, monkeypatch: py
         (["evaluate", str(run.path), "--data", "csv:notes.csv"], "is measured on features: write them with"),
         (["predict", str(run.path), "photos"], "this model takes texts"),
         (args, "--text COLUMN and --model sentence:FOLDER belong together"),
-        ([*args, "--text", "nota"], "has no column 'nota' with texts; did you mean note"),
+        ([*args, "--text", "nota"], "has no column 'nota' with texts; did you mean 'note'?"),
         ([*args, "--text", "note", "--size", "32"], "features.size is for images"),
         (["features", "photos", *args[2:], "--text", "note"], "texts are read from tables"),
         ([*args[:2], "--model", "sentence:photos", "--text", "note", "-o", "t.npz"], "cannot be read as a sentence"),
