@@ -296,7 +296,7 @@ def test_another_size_is_another_recipe(here: Path) -> None:
     assert not np.array_equal(with_features(data, body).x_train, with_features(data, larger).x_train)
 
 
-# --- texts ---
+# --- texts ----------------------------------------------------------------------------------------------------------
 
 
 def test_texts_become_features_and_models_take_texts(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +313,7 @@ def test_texts_become_features_and_models_take_texts(here: Path, monkeypatch: py
     assert (data.sites, data.classes) == (("n", "s"), ("food", "sport"))
     by_text = {row.split(",")[1]: data.x_train[i] for i, row in enumerate(rows)}
     assert all(np.array_equal(data.x_train[i], by_text[row.split(",")[1]]) for i, row in enumerate(rows))
-    run = fednh.run(data=f"npz:{here}/t.npz", out=here / "run", lr=0.5, **{**SHORT, "rounds": 5})
+    run = fednh.run(data=f"npz:{here}/t.npz", out=here / "run", method="fedavg", lr=0.5, **{**SHORT, "epochs": 40})
     model = run.model()
     assert model.predict(["match goal", "salt soup"]).tolist() == ["sport", "food"]
     assert model.predict("bread") == "food"
@@ -326,7 +326,7 @@ def test_texts_become_features_and_models_take_texts(here: Path, monkeypatch: py
         (["evaluate", str(run.path), "--data", "csv:notes.csv"], "is measured on features: write them with"),
         (["predict", str(run.path), "photos"], "this model takes texts"),
         (args, "--text COLUMN and --model sentence:FOLDER belong together"),
-        ([*args, "--text", "nota"], "has no column 'nota' with texts; did you mean note"),
+        ([*args, "--text", "nota"], "has no column 'nota' with texts; did you mean 'note'?"),
         ([*args, "--text", "note", "--size", "32"], "features.size is for images"),
         (["features", "photos", *args[2:], "--text", "note"], "texts are read from tables"),
         ([*args[:2], "--model", "sentence:photos", "--text", "note", "-o", "t.npz"], "cannot be read as a sentence"),

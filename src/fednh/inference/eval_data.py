@@ -49,7 +49,9 @@ def source_config(
 
     `known` are settings of the run below [data] that its model's card may not have.
     """
-    given = settings or {}
+    given, named = settings or {}, find(source)
+    if inputs.is_text(card) and (named is None or named[0].named):  # only arrays can hold features
+        raise UserError(f"{source}: a model that takes texts is measured on features: write them with `fednh features`")
     how = _as_in(card, source, {**(known or {}), **remembered(card)}, given)
     return load(None, {**how, "data.name": source, **given})
 
@@ -70,8 +72,6 @@ def loaded(config: Config) -> Dataset:
 def align_to_model(card: Card, data: Dataset, source: str) -> Dataset:
     """The data with labels by the model's classes and samples of the model's shape, not yet normalised."""
     features, how = is_features(data.preprocessing), card.preprocessing
-    if inputs.is_text(card) and not features:
-        raise UserError(f"{source}: a model that takes texts is measured on features: write them with `fednh features`")
     if features and not inputs.takes(recipe_of(data.preprocessing, source), card):
         raise UserError(f"{source} holds features of another network than those that the model was trained on")
     x_train = inputs.samples(data.x_train, card)
