@@ -192,7 +192,8 @@ def test_the_same_head_for_every_division_and_schedule(
     rounds = [picked for picked in (there[:cut], there[cut:], there) if picked]
     central, divided = play(METHODS[name](), [[0]], [np.arange(11)]), play(METHODS[name](), rounds, parts)
     sums = METHODS[name]().upload.summed
-    same({n: divided[n] for n in sums}, {n: central[n] for n in sums}, rtol=1e-12, atol=1e-12)
+    exact = 1e-12 if name != "fedncm" else 1e-6  # fedncm sends float32
+    same({n: divided[n] for n in sums}, {n: central[n] for n in sums}, rtol=exact, atol=exact)
     same(divided, central, rtol=1e-6, atol=1e-6)
 
 

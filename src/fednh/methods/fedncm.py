@@ -9,6 +9,8 @@ which are those of all samples in one place, for every division of the samples. 
 mean by cosine, s * W f(x) (`cosine`). Training afterwards from this head, the paper's second stage, is FedNH with
 `head_init = "means"`.
 
+Sums travel as float32, half the bytes: only their directions count, and rounding moves these by less than 1e-6.
+
 Deviations: features have unit length before they are summed (the paper takes means of features as they are, and scales
 the mean); a client sends sums, where the paper sends means and counts, which say the same about it. A class that nobody
 has keeps a random unit row.
@@ -67,7 +69,7 @@ class FedNCM(Method):
 
     def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
         sums = feature_sums(lambda x: unit(net.features(received, x)), data.batches(), net.num_classes)
-        return sent_once(kept, select(sums, "sums"))
+        return sent_once(kept, {"sums": sums["sums"].float()})
 
     def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
         sums = added(server, uploads, "sums")
