@@ -76,6 +76,10 @@ class Candidate:
     def alone(self) -> bool:
         return bool(self.settings["method.name"] == "local")
 
+    @property
+    def on_features(self) -> bool:
+        return "model.frozen" in self.settings
+
 
 # In the order in which they are tried, while time lasts. What every answer needs comes first: training alone, and the
 # plain average. Then the methods whose personal models are best in our results on CIFAR (docs/results.md) and in the
@@ -282,6 +286,7 @@ class _Search:
     _loaded: dict[tuple[str, Pair], Run] = field(default_factory=dict)
     _scores: dict[Choice, dict[Pair, float]] = field(default_factory=dict)
     _features: Dataset | None = None
+    _timed: float = 0.0  # seconds of a run of FedAvg, by two rounds that were timed
 
     def __post_init__(self) -> None:
         self.named = {one.name: one for one in self.candidates}
@@ -345,7 +350,7 @@ class _Search:
             return self.rounds, self.folds
         once, again = self._time_rounds()
         for rounds, folds in ((self.rounds or rounds, self.folds or folds) for rounds, folds in EFFORTS):
-            each = once + again * rounds
+            each = self._timed = once + again * rounds
             first = sum(one.cost for one in self.candidates[:ENOUGH]) * FIRST_FOLDS * each
             there = self.clock.left - self.clock.reserve(each)
             if first < SEARCH_SHARE * there and first + first / FIRST_FOLDS / 2 * (folds - FIRST_FOLDS) < there:
@@ -390,9 +395,12 @@ class _Search:
 
     def _seconds(self, name: str) -> float:
         """What a run of a candidate takes, by its own runs or those of others."""
-        own = [run.summary["seconds"] for (one, _), run in self._loaded.items() if one == name]
-        others = [run.summary["seconds"] / self.named[one].cost for (one, _), run in self._loaded.items()]
-        return float(np.mean(own or [self.named[name].cost * np.mean(others or [0.0])]))
+        wanted = self.named[name]
+        runs = [(self.named[one], run.summary["seconds"]) for (one, _), run in self._loaded.items()]
+        own = [seconds for one, seconds in runs if one.name == name]
+        # A run on features says little about one from scratch.
+        others = [seconds / one.cost for one, seconds in runs if one.on_features == wanted.on_features]
+        return float(np.mean(own or [wanted.cost * np.mean(others or [self._timed])]))
 
     def _try(self, name: str, pair: Pair, share: float = 1.0) -> bool:
         """Make a run, if there is time for it within this share of the time; whether it is there."""

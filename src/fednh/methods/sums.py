@@ -5,8 +5,9 @@ is that of all samples in one place, however they are divided and in whatever ro
 in what it keeps that it has sent; its later uploads are zeros. What a client keeps is stored only if its upload was
 used, so that a lost upload is sent again.
 
-Sums are of float64 at the server and, where something is solved from them, on the wire. Features are float32; a product of two is exact in float64, so sums
-of N samples differ between divisions by no more than N * 1e-16 of the sum of absolute values.
+Sums are of float64 at the server and, where something is solved from them, on the wire. Features are float32; a product
+of two is exact in float64, so sums of N samples differ between divisions by no more than N * 1e-16 of the sum of
+absolute values.
 """
 
 from __future__ import annotations
