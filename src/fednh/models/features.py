@@ -234,7 +234,7 @@ class FeatureCache:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.folder / "lock", timeout=60):
+        with FileLock(self.keys_file.with_suffix(".lock"), timeout=60):
             yield
 
 
