@@ -469,6 +469,29 @@ def test_every_method_runs_with_every_aggregator(
         identical(simulation.server, before)
 
 
+def test_a_weighted_mean_counts_samples_that_nothing_was_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pFedFDA trains the body alone, and a linear model has none: its clients' means count by their samples still."""
+    seen: list[tuple[Tree, int]] = []
+    results = SimulationReplies.results
+
+    def remembering(self: SimulationReplies) -> Iterator[ClientResult]:
+        for result in results(self):
+            assert result.samples == 0
+            seen.append((result.upload or {}, result.client))
+            yield result
+
+    monkeypatch.setattr(SimulationReplies, "results", remembering)
+    settings = {"method__name": "pfedfda", "model__name": "linear", "aggregator": "weighted_mean"}
+    simulation, _, _ = play(tmp_path / "r", rounds=1, **settings)
+    parts = build_federation(simulation.config).parts
+    weights = [len(parts[client]) for _, client in seen]
+    assert len(set(weights)) > 1
+    by_hand = np.average([upload["means"].numpy() for upload, _ in seen], axis=0, weights=weights)
+    np.testing.assert_allclose(simulation.server["means"].numpy(), by_hand, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("method", sorted(METHODS.keys() - set(TRAINED)))
 @pytest.mark.parametrize("aggregator", ["median", "trimmed_mean", "norm_clip", "weighted_mean"])
 def test_sums_are_added_up_by_no_other_rule_than_the_mean(method: str, aggregator: str, tmp_path: Path) -> None:

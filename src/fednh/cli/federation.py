@@ -44,7 +44,9 @@ def init(
             autocompletion=OFFERED["data"],
         ),
     ] = None,
-    rounds: Annotated[Given, Short(short("rounds", help="Communication rounds; default: 10."))],
+    rounds: Annotated[
+        Given, Short(short("rounds", help="Communication rounds; default: 10, or 1 if the method trains nothing."))
+    ],
     settings: Setting = None,
 ) -> None:
     """Write a ready Flower app into a new folder; without data of its own it is digits, divided among the sites."""

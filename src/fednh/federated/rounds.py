@@ -142,12 +142,12 @@ class RoundLoop:
                     bounded.append(result)
                 else:
                     builder.use(result)
-                    accepted.add(result.upload or {}, result.samples or 0)
+                    accepted.add(result.upload or {}, self._weight(result.client))
                 started = time.perf_counter()
             self.progress.client_seconds += time.perf_counter() - started
             for result in self._within_bound(bounded, builder):
                 builder.use(result)
-                accepted.add(result.upload or {}, result.samples or 0)
+                accepted.add(result.upload or {}, self._weight(result.client))
             self._check_refusals(builder)
             if accepted.count < policy.min_uploads:
                 return self._skip_round(builder, f"{accepted.count} uploads can be used")
@@ -183,6 +183,11 @@ class RoundLoop:
             return f"round {round_}: {what} of {self.executor.name(result.client)} is not finite and was refused"
         checks.check_upload(self.setup.method, result.upload, self.setup.upload_specs, result.client, round_)
         return None
+
+    def _weight(self, client: int) -> int:
+        """How many training samples a client has, however many its method processed; 0 if only sites know."""
+        counts = self.setup.side.counts
+        return sum(counts[client]) if counts else 0
 
     def _within_bound(self, results: list[ClientResult], builder: RoundBuilder) -> Iterator[ClientResult]:
         """The results whose uploads are not far longer than the others or than the client's earlier ones."""

@@ -164,7 +164,7 @@ class Sites:
         if (federation := self._divided_federation(task)) is not None:
             side = federation.server_side(config)
         else:  # the server does not know how the samples of sites with their own data are distributed
-            net = network(config, task.shape, len(task.classes))
+            net = network(config, task.shape, len(task.classes), task.body is not None)
             card = card_of(config, net, task.shape, task.classes, task.data, task.recipe)
             if task.body is not None:  # a site does not say where its weights lie
                 card["features"]["file"] = _weights_file(config)
@@ -185,7 +185,7 @@ class Sites:
 
     def begin(self, initial: Tree) -> None:
         self.initial = initial
-        net = network(self.config, self.task.shape, len(self.task.classes))
+        net = network(self.config, self.task.shape, len(self.task.classes), self.task.body is not None)
         self.upload_form = checks.declared_upload(self.method, net, initial)
 
     # --- one exchange ------------------------------------------------------------------------------------------

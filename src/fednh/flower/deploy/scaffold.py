@@ -35,12 +35,14 @@ import tomli_w
 
 from fednh import config as settings
 from fednh.config import Config, Section, flat, load, parse_value
+from fednh.config.schema import DEFAULT_METHOD
 from fednh.data.sources.images import KEPT
 from fednh.data.sources.registry import absolute
 from fednh.errors import UserError
 from fednh.flower.layout import FederationFolder, SiteFolder
 from fednh.flower.site_config import METRICS, Allow, for_sites, missing_values
 from fednh.io.files import expanded, private_folder, write_bytes
+from fednh.methods.registry import find_method
 from fednh.models.backbone import ONNX
 from fednh.text import name_problem, plural
 
@@ -141,7 +143,9 @@ def write(
     if "federation.min_clients" not in overrides:  # a user's min_clients also applies to the first round
         federation |= {"federation.start": count, "federation.min_clients": min(2, count)}
     federation["federation.key"] = str(fed.orders_key)
-    chosen = _absolute_weights(settings.load(None, {**DEFAULTS, **_data(sources, count), **federation, **overrides}))
+    chosen = _absolute_weights(
+        settings.load(None, {**_defaults(overrides), **_data(sources, count), **federation, **overrides})
+    )
     called = site_names(count) if names is None else names
     made = [fed.site(each) for each in (called if _own(sources) else sorted(called))]  # the k-th has part k
     write_bytes(fed.app_file, app(name, chosen).encode())
@@ -158,6 +162,12 @@ def write(
         write_bytes(site.node_config, site_toml(says, chosen).encode())
     write_bytes(fed.readme, readme(name, fed, made).encode())
     return made
+
+
+def _defaults(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """DEFAULTS; how many rounds a method has that trains nothing is decided where configs are loaded."""
+    free = find_method(str(overrides.get("method.name", DEFAULT_METHOD))).training_free
+    return {key: value for key, value in DEFAULTS.items() if key != "rounds" or not free}
 
 
 def _absolute_weights(config: Config) -> Config:
