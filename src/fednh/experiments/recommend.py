@@ -117,7 +117,14 @@ ON_FEATURES = tuple(
             kinds=("personal", "global"),
         ),
         Candidate(
-            "fedprior-features", "FedPrior on features", {"method.name": "fedprior", "method.head_init": "means"}
+            "fedavg-prior-features",
+            "FedAvg on features (prior put back)",
+            {"method.name": "fedavg", "personal.model": "global", "personal.prior": 1.0},
+        ),
+        Candidate(
+            "fedprior-features",
+            "FedPrior on features",
+            {"method.name": "fedprior", "method.head_init": "means", "model.adapter": "linear"},
         ),
     )
 )
