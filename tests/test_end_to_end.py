@@ -27,7 +27,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 def commands() -> list[list[str]]:
     blocks = re.findall(r"^```sh\n(.*?)^```", README.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    (block,) = [text for text in blocks if "fednh run --data folder:photos" in text]
+    (block,) = [text for text in blocks if "fednh inspect --data folder:photos" in text]
     return [shlex.split(line, comments=True)[1:] for line in block.splitlines() if " inspect " not in line]
 
 

@@ -27,6 +27,7 @@ from fednh.data.sources.builtin import digits
 from fednh.errors import UserError
 from fednh.experiments.recommend import (
     CANDIDATES,
+    ON_FEATURES,
     Choice,
     Pair,
     Recommendation,
@@ -98,7 +99,10 @@ def test_tables_also_have_linear_models_unless_the_user_chose_one() -> None:
     config = load(None, {"data.name": "npz:x.npz", "partition.name": "site"})
     names = [one.name for one in candidates_for(config, vectors=True)]
     assert names[:4] == ["local", "local-linear", "fedavg", "fedavg-linear"]
-    assert candidates_for(config, vectors=False) == CANDIDATES
+    assert candidates_for(config, vectors=False) == (*ON_FEATURES, *CANDIDATES)
+    assert candidates_for(config, vectors=False)[0].alone
+    with_body = load(None, {"data.name": "npz:x.npz", "partition.name": "site", "model.name": "conv2"})
+    assert candidates_for(with_body, vectors=False) == CANDIDATES
     chosen = load(None, {"data.name": "npz:x.npz", "partition.name": "site", "model.name": "mlp"})
     assert candidates_for(chosen, vectors=True) == CANDIDATES
 

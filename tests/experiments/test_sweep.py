@@ -233,7 +233,7 @@ def test_folds_are_runs_of_one_division(tmp_path: Path) -> None:
 
 
 def test_all_methods_see_the_same_clients_picks_and_weights(tmp_path: Path) -> None:
-    axes = {"method.name": list(METHODS), "rounds": [2], **SMALL}
+    axes = {"method.name": list(METHODS), "rounds": [2], "participation.rate": [0.5], **SMALL}
     seen: dict[str, list[Any]] = {"partition": [], "picks": [], "body": []}
     for run in combine("digits", axes, [], tmp_path):
         federation = build_federation(run.config)

@@ -142,7 +142,7 @@ def test_personal_models_export_and_newcomers(weights: Path, samples: tuple, tmp
     session = onnxruntime.InferenceSession(tmp_path / "south.onnx")
     probabilities = session.run(["probabilities"], {"input": images[:5]})[0]
     assert np.abs(probabilities - model.predict_proba(images[:5])).max() < 1e-4
-    np.savez(tmp_path / "new.npz", x_train=images[:20], y_train=label[:20], x_test=images[:0], y_test=label[:0])
+    np.savez(tmp_path / "new.npz", x_train=images[:20], y_train=label[:20], x_test=images[20:30], y_test=label[20:30])
     personal = fednh.personalize(result.path, f"npz:{tmp_path / 'new.npz'}")
     assert personal.model.predict(images[:3]).shape == (3,)
 

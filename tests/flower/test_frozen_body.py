@@ -386,7 +386,7 @@ def described(**changes: Any) -> Task:
     """A task of features; `changes` are to its recipe."""
     backbone = {"name": "mlp", "sha256": "1" * 64, "dim": 4, "size": 8, **changes}
     images_form = {"kind": "image", "size": [12, 12], "channels": 3}
-    told = {"kind": "features", "images": images_form, "backbone": backbone}
+    told = {"kind": "features", "inputs": images_form, "backbone": backbone}
     return Task.read(json.dumps({**PLAIN, "preprocessing": json.dumps(told)}))
 
 
@@ -462,7 +462,7 @@ def test_a_greeting_with_statistics_of_features_is_refused(wrong: dict[str, Any]
 def test_a_greeting_about_no_images_is_refused(form: Any) -> None:
     told = json.loads(described().preprocessing)
     with pytest.raises(ValueError, match="the description of its data cannot be used"):
-        Task.read(json.dumps({**PLAIN, "preprocessing": json.dumps({**told, "images": form})}))
+        Task.read(json.dumps({**PLAIN, "preprocessing": json.dumps({**told, "inputs": form})}))
 
 
 # --- kills -----------------------------------------------------------------------------------------------------------

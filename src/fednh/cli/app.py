@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PANELS = {  # of `fednh --help`
     "Run": ("recommend", "run", "resume", "sweep", "watch", "inspect", "features", "spiral"),
-    "Compare": ("table", "compare", "figure", "report"),
+    "Compare": ("table", "compare", "learning-curve", "figure", "report"),
     "Use a model": ("predict", "evaluate", "personalize", "export"),
     "Federate": ("federation",),
     "About": ("methods", "partitions", "datasets", "data", "prototypes", "new-method", "notebooks"),

@@ -344,7 +344,7 @@ def answer(sizes: Mapping[int, _Size], method: str, noun: str) -> tuple[list[Cur
     ]
     sentences = [
         f"With {point.samples} samples a {noun} {method}'s personal models are "
-        f"{_ahead(point.gain)} training alone ({_bounds(point.gain)}, {_counted(point)})."
+        f"{_ahead(point.gain)} training alone ({_bounds(point.gain)}, {_number_of(point)})."
         for point in points
     ]
     sentences.append(_reached(points, noun))
@@ -367,7 +367,7 @@ def _bounds(gain: Gain) -> str:
     return f"95% interval {gain.low:+.1f} to {gain.high:+.1f}"
 
 
-def _counted(point: CurvePoint) -> str:
+def _number_of(point: CurvePoint) -> str:
     return f"n = {point.held_out} held-out samples, {plural(point.seeds, 'seed')}"
 
 

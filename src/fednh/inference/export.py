@@ -41,6 +41,7 @@ from fednh.text import one_line
 from fednh.tree import Tree
 
 TOLERANCE = 1e-4  # relative to values of 1 and more, absolute below
+BODY_TOLERANCE = 1e-3  # behind a frozen body: a head solved from few samples amplifies how features are rounded
 
 
 class ExportedModel(nn.Module):
@@ -95,7 +96,7 @@ def export(model: Model, path: Path) -> dict[str, Any]:
         with _explained(model):
             run = _onnx(model, torch.from_numpy(samples[:2]), draft)
             difference = _difference(model, run, samples)
-        if not difference <= TOLERANCE:
+        if not difference <= (TOLERANCE if model.backbone is None else BODY_TOLERANCE):
             raise UserError(f"the exported model differs from the original by {difference:.1e}; it was not written")
         commit_file(draft, path)
     return {"file": str(path), "checked_on": origin, "samples": len(samples), "difference": difference}

@@ -53,7 +53,7 @@ class FedCGS(Method):
     """Gaussian classes with one covariance, from sums that clients send once; Bayes' rule makes them a linear head."""
 
     cite = "Guan et al., Capture Global Feature Statistics for One-Shot Federated Learning, AAAI 2025"
-    look = ("#6b5f00", 27)
+    look = ("#b20911", 27)
     training_free = True
     kept_is_trained = False
     upload = UploadSpec(by_class=("sums",), summed=("sums", "counts", "gram"), class_counts=True, problem=not_gram)

@@ -50,7 +50,7 @@ class FedCOF(Method):
     """Covariances estimated from class means that clients send once, and the ridge solution that they give."""
 
     cite = "Goswami et al., Covariances for Free: Exploiting Mean Distributions for Training-free FL, NeurIPS 2025"
-    look = ("#a33b20", 26)
+    look = ("#fc018a", 26)
     model = ("body", "head", "scale")
     training_free = True
     kept_is_trained = False

@@ -46,7 +46,7 @@ class FedNCM(Method):
     """Nearest class mean on a fixed body: clients send class sums of their features once, nothing is trained."""
 
     cite = "Legate et al., Guiding the Last Layer in Federated Learning with Pre-Trained Models, NeurIPS 2023"
-    look = ("#5c8a00", 24)
+    look = ("#fe0f05", 24)
     model = ("body", "head", "scale")
     cosine = True
     training_free = True
