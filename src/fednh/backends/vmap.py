@@ -340,7 +340,8 @@ def choose_engine(
     """The engine that a config asks for; "auto" follows a fixed rule, so that the same run always gets the same engine.
 
     The rule: vmap where at least `FEWEST` clients are picked a round, the model has no convolutions, eight typical
-    clients or more fit into a block, with the sums that they send, and no setting needs the loop. A `note` tells that a method cannot be mapped.
+    clients or more fit into a block, with the sums that they send, and no setting needs the loop. A `note` tells that a
+    method cannot be mapped.
     """
     if config.engine == "loop" or (config.engine == "auto" and not _worth(config, fed, server)):
         return "loop"
