@@ -278,6 +278,11 @@ def test_the_rule() -> None:
     conv, with_conv = federation(**{"model.name": "conv2", "model.args": {}})
     assert engine_of(with_conv, conv) == "loop"
     assert engine_of(with_conv, conv.model_copy(update={"engine": "vmap"})) == "vmap"
+    wide = {"model.args": {"hidden": [800]}, "method.name": "afl"}  # Gram matrices of 5 MB
+    assert [
+        engine_of(those, config)
+        for config, those in (federation(**wide), federation(**wide | {"model.args": {"hidden": [64]}}))
+    ] == ["loop", "vmap"]
     asked, _ = federation(engine="loop")
     assert engine_of(fed, asked) == "loop"
 

@@ -340,9 +340,10 @@ def choose_engine(
     """The engine that a config asks for; "auto" follows a fixed rule, so that the same run always gets the same engine.
 
     The rule: vmap where at least `FEWEST` clients are picked a round, the model has no convolutions, eight typical
-    clients or more fit into a block, and no setting needs the loop. A `note` tells that a method cannot be mapped.
+    clients or more fit into a block, with the sums that they send, and no setting needs the loop. A `note` tells that a
+    method cannot be mapped.
     """
-    if config.engine == "loop" or (config.engine == "auto" and not _worth(config, fed)):
+    if config.engine == "loop" or (config.engine == "auto" and not _worth(config, fed, server)):
         return "loop"
     expected, fault = _obstacle(config, fed), None
     if not expected:
@@ -354,11 +355,13 @@ def choose_engine(
     return "loop" if expected or fault else "vmap"
 
 
-def _worth(config: Config, fed: Federation) -> bool:
+def _worth(config: Config, fed: Federation, server: Tree) -> bool:
     typical = int(np.median([len(part) for part in fed.parts]))
     convolutions = any(len(shape) > 2 for shape in fed.net.parameter_shapes)
     picked = config.participation.rate * len(fed.parts)
-    return picked >= FEWEST and not convolutions and block_size(fed, typical) >= 8
+    sums = sum(server[name].nbytes for name in fed.method.upload.summed)  # a client's are as large as the server's
+    fits = block_size(fed, typical) >= 8 and 8 * sums <= STATE_BYTES
+    return picked >= FEWEST and not convolutions and fits
 
 
 def _obstacle(config: Config, fed: Federation) -> str | None:
