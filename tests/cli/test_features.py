@@ -282,7 +282,6 @@ def test_names_of_frozen_networks_are_for_frozen_bodies(here: Path) -> None:
     for model, words in (
         ({"name": "efficientnet_lite0"}, "computes features; set model.frozen = 'body'"),
         ({"name": "onnx:body.onnx"}, "computes features; set model.frozen = 'body'"),
-        ({"name": "onnx:body.onnx", "frozen": "body", "weights": "toy.safetensors"}, "leave model.weights out"),
     ):
         with pytest.raises(ConfigError, match=words):
             fednh.run(data="folder:photos", model=model, out=here / "run")

@@ -141,8 +141,6 @@ class ModelConfig(Section):
     def _adapter_needs_frozen_body(self) -> ModelConfig:
         if self.frozen == "none" and (self.name in PINNED or self.name.startswith(ONNX)):
             raise ValueError(f"name = {self.name!r} is not trained but computes features; set model.frozen = 'body'")
-        if self.weights is not None and self.name.startswith(ONNX):
-            raise ValueError("weights are in the file of an ONNX network; leave model.weights out")
         if self.adapter != "none" and self.frozen == "none":
             raise ValueError("takes adapter only behind a frozen body; set model.frozen = 'body'")
         if self.frozen == "body" and self.name == "auto":

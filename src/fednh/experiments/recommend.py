@@ -154,8 +154,8 @@ def candidates_for(config: Config, vectors: bool, methods: Sequence[str] = ()) -
         known.setdefault(
             name, Candidate(name.replace(":", "-"), find_method(name).title or name, {"method.name": name})
         )
-    alone = [one.name for one in known.values() if one.alone and (not methods or one.name == "local")]
-    chosen = [known[name] for name in dict.fromkeys([*alone, *(methods or known)])]
+    alone = "local" if methods else next(one.name for one in known.values() if one.alone)
+    chosen = [known[name] for name in dict.fromkeys([alone, *(methods or known)])]
     if not vectors or config.model.name != "auto":
         return tuple(chosen)
     found = []

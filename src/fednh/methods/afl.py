@@ -13,8 +13,8 @@ is near 1 for the right class and 0 for others, too flat for a softmax.
 AFL lets clients send their own ridge solutions with regularised Gram matrices, merges these in pairs and takes the
 clients' regularisation out again; FED3R sends G and B. Both come to the same W; sums need no order and no inverse at
 clients. Deviations: the regularisation `gamma` counts once, for all samples (AFL ends with none, which needs G of full
-rank; FED3R has one, its lambda). Rows of W keep their lengths, as in AFL; FED3R's scaling to length 1 against classes of
-unequal sizes is `unit_rows`. FED3R's random features are not here.
+rank; FED3R has one, its lambda). Rows of W keep their lengths, as in AFL; FED3R's scaling to length 1, against unequal
+sizes of classes, is `unit_rows`. FED3R's random features are not here.
 G, B and the solution are of float64; W is rounded to float32.
 """
 
