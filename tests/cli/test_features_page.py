@@ -24,7 +24,7 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     Path("notes.csv").write_text("note,topic,site\n" + "\n".join(rows) + "\n")
     blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
-    assert len(lines) == 8
+    assert len(lines) == 10
     for line in lines:
         args = shlex.split(line)[1:]
         short = ["--rounds", "1", "--epochs", "1"] if args[0] == "run" else []

@@ -101,6 +101,7 @@ class Dataset:
             "scale": [self.scale, *self.mean, *self.std],
             **({} if self.group_train is None else {"groups": digest(self.group_train)}),
             **({} if self.held_train is None else {"held": digest(self.held_train)}),
+            **({"rows": digest(self.y_train)} if self.is_image else {}),  # by which images of another size are known
         }
         if self.site_train is None:
             return {**facts, "inputs": digest(self.x_train), "labels": digest(self.y_train)}

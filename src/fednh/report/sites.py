@@ -43,6 +43,8 @@ _NO_SPLIT = (
     "data.dir",
     "data.augment",
     "data.fold",
+    "data.size",
+    "data.fit",
 )  # of the data's: these do not decide whose samples are whose
 
 
@@ -324,7 +326,11 @@ def _mean_interval(sites: Sequence[tuple[Held, Classes]]) -> tuple[float, float]
 def _split(run: Run) -> str:
     """A key of whose samples are whose: the data's content and how they are divided, for sites whatever the seed."""
     data = dict((fingerprint.read(run.path) or {}).get("data") or {"name": run.summary["data"]})
-    content = {key: value for key, value in data.items() if key not in ("path", "bytes")}
+    unread = {"path", "bytes"}
+    if "rows" in data:  # images, which runs may have read at different sizes: files and labels say which they are
+        data["sites"] = {name: site["samples"] for name, site in data.get("sites", {}).items()}
+        unread = {"inputs", "test_samples", "scale", "bytes"}
+    content = {key: value for key, value in data.items() if key not in unread}
     settings = {
         key: value
         for key, value in flat(run.config.model_dump(mode="json")).items()
