@@ -298,6 +298,7 @@ def test_another_size_is_another_recipe(here: Path) -> None:
 # --- texts ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_texts_become_features_and_models_take_texts(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     sentence_encoder(here / "encoder")
