@@ -117,6 +117,18 @@ def test_a_site_is_told_whether_federating_helps_and_how_sure_that_is(tmp_path: 
     )
 
 
+def test_what_a_pretrained_body_gains_is_no_gain_of_federating(tmp_path: Path) -> None:
+    """Alone from scratch and federated behind a frozen body have tables of their own; with the same body, one."""
+    outcomes, local = {0: held(400, 300, 260)}, {0: held(400, 240, None)}
+    body = {"model__name": "efficientnet_lite0", "model__frozen": "body"}
+    federated = run_of(tmp_path / "r", outcomes, **body)
+    apart = site_tables([federated, alone(tmp_path / "l", local)])
+    assert len(apart) == 2
+    assert not any("against training alone" in each.sentence for table in apart for each in verdicts(table))
+    table = one_table(federated, alone(tmp_path / "same", local, **body))
+    assert sentence(table, "art").startswith("Federate: ")
+
+
 def test_a_bad_third_method_changes_nothing(tmp_path: Path) -> None:
     runs = [run_of(tmp_path / "a", {0: held(60, 40, 38)}, "fedavg"), alone(tmp_path / "l", {0: held(60, 38, None)})]
     before = said(one_table(*runs), "art")

@@ -221,6 +221,7 @@ class _Chosen(Run):
     """A run as a column of the answer: of its models the chosen one, under the settings of the overall choice."""
 
     kind: Kind = "personal"
+    body = "any"  # training alone was tried with every body: the best of it is compared
 
     @classmethod
     def of(cls, run: Run, kind: Kind, config: Config) -> _Chosen:

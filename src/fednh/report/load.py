@@ -40,6 +40,12 @@ class Run:
         return str(self.config.method["name"])
 
     @property
+    def body(self) -> str:
+        """The frozen body that it was trained behind, or "none": runs behind the same one are compared."""
+        model = self.config.model
+        return model.name if model.frozen == "body" else "none"
+
+    @property
     def repeat(self) -> tuple[int, int]:
         """Its seed and the fold that it holds out: what tells runs of one setting apart."""
         return self.config.seed, self.config.data.fold

@@ -337,7 +337,8 @@ def _split(run: Run) -> str:
         if _decides(key, run.config.partition.name)
     }
     who = run.names or run.config.seed
-    return json.dumps([content, settings, run.partition["classes"], who], sort_keys=True, default=str)
+    # A gain over training alone from scratch would be that of a pretrained body, not of federating.
+    return json.dumps([content, settings, run.body, run.partition["classes"], who], sort_keys=True, default=str)
 
 
 def _decides(key: str, partition: str) -> bool:
