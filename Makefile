@@ -24,7 +24,7 @@ help:
 	@echo "Setting up .venv (once; a few minutes on a new machine)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -qq --constraint constraints.txt torch
-	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable ".[dev,tensorboard,mlflow,wandb,flower,ray,tables,hf,onnx,backbones,text,docs]"
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable ".[dev,tensorboard,mlflow,wandb,flower,ray,tables,hf,onnx,backbones,text,privacy,docs]"
 	@$(BIN)/python -m pip install -qq --constraint constraints.txt --no-deps timm  # its torchvision has no build for torch's CPU build: tests have a stand-in
 	@touch $@
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import features, scale, speed
+from benchmarks import features, private_steps, scale, speed
 from benchmarks.row import Row
 from fednh.config import load
 from fednh.runs.run_folder import environment
@@ -23,6 +23,7 @@ RESULTS = Path(__file__).with_name("results.json")
 
 def all_rows(quick: bool) -> Iterator[Row]:
     yield from speed.rows()
+    yield from private_steps.rows()
     yield from features.rows()
     yield from scale.rows(quick)
 

@@ -90,7 +90,7 @@ def measured(address: str) -> dict[str, float]:
         load(None, {**settings, "partition.name": "iid", "partition.clients": number, "partition.min_samples": 1}), data
     )
     server = fed.method.init(fed.net, torch_rng(0, "init"))
-    stage = TrainTask(fed.method.broadcast(server), load(None, {}).train.sgd(1), 0, 1)
+    stage = TrainTask(fed.method.broadcast(server), load(None, {}).fit_settings(1), 0, 1)
     material, kept = SimulatedData.of(fed), fed.method.enroll(server)
     stage(material, [0], [kept])
     began = time.perf_counter()

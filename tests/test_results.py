@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,8 @@ from fednh.config import load
 from fednh.report.groups import PAPER_METHODS
 from fednh.report.load import Run
 from fednh.report.tables import PaperNumber
-from tools import claims, results
+from tests.helpers.browser import Browser, find
+from tools import claims, leaderboard, results
 
 ROOT = Path(__file__).parents[1]
 
@@ -165,3 +167,44 @@ def test_runs_start_in_their_order_and_none_twice_at_once(
     assert order.index("a1") < order.index("a2")
     assert len(order) < len(runs) if jobs == 1 else "bad1" in order
     assert results.go_on_with_all(entries[:3], tmp_path, jobs) == 0
+
+
+def board(tmp_path: Path, method: str, gm: dict[int, float], **more: Any) -> Run:
+    """A run by the paper's protocol with these GM by round, two clients a round, 1 MB down and 2 MB up for each."""
+    config = load("cifar10", {"method.name": method, **more})
+    records = [{"round": n, "clients": [0, 1], "gm": value, "pm_l": value} for n, value in gm.items()]
+    answers = 2 * len(records)
+    summary = {"gm": gm.get(200), "client_seconds": 3.0 * len(records), "bytes_down": answers * 10**6}
+    return Run(tmp_path, config, {**summary, "bytes_up": 2 * answers * 10**6}, records, {}, {})
+
+
+def test_the_leaderboard_has_means_over_seeds_and_the_cost_of_one_client(tmp_path: Path) -> None:
+    runs = [
+        board(tmp_path, "fednh", {40: 50.0, 200: 60.0}),
+        board(tmp_path, "fednh", {40: 52.0, 200: 64.0}, seed=1),
+        board(tmp_path, "fednh", {40: 70.0}, rounds=60, **{"method.rho": 0.5}),
+    ]
+    rows = [line.split(" | ") for line in leaderboard.page(runs, []).splitlines() if line.startswith("| FedNH")]
+    assert [row[0] for row in rows] == ["| FedNH", "| FedNH (rho 0.5)"]
+    assert rows[0][1:6] == ["2", "51.00", "–", "51.00", "62.00"]
+    assert rows[1][1:6] == ["1", "70.00", "–", "70.00", "–"]
+    assert rows[0][-3:] == ["3.00", "1.00", "2.00 |"]
+
+
+@pytest.mark.skipif(find() is None, reason="no Chromium here (Debian: apt-get install chromium)")
+def test_a_table_sorts_by_a_click_on_a_heading(tmp_path: Path) -> None:
+    cells = [("b", "9.5"), ("a", "–"), ("c", "10.25")]
+    rows = "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in cells)
+    script = (results.ROOT / "docs/sort.js").read_text(encoding="utf-8")
+    table = f"<table><thead><tr><th>name</th><th>value</th></tr></thead><tbody>{rows}</tbody></table>"
+    (tmp_path / "page.html").write_text(f"<div class=sortable>{table}</div><script>{script}</script>", encoding="utf-8")
+    with Browser(tmp_path / "profile") as browser:
+        browser.open(tmp_path / "page.html")
+        shown = []
+        for column in (1, 1, 0):
+            browser.run(f"document.querySelectorAll('th')[{column}].click()")
+            shown.append(
+                browser.run("[...document.querySelectorAll('tbody tr')].map(r => r.cells[0].textContent).join('')")
+            )
+        assert browser.errors == []
+    assert shown == ["cba", "bca", "abc"]

@@ -52,7 +52,7 @@ NEEDS = {
         f"run --data csv:table.csv --set data.label=kind {SHORT} --out made/table",
     ],
     "hf": ["inspect --data hf:./saved --set data.label=kind"],
-    "onnx": ["export runs/first --format onnx -o model.onnx"],
+    "onnx": ["export runs/first -o model.onnx"],
     "tensorboard": [f"run digits --track tensorboard {SHORT} --out made/tensorboard"],
     "mlflow": [f"run digits --track mlflow {SHORT} --out made/mlflow"],
     "wandb": [
@@ -68,6 +68,7 @@ NEEDS = {
         "run --data folder:photos --partition site --set model.name=efficientnet_lite0 --set model.frozen=body "
         "--set features.size=32 --rounds 1 --epochs 1 --quiet --out made/frozen",
     ],
+    "privacy": [f"run digits --set privacy.level=sample --set privacy.epsilon=8 {SHORT} --out made/private"],
     "text": ["features csv:texts.csv --model sentence:encoder --text note --set data.label=kind -o texts.npz"],
 }
 BUILDS = {"timm": "torchvision"}  # what an extra brings in a build for one kind of torch: with another it says so

@@ -33,11 +33,13 @@ from fednh.report.sheet import to_markdown
 from fednh.runs.layout import RunLayout
 from fednh.runs.run_folder import display_name
 from fednh.tree import select
+from tools import leaderboard
 from tools.claims import HEAD, claims_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS, IMAGES = ROOT / "results", ROOT / "docs/images"
 PAGE, SETTINGS_PAGE = ROOT / "docs/results.md", ROOT / "docs/results-settings.md"
+LEADERBOARD_PAGE = ROOT / "docs/leaderboard.md"
 FULL = 200  # rounds of the paper's runs
 TAUS = ("-1", "-0.5", "0.5", "1")  # of runs that measured what other priors would achieve
 KEPT = (
@@ -207,7 +209,7 @@ def stage_file(folder: Path, rounds: int) -> Path:
 
 
 def pages(results: Path = RESULTS) -> dict[Path, str]:
-    """Both pages, by the file that they are written to."""
+    """All pages, by the file that they are written to."""
     entries, main, other = campaign(results / "campaign.toml"), [INTRO], [SETTINGS_INTRO]
     for about, words in sections(results / "campaign.toml").items():
         there = list({e.name: e for e in entries if e.about == about and begun(e, entries, results)}.values())
@@ -225,7 +227,26 @@ def pages(results: Path = RESULTS) -> dict[Path, str]:
                 other += [to_markdown(sheet) for sheet in tables.result_sheets(departing, paper=True)]
         else:
             other += [head, with_and_without_prior(there, results) if about == "ablation" else by_round(there, results)]
-    return {PAGE: "\n".join(main), SETTINGS_PAGE: "\n".join(other)}
+    return {
+        PAGE: "\n".join(main),
+        SETTINGS_PAGE: "\n".join(other),
+        LEADERBOARD_PAGE: leaderboard.page(*board_runs(entries, results)),
+    }
+
+
+def board_runs(entries: list[Entry], results: Path) -> tuple[list[Run], list[Run]]:
+    """The finished runs of the leaderboard: by the paper's protocol, 40 rounds or more, and by PFLlib's."""
+    named = {each.name: each for each in entries if RunLayout(results / each.name).finished}
+    runs = {name: load_run(results / name) for name in named}
+    usual = [n for n, e in named.items() if not any(k.startswith(("partition.", "participation.")) for k in e.set)]
+    paper = [runs[n] for n in usual if named[n].preset in ("cifar10", "cifar100") and _counts(runs[n])]
+    return paper, [run for name, run in runs.items() if named[name].preset == "pfllib"]
+
+
+def _counts(run: Run) -> bool:
+    """Whether a run has what the leaderboard shows: the models of all clients of a round, at round 40 or 200."""
+    evaluated = {record["round"] for record in run.records if record.get(PM_L) is not None}
+    return run.config.eval.clients == "active" and bool(evaluated & {leaderboard.EARLY, FULL})
 
 
 def paper_runs(full: list[Run]) -> list[Run]:

@@ -36,6 +36,7 @@ the most common. Settings below `[method]` are hyper-parameters: [Methods](metho
 """
 TITLES = {"": "The run", "data": "data: what is read", "partition": "partition: who holds what"}
 MORE = {
+    "privacy": "[Privacy](privacy.md) explains them. The extra `privacy` keeps the account.",
     "data": "[Data formats](data-formats.md) shows them at work.",
     "federation": "Of [deployments](deployment.md) alone.",
 }

@@ -170,7 +170,9 @@ NOTES = """\
 Every library is used as its documents advise, in the fastest of the settings that it offers for two cores, found by a
 trial of one epoch: pfl in one process or, by `torchrun`, in two; Flower with one Ray actor of two threads or two of
 one; FedLab standalone or as a server with two client processes; fluke and the plain loop (`benchmarks/plain.py`) one
-client after another. pfl, fluke and FedLab bring their training loop, Flower leaves it to its user. All get normalised
+client after another; BlazeFL on a pool of two processes or of two threads, which it wants on a Python 3.14 without the
+GIL: on another one its processes are its best mode. It declares Python 3.12 and runs on 3.11; its trainers have no
+momentum. pfl, fluke, FedLab and BlazeFL bring their training loop, Flower leaves it to its user. All get normalised
 float tensors, Flower and FedLab batches cut from them, which is faster than the DataLoader of their examples. The
 network is an ordinary module; ours runs the same layers channels-last with its own convolutions and torch's fused SGD,
 and small clients in blocks. No side augments images, clips gradients or evaluates. The samples that each processes are

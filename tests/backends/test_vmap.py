@@ -63,7 +63,11 @@ def both(
 
     Of the first `late` clients, client k joins k rounds before the last one.
     """
-    method = METHODS[name](**({"retrain_epochs": 5, "match_steps": 5} if name == "creff" else {}), **settings)
+    quick: dict[str, dict[str, Any]] = {
+        "creff": {"retrain_epochs": 5, "match_steps": 5},
+        "floco": {"tau": 1, "endpoints": 3},  # places from the first round on
+    }
+    method = METHODS[name](**quick.get(name, {}), **settings)
     net = build_net("mlp", (6,), 4, {"hidden": [8, 5]})
     server = method.init(net, torch_rng(0, "init"))
     kept = [method.enroll(server) for _ in SIZES]
@@ -324,7 +328,7 @@ class Peeking(FedAvg):
 
 def test_a_method_that_cannot_be_mapped_takes_the_loop() -> None:
     config, fed = federation()
-    peeking = replace(fed, method=Peeking())
+    peeking = fed.with_method(Peeking())
     assert engine_of(peeking, config) == "loop"
     told: list[str] = []
     choose_engine(config, peeking, peeking.method.init(fed.net, torch_rng(0, "init")), told.append)
@@ -367,7 +371,7 @@ def test_newcomers_and_old_hands_in_one_round(tmp_path: Path, monkeypatch: pytes
         config, fed = federation(
             rounds=2, engine=name, **{"participation.rate": 0.6, "train.epochs": 1, "eval.every": 0, "eval.final": 1}
         )
-        simulation, _, told = run_config(tmp_path / name, config, replace(fed, method=Remembering()))
+        simulation, _, told = run_config(tmp_path / name, config, fed.with_method(Remembering()))
         states.append([simulation.executor.store.get(k) for k in simulation.executor.store.members])
         assert bool(alone) == (name == "loop"), "a block was given up"
     first, second = (set(record["clients"]) for record in told.records)
@@ -397,7 +401,7 @@ def test_one_failing_client_does_not_cost_its_block(tmp_path: Path) -> None:
     config, fed = federation(rounds=1, on_error="skip", **{"train.epochs": 1, "eval.every": 0})
     sizes = [len(part) for part in fed.parts]
     bad = max(sizes)
-    simulation, summary, told = run_config(tmp_path / "run", config, replace(fed, method=Failing(size=bad)))
+    simulation, summary, told = run_config(tmp_path / "run", config, fed.with_method(Failing(size=bad)))
     assert simulation.executor.engine == "vmap"
     assert summary["failed"] == sizes.count(bad)
     assert told.records[0]["failed"] == [k for k, size in enumerate(sizes) if size == bad]
@@ -421,7 +425,7 @@ class Misspelt(FedAvg):
 def test_a_teacher_without_its_tensors_is_an_error_on_both_engines(name: str, tmp_path: Path) -> None:
     config, fed = federation(rounds=1, engine=name, **{"train.epochs": 1, "eval.every": 0})
     with pytest.raises(RunError, match=r"failed in round 1: .* is given a tree that lacks body.linear1.bias, .* and "):
-        run_config(tmp_path / "run", config, replace(fed, method=Misspelt()))
+        run_config(tmp_path / "run", config, fed.with_method(Misspelt()))
 
 
 def test_a_block_that_fails_where_its_clients_do_not_is_reported_once(
@@ -446,4 +450,4 @@ def test_every_method_can_be_mapped() -> None:
     config, fed = federation()
     for name, kind in METHODS.items():
         method: Method = kind()
-        assert engine_of(replace(fed, method=method), config) == "vmap", name
+        assert engine_of(fed.with_method(method), config) == "vmap", name

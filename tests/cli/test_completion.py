@@ -67,7 +67,7 @@ def test_data(command: str) -> None:
         "parquet:",
         "hf:",
     }
-    assert set(offered(f"fednh {command} --data f")) == {"fashion_mnist", "folder:"}
+    assert set(offered(f"fednh {command} --data f")) == {"fashion_mnist", "femnist", "folder:"}
 
 
 def test_presets_and_config_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ def test_the_papers_presets_have_the_authors_settings(preset: str) -> None:
 
 
 def test_another_methods_setting_is_told_and_ignored() -> None:
-    with pytest.warns(Ignored, match=r"method\.rho is a setting of fednh, fedprior, not of fedrod: ignored"):
+    with pytest.warns(Ignored, match=r"method\.rho is a setting of fednh, fedprior, floco, not of fedrod: ignored"):
         config = load("cifar10", {"method.name": "fedrod", "method.rho": 0.7})
     assert config.method == {"name": "fedrod", "hypernetwork": "auto", "personal_sgd": "plain"}
 
@@ -237,7 +237,48 @@ def test_few_clients_all_take_part_unless_set(tmp_path: Path) -> None:
     assert rate(str(tmp_path / "c.toml")) == 1.0
 
 
+def test_samples_privacy_takes_sums_unless_the_user_chose_otherwise(tmp_path: Path) -> None:
+    """A preset's choice is nobody's; a method that has no such setting is left alone."""
+
+    def sent(source: str | None, **given: object) -> object:
+        private = {"privacy.level": "sample", "privacy.epsilon": 8.0}
+        return load(source, private | {k.replace("__", "."): v for k, v in given.items()}).method.get("aggregation")
+
+    for source in ("digits", "cifar10", None):
+        assert sent(source) == sent(source, method__name="fedprior") == "sum"
+    assert sent("digits", method__aggregation="count") == "count"
+    assert sent("digits", privacy__level="client") == "uniform"
+    assert sent("digits", method__name="fedavg") is None
+    for table in ("method", "methods.fednh"):
+        (tmp_path / "c.toml").write_text(f'[{table}]\naggregation = "uniform"\n')
+        assert sent(str(tmp_path / "c.toml")) == "uniform"
+        assert sent(str(tmp_path / "c.toml"), method__name="fedprior") == "sum"
+
+
 def test_a_measurement_of_earlier_runs_is_left_out_of_their_configs() -> None:
     """results/ has finished runs whose config.toml asks for it."""
     complete = {**load("digits", {}).model_dump(), "eval": {"every": 7, "prior": [0.5, 1.0]}}
     assert validate(complete, written=True).eval.model_dump() == validate({"eval": {"every": 7}}).eval.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"epsilon": 8.0}, "level = 'none' protects nothing, yet privacy.epsilon is set"),
+        ({"level": "sample"}, "takes privacy.epsilon or privacy.noise"),
+        ({"level": "client", "epsilon": 8.0, "noise": 1.0}, "takes privacy.epsilon or privacy.noise"),
+        ({"level": "sample", "noise": 1.0, "clip": "adaptive"}, "is of privacy.level = 'client'"),
+        ({"level": "sample", "epsilon": 1000.0}, "privacy.epsilon"),
+        ({"level": "sample", "noise": 0.0}, "privacy.noise"),
+        ({"level": "sample", "noise": 1.0, "clip": 0.0}, "privacy.clip"),
+        ({"level": "sample", "noise": 1.0, "delta": 0.5}, "privacy.delta"),
+    ],
+)
+def test_settings_that_give_no_privacy_cannot_be_spelled(given: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        load("digits", {f"privacy.{name}": value for name, value in given.items()})
+
+
+def test_a_level_and_a_budget_are_a_config() -> None:
+    privacy = load("digits", {"privacy.level": "client", "privacy.epsilon": 8.0, "privacy.clip": "adaptive"}).privacy
+    assert (privacy.level, privacy.epsilon, privacy.noise, privacy.clip) == ("client", 8.0, None, "adaptive")

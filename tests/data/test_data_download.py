@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -208,13 +209,13 @@ def test_names_without_a_download(tmp_path: Path) -> None:
         registry.download("cifar-100", tmp_path)
 
 
-def test_every_published_set_can_be_downloaded_over_https() -> None:
+def test_every_published_set_with_a_checksum_is_downloaded_over_https() -> None:
     for published in PUBLISHED.values():
-        assert published.files
+        assert bool(published.files) != bool(published.by_hand)  # nobody publishes a checksum: where they come from
         for file in published.files:
             assert len(bytes.fromhex(file.sha256)) == 32
             assert file.addresses
-            assert all(a.startswith("https://") and a.endswith(Path(file.name).name) for a in file.addresses)
+            assert all(a.startswith("https://") and unquote(a).endswith(Path(file.name).name) for a in file.addresses)
 
 
 def test_downloaded_files_lie_where_they_are_looked_for(tmp_path: Path) -> None:
@@ -222,4 +223,5 @@ def test_downloaded_files_lie_where_they_are_looked_for(tmp_path: Path) -> None:
         for file in published.files:
             (tmp_path / file.name).parent.mkdir(exist_ok=True)
             (tmp_path / file.name).write_bytes(b"")
-        assert next(line for line in registry.available(tmp_path) if line.name == name).present
+        if published.files:
+            assert next(line for line in registry.available(tmp_path) if line.name == name).present

@@ -45,7 +45,11 @@ def write(folder: Path, number: int = 20, **more: list[str]) -> Path:
 def test_four_natural_sites_in_each_place(tmp_path: Path, place: str) -> None:
     write(tmp_path / place)
     data = registry.load("heart", tmp_path)
-    assert data.sites == ("cleveland", "hungary", "switzerland", "va") == registry.PUBLISHED["heart"].sites
+    assert (
+        data.sites
+        == ("cleveland", "hungary", "switzerland", "va")
+        == tuple(registry.PUBLISHED["heart"].sites.split(", "))
+    )
     assert data.site_train is not None
     assert np.bincount(data.site_train).tolist() == [20] * 4
     assert data.classes == ("0", "1", "2", "3", "4")

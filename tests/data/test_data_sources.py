@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fednh.data.published import PublishedTable, cifar, idx
+from fednh.data.published import PublishedImages, cifar, idx
 from fednh.data.sources import registry
 from fednh.data.sources.builtin import BUILTIN
 from fednh.data.sources.registry import PUBLISHED
@@ -176,8 +176,8 @@ def test_missing_data_says_where_what_and_how(folder: Path, name: str) -> None:
         registry.load(name, folder)
     text = str(caught.value)
     assert str(folder) in text
-    assert f"`fednh data get {name}`" in text
-    assert f"{name}.npz" in text or isinstance(PUBLISHED[name], PublishedTable)
+    assert f"`fednh data get {name}`" in text or PUBLISHED[name].by_hand in text
+    assert f"{name}.npz" in text or not isinstance(PUBLISHED[name], PublishedImages)
     assert "does not exist" not in text
     with pytest.raises(UserError, match="which does not exist yet"):
         registry.load(name, folder / "nowhere")

@@ -163,7 +163,7 @@ def test_a_new_published_set_is_one_description(tmp_path: Path, monkeypatch: pyt
     data = tmp_path / "data"
     with pytest.raises(UserError, match=r"stars is not in the data folder .*: run `fednh data get stars`"):
         sources.load("stars", data)
-    assert ("stars", "stars, 4x4 grey", False, f"{data}: stars.npz", ()) in sources.available(data)
+    assert ("stars", "stars, 4x4 grey", False, f"{data}: stars.npz", "") in sources.available(data)
     assert sources.download("stars", data) == f"stars: downloaded stars.npz to {data}"
     found = sources.load("stars", data)
     assert (found.classes, found.mean, len(found.y_train), len(found.y_test)) == (("near", "far"), (0.5,), 10, 4)

@@ -25,12 +25,12 @@ from fednh.config import load
 from fednh.data.dataset import Dataset
 from fednh.data.sources.builtin import digits
 from fednh.errors import UserError
-from fednh.experiments.recommend import (
+from fednh.experiments.recommend import Recommendation
+from fednh.experiments.search import (
     CANDIDATES,
     ON_FEATURES,
     Choice,
     Pair,
-    Recommendation,
     candidates_for,
     ranked,
     score,

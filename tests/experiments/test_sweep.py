@@ -27,7 +27,8 @@ from fednh.cli.sweep import MOST_WARNINGS, _tell
 from fednh.config import load
 from fednh.errors import UserError
 from fednh.experiments.sweep import SweepOutcome, combine, share, values
-from fednh.federated.setup import build_federation, initial_state
+from fednh.federated.architectures import initial_state
+from fednh.federated.setup import build_federation
 from fednh.methods import METHODS
 from fednh.report.load import load_runs
 from fednh.report.tables import records

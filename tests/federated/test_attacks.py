@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -63,7 +63,7 @@ def attacked(federation: Federation, attack: str) -> Federation:
             return keep, ATTACKS[attack](received, upload) if hostile else upload
 
     method: Method = Attacked()
-    return replace(federation, method=method)
+    return federation.with_method(method)
 
 
 def accuracy(method: str, aggregator: str, attack: str | None, path: Path) -> float:
@@ -111,7 +111,7 @@ def test_one_of_ten_does_not_turn_prototypes_of_classes_with_few_owners(aggregat
     """Two classes a client, so about two owners a class; FedNH moves its prototypes fast (rho = 0.5)."""
     few = {"partition.name": "classes", "partition.classes_per_client": 2, "method.rho": 0.5, "aggregator": aggregator}
     config = load("digits", {**SETTINGS, **few, "rounds": 4, "train.epochs": 1})
-    federation = replace(build_federation(config), method=Turned(rho=0.5))
+    federation = build_federation(config).with_method(Turned(rho=0.5))
     simulation, _, _ = run_config(tmp_path / "r", config, federation)
     count("faults injected", config.rounds)
     cosine = simulation.server["head.weight"][:, 0]  # of unit prototypes to the attacker's direction

@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from fednh.config import build_method
+from fednh import api, machine, tree
+from fednh.backends import threads
+from fednh.config import build_method, load
 from fednh.data.batches import ClientData, samples_of
 from fednh.data.dataset import Dataset
+from fednh.errors import ConfigError
 from fednh.federated import checks, client, evaluate
 from fednh.io.files import read_tree, write_tree
+from fednh.methods import METHODS
 from fednh.methods.fit import Sgd
 from fednh.models import Net, build_net
 from fednh.seeding import torch_rng
@@ -92,6 +96,47 @@ def test_a_round_on_the_device_gives_the_numbers_of_the_cpu(name: str, net: Net,
             assert {type(value) for value in found.values()} == {OnDevice}, "everything stays on the device"
             identical({n: v.cpu() for n, v in found.items()}, tree)
     assert figures == expected[2]
+
+
+@pytest.mark.parametrize("name", TIMED_METHODS)
+def test_what_needs_double_precision_says_so(
+    name: str, net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device without it every method works that does not declare `doubles`, and those alone."""
+    monkeypatch.setattr(tree, "double_dtype", lambda device: torch.float32 if device.type == "meta" else torch.float64)
+    with Pretend(doubles=False):
+        if not METHODS[name].doubles:
+            one_round(name, net, str(DEVICE), tmp_path)
+            return
+        with pytest.raises(Mixed, match="double precision"):
+            one_round(name, net, str(DEVICE), tmp_path)
+    with pytest.raises(ConfigError, match=f"device = 'mps' lacks double precision, which {name} needs"):
+        load("digits", {"method.name": name, "device": "mps"})
+
+
+def test_clients_are_divided_between_devices_by_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each task runs where its turn is, whoever is free, on samples, states and broadcasts that are there."""
+    seen: list[tuple[str, str]] = []
+    moved = threads.to_device
+
+    def watched(value: object, device: str) -> object:
+        seen.append((type(value).__name__, device))
+        return moved(value, "cpu")
+
+    monkeypatch.setattr(threads, "to_device", watched)
+    monkeypatch.setattr(machine, "check_device", lambda device: None)
+    small: dict[str, Any] = {"rounds": 2, "partition": {"clients": 6}, "participation": 0.5, "epochs": 1}
+    small |= {"engine": "loop", "eval": {"final": 1, "every": 0, "clients": 1}}
+    one = api.run("digits", out=tmp_path / "one", **small)
+    assert seen == []
+    two = api.run("digits", out=tmp_path / "two", device="cpu,cuda:0", **small)
+    assert one.summary["gm"] == two.summary["gm"]
+    assert seen[0] == ("SimulatedData", "cuda:0")
+    assert [where for kind, where in seen if kind == "TrainTask"] == ["cpu", "cuda:0"] * 2
+    states = [where for kind, where in seen if kind == "list"]  # what clients kept, and their results come home
+    evaluated = len(two.summary["clients"])
+    assert states.count("cuda:0") == 2 + evaluated // 2  # the second of three clients in each round
+    assert states.count("cpu") == 2 * 2 + (evaluated + 1) // 2 + (2 * 3 + evaluated)
 
 
 def test_images_are_cropped_flipped_and_convolved_on_the_device() -> None:

@@ -32,7 +32,7 @@ few = pytest.mark.parametrize("owners", [1, 2, 3, 4])
 
 
 def test_these_are_the_methods_that_upload_by_class() -> None:
-    assert set(BY_CLASS) == {"fednh", "fednh by count", "fedpac", "fedprior", "fedproto", "creff"}
+    assert set(BY_CLASS) == {"fednh", "fednh by count", "fedpac", "fedprior", "fedproto", "fedtgp", "creff"}
 
 
 def uploads(method: Method, server: Tree, net: Net, owners: int) -> list[Tree]:

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from fednh.data.batches import ClientData, Samples
-from fednh.methods.fit import LocalFit, Momentum, Sgd
+from fednh.methods.fit import LocalFit, Sgd
 from fednh.methods.losses import cross_entropy
+from fednh.methods.optimizers import Descent
 from fednh.models import Net
 from fednh.tree import Tree, prefix, select, strip_prefix
 from tests.helpers.compare import identical, same
@@ -133,13 +134,13 @@ def test_a_loss_of_batches_is_given_weights_and_sets_values_for_the_next_step(ne
 def test_a_gradient_may_lie_otherwise_in_memory_than_its_parameter() -> None:
     """Convolutions hand out weight gradients whose values lie in another order; each belongs to its own weight."""
     param, gradient = torch.zeros(2, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    Momentum([param], Sgd(lr=1.0, clip=0, weight_decay=0))((gradient.T.contiguous().T,))
+    Descent([param], Sgd(lr=1.0, clip=0, weight_decay=0))((gradient.T.contiguous().T,))
     assert param.tolist() == [[-1, -2], [-3, -4]]
 
 
 def test_without_momentum_a_step_is_the_gradient_alone() -> None:
     param = torch.tensor([1.0])
-    step = Momentum([param], Sgd(lr=0.5, momentum=0.0, weight_decay=0.1, clip=0))
+    step = Descent([param], Sgd(lr=0.5, momentum=0.0, weight_decay=0.1, clip=0))
     for _ in range(2):
         step((torch.tensor([2.0]),))
     assert param.item() == pytest.approx((1 - 0.5 * 2.1) - 0.5 * (2 - 0.1 * 0.05))

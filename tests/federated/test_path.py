@@ -6,7 +6,7 @@ import importlib
 import re
 import sys
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import ClassVar
@@ -57,7 +57,7 @@ class Looking(FedAvg):
 def test_a_gradient_step_is_at_most_eleven_calls_below_run(tmp_path: Path) -> None:
     Looking.stacks.clear()
     config = load("digits", {**SMALL, "engine": "loop", "rounds": 1})
-    run_config(tmp_path, config, replace(build_federation(config), method=Looking()))
+    run_config(tmp_path, config, build_federation(config).with_method(Looking()))
     loop, step = max(Looking.stacks, key=lambda pair: len(pair[0]))
     assert step[-6:] == ["batchwise", "__call__", "client_update", "update", "__call__", "work"]
     assert loop == ["in_order", "results", "_train", "_exchange", "run"]

@@ -74,8 +74,9 @@ def test_sites_do_the_same(tmp_path: Path) -> None:
 def test_a_method_has_it_or_says_why_not(method: str, tmp_path: Path) -> None:
     quick = {"creff": {"method.retrain_epochs": 3}, "fedetf": {"method.turns": 1, "method.turn_epochs": 1}}
     small = {"rounds": 1, "participation.rate": 0.25, "method.name": method, **SWITCHED}
-    sends_none = {"local", "fedproto"}
-    sends_part = {"fedper", "fedrep", "fedbabu", "fedpac"}  # FedPAC's clients receive heads of their own
+    sends_none = {"local", "fedproto", "fedtgp", "lgfedavg"}
+    # Clients of the last two receive heads and places of their own.
+    sends_part = {"fedper", "fedrep", "fedbabu", "fedas", "fedpac", "floco"}
     found = config(**{**small, **quick.get(method, {})})
     if method not in sends_none | sends_part:
         _, summary, _ = run_config(tmp_path / "run", found)

@@ -54,7 +54,7 @@ def test_the_trial_is_told_the_device_and_made_once(tmp_path: Path) -> None:
 
 def test_float32_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
-    check_machine("cpu", "float32")
+    check_machine(("cpu",), "float32")
 
 
 def test_a_machine_without_it_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,6 @@ class Wrong(Counting):
 )
 def test_a_record_replaces_what_is_broadcast_and_nothing_else(how: str, words: str, tmp_path: Path) -> None:
     found = config()
-    federation = replace(build_federation(found), method=Wrong(how=how))
+    federation = build_federation(found).with_method(Wrong(how=how))
     with pytest.raises(RunError, match=f"invariant broken by Wrong: the records of round 1: {words}"):
         run_config(tmp_path, found, federation)

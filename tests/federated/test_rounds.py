@@ -23,11 +23,12 @@ from fednh.data.batches import ClientData
 from fednh.errors import RunError, UserError
 from fednh.federated import checks, plan
 from fednh.federated import client as clients
+from fednh.federated.architectures import initial_state
 from fednh.federated.client import ClientResult
 from fednh.federated.plan import dropped_clients, picked_clients, sampled_clients
 from fednh.federated.results import Progress
 from fednh.federated.rounds import RoundLoop
-from fednh.federated.setup import Federation, build_federation, initial_state
+from fednh.federated.setup import Federation, build_federation
 from fednh.federated.start import _check_end
 from fednh.io.files import read_tree
 from fednh.methods import METHODS
@@ -140,7 +141,7 @@ def test_client_seconds_are_those_of_clients(bound: float, tmp_path: Path) -> No
     config = load("digits", {**SMALL, **more})
     federation = build_federation(config)
     for pause in ({"client": 0.05}, {"server": 0.05}):
-        slow = replace(federation, method=Slow(**pause))
+        slow = federation.with_method(Slow(**pause))
         _, summary, _ = run_config(tmp_path / "-".join(pause), config, slow)
         if "client" in pause:
             assert summary["client_seconds"] >= 8 * 0.05
@@ -198,7 +199,7 @@ def test_a_personal_model_is_trained_at_the_rate_of_its_round(tmp_path: Path) ->
     config = load("digits", {**SMALL, "method.name": "fedbabu", "train.lr": 0.3, "train.lr_decay": 0.1})
     simulation, summary, _ = run_config(tmp_path, config)
     fed, method, net = simulation.executor.fed, simulation.setup.method, simulation.setup.side.net
-    down, sgd = method.broadcast(simulation.server), replace(config.train.sgd(1), lr=0.3 * 0.01)
+    down, sgd = method.broadcast(simulation.server), replace(config.fit_settings(1), lr=0.3 * 0.01)
     for client in (row["client"] for row in summary["clients"][:2]):
         data = ClientData(fed.train, fed.parts[client], config.seed, 3, client, "personal")
         kept = simulation.executor.store.get(client)
@@ -271,7 +272,7 @@ def broken(how: str, **settings: Any) -> tuple[Config, Federation, int]:
     federation = build_federation(config)
     sizes = [len(p) for p in federation.parts]
     victim = next(k for k in picked_clients(config, 2) if sizes.count(sizes[k]) == 1)
-    return config, replace(federation, method=Broken(victim=sizes[victim], how=how)), victim
+    return config, federation.with_method(Broken(victim=sizes[victim], how=how)), victim
 
 
 def test_a_non_finite_upload_is_refused(tmp_path: Path) -> None:
@@ -304,7 +305,7 @@ class Poisoned(FedAvg):
 @pytest.mark.parametrize(("uploads", "what"), [(True, "upload"), (False, "personal state")])
 def test_what_is_not_finite_is_refused_by_either_engine(uploads: bool, what: str, engine: str, tmp_path: Path) -> None:
     config, federation, victim = broken("nan", engine=engine)
-    federation = replace(federation, method=Poisoned(victim=len(federation.parts[victim]), uploads=uploads))
+    federation = federation.with_method(Poisoned(victim=len(federation.parts[victim]), uploads=uploads))
     simulation, summary, told = run_config(tmp_path / "r", config, federation)
     picked = [r["round"] for r in told.records if victim in picked_clients(config, r["round"])]
     assert [r["round"] for r in told.records if r["refused"] == [victim]] == picked
@@ -358,7 +359,7 @@ class Stretching(METHODS["fednh"]):  # type: ignore[misc]
 
 def test_prototypes_off_the_sphere_are_an_error(tmp_path: Path) -> None:
     config = load("digits", SMALL)
-    federation = replace(build_federation(config), method=Stretching())
+    federation = build_federation(config).with_method(Stretching())
     with pytest.raises(RunError, match=r"invariant broken by Stretching in round 1: prototype . has length 1\.5"):
         run_config(tmp_path / "r", config, federation)
 
@@ -461,7 +462,9 @@ def test_every_method_runs_with_every_aggregator(
     weights = [len(parts[client]) if aggregator == "weighted_mean" else 1 for client in clients]
     special = (*simulation.setup.method.upload.by_class, *simulation.setup.method.upload.marks)
     names = [name for name in uploads[0] if name in before and name not in special]
-    assert bool(names) != (method in ("local", "fedproto")), "these two upload no weights"
+    assert bool(names) != (method in ("local", "fedproto", "fedtgp")), "these upload no weights"
+    if method == "feddyn" or (method == "fedas" and aggregator == "weighted_mean"):
+        return  # their servers add a correction, or take the weights that uploads bring: their own tests compare that
     for name, value in averaged(aggregator, before, uploads, names, weights).items():
         np.testing.assert_allclose(simulation.server[name].numpy(), value, rtol=1e-4, atol=1e-5, err_msg=name)
         assert not torch.equal(simulation.server[name], before[name]), name

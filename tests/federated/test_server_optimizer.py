@@ -99,7 +99,7 @@ def test_every_method_runs_with_momentum_or_says_why_not(method: str, tmp_path: 
         "fedetf": {"method.turn_epochs": 1},
     }
     settings: dict[str, Any] = {**QUICK, **MOMENTUM, "method.name": method, "rounds": 2, **quick.get(method, {})}
-    if method in ("local", "fedproto") or METHODS[method].training_free:
+    if method in ("local", "fedproto", "fedtgp") or METHODS[method].training_free:
         with pytest.raises(fednh.UserError, match=r"clients train and the server averages, and .* has none"):
             fednh.run("digits", out=tmp_path / "run", **settings)
         assert not (tmp_path / "run/metrics.jsonl").exists()

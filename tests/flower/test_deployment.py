@@ -14,11 +14,15 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 
+from fednh.flower.deploy import scaffold
 from fednh.flower.deploy.processes import marked
+from fednh.io.files import read_tree
 from fednh.runs.run_status import RunStates
 from tests.helpers.deployment import Trial, assert_same_as_simulated, trial
 from tests.helpers.process import Process
+from tests.helpers.simulator import simulate
 
 
 @pytest.fixture
@@ -169,3 +173,19 @@ def test_a_finished_federation_goes_on_with_more_rounds(fed: Trial, tmp_path: Pa
     assert fed.up().wait(240).code == 0, fed.said()
     assert fed.summary()["rounds"] == 4
     assert_same_as_simulated(fed, tmp_path / "simulated")
+
+
+@pytest.mark.soak
+def test_a_secure_federation_of_four_has_the_plain_ones_model(fed: Trial, tmp_path: Path) -> None:
+    """`federation.secure` over TLS: the server's log has masked uploads and no other."""
+    assert fed.init(4, rounds=3, **{"federation.secure": True}).up().wait(500).code == 0, fed.said()
+    config, _ = scaffold.read(fed.folder)
+    simulate(config, tmp_path / "simulated")
+    left, right = (read_tree(run / "models/global.safetensors") for run in (fed.run, tmp_path / "simulated"))
+    for name in right:
+        torch.testing.assert_close(left[name], right[name], atol=1e-5, rtol=1e-5)
+    assert [row["clients"] for row in fed.lines()] == [[0, 1, 2, 3]] * 3
+    log = (fed.run / "audit.jsonl").read_text()
+    assert '"record": "masked"' in log
+    assert '"record": "upload"' not in log
+    print("seconds a round:", [row["seconds"] for row in fed.lines()])

@@ -18,7 +18,6 @@ from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.proto.runtime_pb2 import AcquireTaskRequest, AcquireTaskResponse
 from flwr.proto.task_pb2 import Task
 
-from fednh.flower import audit
 from fednh.flower.deploy import forking
 from fednh.flower.deploy.forking import (
     ENDS,
@@ -31,6 +30,7 @@ from fednh.flower.deploy.forking import (
     in_child,
 )
 from fednh.flower.deploy.processes import ExecutorTarget, alive
+from fednh.io import chain
 
 
 def until(condition: Callable[[], Any], seconds: float = 20) -> Any:
@@ -127,7 +127,7 @@ def test_a_killed_worker_is_an_answer_that_says_so(tmp_path: Path, monkeypatch: 
     reply = load()(message=order, context=Context(1, 7, {}, RecordDict(), {}))
     assert reply.has_error()
     assert reply.error.reason == "the work was ended by signal 9, perhaps out of memory"
-    (line,) = audit.read(tmp_path / "audit/site-1.jsonl").lines
+    (line,) = chain.read(tmp_path / "audit/site-1.jsonl").lines
     assert (line["event"], line["own"], line["why"]) == ("refused", "site-1", reply.error.reason)
 
 

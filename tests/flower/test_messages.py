@@ -10,8 +10,9 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
+from fednh.federated.architectures import initial_state
 from fednh.federated.checks import declared_upload
-from fednh.federated.setup import build_federation, initial_state
+from fednh.federated.setup import build_federation
 from fednh.flower.protocol import FORMAT, to_arrays, to_tree
 from fednh.methods import METHODS
 from fednh.runs.model_file import read_model
@@ -125,7 +126,7 @@ def test_the_page_names_what_stays_of_a_personal_model(method: str) -> None:
     config = small(method)
     fed = build_federation(config)
     server = initial_state(fed.method, fed.net, config.seed)
-    kept, sgd, data = fed.method.enroll(server), config.train.sgd(1), ClientData(fed.train, fed.parts[0])
+    kept, sgd, data = fed.method.enroll(server), config.fit_settings(1), ClientData(fed.train, fed.parts[0])
     for _ in range(2):
         down = fed.method.broadcast(server)
         result = update(fed.method, fed.net, kept, down, data, sgd)

@@ -144,3 +144,18 @@ def test_run_config_has_only_what_flower_takes() -> None:
     flat = settings.flat(scaffold.run_config(settings.load("digits", {})))
     assert all(isinstance(value, int | float | str | bool) for value in flat.values())
     assert flat["model.args.hidden"] == "[128, 64]"
+
+
+def test_sites_ask_for_the_privacy_that_the_config_has(tmp_path: Path) -> None:
+    """With the budget of its planned rounds; a config without a budget is refused."""
+    asked = {"privacy.level": "sample", "privacy.epsilon": 8.0, "privacy.delta": 1e-6}
+    scaffold.write(tmp_path / "fed", 2, [], asked)
+    for site in scaffold.sites_of(tmp_path / "fed"):
+        allow = tomllib.loads(site.node_config.read_text())["allow"]
+        assert (allow["privacy"], allow["epsilon"], allow["delta"]) == ("sample", 8.0, 1e-6)
+    scaffold.write(tmp_path / "plain", 2, [], {})
+    assert "privacy" not in tomllib.loads((tmp_path / "plain/sites/site-1/site.toml").read_text())["allow"]
+    noise = {"privacy.level": "sample", "privacy.noise": 2.0}
+    for wrong, words in ((noise, "give privacy.epsilon"), ({**asked, "privacy.level": "client"}, "of simulations")):
+        with pytest.raises(UserError, match=words):
+            scaffold.write(tmp_path / "wrong", 2, [], wrong)

@@ -9,6 +9,7 @@ from fednh.config import Config, load
 FAST = {
     "creff": {"method.match_steps": 5, "method.retrain_epochs": 5},
     "fedetf": {"method.turns": 1, "method.turn_epochs": 1},
+    "floco": {"method.tau": 1, "method.endpoints": 3},  # places from the first round on
 }
 
 
@@ -35,7 +36,7 @@ BAD = {
     "method.rho=1.2": "method.rho = 1.2 should be less than 1",
     "method.rho=high": "method.rho = 'high'",
     "method.lambda=1": "method.lambda is not a hyper-parameter of fednh",
-    "method.aggregation=sum": "'uniform' or 'count'",
+    "method.aggregation=total": "'uniform', 'count' or 'sum'",
     "method=3": "method is a value, not a section|method = 3",
     "rounds=0": "rounds = 0 should be greater than or equal to 1",
     "rounds=ten": "rounds = 'ten'",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from fednh.config import Config, load
 from fednh.federated.setup import build_federation
@@ -34,13 +35,33 @@ class Contract(KeptOrReceived):
         return keep, upload
 
 
+class BatchNormed(nn.Module):
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.head = nn.Linear(8, num_classes)
+
+
 CASES = {
     "bits": {},
     "dropouts": {"participation.dropout": 0.3},
     "refused": {"method.fault": "refused"},
     "error": {"method.fault": "error", "on_error": "skip"},
     "interrupt": {"checkpoint.every": 1},
+    "networks": {  # clients have different ones; interrupted, too
+        "method.name": "fednh",
+        "checkpoint.every": 1,
+        "model.name": ["mlp", "linear"],
+        "model.args": {"mlp": {"hidden": [8]}},
+        "model.dim": 12,
+    },
+    "norm": {"model.name": f"{__name__}:BatchNormed", "model.args": {}, "model.norm": "average"},
+    "local work": {
+        **{"train.optimizer": "adamw", "train.optimizer_state": "kept", "train.steps": 7, "train.lr": 0.003},
+        **{"train.schedule": "cosine", "train.warmup": 1},
+    },
 }
+STOPPED = ("interrupt", "networks")
 
 
 def config_of(case: str) -> Config:
@@ -60,4 +81,5 @@ def config_of(case: str) -> Config:
     }
     sizes = [len(part) for part in build_federation(load("digits", settings)).parts]
     assert sizes.count(sizes[VICTIM]) == 1
-    return load("digits", {**settings, "method.size": sizes[VICTIM]})
+    ours = {} if case == "networks" else {"method.size": sizes[VICTIM]}
+    return load("digits", {**settings, **ours})

@@ -128,7 +128,8 @@ def divided(config: Config, out: Path, *, parts: int | None = None, hostile: Tam
 
 def part_of(config: Config, part: int) -> dict[str, Any]:
     """The node-config of a site that has a part of a divided set, without its keys."""
-    allow = {"allow.methods": config.method["name"], "allow.models": config.model.name, "allow.counts": True}
+    models = ", ".join(config.model.names)
+    allow = {"allow.methods": config.method["name"], "allow.models": models, "allow.counts": True}
     place = {"partition-id": part, "num-partitions": config.partition.clients, "site": f"client-{part:06d}"}
     return {**place, **allow}
 
@@ -169,6 +170,9 @@ def deployed(
             write_site_key(own)
             certs.make_orders(folder, [place["site"]])
         place |= {"orders": str(own / "orders.pub"), "key": str(own / "key"), "state": str(folder / "state")}
+    for place in nodes.values():
+        certs.make_peers(folder, [place["site"]])
+        place["peers"] = str(folder / "sites" / place["site"] / "peers")
     return Wire(nodes, tamper, hostile)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fednh.config import Config, dump, load
-from fednh.federated.setup import initial_state, network
+from fednh.federated.architectures import initial_state
+from fednh.federated.setup import network
 from fednh.flower import protocol, signing
 from fednh.flower.protocol import to_arrays
 from fednh.flower.signing import Identity

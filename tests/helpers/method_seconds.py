@@ -24,6 +24,14 @@ SECONDS = {
     "fedrep": 0.23,
     "pfedfda": 0.42,
     "fedala": 0.56,
+    "moon": 0.12,
+    "feddyn": 0.11,
+    "mrmtl": 0.13,
+    "feduv": 0.15,
+    "fedcp": 0.22,
+    "gpfl": 0.23,
+    "fedas": 0.27,
+    "floco": 0.27,
 }  # all others take 0.07 to 0.11
 TRAINED = [name for name in METHODS if not METHODS[name].training_free]
 

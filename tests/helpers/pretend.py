@@ -64,16 +64,23 @@ class OnDevice(Tensor):
 
 
 class Pretend(TorchDispatchMode):
-    """While it is on, the device is there. It counts the operations done on it. It holds for one thread."""
+    """While it is on, the device is there. It counts the operations done on it. It holds for one thread.
 
-    def __init__(self) -> None:
+    `doubles=False`: the device has no double precision, as Apple's mps, whose name it then has for `tree.double`.
+    """
+
+    def __init__(self, doubles: bool = True) -> None:
         super().__init__()
-        self.operations = 0
+        self.operations, self.doubles = 0, doubles
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.operations += any(isinstance(v, OnDevice) for v in tree_flatten((args, kwargs))[0])
-        return perform(func, args, kwargs)
+        result = perform(func, args, kwargs)
+        made = [value for value in tree_flatten(result)[0] if isinstance(value, OnDevice)]
+        if not self.doubles and any(value.dtype == torch.float64 for value in made):
+            raise Mixed(f"{func}: a tensor of double precision on a device that has none")
+        return result
 
 
 def perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -100,7 +100,7 @@ def test_without_the_training_data(finished: dict[str, Path], tmp_path: Path) ->
 
 
 def test_the_command(finished: dict[str, Path], tmp_path: Path) -> None:
-    args = ["export", str(finished["fedrod"]), "--format", "onnx", "-o", str(tmp_path / "deep/m.onnx")]
+    args = ["export", str(finished["fedrod"]), "-o", str(tmp_path / "deep/m.onnx")]
     ended = command(args, tmp_path / "io")
     assert ended.code == 0, ended.stderr
     assert "agrees within" in ended.stdout

@@ -892,3 +892,87 @@ def test_fedpac_takes_its_own_head_where_nothing_is_better() -> None:
     assert found[0].tolist() == [1, 0, 0]
     assert found[2].tolist() == [0, 0, 1]
     assert found[1, 1] > 0.999
+
+
+@of("lgfedavg")
+def test_lgfedavg(play: Play) -> None:
+    """Heads are averaged; each client goes on from its own body and the average."""
+    models = local_models(play, play.initial)
+    updates = play.round()
+    for update, model in zip(updates, models, strict=True):
+        same(update.upload, select(model.tree(), "head"), **CLOSE)
+        same(update.keep, model.tree(), **CLOSE)
+    mean = average([select(m.tree(), "head") for m in models])
+    same(select(play.server, "head"), mean, **CLOSE)
+    identical(select(play.server, "body"), select(play.initial, "body"))
+    again = [trained(TwoPart.of({**m.body_tree(), **mean}), x, y) for m, (x, y) in zip(models, play.xy, strict=True)]
+    for update, model in zip(play.round(), again, strict=True):
+        same(update.keep, model.tree(), **CLOSE)
+    same(play.personal(0), {**again[0].tree()}, **CLOSE)
+    assert play.method.global_model(play.server) is None
+
+
+class Prototypes(torch.nn.Module):
+    """FedTGP's trainable prototypes, by PyTorch's own layers."""
+
+    def __init__(self, server: Tree):
+        super().__init__()
+        own = {name.removeprefix("server."): value for name, value in server.items() if name.startswith("server.")}
+        self.start = torch.nn.Parameter(own["start"].clone())
+        dim = self.start.shape[1]
+        self.hidden, self.out = torch.nn.Linear(dim, dim), torch.nn.Linear(dim, dim)
+        self.load_state_dict(own)
+
+    def forward(self) -> torch.Tensor:
+        return self.out(F.relu(self.hidden(self.start)))
+
+
+@pytest.mark.parametrize("margin", ["largest", "nearest"])
+def test_fedtgp(margin: str, net: Net, tiny: Samples) -> None:
+    """The server's steps by torch.optim and a loop over means and classes; then the pull, with class 3 of nobody."""
+    play = Play(METHODS["fedtgp"](lam=0.5, margin=margin, server_steps=7, server_lr=0.1), net, tiny)
+    models = local_models(play, play.initial)  # no prototypes yet, so no pull
+    server, updates = Prototypes(play.initial), play.round()
+    assert all(set(u.upload) == {"means", "owned"} for u in updates), "no weight ever travels"
+    a, b = (protos(m, x, y) for m, (x, y) in zip(models, play.xy, strict=True))  # classes 0 and 1; 1 and 2
+    means = {0: a[0], 1: (a[1] + b[1]) / 2, 2: b[2]}
+    gaps = {(i, j): float((means[i] - means[j]).norm()) for i in means for j in means if i != j}
+    nearest = [min(gaps[i, j] for j in means if j != i) for i in means]
+    delta = max(nearest if margin == "nearest" else gaps.values())
+    optimiser = torch.optim.SGD(server.parameters(), 0.1)
+    for _ in range(7):
+        centres, losses = server(), []
+        for label, m in [(0, a[0]), (1, a[1]), (1, b[1]), (2, b[2])]:
+            far = [(m - centres[c]).norm() + delta * (c == label) for c in range(4)]
+            losses.append(torch.log(sum(torch.exp(-d) for d in far)) + far[label])  # type: ignore[arg-type]
+        optimiser.zero_grad()
+        (sum(losses) / 4).backward()  # type: ignore[union-attr]
+        optimiser.step()
+    table = server().detach()
+    torch.testing.assert_close(play.server["prototypes"], table, rtol=1e-3, atol=1e-5)
+    assert play.server["known"].tolist() == [1, 1, 1, 1]
+    for model, (x, y) in zip(models, play.xy, strict=True):
+
+        def loss(m: TwoPart = model, x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            h = m.features(x)
+            return F.cross_entropy(m.head(h), y) + 0.5 * F.mse_loss(h, table[y])
+
+        train(list(model.parameters()), loss)
+    for update, model in zip(play.round(), models, strict=True):
+        same(update.keep, model.tree(), rtol=1e-3, atol=1e-5)
+    personal, x = play.personal(0), play.xy[1][0]
+    h = TwoPart.of(personal).features(x)
+    expected = -(h[:, None] - play.server["prototypes"]).norm(dim=2)
+    torch.testing.assert_close(play.method.logits(net, personal, x), expected, rtol=1e-3, atol=1e-4)
+    assert play.method.global_model(play.server) is None
+
+
+def test_fedtgp_margin_is_at_most_tau_and_needs_two_classes(net: Net) -> None:
+    """Class means 3 and 4 apart along the axes, 5 diagonally; of one class there is no distance."""
+    means = torch.tensor([[[0.0, 0.0], [3.0, 0.0], [0.0, 4.0]]])
+    owned, one = torch.tensor([[True, True, True]]), torch.tensor([[True, False, False]])
+    make = METHODS["fedtgp"]
+    assert float(make().gap(means, owned)) == pytest.approx(5.0)  # type: ignore[attr-defined]
+    assert float(make(margin="nearest").gap(means, owned)) == pytest.approx(4.0)  # type: ignore[attr-defined,call-arg]
+    assert float(make(tau=2.0).gap(means, owned)) == pytest.approx(2.0)  # type: ignore[attr-defined,call-arg]
+    assert float(make().gap(means, one)) == 0.0  # type: ignore[attr-defined]

@@ -19,7 +19,8 @@ from fednh.config import load
 from fednh.data.batches import ClientData, samples_of
 from fednh.data.dataset import Dataset
 from fednh.errors import DataError, Notice, UserError
-from fednh.federated.setup import build_federation, initial_state
+from fednh.federated.architectures import initial_state
+from fednh.federated.setup import build_federation
 from fednh.io import cache
 from fednh.models import features as module
 from fednh.models.backbone import Backbone, Recipe, build_backbone

@@ -17,8 +17,8 @@ import fednh
 from fednh.data.batches import ClientData, Samples
 from fednh.errors import UserError
 from fednh.federated import client
+from fednh.federated.architectures import initial_state
 from fednh.federated.client import ClientResult
-from fednh.federated.setup import initial_state
 from fednh.methods import METHODS
 from fednh.methods.fit import Sgd
 from fednh.models import Net, build_net

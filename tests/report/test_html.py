@@ -70,7 +70,7 @@ def test_it_loads_nothing_from_anywhere(report: Path) -> None:
 def test_it_has_the_tables_the_figures_and_how_they_were_made(report: Path) -> None:
     text, page = report.read_text(), Page(report.read_text())
     tables = {"table-accuracy", "table-fairness", "table-cost", "table-paired", "table-runs"}
-    assert tables | {f"figure-{name}" for name in FIGURES if name != "reliability"} <= set(page.ids)
+    assert tables | {f"figure-{name}" for name in FIGURES if name not in ("reliability", "privacy")} <= set(page.ids)
     assert {"curves-round", "curves-bytes", "curves-seconds", "accuracy", "runs", "rounds"} <= set(page.data["csv"])
     assert "A small sweep" in text
     assert "config.toml of FedNH rho=0.1" in text

@@ -16,7 +16,7 @@ SERVER = {"w": torch.arange(4.0), "seed": torch.tensor(7)}
 
 
 def fresh(folder: Path) -> Checkpoints:
-    return Checkpoints(folder / "checkpoints", Store(folder / "clients", 10**6, {}))
+    return Checkpoints(folder / "checkpoints", Store(folder / "clients", 10**6, lambda client: {}))
 
 
 def client(value: float) -> Tree:

@@ -22,13 +22,13 @@ def state(value: float) -> Tree:
 
 
 def test_a_client_that_never_took_part_is_a_newcomer(tmp_path: Path) -> None:
-    store = Store(tmp_path / "s", 10**6, NEWCOMER)
+    store = Store(tmp_path / "s", 10**6, lambda client: NEWCOMER)
     assert store.get(3) is NEWCOMER
     assert store.members == []
 
 
 def test_put_counts_from_the_commit(tmp_path: Path) -> None:
-    store = Store(tmp_path / "s", 10**6, NEWCOMER)
+    store = Store(tmp_path / "s", 10**6, lambda client: NEWCOMER)
     store.put(1, state(1), 1)
     assert store.get(1) is NEWCOMER
     store.commit()
@@ -40,7 +40,7 @@ def test_put_counts_from_the_commit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("budget", [0, 400, 10**6])
 def test_states_are_the_same_in_memory_and_on_disk(tmp_path: Path, budget: int) -> None:
-    store = Store(tmp_path / "s", budget, NEWCOMER)
+    store = Store(tmp_path / "s", budget, lambda client: NEWCOMER)
     for round_ in (1, 2):
         for k in range(5):
             store.put(k, state(10 * round_ + k), round_)
@@ -52,7 +52,7 @@ def test_states_are_the_same_in_memory_and_on_disk(tmp_path: Path, budget: int) 
 
 
 def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
-    store = Store(tmp_path / "s", 500, NEWCOMER)
+    store = Store(tmp_path / "s", 500, lambda client: NEWCOMER)
     for k in range(50):
         store.put(k, state(k), 1)
         assert store._in_memory <= 500
@@ -66,7 +66,7 @@ def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
 def test_any_sequence_agrees_with_a_dict(
     tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[int, str]]
 ) -> None:
-    store = Store(tmp_path_factory.mktemp("s"), 500, NEWCOMER)
+    store = Store(tmp_path_factory.mktemp("s"), 500, lambda client: NEWCOMER)
     truth: dict[int, Tree] = {}
     pending: dict[int, Tree] = {}
     kept: dict[int, Saved] = {}  # as a checkpoint would have it
@@ -93,7 +93,7 @@ def test_any_sequence_agrees_with_a_dict(
 
 
 def test_readers_and_a_writer_at_once(tmp_path: Path) -> None:
-    store = Store(tmp_path / "s", 300, NEWCOMER)
+    store = Store(tmp_path / "s", 300, lambda client: NEWCOMER)
     for k in range(8):
         store.put(k, state(k), 0)
     store.commit()
@@ -118,7 +118,7 @@ def files(store: Store) -> list[str]:
 
 
 def test_changes_are_told_once_with_what_they_replace(tmp_path: Path) -> None:
-    store = Store(tmp_path / "s", 10**6, NEWCOMER)
+    store = Store(tmp_path / "s", 10**6, lambda client: NEWCOMER)
     for round_, clients in ((1, (0, 1)), (2, (0,)), (3, (2,))):
         for k in clients:
             store.put(k, state(k), round_)
@@ -134,7 +134,7 @@ def test_changes_are_told_once_with_what_they_replace(tmp_path: Path) -> None:
 
 def test_what_no_checkpoint_knows_leaves_no_file_behind(tmp_path: Path) -> None:
     """Without checkpoints, on disk alone: one file a client, however many rounds there were."""
-    store = Store(tmp_path / "s", 0, NEWCOMER)
+    store = Store(tmp_path / "s", 0, lambda client: NEWCOMER)
     for round_ in range(1, 6):
         for k in range(3):
             store.put(k, state(k), round_)
@@ -146,7 +146,7 @@ def test_what_no_checkpoint_knows_leaves_no_file_behind(tmp_path: Path) -> None:
 
 
 def test_changes_stay_as_they_were_while_rounds_go_on(tmp_path: Path) -> None:
-    store = Store(tmp_path / "s", 10**6, NEWCOMER)
+    store = Store(tmp_path / "s", 10**6, lambda client: NEWCOMER)
     store.put(0, state(1), 1)
     store.commit()
     changes = store.changes()
@@ -159,7 +159,7 @@ def test_changes_stay_as_they_were_while_rounds_go_on(tmp_path: Path) -> None:
 
 def test_a_view_does_not_keep_what_it_looks_at(tmp_path: Path) -> None:
     """A block of clients trained at once hands out views; each would hold the whole block in memory."""
-    store = Store(tmp_path / "s", 10**6, NEWCOMER)
+    store = Store(tmp_path / "s", 10**6, lambda client: NEWCOMER)
     block = torch.randn(64, 25)
     store.put(0, {"w": block[3]}, 1)
     store.commit()
@@ -169,7 +169,7 @@ def test_a_view_does_not_keep_what_it_looks_at(tmp_path: Path) -> None:
 
 def test_a_put_does_not_look_at_all_clients(tmp_path: Path) -> None:
     """Counted, not timed: the slots that are visited by a round do not grow with the clients there are."""
-    store = Store(tmp_path / "s", 100 * 196, NEWCOMER)
+    store = Store(tmp_path / "s", 100 * 196, lambda client: NEWCOMER)
     store.restore(Saved(k, 1, "") for k in range(20_000))
 
     class Counting(dict):  # type: ignore[type-arg]

@@ -26,6 +26,8 @@ def command(method: str, out: Path, rounds: int = 6, every: int = 1) -> list[str
     settings = {"eval.every": 3, "checkpoint.every": every, "partition.clients": 8, "method.name": method}
     if method == "creff":
         settings |= {"method.retrain_epochs": 20, "method.match_steps": 10}
+    if method == "floco":
+        settings |= {"method.tau": 2, "method.endpoints": 3}
     words = [w for key, value in settings.items() for w in ("--set", f"{key}={value}")]
     return [
         "run",

@@ -77,6 +77,9 @@ def test_what_a_site_keeps_is_laid_out_as_ever(tmp_path: Path) -> None:
     home = StateFolder(tmp_path)
     kept = home.kept("digits", "north")
     assert kept.state(7) == tmp_path / "digits/north/state.round-000007.safetensors"
+    assert home.ledger_file == tmp_path / "ledger.jsonl"
+    assert kept.answer(7, "ab") == tmp_path / "digits/north/answer.round-000007.ab.safetensors"
+    assert kept.round_of(kept.answer(7, "ab")) == 7
     assert home.audit_file("../x") == tmp_path / "audit/_x-1fb8ad98.jsonl"
     kept.path.mkdir(parents=True)
     for round_ in (10, 9):

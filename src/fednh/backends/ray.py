@@ -38,7 +38,7 @@ from fednh.backends.tasks import ClientBatch, ClientTask
 from fednh.backends.threads import Simulation
 from fednh.config import Config
 from fednh.config.schema import RayConfig
-from fednh.errors import Interrupted, RunError, UserError
+from fednh.errors import ConfigError, Interrupted, RunError, UserError
 from fednh.runs.run_folder import cpu, worker_count
 from fednh.text import one_line, plural
 from fednh.tree import Tree, size
@@ -181,6 +181,11 @@ def message_if_killed(sentence: str) -> Iterator[None]:
 
 def needs(settings: RayConfig, device: str) -> dict[str, float]:
     """What one client reserves, by Ray's names."""
+    if "," in device:
+        raise ConfigError(
+            f"device = {device!r} divides clients between devices of one machine, and Ray does that itself: use "
+            f"device = {device.partition(':')[0]!r} with ray.gpus_per_client"
+        )
     gpus = settings.gpus_per_client
     if gpus is None:
         gpus = 0.0 if device == "cpu" else 1.0

@@ -24,12 +24,13 @@ from fednh.federated import checks
 from fednh.federated.client import ClientResult
 from fednh.federated.evaluate import Personal
 from fednh.federated.executor import RoundPolicy, RoundTask
+from fednh.federated.plan import result_order
 from fednh.federated.rounds import RoundLoop
 from fednh.federated.setup import Federation, ServerSide
 from fednh.interrupt import Meter
 from fednh.runs.client_states import Store
 from fednh.runs.run_folder import RunFolder, worker_count
-from fednh.tree import Tree
+from fednh.tree import Tree, to_device
 
 
 class Simulation:
@@ -52,7 +53,7 @@ class Simulation:
         self.meter = Meter(stop, partial(callback.on_progress, "evaluating"))
         machine.keep_freed()
         budget = parse_bytes(config.store.memory, machine.total_memory())
-        self.store = Store(folder.clients, budget, {}, config.device)
+        self.store = Store(folder.clients, budget, lambda client: {}, config.home)
 
     @abstractmethod
     def __enter__(self) -> Simulation: ...
@@ -73,7 +74,9 @@ class Simulation:
         return self.fed.server_side(self.config)
 
     def begin(self, initial: Tree) -> None:
-        self.store.newcomer = self.fed.method.enroll(initial)
+        fed = self.fed
+        newcomers = {name: fed.architectures.enroll(initial, name) for name in fed.architectures.nets}
+        self.store.newcomer = lambda client: newcomers[fed.dealt[client]]
         self.engine = choose_engine(self.config, self.fed, initial, self.note)
 
     def present(self) -> Sequence[int]:
@@ -119,12 +122,21 @@ class SimulationReplies:
     def results(self) -> Iterator[ClientResult]:
         """Every client's result; what it keeps goes to the store and is committed if its upload is used."""
         config, simulation, asked, round_ = self.config, self.simulation, self.task, self.task.done + 1
-        # The largest first, so that no long job starts last. The order is fixed, so sums have the same bits every time.
-        order = sorted(asked.train, key=lambda k: (-len(self.fed.parts[k]), k))
+        # The order is fixed, so sums have the same bits every time.
+        order = result_order(config, asked.train, lambda k: len(self.fed.parts[k]))
         together = simulation.engine == "vmap"
         batches: list[ClientBatch] = list(blocks(self.fed, order)) if together else [[client] for client in order]
-        sgd, gradient_norm = config.train.sgd(round_), config.diagnostics.gradient_norm
-        task = TrainTask(asked.down, sgd, config.seed, round_, gradient_norm, together, records=asked.overrides)
+        settings, gradient_norm = config.fit_settings(round_), config.diagnostics.gradient_norm
+        task = TrainTask(
+            asked.down,
+            settings,
+            config.seed,
+            round_,
+            gradient_norm,
+            together,
+            asked.mechanisms,
+            records=asked.overrides,
+        )
         done = 0
         for batch, results in zip(batches, simulation.map(task, batches), strict=True):
             done += len(batch)
@@ -139,11 +151,11 @@ class SimulationReplies:
         """The metrics of the personal models; after the last round the models are saved too."""
         asked, config, simulation, method = self.task, self.config, self.simulation, self.fed.method
         with checks.with_context(method, f"the server failed after round {asked.done}"):
-            shared = method.global_model(asked.server) if self.fed.measures_held_out else None
+            shared = self.fed.architectures.global_models(asked.server) if self.fed.measures_held_out else {}
         task = EvaluateTask(
             asked.down,
             shared,
-            config.train.sgd(asked.done),
+            config.fit_settings(asked.done),
             config.seed,
             asked.done,
             asked.final,
@@ -182,6 +194,8 @@ class Pool(Simulation):
 
     def __enter__(self) -> Pool:
         self.workers = worker_count(self.config)
+        devices = self.config.devices
+        self.samples = {devices[0]: self.data} | {device: to_device(self.data, device) for device in devices[1:]}
         self.threads = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,))
         return self
 
@@ -191,12 +205,25 @@ class Pool(Simulation):
     def map(self, task: ClientTask, batches: Sequence[ClientBatch]) -> Iterator[list[Any]]:
         """The results in the order of `batches`; at most two per worker are running or waiting to be read."""
 
-        def work(batch: ClientBatch) -> list[Any]:
+        devices = self.config.devices
+        move = to_device if len(devices) > 1 else _stay
+        tasks = {device: move(task, device) for device in devices}
+
+        def work(numbered: tuple[int, ClientBatch]) -> list[Any]:
             if self.stop.is_set():
                 raise Interrupted
-            return task(self.data, batch, self.kept(batch), self.meter)
+            number, batch = numbered
+            device = devices[number % len(devices)]  # by place, not by who is free: bits depend on it
+            kept = move(self.kept(batch), device)
+            made: list[Any] = move(tasks[device](self.samples[device], batch, kept, self.meter), devices[0])
+            return made
 
-        return in_order(self.threads, work, batches, ahead=2 * self.workers)
+        return in_order(self.threads, work, enumerate(batches), ahead=2 * self.workers)
+
+
+def _stay(value: Any, device: str) -> Any:
+    """The value, which is on the only device."""
+    return value
 
 
 def in_order(pool: ThreadPoolExecutor, work: Callable[[A], B], items: Iterable[A], ahead: int) -> Iterator[B]:

@@ -13,28 +13,30 @@ made from the clients, not from the workers.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from math import prod
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch._C import _functorch as functorch
 from torch.func import vmap
 
 from fednh.config import Config
-from fednh.data.batches import EVAL_BATCH, ClientData, Samples, blank_samples, drawn_number
+from fednh.data.batches import EVAL_BATCH, ClientData, Samples, blank_samples, drawn_number, summed_by_class
 from fednh.data.partitions import Indices
 from fednh.errors import ConfigError
-from fednh.federated.client import ClientResult
+from fednh.federated.client import OPTIMIZER, ClientResult, methods_own
 from fednh.federated.setup import Federation
 from fednh.methods.base import Method
-from fednh.methods.fit import Sgd, dense, descend, like, moving_names
+from fednh.methods.fit import moving_names
 from fednh.methods.losses import BatchLoss, Loss, of_batch
+from fednh.methods.maps import outside
+from fednh.methods.optimizers import FitSettings, Sgd, State, as_tree, dense, like
 from fednh.models.net import Net
 from fednh.seeding import torch_rng
-from fednh.tree import Tree, finite_rows, stack
+from fednh.tree import Tree, double, finite_rows, prefix, stack, strip_prefix
 
 # --- a block --------------------------------------------------------------------------------------------------------
 
@@ -71,6 +73,21 @@ class Block:
             row[:size] = torch.randperm(int(size), generator=rng).numpy()
         return torch.from_numpy(order).to(self.index.device)
 
+    def walk(self, batch_size: int, steps: int) -> Iterator[tuple[Tensor, Tensor, Indices]]:  # (K, b), (K, b), (K,)
+        """So many batches of every client, their weights and sizes; who is through its samples begins a new order."""
+        clients, width = len(self), min(batch_size, self.width)
+        orders, at = [np.empty(0, np.int64)] * clients, np.zeros(clients, np.int64)
+        for _ in range(steps):
+            index, taken = np.zeros((clients, width), np.int64), np.zeros(clients, np.int64)
+            for k, (size, rng) in enumerate(zip(self.sizes, self._rngs, strict=True)):
+                if at[k] == len(orders[k]):
+                    orders[k], at[k] = torch.randperm(int(size), generator=rng).numpy(), 0
+                chunk = orders[k][at[k] : at[k] + batch_size]
+                index[k, : len(chunk)], taken[k] = chunk, len(chunk)
+            at += taken
+            weight = torch.from_numpy(np.arange(width) < taken[:, None])
+            yield torch.from_numpy(index).to(self.index.device), weight.to(self.index.device, torch.float32), taken
+
     def random(self, times: int) -> Tensor:  # (K, times, n)
         """The numbers that each client's `ClientData.random` would give; padding gets zeros."""
         keys = torch.zeros(len(self), times, self.width)
@@ -85,33 +102,6 @@ class Block:
     def _rng(self, purpose: str, client: int) -> torch.Generator:
         seed, round_ = self._address
         return torch_rng(seed, purpose, round_, client)
-
-
-def outside(work: Callable[..., Sequence[Tensor]], *mapped: Tensor) -> list[Tensor]:
-    """Step out of the map: call `work` with every tensor as the whole block's (K, ...), and map what it returns.
-
-    At least one of the tensors must be mapped. The rule by which a `torch.autograd.Function` is mapped could do the
-    same, but every step needs a call, and its calls would take a twentieth of a round.
-    """
-    level = functorch.current_level()
-    size = next(
-        functorch.get_unwrapped(value).shape[functorch.maybe_get_bdim(value)]
-        for value in mapped
-        if functorch.is_batchedtensor(value)
-    )
-    whole = [_whole(value, size) for value in mapped]
-    map_ = functorch.pop_dynamic_layer_stack()
-    try:
-        made = work(*whole)
-    finally:
-        functorch.push_dynamic_layer_stack(map_)
-    return [functorch._add_batch_dim(value, 0, level) for value in made]
-
-
-def _whole(value: Tensor, size: int) -> Tensor:  # (size, ...)
-    if not functorch.is_batchedtensor(value):
-        return value.expand(size, *value.shape)
-    return functorch.get_unwrapped(value).movedim(functorch.maybe_get_bdim(value), 0)
 
 
 class VmapClientData:
@@ -133,6 +123,9 @@ class VmapClientData:
         columns = (torch.split(column, EVAL_BATCH) for column in (self.x, self.y, self.real))
         yield from zip(*columns, strict=True)
 
+    def class_sums(self, features: Callable[[Tensor], Tensor]) -> Tensor:  # (C, D)
+        return summed_by_class(features, self.batches(), len(self.counts))
+
     def random(self, times: int, size: int | None = None) -> Tensor:  # (times, n)
         return self.block.random(times)[self.me]
 
@@ -150,20 +143,24 @@ class VmapClientData:
 class BlockFit:
     """`fit` inside the map: what `LocalFit` does, for all clients of the block in step."""
 
-    def __init__(self, data: VmapClientData, sgd: Sgd, frozen: Collection[str] = ()):
-        self.data, self.sgd, self.frozen = data, sgd, frozen
-        self.samples = 0  # each client's, in units of its size
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=data.block.index.device)
+    def __init__(
+        self, data: VmapClientData, settings: FitSettings, frozen: Collection[str] = (), memory: Tree | None = None
+    ):
+        self.data, self.settings, self.frozen = data, settings, frozen
+        self.memory: Tree = memory or {}
+        self.calls = 0
+        self.samples = np.zeros(len(data.block), np.int64)  # that each client has processed
+        self.loss_sum = double(torch.zeros((), device=data.block.index.device))
 
     def __call__(
-        self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None, plain: bool = False
+        self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: float | None = None, plain: bool = False
     ) -> Tree:
         # One batch holds all samples of every client: their order cannot matter to losses of single samples.
-        whole = self.data.block.width <= self.sgd.batch_size
+        whole = self.data.block.width <= self.settings.batch_size
         return self._trained(params, of_batch(loss), only, epochs, plain, shuffled=not whole)
 
     def batchwise(
-        self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: int | None = None, plain: bool = False
+        self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: float | None = None, plain: bool = False
     ) -> Tree:
         return self._trained(params, loss, only, epochs, plain)
 
@@ -172,43 +169,81 @@ class BlockFit:
         params: Tree,
         loss: BatchLoss,
         only: tuple[str, ...],
-        epochs: int | None,
+        epochs: float | None,
         plain: bool,
         shuffled: bool = True,
     ) -> Tree:
-        sgd, data = self.sgd.plain if plain else self.sgd, self.data
+        settings, data = self.settings.plain if plain else self.settings, self.data
         params = dict(sorted(params.items()))
         names = moving_names(params, only, self.frozen)
         if not names:
             return params
         fixed = {name: value for name, value in params.items() if name not in names}
-        step = BlockStep(sgd)
+        step, call = BlockStep(settings), str(self.calls)
         moving = dict(zip(names, outside(step.begin, data.me, *(params[name] for name in names)), strict=True))
-        smallest = int(data.block.sizes.min())
-        for _ in range(sgd.epochs if epochs is None else epochs):
-            order = data.block.shuffle()[data.me] if shuffled else None
-            for start in range(0, data.block.width, sgd.batch_size):
-                here = slice(start, start + sgd.batch_size)
-                real = data.real[here]
-                count = real.sum()
-                chunk = here if order is None else order[here]
-                weight = real / count.clamp(min=1)
-                values, carried = loss({**fixed, **moving}, data.x[chunk], data.y[chunk], weight)
-                step.everyone = start < smallest
-                (value,) = outside(step, (values * weight).sum(), count)
-                for name, new in carried.items():
-                    fixed[name] = new.detach() if step.everyone else torch.where(count > 0, new.detach(), fixed[name])
-                self.loss_sum = self.loss_sum + value * count
-            self.samples += 1
+        if memory := strip_prefix(self.memory, call):
+            outside(partial(step.restore, names, list(memory)), data.me, *memory.values())
+        for chunk, real, step.everyone in self._batches(epochs, shuffled):
+            count = real.sum()
+            weight = real / count.clamp(min=1)
+            values, carried = loss({**fixed, **moving}, data.x[chunk], data.y[chunk], weight)
+            (value,) = outside(step, (values * weight).sum(), count)
+            for name, new in carried.items():
+                fixed[name] = new.detach() if step.everyone else torch.where(count > 0, new.detach(), fixed[name])
+            self.loss_sum = self.loss_sum + value * count
+        self.calls += 1
+        if settings.keep_state:
+            state = as_tree(names, step.state)
+            mapped = outside(lambda _: list(state.values()), data.me)
+            self.memory = {**self.memory, **prefix(call, dict(zip(state, mapped, strict=True)))}
         return {**fixed, **{name: value.detach().contiguous() for name, value in moving.items()}}
 
-    def reach(self, epochs: int | None = None) -> Tensor:  # (): a client of fewer batches takes fewer steps
-        batches = (self.data.real.sum() / self.sgd.batch_size).ceil()
-        return self.sgd.reach((self.sgd.epochs if epochs is None else epochs) * batches)
+    def _batches(self, epochs: float | None, shuffled: bool) -> Iterator[tuple[Tensor | slice, Tensor, bool]]:
+        """Rows of every batch, the weights of its samples, and whether every client has one in it."""
+        data, block, size = self.data, self.data.block, self.settings.batch_size
+        steps = self.settings.steps if epochs is None else None
+        if steps is not None and shuffled:
+            for index, weight, taken in block.walk(size, steps):
+                self.samples += taken
+                yield index[data.me], weight[data.me], True
+            return
+        # Not shuffled, every batch has all samples: a step is an epoch.
+        times = self._epochs(epochs) if steps is None else steps
+        whole, share = times // 1, times % 1
+        smallest = int(block.sizes.min())
+        for _ in range(int(whole)):
+            order = block.shuffle()[data.me] if shuffled or share else None
+            for start in range(0, block.width, size):
+                here = slice(start, start + size)
+                yield here if order is None else order[here], data.real[here], start < smallest
+            self.samples += block.sizes
+        if share:
+            numbers = np.array([drawn_number(share, int(each)) for each in block.sizes])
+            order = block.shuffle()[data.me]
+            real = torch.from_numpy(np.arange(block.width) < numbers[:, None])
+            weight = real.to(block.real)[data.me]
+            for start in range(0, int(numbers.max()), size):
+                here = slice(start, min(start + size, int(numbers.max())))
+                yield order[here], weight[here], start < int(numbers.min())
+            self.samples += numbers
+
+    def _epochs(self, epochs: float | None) -> float:
+        return self.settings.epochs if epochs is None else epochs
+
+    def reach(self, epochs: float | None = None) -> Tensor:  # (): a client of fewer batches takes fewer steps
+        size, count = self.settings.batch_size, self.data.real.sum()
+        if epochs is None and self.settings.steps is not None:
+            return self.settings.reach(torch.full_like(count, self.settings.steps))
+        passes = self._epochs(epochs)
+        whole, share = passes // 1, passes % 1
+        taken = whole * (count / size).ceil()
+        if share:
+            taken = taken + ((share * count + 1e-9).floor().clamp(min=1) / size).ceil()
+        return self.settings.reach(taken)
 
 
 class BlockStep:
-    """Steps of all clients of a block, outside of the map: one backward pass, then clipping, weight decay and momentum.
+    """Steps of all clients of a block, outside of the map: one backward pass, then clipping and the optimiser's step.
 
     A client's loss depends on its own parameters alone, so the gradient of the sum over clients has each client's in
     its row.
@@ -216,38 +251,52 @@ class BlockStep:
 
     everyone = True  # whether every client has a sample in the batch; set before a step
 
-    def __init__(self, sgd: Sgd):
-        self.sgd = sgd
+    state: State
+
+    def __init__(self, settings: FitSettings):
+        self.settings = settings
 
     def begin(self, me: Tensor, *params: Tensor) -> list[Tensor]:  # (K, ...) each
         """Every client's own copy of the parameters. Matrices lie transposed in memory, as their gradients do."""
         self.params = [_own(value.mT).mT if value.ndim == 3 else _own(value) for value in params]
-        self.velocity = [torch.zeros_like(value) for value in self.params]
+        self.state = self.settings.fresh(self.params, len(me))
         return [value.requires_grad_() for value in self.params]
+
+    def restore(self, names: Sequence[str], kept: Sequence[str], me: Tensor, *values: Tensor) -> list[Tensor]:
+        """Every client's own state of the optimiser, from the tree that `as_tree` made; what it lacks stays fresh."""
+        before = dict(zip(kept, values, strict=True))
+        for slot, rows in self.state.items():
+            for name, row in zip(names, rows, strict=True):
+                if f"{slot}.{name}" in before:
+                    row.copy_(before[f"{slot}.{name}"])
+        return []
 
     def __call__(self, value: Tensor, count: Tensor) -> tuple[Tensor]:  # (K,), (K,)
         """Every client's loss, once its parameters are updated; `count` is 0 for clients that have no batch left."""
         parts = torch.autograd.grad(value.sum(), self.params, allow_unused=True)
         with torch.no_grad():
-            moved = [row for row in zip(self.params, parts, self.velocity, strict=True) if row[1] is not None]
-            params, gradients, velocity = ([row[i] for row in moved] for i in range(3))
-            gradients = self._clipped([like(g, p) for p, g in zip(params, gradients, strict=True)])
+            here = [i for i, part in enumerate(parts) if part is not None]
+            params = [self.params[i] for i in here]
+            state = {slot: [column[i] for i in here] for slot, column in self.state.items()}
+            gradients = self._clipped([like(parts[i], p) for i, p in zip(here, params, strict=True)])
             if self.everyone:
-                descend(params, gradients, velocity, self.sgd)
+                self.settings.move(params, gradients, state)
                 return (value.detach(),)
             rows = count.nonzero().flatten()
-            theirs, slopes, speeds = ([each[rows] for each in column] for column in (params, gradients, velocity))
-            descend(theirs, slopes, speeds, self.sgd)
-            for whole, part in zip((*params, *velocity), (*theirs, *speeds), strict=True):
+            theirs, slopes = ([each[rows] for each in column] for column in (params, gradients))
+            memory = {slot: [each[rows] for each in column] for slot, column in state.items()}
+            self.settings.move(theirs, slopes, memory)
+            for whole, part in zip(chain(params, *state.values()), chain(theirs, *memory.values()), strict=True):
                 whole.index_copy_(0, rows, part)
         return (value.detach(),)
 
     def _clipped(self, gradients: list[Tensor]) -> list[Tensor]:
         """Every client's gradient, no longer than `clip`."""
-        if self.sgd.clip <= 0:
+        if self.settings.clip <= 0:
             return gradients
         norms = [torch.linalg.vector_norm(dense(each).reshape(len(each), -1), dim=1) for each in gradients]
-        shrink = (self.sgd.clip / (torch.linalg.vector_norm(torch.stack(norms), dim=0) + 1e-6)).clamp(max=1.0)  # (K,)
+        norm = torch.linalg.vector_norm(torch.stack(norms), dim=0)  # (K,)
+        shrink = (self.settings.clip / (norm + 1e-6)).clamp(max=1.0)
         if shrink.device.type == "cpu" and bool((shrink == 1).all()):
             return gradients
         # not in place: two names may share one gradient tensor
@@ -264,20 +313,20 @@ def update_block(
     block: Block,
     kept: Sequence[Tree],
     received: Tree,
-    sgd: Sgd,
+    settings: FitSettings,
     own: Sequence[Tree] = (),
 ) -> list[ClientResult]:
     """`client.update` for all clients of the block at once; each has received its `own` in place of `received`."""
-    epochs = []
+    processed = []
 
     def one(me: Tensor, kept: Tree, received: Tree) -> tuple[Tree, Tree, Tensor]:
         data = VmapClientData(block, me)
-        fit = BlockFit(data, sgd, net.frozen)
-        keep, upload = method.client_update(net, kept, received, cast(ClientData, data), fit)
-        epochs.append(fit.samples)
-        return keep, upload, fit.loss_sum
+        fit = BlockFit(data, settings, net.frozen, strip_prefix(kept, OPTIMIZER))
+        keep, upload = method.client_update(net, methods_own(kept), received, cast(ClientData, data), fit)
+        processed.extend(fit.samples.tolist())
+        return {**keep, **prefix(OPTIMIZER, fit.memory)}, upload, fit.loss_sum
 
-    keep, upload, loss = _mapped(one, block, kept, received, own)
+    keep, upload, loss = mapped(one, block, kept, received, own)
     sound, sendable = (finite_rows(tree, len(block)) for tree in (keep, upload))
     own_memory = {name: [row.clone() for row in value.unbind()] for name, value in keep.items()}  # the block's is freed
     rows = {name: value.unbind() for name, value in upload.items()}
@@ -285,16 +334,16 @@ def update_block(
         ClientResult(
             {name: values[k] for name, values in own_memory.items()},
             {name: values[k] for name, values in rows.items()},
-            size * epochs[0],
+            samples,
             loss_sum,
             kept_finite=sound[k],
             upload_finite=sendable[k],
         )
-        for k, (size, loss_sum) in enumerate(zip(block.sizes.tolist(), loss.tolist(), strict=True))
+        for k, (samples, loss_sum) in enumerate(zip(processed, loss.tolist(), strict=True))
     ]
 
 
-def _mapped(
+def mapped(
     one: Callable[..., Any], block: Block, kept: Sequence[Tree], received: Tree, own: Sequence[Tree] = ()
 ) -> Any:
     rows = torch.arange(len(block), device=block.index.device)
@@ -317,20 +366,30 @@ DATA_BYTES = 32 << 20  # of a block's padded samples
 
 
 def blocks(fed: Federation, order: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Blocks of neighbours in the order, equally large as far as they fit; the order is by size: little is padded."""
+    """Blocks of clients with one network, of neighbours in the order, which is by size: little is padded."""
+    nets = fed.architectures.nets
+    if len(nets) == 1:
+        yield from _blocks_of(fed.net, fed, order)
+        return
+    for name, net in nets.items():
+        yield from _blocks_of(net, fed, [client for client in order if fed.dealt[client] == name])
+
+
+def _blocks_of(net: Net, fed: Federation, order: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Blocks of neighbours, equally large as far as they fit."""
     wanted = min(LARGEST, max(SMALLEST, -(-len(order) // BLOCKS)))
     even = -(-len(order) // max(1, -(-len(order) // wanted)))
     start = 0
     while start < len(order):
-        end = start + min(even, block_size(fed, len(fed.parts[order[start]])))
+        end = start + min(even, block_size(net, len(fed.parts[order[start]])))
         yield order[start:end]
         start = end
 
 
-def block_size(fed: Federation, samples: int) -> int:
+def block_size(net: Net, samples: int) -> int:
     """How many clients with this many samples go into a block: their states and data should stay in the CPU cache."""
-    parameters = sum(prod(shape) for shape in fed.net.parameter_shapes)
-    by_data = DATA_BYTES // (4 * prod(fed.net.shape) * max(1, samples))
+    parameters = sum(prod(shape) for shape in net.parameter_shapes)
+    by_data = DATA_BYTES // (4 * prod(net.shape) * max(1, samples))
     return max(1, min(LARGEST, STATE_BYTES // (4 * parameters), by_data))
 
 
@@ -357,10 +416,11 @@ def choose_engine(
 
 def _worth(config: Config, fed: Federation, server: Tree) -> bool:
     typical = int(np.median([len(part) for part in fed.parts]))
-    convolutions = any(len(shape) > 2 for shape in fed.net.parameter_shapes)
-    picked = config.participation.rate * len(fed.parts)
+    nets = fed.architectures.nets.values()
+    convolutions = any(len(shape) > 2 for net in nets for shape in net.parameter_shapes)
+    picked = config.participation.rate * len(fed.parts) / len(nets)  # clients of one network
     sums = sum(server[name].nbytes for name in fed.method.upload.summed)  # a client's are as large as the server's
-    fits = block_size(fed, typical) >= 8 and 8 * sums <= STATE_BYTES
+    fits = min(block_size(net, typical) for net in nets) >= 8 and 8 * sums <= STATE_BYTES
     return picked >= FEWEST and not convolutions and fits
 
 
@@ -371,10 +431,12 @@ def _obstacle(config: Config, fed: Federation) -> str | None:
         return "training images are augmented, each client's on its own (data.augment = 'none' turns it off)"
     if config.diagnostics.gradient_norm:
         return "diagnostics.gradient_norm measures one client at a time"
-    if fed.net.random:
+    if any(net.random for net in fed.architectures.nets.values()):
         return "the model has random layers, such as dropout, which each client draws for itself"
-    if fed.net.stateful:
+    if any(net.stateful for net in fed.architectures.nets.values()):
         return "model.norm = 'local' gives every client a normalisation of its own"
+    if any(net.statistics for net in fed.architectures.nets.values()):
+        return "model.norm = 'average' updates every client's running statistics on its own"
     return None
 
 
@@ -384,13 +446,15 @@ def _does_not_map(fed: Federation, server: Tree) -> str | None:
     Two rounds, because the second begins with what the first one kept.
     """
     samples = blank_samples(fed.net.shape, fed.net.num_classes, fed.train.x.device)
-    everything = np.arange(len(samples))
-    kept, down = [fed.method.enroll(server)] * 2, fed.method.broadcast(server)
-    try:
-        for round_ in range(2):
-            block = Block(samples, [everything, everything[:1]], [0, 1], 0, round_, "train")
-            kept = [update.keep for update in update_block(fed.method, fed.net, block, kept, down, Sgd(epochs=1))]
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        return f"{type(fed.method).__name__} or its model does not run for many clients at once ({reason})"
+    everything, method = np.arange(len(samples)), fed.method
+    for name, net in fed.architectures.nets.items():
+        alone = fed.architectures.view(server, name)
+        kept, down = [method.enroll(alone)] * 2, method.broadcast(alone)
+        try:
+            for round_ in range(2):
+                block = Block(samples, [everything, everything[:1]], [0, 1], 0, round_, "train")
+                kept = [update.keep for update in update_block(method, net, block, kept, down, Sgd(epochs=1))]
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            return f"{type(method).__name__} or its model does not run for many clients at once ({reason})"
     return None

@@ -1,9 +1,12 @@
-"""Callback: what a run calls while it goes on. The screen and the trackers are callbacks; users write their own."""
+"""Callback: what a run calls while it goes on. The screen and the trackers are callbacks; users write their own.
+
+A search, which makes many runs, calls a SearchWatcher.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from fednh.metric_names import RoundRecord, RunSummary
 
@@ -57,3 +60,19 @@ class CallbackList(Callback):
     def on_end(self, summary: RunSummary) -> None:
         for each in self.callbacks:
             each.on_end(summary.copy())
+
+
+class SearchWatcher:
+    """Receives the progress of a search or a learning curve; every method does nothing by default."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def trying(self, what: str, leads: str, left: float) -> None:
+        """A run begins; `leads` says what is best so far, `left` how many seconds there are."""
+
+    def note(self, text: str) -> None:
+        """Something that the user should know."""

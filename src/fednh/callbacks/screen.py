@@ -135,7 +135,7 @@ def metric_words(record: Mapping[str, Any]) -> list[str]:
     for key, name in shown.items():
         if record.get(key) is not None:
             words.append(f"{name} {record[key]:.1f}")
-    return words
+    return words if record.get("epsilon") is None else [*words, f"epsilon {record['epsilon']:.2f}"]
 
 
 def screen_for(console: Console, rounds: int, name: str, quiet: bool) -> Silent:

@@ -14,19 +14,34 @@ from typing import Any
 
 import typer
 
-from fednh.cli import about, features, federation, figures, inspect, models, run, sweep, tables, watch
+from fednh.cli import (
+    about,
+    attack,
+    features,
+    federation,
+    figures,
+    inspect,
+    models,
+    recommend,
+    run,
+    sweep,
+    tables,
+    watch,
+)
 from fednh.cli.app import app
 from fednh.errors import Ignored, Notice, UserError
 
 __all__ = [
     "about",
     "app",
+    "attack",
     "features",
     "federation",
     "figures",
     "inspect",
     "main",
     "models",
+    "recommend",
     "run",
     "sweep",
     "tables",

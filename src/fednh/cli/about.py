@@ -150,7 +150,7 @@ def datasets(data_dir: DataDir = None) -> None:
     folder = data_folder(data_dir)
     rows = Table("name", "what", "here", "where", pad_edge=False, title=f"Data folder: {folder}", title_justify="left")
     for name, description, present, where, sites in available(folder):
-        whose = f"; natural sites: {', '.join(sites)}" if sites else ""
+        whose = f"; natural sites: {sites}" if sites else ""
         rows.add_row(name, description + whose, "[green]yes[/green]" if present else "no", where)
     for form, description, _, where, _ in listing():
         rows.add_row(form, description, "", where)

@@ -19,7 +19,7 @@ PANELS = {  # of `fednh --help`
     "Run": ("recommend", "run", "resume", "sweep", "watch", "inspect", "features", "spiral"),
     "Compare": ("table", "compare", "learning-curve", "figure", "report"),
     "Use a model": ("predict", "evaluate", "personalize", "export"),
-    "Federate": ("federation",),
+    "Federate": ("federation", "attack"),
     "About": ("methods", "partitions", "datasets", "data", "prototypes", "new-method", "notebooks"),
 }
 

@@ -150,12 +150,12 @@ def status(
 ) -> None:
     """Show the sites of a federation: names, keys, when each last answered, and in which rounds it took part."""
     need_extra()
-    from fednh.flower.reports import lines, read_status
+    from fednh.flower.status import lines, read_status
 
-    rows, said = read_status(folder.absolute())
+    rows, remarks = read_status(folder.absolute())
     for line in lines(rows):
         typer.echo(line)
-    for sentence in said:
+    for sentence in remarks:
         typer.echo(one_line(sentence))
 
 
@@ -174,8 +174,8 @@ def audit(
 
     In a federation's folder, or if several are given, the logs of the server and of all its sites are compared.
     """
-    from fednh.flower.audit import Head
-    from fednh.flower.reports import check, find, tell
+    from fednh.flower.audit_report import check, find, tell
+    from fednh.io.chain import Head
 
     heads = [Head.read(text) for text in known or []]
     if None in heads:
@@ -198,8 +198,9 @@ def _tell(folder: Path, run: Path, config: Config, sites: list[SiteFolder], quie
         from fednh.runs.layout import RunLayout
 
         print_sheets(comparison_sheet(load_runs([run])))
-        if (shared := RunLayout(run).global_model).exists():
-            typer.echo(f"global model: {shared}")
+        for shared in RunLayout(run).shared_models():
+            if shared.global_model.exists():
+                typer.echo(f"global model: {shared.global_model}")
         for site in sites:
             kept = StateFolder(FederationFolder(folder).trial_site(site.name).state)
             for model in kept.personal_models(config.federation.name):

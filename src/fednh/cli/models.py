@@ -70,10 +70,6 @@ SAMPLES = {
 }
 
 
-class ExportFormat(StrEnum):
-    ONNX = "onnx"
-
-
 @app.command()
 def predict(
     model: ModelPath,
@@ -180,6 +176,9 @@ def personalize(
     ] = None,
     site: Annotated[str | None, typer.Option(help="Of a source that holds several sites: this one.")] = None,
     weights: WeightsOption = None,
+    network: Annotated[
+        str | None, typer.Option(help="The site's, where the run's clients have different ones.")
+    ] = None,
     settings: Settings = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The folder to write to; default: RUN-personal.")
@@ -192,7 +191,7 @@ def personalize(
     from fednh.runs.layout import MODEL
 
     folder = empty_folder(out or run.with_name(f"{run.resolve().name}-personal"))
-    made = train(run, data, epochs, holdout, set_values(settings), site, weights)
+    made = train(run, data, epochs, holdout, set_values(settings), site, weights, network)
     if known := made.comparison["held_out_trained_on"]:
         words = f"the run was trained on {known:,} of the {made.comparison['held_out']:,} samples to compare on"
         typer.echo(f"fednh: warning: {words}, so the global and the personalised model look too good", err=True)
@@ -210,12 +209,11 @@ def personalize(
 def export(
     model: ModelPath,
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")],
-    _form: Annotated[ExportFormat, typer.Option("--format", help="The only one.")] = ExportFormat.ONNX,
     client: ClientOption = None,
     site: SiteOption = None,
     weights: WeightsOption = None,
 ) -> None:
-    """Write a model for use without fednh, preprocessing included, checked against the original before it is kept."""
+    """Write a model as ONNX, preprocessing included; it is checked against the original before it is kept."""
     from fednh.inference.export import export as write
     from fednh.inference.model import load_model
 

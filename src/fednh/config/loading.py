@@ -19,10 +19,13 @@ from fednh.data.sources.folder import is_group_file
 from fednh.data.sources.registry import absolute
 from fednh.errors import ConfigError, Ignored, UserError, did_you_mean
 from fednh.io.files import expanded
-from fednh.methods.registry import find_method
+from fednh.methods.registry import find_method, hyper_parameters
 from fednh.models.backbone import ONNX
 
-PRESETS = ("digits", "spiral", "cifar10", "cifar100", "tinyimagenet", "heart", "heart_flamby", "pfllib")
+PRESETS = (
+    *("digits", "spiral", "cifar10", "cifar100", "tinyimagenet", "pfllib"),
+    *("heart", "heart_flamby", "har", "femnist", "camelyon17"),
+)
 FEW_CLIENTS = 20  # so many all take part in every round, unless participation.rate is set
 FRESH = ("method.name", "model.name")  # another one has other settings, so those given before are dropped
 
@@ -39,13 +42,14 @@ def load(source: str | None, overrides: Mapping[str, Any]) -> Config:
         tree, where = _preset(source), ""
     else:
         tree, where = _read(Path(source)), f"{source}: "
-    chosen = {*overrides, *(flat(tree) if where else ())}  # what a preset says is nobody's choice
     for key in sorted(overrides, key=lambda key: key not in FRESH):  # a name first, then what belongs to it
         _put(tree, key, overrides[key])
     _of_the_method(tree, where)
+    chosen = {*overrides, *(flat(tree) if where else ())}  # what a preset says is nobody's choice
     _make_paths_absolute(tree)
     _few_clients(tree, overrides)
     _training_free(tree, chosen)
+    _sums_under_privacy(tree, chosen)
     return validate(tree, where)
 
 
@@ -111,6 +115,19 @@ def _training_free(tree: dict[str, Any], chosen: Collection[str]) -> None:
         tree["rounds"] = 1
     if "participation.rate" not in chosen:
         participation["rate"] = 1.0
+
+
+def _sums_under_privacy(tree: dict[str, Any], chosen: Collection[str]) -> None:
+    """Samples' privacy wants sums over samples of a method that can send them, unless the user sets what it sends."""
+    method, privacy = tree.get("method"), tree.get("privacy")
+    if not isinstance(method, dict) or not isinstance(privacy, dict) or privacy.get("level") != "sample":
+        return
+    try:
+        offered = hyper_parameters(method.get("name", DEFAULT_METHOD))
+    except UserError:  # which `validate` reports, with the file
+        return
+    if "aggregation" in offered and "method.aggregation" not in chosen:
+        method["aggregation"] = "sum"
 
 
 def validate(tree: Mapping[str, Any], where: str = "", written: bool = False) -> Config:

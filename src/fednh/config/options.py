@@ -84,7 +84,7 @@ SHORT_OPTIONS = {
         ShortOption("clients", "partition.clients", int, "How many clients there are."),
         ShortOption("participation", "participation.rate", float, "The share of clients picked in a round."),
         ShortOption("rounds", "rounds", int, "Communication rounds."),
-        ShortOption("epochs", "train.epochs", int, "Local epochs a round."),
+        ShortOption("epochs", "train.epochs", float, "Local epochs a round; 0.5: half of the samples."),
         ShortOption("seed", "seed", int, "Everything random derives from it."),
         ShortOption("workers", "workers", int, "Clients trained at once; default: one per core."),
         ShortOption("engine", "engine", str, "loop, vmap (many small clients at once) or auto."),

@@ -6,6 +6,7 @@ Unknown keys and values out of range are errors that name the key, what it got a
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -30,8 +31,8 @@ from fednh.data.partitions.kinds import PARTITIONS
 from fednh.data.sources import registry
 from fednh.errors import ConfigError, Ignored, did_you_mean
 from fednh.methods import METHODS, Method
-from fednh.methods.fit import Sgd
 from fednh.methods.losses import SMOOTHING
+from fednh.methods.optimizers import Adam, FitSettings, Sgd
 from fednh.methods.registry import find_method, hyper_parameters
 from fednh.models.backbone import ONNX, PINNED
 from fednh.text import name_problem
@@ -41,6 +42,8 @@ WRITTEN = {"written": True}  # context of a config that a run has written: compl
 DEFAULT_METHOD = "fednh"
 MANY = 10**9  # the limit of every count; more is a typing error
 DEFAULT_NORM_BOUND = 100.0
+COMMON_DIM = 128  # features, where clients have different networks
+LARGEST_EPSILON = 100.0  # more promises nothing
 
 
 class Section(BaseModel):
@@ -112,42 +115,126 @@ class ParticipationConfig(Section):
 
 class ModelConfig(Section):
     # auto, linear, mlp, conv2, cnn, resnet18, timm:ARCHITECTURE or package.module:Class; a frozen one may also be
-    # efficientnet_lite0 or onnx:FILE
-    name: str = "auto"
-    args: dict[str, Any] = Field(default_factory=dict)  # of the model's constructor
+    # efficientnet_lite0 or onnx:FILE. Clients may differ: a list is dealt to them in turn, a table has one a site
+    name: str | list[str] | dict[str, str] = "auto"
+    args: dict[str, Any] = Field(
+        default_factory=dict
+    )  # of the model's constructor; where clients differ, one table each
+    # features before the head, to which a linear layer brings a network that has others; None: 128 where clients
+    # differ, else the network's own
+    dim: int | None = Field(None, ge=1, le=MANY)
     head: str | None = None  # of a module without .body and .head: the name of its last linear layer; None: found
     weights: str | None = None  # a safetensors file to start from
-    norm: Literal["refuse", "local"] = "refuse"  # batch normalisation is refused, or normalisation stays with clients
+    # batch normalisation is refused, normalisation stays with clients, batch normalisation is averaged with its running
+    # statistics, or group normalisation takes its place
+    norm: Literal["refuse", "local", "average", "group"] = "refuse"
+    groups: int = Field(2, ge=1, le=MANY)  # of each layer that model.norm = "group" puts in
     convolution: Literal["fast", "ordinary"] = "fast"  # on a CPU; both give the same to 1e-5
     frozen: Literal["none", "body"] = "none"  # body: it only computes features, once a sample, and is not trained
     adapter: Literal["none", "linear", "mlp"] = "none"  # what is trained between a frozen body and the head
     width: int = Field(128, ge=1, le=MANY)  # of the adapter's output
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The networks of the run, each once, in the order in which they are given."""
+        if isinstance(self.name, str):
+            return (self.name,)
+        return tuple(dict.fromkeys(self.name.values() if isinstance(self.name, dict) else self.name))
+
+    @property
+    def differs(self) -> bool:
+        """Whether clients have different networks."""
+        return len(self.names) > 1
+
+    @property
+    def network(self) -> str:
+        """The run's only network, by name; empty where clients differ."""
+        return "" if self.differs else self.names[0]
+
+    @property
+    def common_dim(self) -> int | None:
+        """The number of features to which every network is brought; None: it keeps its own."""
+        return COMMON_DIM if self.dim is None and self.differs else self.dim
+
+    def of_client(self, client: int, site: str | None = None) -> str:
+        """The network of a client, by its number and, in a table, by the name of its site."""
+        if isinstance(self.name, str):
+            return self.name
+        if isinstance(self.name, list):
+            return self.name[client % len(self.name)]
+        if site not in self.name:
+            raise ConfigError(
+                "model.name has a network for each site, and clients of this partition have no sites; give a list"
+                if site is None
+                else f"model.name has no network for site {site}; it has {', '.join(self.name)}"
+            )
+        return self.name[site]
+
+    def only(self, name: str) -> ModelConfig:
+        """The settings of a client with this network: those of a run whose clients all have it."""
+        if not self.differs:
+            return self
+        return self.model_copy(update={"name": name, "args": self.args.get(name, {}), "dim": self.common_dim})
+
+    @property
     def trained(self) -> tuple[str, dict[str, Any]]:
         """The name and the arguments of the network that clients train: all of it, or what follows a frozen body."""
         if self.frozen == "none":
-            return self.name, self.args
+            return self.network, self.args
         if self.adapter == "none":
             return "linear", {}
         return "mlp", {"hidden": [self.width], "linear_output": self.adapter == "linear"}
 
     @property
+    def norm_rule(self) -> str:
+        """The rule for normalisation as a network takes it."""
+        return f"group:{self.groups}" if self.norm == "group" else self.norm
+
+    @property
     def weights_file(self) -> str | None:
         """The file that the network starts from or, frozen, consists of; None: there is none."""
-        return self.name.removeprefix(ONNX) if self.name.startswith(ONNX) else self.weights
+        return self.network.removeprefix(ONNX) if self.network.startswith(ONNX) else self.weights
+
+    @field_validator("name")
+    @classmethod
+    def _some_network(cls, name: str | list[str] | dict[str, str]) -> str | list[str] | dict[str, str]:
+        if not name:
+            raise ValueError("should be a network, a list of them for clients in turn, or a table with one a site")
+        return name
 
     @model_validator(mode="after")
     def _adapter_needs_frozen_body(self) -> ModelConfig:
-        if self.frozen == "none" and (self.name in PINNED or self.name.startswith(ONNX)):
-            raise ValueError(f"name = {self.name!r} is not trained but computes features; set model.frozen = 'body'")
+        trained = [name for name in self.names if name in PINNED or name.startswith(ONNX)]
+        if self.frozen == "none" and trained:
+            raise ValueError(f"name = {trained[0]!r} is not trained but computes features; set model.frozen = 'body'")
         if self.adapter != "none" and self.frozen == "none":
             raise ValueError("takes adapter only behind a frozen body; set model.frozen = 'body'")
-        if self.frozen == "body" and self.name == "auto":
+        if self.frozen == "body" and self.network == "auto":
             raise ValueError(
                 "frozen = 'body' needs a pretrained network: set model.name = 'efficientnet_lite0', 'onnx:FILE', or "
                 "another one with model.weights"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _clients_may_differ(self) -> ModelConfig:
+        for key, default in (("frozen", "none"), ("weights", None), ("head", None)):
+            if self.differs and getattr(self, key) != default:
+                raise ValueError(f"{key} is of one network, and clients have {', '.join(self.names)}; leave it out")
+            if self.dim is not None and key != "head" and getattr(self, key) != default:
+                raise ValueError(f"dim changes the network, and {key} takes it as it is; leave one of them out")
+        if not self.differs:
+            return self
+        if unfit := [name for name in self.names if name == "auto" or "/" in name]:
+            raise ValueError(
+                f"name = {unfit[0]!r} cannot be one of several networks; name one of fednh, timm or your own"
+            )
+        for key, value in self.args.items():
+            if key not in self.names or not isinstance(value, dict):
+                raise ValueError(
+                    f"args.{key} is not understood: where clients have different networks, args has a table for each, "
+                    f"as [model.args.{self.names[0]}]"
+                )
         return self
 
 
@@ -165,18 +252,60 @@ class FeaturesConfig(Section):
 
 
 class TrainConfig(Section):
-    epochs: int = Field(5, ge=1, le=MANY)  # passes over a client's samples in a round
+    epochs: int | float = Field(5, gt=0, le=MANY)  # passes over a client's samples in a round; 0.5: over half of them
+    steps: int | None = Field(None, ge=1, le=MANY)  # batches in a round, in place of epochs, however many samples
     batch_size: int = Field(64, ge=1, le=MANY)  # samples in a step
-    lr: float = Field(0.01, gt=0)  # the learning rate of SGD in the first round
-    lr_decay: float = Field(0.99, gt=0, le=1)  # the learning rate of round t is lr * lr_decay^(t - 1)
-    momentum: float = Field(0.9, ge=0, lt=1)  # of SGD; it starts anew in every round
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"  # of clients; AdamW's weight decay acts on weights alone
+    optimizer_state: Literal["fresh", "kept"] = "fresh"  # starts anew in every round, or stays with the client
+    lr: float = Field(0.01, gt=0)  # the learning rate before the schedule; 0.001 is usual for adam and adamw
+    # how the learning rate goes from round to round: times lr_decay a round, not at all, down to lr_end by half a
+    # cosine, or times lr_decay every lr_step rounds
+    schedule: Literal["exponential", "constant", "cosine", "step"] = "exponential"
+    lr_decay: float = Field(0.99, gt=0, le=1)  # of exponential: lr * lr_decay^(t - 1) in round t; of step: the factor
+    lr_step: int = Field(50, ge=1, le=MANY)  # of step: rounds between two reductions
+    lr_end: float = Field(0.0, ge=0)  # of cosine: what the rate would reach one round after the last
+    warmup: int = Field(
+        0, ge=0, le=MANY
+    )  # rounds t in which the rate is lr * t / (warmup + 1); then the schedule starts
+    momentum: float = Field(0.9, ge=0, lt=1)  # of SGD; beta_1 of adam and adamw
+    beta2: float = Field(0.999, ge=0, lt=1)  # of adam and adamw
+    epsilon: float = Field(1e-8, gt=0)  # of adam and adamw
     weight_decay: float = Field(1e-5, ge=0)  # times the weight, added to its gradient
     clip: float = Field(10.0, ge=0)  # largest gradient norm; 0: no clipping
 
-    def sgd(self, round_: int) -> Sgd:
-        """The optimiser's settings in a round, counted from 1."""
-        lr = self.lr * self.lr_decay ** (round_ - 1)
-        return Sgd(lr, self.momentum, self.weight_decay, self.clip, self.batch_size, self.epochs)
+    @field_validator("epochs")
+    @classmethod
+    def _whole_is_int(cls, value: float) -> float:
+        return int(value) if value % 1 == 0 else value
+
+    @property
+    def fit_settings(self) -> FitSettings:
+        """How clients train, at the full learning rate."""
+        shared = (self.lr, self.momentum, self.weight_decay, self.clip, self.batch_size, self.epochs, self.steps)
+        kept = self.optimizer_state == "kept"
+        if self.optimizer == "sgd":
+            return Sgd(*shared, kept)
+        return Adam(*shared, kept, self.beta2, self.epsilon, decoupled=self.optimizer == "adamw")
+
+    @property
+    def whole_epochs(self) -> bool:
+        """Whether a client trains on all of its samples equally often."""
+        return self.steps is None and self.epochs % 1 == 0
+
+    def rate(self, round_: int, rounds: int) -> float:
+        """The learning rate of a round, counted from 1, of so many."""
+        if round_ <= self.warmup:
+            return self.lr * round_ / (self.warmup + 1)
+        past, whole = round_ - 1 - self.warmup, rounds - self.warmup
+        match self.schedule:
+            case "exponential":
+                return self.lr * self.lr_decay**past
+            case "constant":
+                return self.lr
+            case "cosine":
+                return self.lr_end + (self.lr - self.lr_end) * (1 + math.cos(math.pi * past / whole)) / 2
+            case "step":
+                return self.lr * self.lr_decay ** (past // self.lr_step)
 
 
 class ServerConfig(Section):
@@ -251,6 +380,8 @@ class FederationConfig(Section):
     start: int | None = Field(None, ge=1, le=MANY)  # sites needed before the first round; None: min_clients
     timeout: float = Field(600.0, gt=0)  # seconds in which a site must answer
     wait: float = Field(86400.0, gt=0)  # seconds to wait for enough sites before the first round; then the run ends
+    # the server sees sums of uploads only, of more than half of a round's sites and of min_clients or more
+    secure: bool = False
     site_bytes: int = Field(64 << 20, ge=1)  # of a site's replies that wait at the server; more for large models
     test: str | None = None  # a data source whose test part is a balanced test set at the server
 
@@ -265,6 +396,33 @@ class FederationConfig(Section):
         if problem := name_problem(value):
             raise ValueError(f"should be a plain name: {problem}")
         return value
+
+
+class PrivacyConfig(Section):
+    """Differential privacy: noise in everything that leaves, and its account; docs/privacy.md."""
+
+    level: Literal["none", "sample", "client"] = "none"  # whose presence is hidden: one sample's, or a whole client's
+    # for the planned rounds together; the noise is found for it
+    epsilon: float | None = Field(None, gt=0, le=LARGEST_EPSILON)
+    noise: float | None = Field(None, ge=0.1, le=1e6)  # in place of epsilon: standard deviation over sensitivity
+    delta: float = Field(1e-5, gt=0, le=1e-3)  # should be far below one over the number of samples, or clients
+    # largest norm of a sample's gradient, or of a client's whole move; adaptive: of clients, near the median of theirs
+    clip: Annotated[float, Field(gt=0)] | Literal["adaptive"] = 1.0
+    rate: float = Field(0.1, gt=0, le=1)  # of level sample: the chance of a sample to be in a step; 1 / rate an epoch
+    sums_share: float = Field(0.2, gt=0, lt=1)  # of the budget, for class sums and counts that leave beside gradients
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> PrivacyConfig:
+        given = [name for name in ("epsilon", "noise") if getattr(self, name) is not None]
+        if self.level == "none":
+            if given:
+                raise ValueError(f"level = 'none' protects nothing, yet privacy.{given[0]} is set; set privacy.level")
+            return self
+        if len(given) != 1:
+            raise ValueError(f"level = {self.level!r} takes privacy.epsilon or privacy.noise, and one of them")
+        if self.level == "sample" and self.clip == "adaptive":
+            raise ValueError("clip = 'adaptive' is of privacy.level = 'client'; give level 'sample' a number")
+        return self
 
 
 class RayConfig(Section):
@@ -288,7 +446,7 @@ class Config(Section):
     rounds: int = Field(200, ge=1, le=MANY)  # of communication; unless set, 1 for methods that train nothing
     workers: int = Field(0, ge=0, le=1024)  # clients trained at once, one thread each; 0: one per core
     engine: Literal["auto", "loop", "vmap"] = "auto"  # one client at a time on a worker, or a block of small ones
-    device: str = "cpu"  # where tensors live: cpu, cuda, cuda:1
+    device: str = "cpu"  # where tensors live: cpu, cuda, cuda:1, mps, or several between which clients are divided
     precision: Literal["float32", "bf16"] = "float32"  # of the body's arithmetic; parameters are float32 always
     # how uploads are averaged; weighted_mean: by training samples
     aggregator: Literal["mean", "weighted_mean", "median", "trimmed_mean", "norm_clip"] = "mean"
@@ -308,6 +466,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     store: StoreConfig = StoreConfig()
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
+    privacy: PrivacyConfig = PrivacyConfig()
     federation: FederationConfig = FederationConfig()
     ray: RayConfig = RayConfig()
 
@@ -317,17 +476,67 @@ class Config(Section):
         if info.context == WRITTEN:
             return self
         method = build_method(self.method)
+        name = self.method.get("name", DEFAULT_METHOD)
+        check_networks(method, name, self.model)
+        if self.model.differs and self.federation.secure:
+            raise ConfigError(
+                "federation.secure adds uploads of one form, and model.name has several networks; give one"
+            )
+        if self.model.differs and self.privacy.level != "none":
+            raise ConfigError("privacy.level is accounted for one network, and model.name has several; give one")
+        if method.doubles and any(device.partition(":")[0] == "mps" for device in self.devices):
+            raise ConfigError(f"device = {self.device!r} lacks double precision, which {name} needs; use 'cpu'")
         full = {"name": self.method.get("name", DEFAULT_METHOD), **dataclasses.asdict(method)}
         object.__setattr__(self, "method", full)
+        for key, only in (("optimizer", "sgd"), ("optimizer_state", "fresh")):
+            if method.sgd_only and (chosen := getattr(self.train, key)) != only:
+                raise ConfigError(
+                    f"train.{key} = {chosen!r} is not supported by method {full['name']}, which divides what clients "
+                    f"moved by how far steps of SGD from a fresh start reach; leave it at {only!r}"
+                )
         return self
+
+    def fit_settings(self, round_: int) -> FitSettings:
+        """How clients train in a round, counted from 1."""
+        return dataclasses.replace(self.train.fit_settings, lr=self.train.rate(round_, self.rounds))
+
+    def passes(self) -> dict[str, float]:
+        """How often a client goes through its samples in a round, at most, by the settings that say so.
+
+        A step is a pass at most: what a site compares with its limit does not depend on how many samples it has.
+        """
+        length = "epochs" if self.train.steps is None else "steps"
+        asked = self.build_method().passes(getattr(self.train, length))
+        return {f"train.{length}" if key == "train.epochs" else key: number for key, number in asked.items()}
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices on which clients are computed; the first has the server's state as well."""
+        return tuple(name.strip() for name in self.device.split(","))
+
+    @property
+    def home(self) -> str:
+        """The device of the server's state and of what clients keep."""
+        return self.devices[0]
 
     def upload_bound(self, deployed: bool) -> float:
         """How many times longer than usual an upload may be; 0, the default in a simulation: no limit."""
-        default = DEFAULT_NORM_BOUND if deployed else 0.0
+        default = DEFAULT_NORM_BOUND if deployed and not self.federation.secure else 0.0
         return default if self.bound is None else self.bound
 
     def build_method(self) -> Method:
         return build_method(self.method)
+
+
+def check_networks(method: Method, name: str, model: ModelConfig) -> None:
+    """Refuse networks that differ by client for a method that does not say how it works with them."""
+    if not model.differs or (method.by_architecture is not None and not method.upload.recorded):
+        return
+    able = [each for each, kind in METHODS.items() if kind.by_architecture is not None]
+    raise ConfigError(
+        f"method {name} needs one network for all clients, and model.name has {', '.join(model.names)}; methods for "
+        f"clients with different networks are {', '.join(able)}"
+    )
 
 
 def build_method(section: Mapping[str, Any]) -> Method:

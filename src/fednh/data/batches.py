@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -101,6 +101,20 @@ def drawn_number(share: float, samples: int) -> int:
     return max(1, int(share * samples + 1e-9))
 
 
+@torch.no_grad()
+def summed_by_class(
+    features: Callable[[Tensor], Tensor], batches: Iterable[tuple[Tensor, Tensor, Tensor]], num_classes: int
+) -> Tensor:  # (C, D)
+    """The sum of the features of each class's samples in batches of (x, y, weight), in double precision."""
+    total: Tensor | None = None
+    for x, y, weight in batches:
+        h = features(x).double()
+        part = (F.one_hot(y, num_classes).to(h) * weight.to(h)[:, None]).T @ h
+        total = part if total is None else total + part
+    assert total is not None, "a client has at least one sample"
+    return total
+
+
 class ClientData:
     """One client's training samples: a view by index, with its class counts and its own randomness for one round."""
 
@@ -136,18 +150,26 @@ class ClientData:
         """The client's class distribution."""
         return self.counts / self.counts.sum()
 
-    def shuffled(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """One epoch of training batches (x, y) in a new order, augmented; the last one may be small."""
-        for chunk in torch.split(torch.randperm(len(self), generator=self.rng), self.sizes(batch_size)):
-            chunk = chunk.to(self.index.device)
-            rows = self.index[chunk]
-            if self.samples.views > 1:
-                view = torch.randint(self.samples.views, (len(chunk),), generator=self.rng).to(rows.device)
-                rows = rows + len(self.samples) * view
-            stored = self.samples.x[rows]
-            if self.samples.augment:
-                stored = crop_flip(stored, self.rng)
-            yield self.samples.floats(stored), self.y[chunk]
+    def shuffled(self, batch_size: int, share: float = 1.0) -> Iterator[tuple[Tensor, Tensor]]:
+        """One epoch of training batches (x, y) in a new order, augmented; the last one may be small.
+
+        Of a `share` of the samples: the first ones in that order.
+        """
+        sizes = self.sizes(batch_size, share)
+        for chunk in torch.split(torch.randperm(len(self), generator=self.rng)[: sum(sizes)], sizes):
+            yield self.training_batch(chunk)
+
+    def training_batch(self, chunk: Tensor) -> tuple[Tensor, Tensor]:  # (B,)
+        """These of the client's samples to train on: (x, y), augmented."""
+        chunk = chunk.to(self.index.device)
+        rows = self.index[chunk]
+        if self.samples.views > 1:
+            view = torch.randint(self.samples.views, (len(chunk),), generator=self.rng).to(rows.device)
+            rows = rows + len(self.samples) * view
+        stored = self.samples.x[rows]
+        if self.samples.augment:
+            stored = crop_flip(stored, self.rng)
+        return self.samples.floats(stored), self.y[chunk]
 
     def sizes(self, batch_size: int, share: float = 1.0) -> list[int]:
         """The sizes of the batches of an epoch, or of a share of the samples."""
@@ -162,6 +184,11 @@ class ClientData:
         """All samples once, in order, as they are: (x, y, weight), where a weight of zero marks padding."""
         for rows, y in zip(torch.split(self.index, EVAL_BATCH), torch.split(self.y, EVAL_BATCH), strict=True):
             yield self.samples.floats(self.samples.x[rows]), y, torch.ones_like(y, dtype=torch.float32)
+
+    @torch.no_grad()
+    def class_sums(self, features: Callable[[Tensor], Tensor]) -> Tensor:  # (C, D)
+        """The sum over each class's samples of their features (B, D), in double precision."""
+        return summed_by_class(features, self.batches(), self.samples.num_classes)
 
     def _check(self, number: int) -> None:
         """Refuse a batch or a draw of so few samples; the refusal leaves a site, so it does not say how many."""

@@ -69,7 +69,7 @@ class Dataset:
     warnings: tuple[str, ...] = ()  # problems of the raw data, in sentences
     notes: tuple[str, ...] = ()  # what was done to the raw data, in sentences for its owner
     views: NDArray[np.float32] | None = None  # (V, N, F): further vectors of every training sample, drawn in training
-    as_read: dict[str, Any] | None = None  # the fingerprint of the images whose features these are
+    raw_fingerprint: dict[str, Any] | None = None  # the fingerprint of the images whose features these are
 
     @property
     def is_image(self) -> bool:
@@ -90,8 +90,8 @@ class Dataset:
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
         """A fingerprint of all samples (contents, labels, names, order), to be compared when a run is resumed."""
-        if self.as_read is not None:
-            return self.as_read
+        if self.raw_fingerprint is not None:
+            return self.raw_fingerprint
         sites = [] if self.site_test is None else [self.site_test]
         facts: dict[str, Any] = {
             "classes": list(self.classes),

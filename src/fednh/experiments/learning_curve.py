@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,13 +20,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fednh.backends import threads
-from fednh.callbacks import Callback
+from fednh.callbacks import Callback, SearchWatcher
 from fednh.config import Config, load
 from fednh.data.dataset import Dataset
 from fednh.data.splits import DEFAULT_SHARE
-from fednh.errors import Ignored, Interrupted, Notice, RunError, UserError
-from fednh.experiments.recommend import SearchWatcher, SilentSearch
+from fednh.errors import Interrupted, RunError, UserError
+from fednh.experiments.search import make_run
 from fednh.experiments.sweep import Planned, locked
 from fednh.federated.setup import build_federation, divide, load_data
 from fednh.interrupt import Deadline, Stop
@@ -141,7 +139,7 @@ def find(
 
     After `minutes` no further run is begun, and what is finished is told.
     """
-    watch, asked = watcher or SilentSearch(), stop or Stop()
+    watch, asked = watcher or SearchWatcher(), stop or Stop()
     if not sizes or min(sizes) < 1:
         raise UserError("--samples should be numbers of training samples, such as 10,20,50")
     if minutes is not None and not minutes > 0:
@@ -206,12 +204,7 @@ def _make(
         left = (time.monotonic() - began) / at * (len(missing) - at) if at else 0.0
         watch.trying(f"run {len(runs) - len(missing) + at + 1} of {len(runs)}, {run.name}", "", left)
         try:
-            with run.folder.opened(run.config) as unfinished, warnings.catch_warnings():
-                warnings.simplefilter("ignore", Notice)  # the first look at the data told all of it
-                warnings.simplefilter("ignore", Ignored)
-                if unfinished:
-                    federation = build_federation(run.config, data, run=run.folder.path)
-                    threads.make_run(run.config, federation, run.folder, Callback(), until).run()
+            make_run(run.config, run.folder, lambda: data, Callback(), until)
         except Interrupted:
             if asked.is_set():
                 raise
@@ -392,7 +385,7 @@ def _write(curve: LearningCurve) -> None:
     from fednh.report.figures.learning_curve import draw
 
     layout = CurveLayout(curve.path)
-    said = {"data": curve.data, "method": curve.method, "sentences": curve.sentences, "notes": curve.notes}
+    facts = {"data": curve.data, "method": curve.method, "sentences": curve.sentences, "notes": curve.notes}
     points = [
         {
             "samples": point.samples,
@@ -403,7 +396,7 @@ def _write(curve: LearningCurve) -> None:
         }
         for point in curve.points
     ]
-    write_json(layout.answer_file, {**said, "points": points})
+    write_json(layout.answer_file, {**facts, "points": points})
     with style.theme():
         drawing = draw(curve.method, curve.noun, curve.table())
         for file in (layout.figure, layout.picture):

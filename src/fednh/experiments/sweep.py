@@ -1,4 +1,4 @@
-"""A sweep: the product of lists of settings, each combination an ordinary run folder, run by child processes.
+"""A sweep: the product of lists of settings, each combination an ordinary run folder, run in a process of its own.
 
 Nothing about a sweep is remembered but its run folders. So the same command skips what is finished, goes on with what
 was interrupted, and tries again what failed.
@@ -6,11 +6,7 @@ was interrupted, and tries again what failed.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,6 +20,7 @@ from fednh.config import Config, build_method, dump, load, parse_value
 from fednh.data.dataset import Dataset
 from fednh.data.partitions import kinds
 from fednh.errors import UserError, did_you_mean
+from fednh.experiments.run_processes import RunProcesses
 from fednh.federated.setup import build_federation, load_data
 from fednh.io.files import exclusive, write_bytes
 from fednh.machine import cores
@@ -199,7 +196,7 @@ def locked(out: Path) -> Iterator[None]:
 @dataclass
 class _Child:
     run: Planned
-    process: subprocess.Popen[bytes]
+    number: int  # of its process
     log: Path
     began: float
 
@@ -260,22 +257,23 @@ def execute(
     outcome = SweepOutcome(skipped=[run.name for run in plan if run.folder.finished])
     waiting = [run for run in plan if not run.folder.finished]
     active: list[_Child] = []
-    stopping = False
+    processes, stopping = RunProcesses(), False
     try:
         while active or (waiting and not stop.is_set()):
             while waiting and len(active) < jobs and not stop.is_set():
                 run = waiting.pop(0)
                 screen.started(run)
-                active.append(_start(run, workers, track, place))
+                active.append(_start(processes, run, workers, track, place))
             if stop.is_set() and not stopping:
                 stopping = True
                 for child in active:
-                    child.process.terminate()
+                    processes.terminate(child.number)
             stop.wait(0.1) if not stopping else time.sleep(0.1)
             screen.update([child.run for child in active])
-            for child in [child for child in active if child.process.poll() is not None]:
+            for child in list(active):
+                if (code := processes.poll(child.number)) is None:
+                    continue
                 active.remove(child)
-                code = child.process.returncode
                 problem = None if code == 0 else _problem(code, child.log)
                 if code == 0:
                     outcome.finished.append(child.run.name)
@@ -290,41 +288,20 @@ def execute(
                 else:
                     outcome.failed[child.run.name] = str(problem)
                 screen.ended(child.run, time.perf_counter() - child.began, problem)
-    finally:  # an exception, such as KeyboardInterrupt in a notebook: the runs at work save what they have
-        for child in active:
-            child.process.terminate()
+    finally:  # after an exception, such as KeyboardInterrupt in a notebook, the runs at work save what they have
+        processes.close()
     outcome.interrupted = stop.is_set() and len(outcome.finished) + len(outcome.skipped) < len(plan)
     return outcome
 
 
-def _start(run: Planned, workers: int, track: Sequence[str], place: Place) -> _Child:
-    """`fednh run` on the run's config, in a session of its own, so that Ctrl-C reaches it only through us."""
+def _start(processes: RunProcesses, run: Planned, workers: int, track: Sequence[str], place: Place) -> _Child:
+    """`fednh run` on the run's config."""
     sweep = SweepLayout(run.folder.path.parent)
     config, log = sweep.config_file(run.name), sweep.log_file(run.name)
     write_bytes(config, dump(run.config.model_copy(update={"workers": workers})).encode())
-    command = [sys.executable, "-m", "fednh", "run", str(config), "--out", str(run.folder.path), "--quiet"]
-    command += [*place.options, *(word for name in track for word in ("--track", name))]
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **place.environment},
-            start_new_session=True,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
-        )
-    return _Child(run, process, log, time.perf_counter())
-
-
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def _die_with_parent() -> None:
-    """Whoever kills the sweep the hard way (SIGKILL) leaves no run behind that would hold its folder's lock."""
-    pr_set_pdeathsig = 1
-    if _LIBC is not None:
-        _LIBC.prctl(pr_set_pdeathsig, signal.SIGKILL)
+    words = ["run", str(config), "--out", str(run.folder.path), "--quiet", *place.options]
+    words += [word for name in track for word in ("--track", name)]
+    return _Child(run, processes.start(words, log, place.environment), log, time.perf_counter())
 
 
 def _problem(code: int, log: Path) -> str:

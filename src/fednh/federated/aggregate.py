@@ -11,6 +11,8 @@ rows. A class may have too few owners to tell which of them is hostile, so the l
 the longest row of the median client. In `UploadSpec.counted` a row's length is the number of samples behind it:
 directions are trimmed, lengths are weights.
 `UploadSpec.marks` (ownership, newcomers) are 0 or 1 and are only counted: trimming or clipping would falsify the count.
+`UploadSpec.weight` (FedAS's Fisher trace) is the upload's own weight in either mean. Robust rules do not look at it:
+who sends an upload must not choose how much it counts.
 
 weighted_mean: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", 2017.
 trimmed_mean and median: Yin, Chen, Ramchandran, Bartlett, "Byzantine-Robust Distributed Learning", ICML 2018.
@@ -27,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fednh.methods.base import Method, UploadSpec
-from fednh.tree import Tree, Uploads, add, divide, mean, prefix, stack
+from fednh.tree import Tree, Uploads, add, divide, double, double_dtype, mean, prefix, stack
 
 # --- overrides for single clients -----------------------------------------------------------------------------------
 # What the server keeps for single clients: their records, made by `Method.records`.
@@ -68,15 +70,19 @@ def split_overrides(state: Tree) -> tuple[Tree, dict[int, Tree]]:
 # --- accumulators and rules -----------------------------------------------------------------------------------------
 
 
+LEAST_WEIGHT = 1e-20  # of an upload by `UploadSpec.weight`: if all are zero, all count alike
+
+
 class Accumulator(Protocol):
     """Takes a round's uploads one by one, as they come, and gives what `Method.aggregate` works on.
 
-    The same uploads in the same order give the same bits.
+    The same uploads in the same order give the same bits. An upload may be the sum of those of several `clients`, where
+    the rule is the plain mean and no method looks at single uploads (checks.check_secure).
     """
 
     @property
     def count(self) -> int: ...
-    def add(self, upload: Tree, samples: int) -> None: ...
+    def add(self, upload: Tree, samples: int, clients: int = 1) -> None: ...
     def uploads(self) -> Uploads: ...
 
 
@@ -87,7 +93,11 @@ def accumulator(name: str, server: Tree, trim: float, method: Method) -> Accumul
     """
     if method.upload.single or name not in ("mean", "weighted_mean"):
         return AllUploads(name, server, trim, method)
-    return RunningMean() if name == "mean" else RunningWeightedMean(server, method)
+    return _running(name, server, method)
+
+
+def _running(name: str, server: Tree, method: Method) -> Accumulator:
+    return RunningWeightedMean(server, method) if name != "mean" or method.upload.weight else RunningMean()
 
 
 class RunningMean:
@@ -97,16 +107,16 @@ class RunningMean:
         self.total: Tree = {}
         self.count = 0
 
-    def add(self, upload: Tree, samples: int = 0) -> None:
+    def add(self, upload: Tree, samples: int = 0, clients: int = 1) -> None:
         self.total = add(self.total, upload, self.count)
-        self.count += 1
+        self.count += clients
 
     def uploads(self) -> Uploads:
         return Uploads(divide(self.total, self.count), self.count)
 
 
 class RunningWeightedMean:
-    """The mean in which what the server holds counts by the samples behind it.
+    """The mean in which what the server holds counts by the samples behind it, or by the weight that the method sends.
 
     Rows by class have counts of their own, marks are counted, and what the server does not hold (SCAFFOLD's changes of
     control variates) is defined as a plain mean: these stay what they are.
@@ -114,16 +124,18 @@ class RunningWeightedMean:
 
     def __init__(self, server: Tree, method: Method):
         self.weighted = server.keys() - {*method.upload.by_class, *method.upload.marks}
+        self.own = method.upload.weight
         self.total: Tree = {}
         self.weight: dict[str, float] = {}
-        self.count, self.first = 0, 1
+        self.count, self.first = 0, 1.0
 
-    def add(self, upload: Tree, samples: int) -> None:
+    def add(self, upload: Tree, samples: int, clients: int = 1) -> None:
+        counts = max(float(upload[self.own]), LEAST_WEIGHT) if self.own else samples
         if self.count == 0:
-            self.first = samples
+            self.first = counts
         self.count += 1
         for name, value in upload.items():
-            share = samples / self.first if name in self.weighted else 1.0
+            share = counts / self.first if name in self.weighted else 1.0
             self.total[name] = value * share + self.total.get(name, 0)
             self.weight[name] = share + self.weight.get(name, 0.0)
 
@@ -143,7 +155,7 @@ class AllUploads:
     def count(self) -> int:
         return len(self.trees)
 
-    def add(self, upload: Tree, samples: int) -> None:
+    def add(self, upload: Tree, samples: int, clients: int = 1) -> None:
         self.trees.append(upload)
         self.samples.append(samples)
 
@@ -157,7 +169,7 @@ class AllUploads:
             return trimmed(self.trees, self.trim, self.method.upload)
         if self.name == "norm_clip":
             return norm_clipped(self.trees, self.server, self.method.upload)
-        running: Accumulator = RunningMean() if self.name == "mean" else RunningWeightedMean(self.server, self.method)
+        running = _running(self.name, self.server, self.method)
         for tree, number in zip(self.trees, self.samples, strict=True):
             running.add(tree, number)
         return running.uploads().mean()
@@ -227,7 +239,7 @@ def _by_class(uploads: Tree, name: str, spec: UploadSpec) -> tuple[Tensor, Tenso
 
 
 def _lengths(rows: Tensor) -> Tensor:  # (K, R, D) -> (K, R), in double: the square of a hostile number may overflow
-    lengths: Tensor = torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64)
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=2, dtype=double_dtype(rows.device))
     return lengths
 
 
@@ -252,7 +264,7 @@ def _middle(rows: Tensor, speaks: Tensor, cut: int, weight: Tensor | None = None
 
 
 def _norm(tree: Tree) -> Tensor:
-    return torch.stack([v.double().square().sum() for v in tree.values()] or [torch.zeros(())]).sum().sqrt()
+    return torch.stack([double(v).square().sum() for v in tree.values()] or [torch.zeros(())]).sum().sqrt()
 
 
 def _shrink(norms: Tensor) -> Tensor:  # (K,) -> (K,)

@@ -7,7 +7,7 @@ checked before it is read (flower/transport.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import isfunction, unwrap
 from pathlib import Path
@@ -18,6 +18,7 @@ from types import FrameType
 import numpy as np
 import torch
 
+from fednh.config import Config
 from fednh.data.batches import ClientData, blank_samples
 from fednh.errors import ConfigError, RunError
 from fednh.federated.client import ClientResult
@@ -25,7 +26,7 @@ from fednh.methods.base import Method
 from fednh.methods.losses import BatchLoss, Loss
 from fednh.models.net import Net
 from fednh.text import one_line
-from fednh.tree import Tree, finite, select
+from fednh.tree import Tree, double, finite, select
 
 # --- errors of a method ---------------------------------------------------------------------------------------------
 # Errors in a method or a model, reported with the method, the hook, the line and the client or server at work.
@@ -96,15 +97,16 @@ def _ours(frame: FrameType) -> bool:
 # from the usual length by a factor of up to 13.
 NORM_MEMORY = 5  # past rounds of a client that are compared
 
-Norms = dict[str, float]  # by part of an upload; "step" is the part that the server holds
+Norms = dict[str, float]  # by part of an upload; "step", or "cnn/step", is the part that the server holds
 
 
 def norms(upload: Tree, server: Tree) -> Norms:
     """How long the parts of an upload are."""
     squares: Norms = {}
     for name, value in upload.items():
-        part = "step" if name in server else name.partition(".")[0]
-        away = value.double() - server[name].double() if name in server else value.double()
+        network, mark, _ = name.rpartition("/")  # of steps, only those of the same network can be compared
+        part = f"{network}{mark}step" if name in server else name.partition(".")[0]
+        away = double(value) - double(server[name]) if name in server else double(value)
         squares[part] = squares.get(part, 0.0) + float(away.square().sum())
     return {part: square**0.5 for part, square in squares.items()}
 
@@ -194,20 +196,53 @@ def check_aggregator(aggregator: str, method: Method, name: str) -> None:
         )
 
 
+def check_secure(config: Config, method: Method) -> None:
+    """Of secure sums the server has a sum: refuse what looks at single uploads."""
+    if not config.federation.secure:
+        return
+    name, spec = config.method["name"], method.upload
+    if spec.single or spec.weight:
+        raise ConfigError(
+            f"federation.secure is not supported by method {name}, whose server computes from single uploads; choose "
+            f"another method"
+        )
+    if spec.recorded:
+        raise ConfigError(
+            f"federation.secure is not supported by method {name}, whose server makes something of its own for each "
+            f"client from its upload; choose another method"
+        )
+    if config.aggregator != "mean":
+        raise ConfigError(
+            f"aggregator = {config.aggregator!r} compares or weighs single uploads, and with federation.secure the "
+            f"server has their sum alone; leave it at 'mean'"
+        )
+    if config.bound:
+        raise ConfigError(
+            f"bound = {config.bound:g} measures single uploads, and with federation.secure the server has their sum "
+            f"alone; leave it out"
+        )
+    if config.diagnostics.gradient_norm:
+        raise ConfigError(
+            "diagnostics.gradient_norm is a number of every single site, which federation.secure hides; leave it out"
+        )
+    if config.federation.min_clients < 2:
+        raise ConfigError("federation.min_clients = 1 with federation.secure: the sum of one upload hides nothing")
+
+
 class _NoOpFit:
     """`fit` that trains nothing."""
 
     def __call__(
-        self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None, plain: bool = False
+        self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: float | None = None, plain: bool = False
     ) -> Tree:
         return params
 
     def batchwise(
-        self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: int | None = None, plain: bool = False
+        self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: float | None = None, plain: bool = False
     ) -> Tree:
         return params
 
-    def reach(self, epochs: int | None = None) -> float:
+    def reach(self, epochs: float | None = None) -> float:
         return 1.0
 
 
@@ -265,8 +300,10 @@ def check_records(method: Method, records: Sequence[Tree], down: TensorSpecs, nu
         raise RunError(f"invariant broken by {type(method).__name__}: the records of round {round_}: {problem}")
 
 
-def check_server(method: Method, server: Tree, declared: TensorSpecs, round_: int) -> None:
+def check_server(
+    method: Method, server: Tree, declared: TensorSpecs, problem_of: Callable[[Tree], str | None], round_: int
+) -> None:
     """The server's state keeps its names, shapes and types, and the method finds no problem in it."""
-    problem = form_problem(form_of(server), declared) or method.problem(server)
+    problem = form_problem(form_of(server), declared) or problem_of(server)
     if problem:
         raise RunError(f"invariant broken by {type(method).__name__} in round {round_}: {problem}")

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -25,11 +25,16 @@ from fednh.federated import evaluate
 from fednh.federated.evaluate import Personal
 from fednh.interrupt import no_progress
 from fednh.methods.base import Method
-from fednh.methods.fit import Fit, LocalFit, Sgd
+from fednh.methods.fit import Fit, LocalFit
 from fednh.methods.losses import BatchLoss, Loss, log_share, of_batch
+from fednh.methods.optimizers import FitSettings
 from fednh.models.net import Net
+from fednh.privacy.accounting import Release
+from fednh.privacy.noise import Noise
+from fednh.privacy.private_data import PRIVATE, Mechanisms, PrivateData
+from fednh.privacy.private_fit import PrivateFit
 from fednh.runs.model_file import Classes, Outcomes
-from fednh.tree import Tree, canonical, finite, has_prefix, prefix, select, strip_prefix
+from fednh.tree import Tree, canonical, double, finite, has_prefix, is_statistic, prefix, select, strip_prefix
 
 # --- the gradient's norm --------------------------------------------------------------------------------------------
 # Optional measurements of a run's own training; measuring changes no result and draws no random number.
@@ -39,22 +44,25 @@ class GradientNorm:
     """||grad_body F_k||^2 at the received model: the full gradient of the method's own loss on all the client's data.
 
     It is measured before the first step of `fit`. If a round has several fits, the one that starts from the received
-    body and trains it counts (Ditto also trains a personal copy); where no body travels (Local, FedProto) it is the
-    first fit that trains the client's own body. Samples are not augmented.
+    body and trains it counts (Ditto also trains a personal copy); where none does (MR-MTL), or no body travels (Local,
+    FedProto), it is the first fit that trains the client's own body, and the norm is that where it starts. Samples are
+    not augmented.
     """
 
     def __init__(self, data: ClientData, received: Tree):
         self.data, self.received = data, select(received, "body")
         self.value: float | None = None
+        self.found = False  # whether the value is that at the received body
 
     def __call__(self, params: Tree, loss: Loss, only: tuple[str, ...]) -> None:
         moves = any(has_prefix(name, only) for name in select(params, "body"))
         here = all(name in params and torch.equal(params[name], value) for name, value in self.received.items())
-        if self.value is None and moves and here:
-            self.value = self._measure(params, loss)
+        if moves and (self.value is None or (here and not self.found)):
+            self.value, self.found = self._measure(params, loss), here
 
     def _measure(self, params: Tree, loss: Loss) -> float:
-        body = {name: value.detach().clone().requires_grad_() for name, value in select(params, "body").items()}
+        moved = {name: value for name, value in select(params, "body").items() if not is_statistic(name)}
+        body = {name: value.detach().clone().requires_grad_() for name, value in moved.items()}
         total = [torch.zeros_like(value) for value in body.values()]
         for x, y, _ in self.data.batches():
             value = loss({**params, **body}, x, y).sum()
@@ -98,12 +106,20 @@ class LocalNorm:
         return prefix(NORM, self.state)
 
     def fit(self, inner: Fit) -> Fit:
-        """`inner`, with the client's normalisation trained beside the body."""
+        """`inner`, with the client's normalisation trained beside the body, or with that of the tree."""
+        if self.net.statistics:
+            return _StatisticsFit(self.net, inner)
         return _NormFit(self, inner) if self.state else inner
 
     def preserving_stats(self, watch: Watch | None) -> Watch | None:
-        """`watch`, with the running statistics restored after it: measuring changes nothing."""
-        if watch is None or not self.state:
+        """`watch`, with the running statistics as they were after it: measuring changes nothing."""
+        if watch is None:
+            return watch
+        if self.net.statistics:  # they are part of the tree
+            return lambda params, loss, only: watch(
+                {name: value.clone() if is_statistic(name) else value for name, value in params.items()}, loss, only
+            )
+        if not self.state:
             return watch
 
         def look(params: Tree, loss: Loss, only: tuple[str, ...]) -> None:
@@ -115,9 +131,12 @@ class LocalNorm:
         return look
 
 
-def without_norm(kept: Tree) -> Tree:
+OPTIMIZER = "optimizer"  # the name of the optimiser's state in a client's kept Tree, where it is kept
+
+
+def methods_own(kept: Tree) -> Tree:
     """The method's own part of what the client kept."""
-    return select(kept, *{name.partition(".")[0] for name in kept} - {NORM})
+    return select(kept, *{name.partition(".")[0] for name in kept} - {NORM, OPTIMIZER, PRIVATE})
 
 
 class _NormFit:
@@ -125,12 +144,12 @@ class _NormFit:
         self.norm, self.inner = norm, inner
 
     def __call__(
-        self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: int | None = None, plain: bool = False
+        self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: float | None = None, plain: bool = False
     ) -> Tree:
         return self.batchwise(params, of_batch(loss), only=only, epochs=epochs, plain=plain)
 
     def batchwise(
-        self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: int | None = None, plain: bool = False
+        self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: float | None = None, plain: bool = False
     ) -> Tree:
         norm, net = self.norm, self.norm.net
         mine = {name: norm.state[name] for name in net.trained_norms if has_prefix(name, only)}
@@ -148,7 +167,35 @@ class _NormFit:
         norm.state.update({name: out[name] for name in mine})
         return {name: value for name, value in out.items() if name not in mine}
 
-    def reach(self, epochs: int | None = None) -> float | Tensor:
+    def reach(self, epochs: float | None = None) -> float | Tensor:
+        return self.inner.reach(epochs)
+
+
+class _StatisticsFit:
+    """A fit that updates the running statistics of what it trains, in trees that contain them."""
+
+    def __init__(self, net: Net, inner: Fit):
+        self.net, self.inner = net, inner
+
+    def __call__(
+        self, params: Tree, loss: Loss, *, only: tuple[str, ...], epochs: float | None = None, plain: bool = False
+    ) -> Tree:
+        return self.batchwise(params, of_batch(loss), only=only, epochs=epochs, plain=plain)
+
+    def batchwise(
+        self, params: Tree, loss: BatchLoss, *, only: tuple[str, ...], epochs: float | None = None, plain: bool = False
+    ) -> Tree:
+        mine = {name: value.clone() for name, value in params.items() if is_statistic(name) and has_prefix(name, only)}
+        if not mine:
+            return self.inner.batchwise(params, loss, only=only, epochs=epochs, plain=plain)
+
+        def on_batch_statistics(working: Tree, x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tree]:
+            with self.net.batch_statistics(len(x) > 1):
+                return loss(working, x, y, weight)
+
+        return self.inner.batchwise({**params, **mine}, on_batch_statistics, only=only, epochs=epochs, plain=plain)
+
+    def reach(self, epochs: float | None = None) -> float | Tensor:
         return self.inner.reach(epochs)
 
 
@@ -167,23 +214,65 @@ class ClientResult:
     kept_finite: bool | None = None  # None: nobody has looked
     upload_finite: bool | None = None  # None: nobody that the server trusts has looked
     client: int = -1
+    together: tuple[int, ...] = ()  # clients of whose uploads `upload` is the sum: nobody has seen a single one
+    bytes_up: int | None = None  # that travelled for the upload; None: those of its tensors
     status: Literal["trained", "silent", "failed", "refused"] = "trained"
     problem: str = ""  # a sentence, for a client that has not trained
     error: Exception | None = field(default=None, compare=False)  # in the process in which it was raised
+    released: tuple[Release, ...] = ()  # what the upload has cost in privacy; does not depend on the samples
     fallback_reason: str = ""  # why this client's block was computed one client at a time, if its block is to blame
 
 
 def update(
-    method: Method, net: Net, kept: Tree, received: Tree, data: ClientData, sgd: Sgd, gradient_norm: bool = False
+    method: Method,
+    net: Net,
+    kept: Tree,
+    received: Tree,
+    data: ClientData,
+    settings: FitSettings,
+    gradient_norm: bool = False,
 ) -> ClientResult:
     """Train one client; returns what it keeps and what it uploads."""
     probe = GradientNorm(data, received) if gradient_norm else None
     with LocalNorm(net, kept, data.index.device) as norm:
-        fit = LocalFit(data, sgd, norm.preserving_stats(probe), training=_training(net, data), frozen=net.frozen)
-        keep, upload = method.client_update(net, without_norm(kept), received, data, norm.fit(fit))
-    keep = {**keep, **norm.kept()}
+        fit = LocalFit(
+            data,
+            settings,
+            norm.preserving_stats(probe),
+            training=_training(net, data),
+            frozen=net.unmoved,
+            memory=strip_prefix(kept, OPTIMIZER),
+        )
+        keep, upload = method.client_update(net, methods_own(kept), received, data, norm.fit(fit))
+    keep = {**keep, **norm.kept(), **prefix(OPTIMIZER, fit.memory)}
     norm_at_start = probe.value if probe else None
     return ClientResult(keep, upload, fit.samples, fit.loss_sum, norm_at_start, finite(keep), finite(upload))
+
+
+def private_update(
+    method: Method,
+    net: Net,
+    kept: Tree,
+    received: Tree,
+    data: ClientData,
+    settings: FitSettings,
+    mechanisms: Mechanisms,
+    noise: Noise,
+    tick: Callable[[int], None] = no_progress,
+    left_to_sum: Sequence[str] = (),
+) -> ClientResult:
+    """`update` such that all of the result is noised: the method sees no sample but through what `PrivateData` tells.
+
+    It reports neither how many samples it has nor their loss. The class sums that are `left_to_sum` have no noise yet.
+    """
+    private = PrivateData(data, mechanisms, noise, strip_prefix(kept, PRIVATE), bool(left_to_sum))
+    fit = PrivateFit(private, settings, tick, net.unmoved)
+    keep, upload = method.client_update(net, methods_own(kept), received, cast(ClientData, private), fit)
+    upload = {**upload, **private.left(upload, left_to_sum)}
+    keep = {**keep, **prefix(PRIVATE, private.kept)}
+    return ClientResult(
+        keep, upload, kept_finite=finite(keep), upload_finite=finite(upload), released=tuple(private.spent)
+    )
 
 
 def _training(net: Net, data: ClientData) -> Callable[[], AbstractContextManager[object]]:
@@ -197,7 +286,7 @@ def personal_model(
     kept: Tree,
     received: Tree,
     data: ClientData,
-    sgd: Sgd,
+    settings: FitSettings,
     tick: Callable[[int], None] = no_progress,
     how: PersonalConfig = OWN,
 ) -> Tree:
@@ -208,9 +297,9 @@ def personal_model(
     here.
     """
     with LocalNorm(net, kept, data.index.device) as norm:
-        fit = norm.fit(LocalFit(data, sgd, tick=tick, training=_training(net, data), frozen=net.frozen))
+        fit = norm.fit(LocalFit(data, settings, tick=tick, training=_training(net, data), frozen=net.unmoved))
         shared = method.global_model(received) if how.model == "global" else None
-        model = method.personal_model(net, without_norm(kept), received, data, fit) if shared is None else shared
+        model = method.personal_model(net, methods_own(kept), received, data, fit) if shared is None else shared
         tau, heat = how.prior, dict[str, Tensor]()
         if method.training_free if how.calibrate is None else how.calibrate:
             temperature, tau = calibrated(method, net, model, data, how, tick)
@@ -245,7 +334,7 @@ def calibrated(
     bare, logits = canonical({name: value for name, value in model.items() if name != "prior"}), list[Tensor]()
     for x, _, _ in seen.batches():
         tick(0)
-        logits.append(method.scores(net, bare, x).double())
+        logits.append(double(method.scores(net, bare, x)))
     shares = log_share(_other_folds(seen.y, data.counts, folds_of(seen.y)), how.smoothing)  # (n, C)
     return best_pair(torch.cat(logits), shares, seen.y, (how.prior,) if how.prior else TAUS)
 
@@ -259,9 +348,9 @@ def folds_of(y: Tensor) -> Tensor:  # (n,) -> (n,)
 
 def _other_folds(y: Tensor, counts: Tensor, fold: Tensor) -> Tensor:  # (n,), (C,), (n,) -> (n, C)
     """For each sample the class counts of the client, less those of the sample's fold, in double precision."""
-    mine = torch.zeros(FOLDS, len(counts), dtype=torch.float64, device=y.device)
-    mine.index_put_((fold, y), torch.ones_like(y, dtype=torch.float64), accumulate=True)
-    return (counts.double() - mine)[fold]
+    mine = double(torch.zeros(FOLDS, len(counts), device=y.device))
+    mine.index_put_((fold, y), torch.ones_like(y, dtype=mine.dtype), accumulate=True)
+    return (double(counts) - mine)[fold]
 
 
 def best_pair(

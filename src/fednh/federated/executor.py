@@ -13,10 +13,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from fednh.federated.aggregate import ClientOverrides, received
+from fednh.federated.aggregate import ClientOverrides
 from fednh.federated.client import ClientResult
 from fednh.federated.evaluate import Personal
 from fednh.federated.setup import ServerSide
+from fednh.privacy.private_data import Mechanisms
 from fednh.runs.client_states import Store
 from fednh.tree import Tree
 
@@ -32,6 +33,7 @@ class RoundPolicy:
     evaluate: Literal["sampled", "present"] = (
         "sampled"  # after the last round: `eval.final` clients, or all that are there
     )
+    simulated: bool = True  # noise and participants may come from the run's seed, which real sites would know
     trusts_counts: bool = True  # whether numbers of samples may weigh uploads: real sites report them themselves
 
 
@@ -40,15 +42,13 @@ class RoundTask:
     """What the loop asks for. A run of R rounds has R + 1 of these: the last one only evaluates."""
 
     server: Tree  # the server's state after `done` rounds
-    down: Tree  # the part of it that is sent to every client ...
+    down: Tree  # the part of it that is sent to clients, to each the view of its own network ...
     done: int  # number of rounds completed
     evaluate: Sequence[int] = ()  # clients whose personal models are measured, as round `done` left them
     train: Sequence[int] = ()  # clients that train round `done` + 1
     final: bool = False  # the run ends: personal models are saved
+    mechanisms: Mechanisms | None = None  # noise in all that simulated clients release; a real site knows its own
     overrides: ClientOverrides = field(default_factory=dict)  # ... and what these clients receive in place of it
-
-    def received(self, client: int) -> Tree:
-        return received(self.down, self.overrides, client)
 
 
 class Replies(Protocol):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,14 +46,34 @@ def evaluated_clients(config: Config, record: Mapping[str, Any], members: Iterab
     return sampled_clients(config, config.eval.clients, sorted(members), record["round"])
 
 
+def result_order(config: Config, clients: Iterable[int], samples: Callable[[int], int]) -> list[int]:
+    """The order of the clients' results in the server's sums: the largest first, so that no long job starts last.
+
+    Of real sites the server knows only how many samples each has processed. After steps or a fraction of an epoch that
+    does not tell who is larger; then the order is that of the clients.
+    """
+    if not config.train.whole_epochs:
+        return sorted(clients)
+    return sorted(clients, key=lambda client: (-samples(client), client))
+
+
 def picked_clients(config: Config, round_: int, clients: int | None = None, least: int = 1) -> list[int]:
     """The clients of a round: ceil(gamma * K) of them, but at least `least`, the same for every method.
 
     K is the number of clients: partition.clients, except for natural sites.
     """
     total = config.partition.clients if clients is None else clients
+    if config.privacy.level == "client":  # each with the same chance, independently: the account is of Poisson sampling
+        fate = numpy_rng(config.seed, "picks", round_).random(total)
+        return [client for client, f in enumerate(fate) if f < config.participation.rate]
     count = max(least, math.ceil(config.participation.rate * total - 1e-9))  # 0.07 * 100 is a bit over 7
     return sorted(numpy_rng(config.seed, "picks", round_).choice(total, count, replace=False).tolist())
+
+
+def most_answers(config: Config, clients: int) -> int:
+    """In how many rounds the client that is picked most often takes part."""
+    times = Counter(k for round_ in range(1, config.rounds + 1) for k in picked_clients(config, round_, clients))
+    return max(times.values(), default=1)
 
 
 def dropped_clients(config: Config, round_: int, picked: list[int]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from fednh.errors import RunError
@@ -64,10 +65,10 @@ class RoundBuilder:
         self.norms: dict[int, checks.Norms] = {}
 
     def use(self, result: ClientResult) -> None:
-        """Count a client whose upload is used. The upload itself is not kept here."""
+        """Count a client whose upload is used, or those of whose uploads it is the sum. The upload is not kept here."""
         upload = result.upload or {}
-        self.clients.append(result.client)
-        self.bytes_up += size(upload)
+        self.clients += result.together or (result.client,)
+        self.bytes_up += size(upload) if result.bytes_up is None else result.bytes_up
         if self.parts:
             self.recorded.append(select(upload, *self.parts))
         if result.samples is not None and result.loss_sum is not None:
@@ -119,12 +120,12 @@ class Progress:
         """The clients that took part so far."""
         return {client for record in self.records for client in record["clients"]}
 
-    def add(self, result: RoundResult, seconds: float) -> None:
-        """Count a round that was trained."""
+    def add(self, result: RoundResult, seconds: float, spent: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Count a round that was trained, and what it has `spent` of a privacy budget."""
         self.round = result.round
         self.samples += result.processed
         self.seconds += seconds
-        self.records.append(result.record(seconds))
+        self.records.append({**result.record(seconds), **spent})
         for client in result.clients:
             if client in result.norms:
                 before = self.past_norms.get(str(client), [])

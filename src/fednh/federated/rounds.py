@@ -19,21 +19,24 @@ from fednh.callbacks import Callback
 from fednh.config import Config
 from fednh.errors import Interrupted, RunError
 from fednh.federated import checks
-from fednh.federated.aggregate import accumulator, merge_overrides
+from fednh.federated.aggregate import Accumulator, merge_overrides
 from fednh.federated.client import ClientResult
 from fednh.federated.executor import Executor, Replies, RoundTask
 from fednh.federated.plan import RoundPlan, evaluated_clients, is_evaluated, plan_round, sampled_clients
 from fednh.federated.results import Progress, RoundBuilder, RoundResult, check_lost
 from fednh.federated.server_optimizer import merge_moments
 from fednh.federated.start import Started, start
-from fednh.federated.summary import close_round, site_names
+from fednh.federated.summary import client_rows, close_round
 from fednh.interrupt import Meter
 from fednh.machine import gc_frozen, one_thread
-from fednh.methods.fit import is_frozen
 from fednh.metric_names import RoundRecord, RunSummary
+from fednh.privacy import clients
+from fednh.privacy.clients import PrivateMean
+from fednh.privacy.noise import SeededNoise
+from fednh.privacy.plan import entry, exceeds
 from fednh.runs.checkpoint import Checkpoints
 from fednh.runs.run_folder import RunFolder
-from fednh.tree import Tree, size
+from fednh.tree import Tree
 
 
 class RoundLoop:
@@ -54,6 +57,7 @@ class RoundLoop:
         self.progress = Progress()
         self.summary: dict[str, Any] = {}
 
+    _clip: float | None = None  # of clients' moves in the next round
     setup: Started  # what the run works on; it does not change
     server: Tree
     overrides: dict[int, Tree]  # what single clients receive in place of the broadcast
@@ -78,7 +82,7 @@ class RoundLoop:
                     raise
             self.checkpoints.wait()
             self.summary |= self.executor.finished(self.progress.round)
-            self.summary["clients"] = site_names(self.summary, self.setup.side.sites)
+            self.summary["clients"] = client_rows(self.summary, self.setup.side)
             self.folder.write_summary(self.summary)
         self.callback.on_end(cast(RunSummary, self.summary))
         check_lost(self.summary)
@@ -97,13 +101,18 @@ class RoundLoop:
         present = executor.present()
         plan = plan_round(config, progress.round + 1, present, executor.policy.min_uploads)
         checks.check_picks(plan.picked, present, plan.round)
+        if training:
+            self._check_budget(plan)
         evaluate, train = self._clients_to_evaluate(present) if pending else [], plan.train
-        down = self.setup.method.broadcast(self.server)
+        down = self.setup.side.architectures.broadcast(self.server)
         overrides = {client: self.overrides[client] for client in {*evaluate, *train} if client in self.overrides}
 
+        mechanisms = None if self.setup.privacy is None else self.setup.privacy.mechanisms
         started = time.perf_counter()
         replies = executor.ask(
-            RoundTask(self.server, down, progress.round, evaluate, train, pending and not training, overrides)
+            RoundTask(
+                self.server, down, progress.round, evaluate, train, pending and not training, mechanisms, overrides
+            )
         )
         waited = time.perf_counter() - started
         progress.client_seconds += waited
@@ -112,9 +121,11 @@ class RoundLoop:
             self._evaluate(replies)
         if training:
             started = time.perf_counter()
-            result = self._train(plan, present, size(down) * len(plan.picked), replies)
+            side = self.setup.side
+            bytes_down = side.architectures.bytes_down(down, [side.network_of(client) for client in plan.picked])
+            result = self._train(plan, present, bytes_down, replies)
             executor.commit(plan.round, result.clients)
-            progress.add(result, waited + time.perf_counter() - started)
+            progress.add(result, waited + time.perf_counter() - started, self._spent(plan))
             self._write_line_if_complete()
             every = config.checkpoint.every
             if every and (plan.round % every == 0 or plan.round == config.rounds):
@@ -124,12 +135,12 @@ class RoundLoop:
 
     def _train(self, plan: RoundPlan, present: Sequence[int], bytes_down: int, replies: Replies) -> RoundResult:
         """Check the clients' results and aggregate their uploads into the server's next state."""
-        method, policy, config = self.setup.method, self.executor.policy, self.config
+        method, policy, nets = self.setup.method, self.executor.policy, self.setup.side.architectures
         parts = method.upload.recorded  # the parts of used uploads of which overrides are made
         builder = RoundBuilder(plan, bytes_down, parts)
         if policy.bad_round == "skip" and not plan.picked:
             return self._skip_round(builder, f"{len(present)} sites are there")
-        accepted = accumulator(config.aggregator, self.server, config.trim, method)
+        accepted = self._accumulator(plan)
         try:
             bounded: list[ClientResult] = []  # with a bound on norms all uploads are compared before any is used
             started = time.perf_counter()  # until a result arrives the clients are at work, then the server is
@@ -142,23 +153,23 @@ class RoundLoop:
                     bounded.append(result)
                 else:
                     builder.use(result)
-                    accepted.add(result.upload or {}, self._weight(result.client))
+                    accepted.add(self._upload(result), self._weight(result.client), len(result.together) or 1)
                 started = time.perf_counter()
             self.progress.client_seconds += time.perf_counter() - started
             for result in self._within_bound(bounded, builder):
                 builder.use(result)
-                accepted.add(result.upload or {}, self._weight(result.client))
+                accepted.add(self._upload(result), self._weight(result.client))
             self._check_refusals(builder)
-            if accepted.count < policy.min_uploads:
+            if accepted.count < policy.min_uploads and not isinstance(accepted, PrivateMean):
                 return self._skip_round(builder, f"{accepted.count} uploads can be used")
             with checks.with_context(method, f"the server failed in round {plan.round}"):
                 uploads, moments = self.setup.optimizer.step(self.server, accepted.uploads(), self.moments)
-                server = method.aggregate(self.server, uploads)
-                frozen = {n: v for n, v in self.server.items() if is_frozen(n, self.setup.side.net.frozen)}
-                server = {**server, **frozen}  # a mean of equal numbers may be rounded
+                self._clip = accepted.next_clip() if isinstance(accepted, PrivateMean) else None
+                server = nets.aggregate(self.server, uploads)
+                server = {**server, **nets.frozen(self.server)}  # a mean of equal numbers may be rounded
                 made = method.records(server, builder.recorded) if parts else []
                 down = method.broadcast(server) if parts else {}
-            checks.check_server(method, server, self.setup.server_specs, plan.round)
+            checks.check_server(method, server, self.setup.server_specs, nets.problem, plan.round)
             if parts:
                 checks.check_records(method, made, checks.form_of(down), len(builder.recorded), plan.round)
         except RunError as error:
@@ -168,10 +179,44 @@ class RoundLoop:
             return builder.done(lost=str(error))
         before, self.server, self.moments = self.server, server, moments
         self.overrides = {**self.overrides, **dict(zip(builder.clients, made, strict=True) if parts else ())}
-        changes = self.setup.upload_specs and not method.upload.summed  # sums that were sent before change nothing
+        changes = (
+            any(self.setup.upload_specs.values()) and not method.upload.summed
+        )  # sums that were sent before change nothing
         if policy.bad_round == "skip" and changes and _equal(server, before):
             return self._unchanged(builder)
         return builder.done()
+
+    # --- privacy -------------------------------------------------------------------------------------------------
+
+    def _accumulator(self, plan: RoundPlan) -> Accumulator:
+        """What takes the round's uploads; under privacy.level = "client" it adds noise to their sum."""
+        config, setup = self.config, self.setup
+        if setup.privacy is None or config.privacy.level != "client":
+            return setup.side.architectures.accumulator(config.aggregator, self.server, config.trim)
+        expected = config.participation.rate * len(setup.side.counts)
+        clip = self._clip or next(
+            (row["privacy"]["clip"] for row in reversed(self.progress.records)), clients.first_clip(config.privacy)
+        )
+        rng, noise = SeededNoise(config.seed, plan.round, 0, "privacy of clients"), setup.privacy.later[0].noise
+        (specs,) = setup.upload_specs.values()  # with privacy all clients have one network
+        return PrivateMean(self.server, specs, config.privacy, noise, clip, expected, rng)
+
+    def _check_budget(self, plan: RoundPlan) -> None:
+        """Stop before a round that would exceed the budget: what has been done so far stays."""
+        privacy, train = self.setup.privacy, plan.train
+        if privacy is not None and exceeds(privacy, plan.round, train, self.progress.records):
+            raise RunError(
+                f"round {plan.round} would exceed privacy.epsilon = {privacy.config.epsilon:g}, the run's budget: "
+                f"it ends after round {self.progress.round}; its models are in the newest checkpoint"
+            )
+
+    def _spent(self, plan: RoundPlan) -> dict[str, Any]:
+        """What the round's record says of its privacy."""
+        if self.setup.privacy is None:
+            return {}
+        row = entry(self.setup.privacy, plan.round, plan.train, self.progress.records)
+        clip = {} if self._clip is None else {"clip": self._clip}
+        return {"train_loss": None, "epsilon": row.pop("epsilon"), "privacy": {**row, **clip}}  # no account covers it
 
     def _problem(self, result: ClientResult, round_: int) -> str | None:
         """Why a client's result cannot be used, as a sentence, or None; an error at a client may end the run."""
@@ -181,8 +226,14 @@ class RoundLoop:
             return result.problem + ("" if result.status == "refused" else "; going on without it")
         if what := checks.not_finite(result):
             return f"round {round_}: {what} of {self.executor.name(result.client)} is not finite and was refused"
-        checks.check_upload(self.setup.method, result.upload, self.setup.upload_specs, result.client, round_)
+        declared = self.setup.upload_specs[self.setup.side.network_of(result.client)]
+        checks.check_upload(self.setup.method, result.upload, declared, result.client, round_)
         return None
+
+    def _upload(self, result: ClientResult) -> Tree:
+        """A client's upload by the server's names."""
+        side = self.setup.side
+        return side.architectures.named(result.upload or {}, side.network_of(result.client))
 
     def _weight(self, client: int) -> int:
         """How many training samples a client has, however many its method processed; 0 if only sites know."""
@@ -191,7 +242,7 @@ class RoundLoop:
 
     def _within_bound(self, results: list[ClientResult], builder: RoundBuilder) -> Iterator[ClientResult]:
         """The results whose uploads are not far longer than the others or than the client's earlier ones."""
-        norms = {result.client: checks.norms(result.upload or {}, self.server) for result in results}
+        norms = {result.client: checks.norms(self._upload(result), self.server) for result in results}
         self.progress.typical_norms = checks.typical_norms(norms, self.progress.typical_norms)
         past = {client: self.progress.past_norms.get(str(client), []) for client in norms}
         too_long = checks.norm_problems(norms, past, self.progress.typical_norms, self.executor.policy.norm_bound)

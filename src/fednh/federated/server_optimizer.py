@@ -27,7 +27,7 @@ from torch import Tensor
 from fednh.config.schema import ServerConfig
 from fednh.errors import UserError
 from fednh.methods.base import Method
-from fednh.tree import Tree, Uploads, has_prefix, prefix, strip_prefix
+from fednh.tree import Tree, Uploads, has_prefix, is_statistic, prefix, strip_prefix
 
 PART = "server_optimizer"  # where the moments lie in a checkpoint
 
@@ -48,7 +48,8 @@ class ServerOptimizer:
         """The names of an upload that the optimiser moves: those that the server holds and clients train."""
         spec = self.method.upload
         left_alone = {*spec.by_class, *spec.marks, *spec.untrained, *spec.summed}
-        return [name for name in upload if name in server and name not in left_alone]
+        trained = (name for name in upload if name in server and not is_statistic(name))
+        return [name for name in trained if name not in left_alone]
 
     def check(self, server: Tree, upload: Iterable[str]) -> None:
         """Refuse a method whose clients upload nothing that they train."""
@@ -62,7 +63,7 @@ class ServerOptimizer:
         """The uploads with the moved weights in place of their mean, and the next moments."""
         if not self.active:
             return uploads, moments
-        average, following = dict(uploads.mean()), dict[str, Tensor]()
+        average, following = dict(uploads.mean()), dict(moments)  # of a network that nobody trained they stay
         for name in self.moved(server, average):
             step, own = self._step(average[name] - server[name], strip_prefix(moments, name))
             average[name] = server[name] + self.config.learning_rate * step

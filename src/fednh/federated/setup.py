@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fednh.data.partitions import Indices, class_table, left_out
 from fednh.data.sources.registry import file_of, load
 from fednh.data.splits import DEFAULT_SHARE, FEWEST_HELD, balanced_sample, hold_out, hold_out_fold, limited
 from fednh.errors import DataError, Notice, UserError
+from fednh.federated.architectures import Architectures
 from fednh.io import cache
 from fednh.machine import check_machine
 from fednh.methods import Method
@@ -27,8 +29,7 @@ from fednh.models.backbone import Backbone, Recipe, build_backbone
 from fednh.models.features import is_features, recipe_of, with_features
 from fednh.runs import fingerprint
 from fednh.runs.model_file import card_of
-from fednh.seeding import numpy_rng, torch_rng
-from fednh.tree import Tree, canonical
+from fednh.seeding import numpy_rng
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,29 @@ class Federation:
     train: Samples
     test: Samples
     parts: list[Indices]  # client -> indices into `train`, to train on
-    net: Net
-    method: Method
+    architectures: Architectures
+    dealt: tuple[str, ...]  # client -> the name of its network
     held_out: list[Indices] = field(default_factory=list)  # client -> indices into `train`, to measure on
     statistics: tuple[scaling.Scaling, ...] = ()  # what each natural site measured; the data set has the agreed ones
     sites: tuple[str, ...] = ()  # the clients' names, where they are natural sites
-    as_read: dict[str, Any] | None = None  # fingerprint of the data before they were scaled
+    raw_fingerprint: dict[str, Any] | None = None  # fingerprint of the data before they were scaled
 
     def __post_init__(self) -> None:
         if not self.held_out:
             object.__setattr__(self, "held_out", [part[:0] for part in self.parts])
+
+    @property
+    def method(self) -> Method:
+        return self.architectures.method
+
+    @property
+    def net(self) -> Net:
+        """The only network, or the first."""
+        return self.architectures.net
+
+    def with_method(self, method: Method) -> Federation:
+        """The same clients for another method."""
+        return replace(self, architectures=replace(self.architectures, method=method))
 
     @property
     def measures_held_out(self) -> bool:
@@ -63,11 +77,18 @@ class Federation:
 
     def card(self, config: Config, client: int | None = None) -> dict[str, Any]:
         """Metadata that a saved model needs to be used elsewhere; with `client`, for that client's personal model."""
-        data = self.dataset
         whose = {} if client is None else {"client": client, **({"site": self.sites[client]} if self.sites else {})}
+        net = self.net if client is None else self.architectures.nets[self.dealt[client]]
+        return {**self._card(config, net), **whose}
+
+    def cards(self, config: Config) -> dict[str, dict[str, Any]]:
+        """Metadata for the global model of each architecture."""
+        return {name: self._card(config, net) for name, net in self.architectures.nets.items()}
+
+    def _card(self, config: Config, net: Net) -> dict[str, Any]:
+        data = self.dataset
         preprocessing = {**data.preprocessing, "scale": data.scale, "mean": data.mean, "std": data.std}
-        card = card_of(config, self.net, data.shape, data.classes, data.name, preprocessing, data.reading)
-        return {**card, **whose}
+        return card_of(config, net, data.shape, data.classes, data.name, preprocessing, data.reading)
 
     def _notes(self, config: Config) -> list[str]:
         """What to say about the data when a run starts."""
@@ -90,17 +111,18 @@ class Federation:
         return ServerSide(
             name=self.dataset.name,
             classes=self.dataset.classes,
-            net=self.net,
-            method=self.method,
+            architectures=self.architectures,
+            network_of=self.dealt.__getitem__,
             test=self.test if len(self.test) else None,
-            card=self.card(config),
+            cards=self.cards(config),
             counts=self.class_counts(),
             sites=self.sites,
-            as_read=self.as_read,
+            raw_fingerprint=self.raw_fingerprint,
             notes=tuple(f"{self.dataset.name}: {words}" for words in self._notes(config)),
             train=self.train,
             trained_on=np.concatenate(self.parts),
             held_out=self.held_out,
+            measured=self.dataset.fitted,
             groups=self.dataset.group_train,
         )
 
@@ -116,18 +138,28 @@ class ServerSide:
 
     name: str  # of the data
     classes: tuple[str, ...]
-    net: Net
-    method: Method
+    architectures: Architectures
+    network_of: Callable[[int], str]  # client -> the name of its network
     test: Samples | None  # the balanced test set, if the server has one
-    card: dict[str, Any]  # metadata in the global model's file
+    cards: dict[str, dict[str, Any]]  # architecture -> metadata in the file of its global model
     counts: list[list[int]] = field(default_factory=list)  # clients by classes; empty: only the sites know
     sites: tuple[str, ...] = ()
-    as_read: dict[str, Any] | None = None
+    raw_fingerprint: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()  # about the data, for the user
     train: Samples | None = None  # the training samples, where all are in one place
     trained_on: Indices | None = None  # those of them that clients train on
     held_out: Sequence[Indices] = ()  # client -> the rows that it holds out
+    measured: bool = False  # means and deviations of the samples were measured on them
     groups: Indices | None = None  # row -> the group that it belongs to
+
+    @property
+    def method(self) -> Method:
+        return self.architectures.method
+
+    @property
+    def net(self) -> Net:
+        """The only network, or the first."""
+        return self.architectures.net
 
     @property
     def one_class(self) -> list[int]:
@@ -150,12 +182,6 @@ class ServerSide:
         return few if len(few) < len(rest) else []
 
 
-def initial_state(method: Method, net: Net, seed: int, device: str = "cpu") -> Tree:
-    """The server's state before the first round; anyone who has the config can compute it."""
-    initial = method.init(net, torch_rng(seed, "init"))
-    return {name: value.to(device) for name, value in canonical(initial).items()}
-
-
 def class_counts(data: Dataset, parts: list[Indices]) -> list[list[int]]:
     """Training samples of each class (columns) in every part (rows)."""
     owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
@@ -171,10 +197,19 @@ def network(config: Config, shape: tuple[int, ...], num_classes: int, features: 
     m = config.model
     name, args = m.trained
     name = "linear" if features and name == "auto" else name
-    head, norm, weights = (None, "refuse", None) if m.frozen == "body" else (m.head, m.norm, m.weights)
-    net = build_net(name, shape, num_classes, args, head=head, norm=norm, weights=weights, convolution=m.convolution)
+    head, norm, weights = (None, "refuse", None) if m.frozen == "body" else (m.head, m.norm_rule, m.weights)
+    fixed = partial(build_net, name, shape, num_classes, args, convolution=m.convolution, dim=m.common_dim)
+    net = fixed(head=head, norm=norm, weights=weights)
     net.precision = config.precision
     return net
+
+
+def networks(config: Config, shape: tuple[int, ...], num_classes: int, features: bool = False) -> Architectures:
+    """The networks of all clients, with the run's method."""
+    nets = {}
+    for name in config.model.names:
+        nets[name] = network(config.model_copy(update={"model": config.model.only(name)}), shape, num_classes, features)
+    return Architectures(config.build_method(), nets)
 
 
 def load_data(config: Config) -> Dataset:
@@ -213,7 +248,7 @@ def frozen_recipe(config: Config) -> Recipe:
     m, how = config.model, config.features
     own = {"mean": how.mean, "std": how.std}
     pixels = {key: tuple(value) for key, value in own.items() if value is not None}
-    return Recipe(name=m.name, args=m.args, head=m.head, size=how.size, sha256=how.sha256 or "", **pixels)
+    return Recipe(name=m.network, args=m.args, head=m.head, size=how.size, sha256=how.sha256 or "", **pixels)
 
 
 def weights_of(config: Config) -> Path | None:
@@ -246,12 +281,12 @@ def build_federation(config: Config, dataset: Dataset | None = None, run: Path |
     Pass `dataset` to reuse loaded data. If the folder `run` holds a run that has already begun, data and weights
     must be those that it began with.
     """
-    check_machine(config.device, config.precision)
+    check_machine(config.devices, config.precision)
     natural = config.partition.kind.natural
     data = dataset or load_data(config)
-    as_read = fingerprint_of(config, data)
+    raw_fingerprint = fingerprint_of(config, data)
     if run is not None:
-        fingerprint.check(run, config, as_read)
+        fingerprint.check(run, config, raw_fingerprint)
     data = prepared(config, data)
     parts, held_out = divide(data, config)
     for words in splits.not_divided(
@@ -261,16 +296,21 @@ def build_federation(config: Config, dataset: Dataset | None = None, run: Path |
     data, statistics = scaled(data, config, parts, held_out)
     return Federation(
         dataset=data,
-        train=samples_of(data, "train", config.data.augment, config.device),
-        test=test_sample(config, samples_of(data, "test", device=config.device)),
+        train=samples_of(data, "train", config.data.augment, config.home),
+        test=test_sample(config, samples_of(data, "test", device=config.home)),
         parts=parts,
-        net=network(config, data.shape, data.num_classes, is_features(data.preprocessing)),
-        method=config.build_method(),
+        architectures=networks(config, data.shape, data.num_classes, is_features(data.preprocessing)),
+        dealt=dealt(config, len(parts), data.sites if natural else ()),
         held_out=held_out,
         statistics=statistics,
         sites=data.sites if natural else (),
-        as_read=as_read,
+        raw_fingerprint=raw_fingerprint,
     )
+
+
+def dealt(config: Config, clients: int, sites: Sequence[str] = ()) -> tuple[str, ...]:
+    """The name of each client's network."""
+    return tuple(config.model.of_client(client, sites[client] if sites else None) for client in range(clients))
 
 
 def scaled(

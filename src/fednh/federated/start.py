@@ -11,10 +11,12 @@ from fednh.errors import ConfigError, UserError
 from fednh.federated import checks, evaluate
 from fednh.federated.aggregate import split_overrides
 from fednh.federated.executor import Executor
+from fednh.federated.plan import most_answers
 from fednh.federated.results import Progress
 from fednh.federated.server_optimizer import ServerOptimizer, split_moments
-from fednh.federated.setup import ServerSide, initial_state
+from fednh.federated.setup import ServerSide
 from fednh.methods.base import Method
+from fednh.privacy.plan import PrivacyPlan, make_plan
 from fednh.runs.checkpoint import Checkpoint, Checkpoints
 from fednh.runs.run_folder import RunFolder
 from fednh.tree import Tree
@@ -26,9 +28,10 @@ class Started:
 
     side: ServerSide
     server_specs: checks.TensorSpecs  # what the server's state looks like
-    upload_specs: checks.TensorSpecs  # what an upload looks like
+    upload_specs: dict[str, checks.TensorSpecs]  # what an upload looks like, by the name of the client's network
     optimizer: ServerOptimizer
     total: Tensor | None  # (C,) test samples of each class, where the server has a test set
+    privacy: PrivacyPlan | None = None  # what answers spend; None: nothing is noised
 
     @property
     def method(self) -> Method:
@@ -46,18 +49,22 @@ def start(
     progress, extras = (Progress(), {}) if saved is None else Progress.joined(saved.progress, saved.log)
     _check_end(config, folder, executor, progress)
     side = executor.open(extras, progress.records)
-    method, net = side.method, side.net
+    method, nets = side.method, side.architectures
     with checks.with_context(method, "the first try on blank samples failed, before any round"):
-        initial = initial_state(method, net, config.seed, config.device)
+        initial = nets.init(config.seed, config.home)
         checks.check_aggregator(config.aggregator, method, config.method["name"])
-        checks.check_personal(config.personal.model, method, config.method["name"], initial)
-        upload_specs = checks.declared_upload(method, net, initial)
-        checks.check_shared(method, config.method["name"], initial, upload_specs)
+        upload_specs = nets.declared_uploads(initial)
+        nets.check_uploads(config.method["name"], upload_specs)
+        for name, specs in upload_specs.items():
+            alone = nets.view(initial, name)
+            checks.check_personal(config.personal.model, method, config.method["name"], alone)
+            checks.check_shared(method, config.method["name"], alone, specs)
         optimizer = ServerOptimizer(config.server, method)
-        optimizer.check(initial, upload_specs)
+        optimizer.check(initial, nets.uploaded(upload_specs))
+        privacy = _privacy(config, side, initial, executor.policy.simulated)
         executor.begin(initial)
     total = None if side.test is None else evaluate.total_per_class(side.test)
-    setup = Started(side, checks.form_of(initial), upload_specs, optimizer, total)
+    setup = Started(side, checks.form_of(initial), upload_specs, optimizer, total, privacy)
     state = initial if saved is None else saved.server
     server, moments = split_moments(state) if optimizer.active else (state, {})
     server, overrides = split_overrides(server) if method.upload.recorded else (server, {})
@@ -65,12 +72,31 @@ def start(
     return setup, progress, server, overrides, moments
 
 
+def _privacy(config: Config, side: ServerSide, initial: Tree, simulated: bool) -> PrivacyPlan | None:
+    """What answers will spend; what the level does not allow is refused."""
+    level = config.privacy.level
+    if level == "none":
+        return None
+    if level == "client" and not simulated:
+        raise ConfigError(
+            "privacy.level = 'client' is of simulations: in a deployment the server would see single moves; use "
+            "privacy.level = 'sample'"
+        )
+    if level == "sample" and side.measured:
+        raise ConfigError(
+            "privacy.level = 'sample' does not go with data whose means and deviations are measured on the samples: "
+            "they would leave without noise; give data that are scaled already"
+        )
+    answers = most_answers(config, len(side.counts)) if simulated else config.rounds
+    return make_plan(config, side.method, side.net, initial, answers)
+
+
 def _newest_checkpoint(
     config: Config, folder: RunFolder, executor: Executor, checkpoints: Checkpoints
 ) -> Checkpoint | None:
     """The newest intact checkpoint; a finished run, which is to be extended, needs one."""
     try:
-        saved = checkpoints.latest(executor.note, config.device)
+        saved = checkpoints.latest(executor.note, config.home)
     except UserError:
         if not folder.finished:
             raise
@@ -100,7 +126,7 @@ def _begin_folder(
     config: Config, folder: RunFolder, executor: Executor, side: ServerSide, progress: Progress, resumed: bool
 ) -> None:
     """Write the run's description; refuse to resume with other data than it began with, or without its state."""
-    folder.begin(config, side.classes, side.counts, side.sites, executor.backend, side.as_read)
+    folder.begin(config, side.classes, side.counts, side.sites, executor.backend, side.raw_fingerprint)
     for words in side.notes:
         executor.note(words)
     if resumed:

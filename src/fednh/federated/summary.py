@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fednh.config import Config
@@ -16,6 +17,7 @@ from fednh.federated.evaluate import Personal
 from fednh.federated.executor import Replies
 from fednh.federated.plan import evaluated_clients, is_evaluated
 from fednh.federated.results import Progress
+from fednh.federated.setup import ServerSide
 from fednh.federated.start import Started
 from fednh.interrupt import Meter
 from fednh.metric_names import HELD_SHARE
@@ -40,12 +42,13 @@ def close_round(
     written too, and the summary is returned; otherwise it is empty.
     """
     started, record, side = time.perf_counter(), progress.records[-1], setup.side
-    correct = _global_correct(setup, server, progress.round, meter)
+    right = _global_correct(setup, server, progress.round, meter)
+    correct = torch.stack(list(right.values())).mean(0) if right else None
     personal = replies.personal_metrics()
     measured, left_out = [p for p in personal if p.client in evaluated], [*side.one_class, *side.few_held]
     record |= evaluate.metrics(correct, setup.total, measured, left_out)
     if in_summary is not None:
-        _write_models(config, setup, server, replies, meter, folder)
+        _write_models(config, setup, server, replies, meter, folder, spent(config, progress))
         outcomes = {p.client: p.outcomes for p in personal if p.outcomes is not None}
         folder.write_outcomes({k: each.of_rows(side.held_out[k], side.groups) for k, each in outcomes.items()})
         folder.remove_others(person.client for person in personal)
@@ -54,34 +57,60 @@ def close_round(
     progress.seconds += time.perf_counter() - started
     if in_summary is None:
         return {}
-    return _summary(config, setup, progress, correct, [p for p in personal if p.client in in_summary])
+    counted = [p for p in personal if p.client in in_summary]
+    summary = _summary(config, setup, progress, correct, counted)
+    return {**summary, **({"networks": by_network(setup, right, counted)} if side.architectures.several else {})}
 
 
-def _global_correct(setup: Started, server: Tree, round_: int, meter: Meter) -> Tensor | None:  # (C,)
-    """How many test samples of each class the global model gets right; None without such a model or a test set."""
+def _global_correct(setup: Started, server: Tree, round_: int, meter: Meter) -> dict[str, Tensor]:  # (C,)
+    """How many test samples of each class the global model gets right, by network; none without model or test set."""
     method, side = setup.method, setup.side
     with checks.with_context(method, f"the global model failed after round {round_}"):
-        model = method.global_model(server)
-        if model is None or side.test is None:
-            return None
-        meter.begin(len(side.test))
-        return evaluate.count_correct(clients.guesses(method, side.net, model, side.test, meter), side.test)
+        models = side.architectures.global_models(server)
+        if side.test is None:
+            return {}
+        meter.begin(len(side.test) * len(models))
+        return {
+            name: evaluate.count_correct(
+                clients.guesses(method, side.architectures.nets[name], model, side.test, meter), side.test
+            )
+            for name, model in models.items()
+        }
+
+
+def by_network(setup: Started, right: Mapping[str, Tensor], clients: Sequence[Personal]) -> dict[str, dict[str, Any]]:
+    """The metrics of the clients of each network, and of its global model, where clients have different ones."""
+    side, rows = setup.side, dict[str, dict[str, Any]]()
+    for name in side.architectures.nets:
+        its = [person for person in clients if side.network_of(person.client) == name]
+        found = evaluate.metrics(right.get(name), setup.total, its, [*side.one_class, *side.few_held])
+        rows[name] = {"clients": len(its), **found}
+    return rows
 
 
 def _write_models(
-    config: Config, setup: Started, server: Tree, replies: Replies, meter: Meter, folder: RunFolder
+    config: Config,
+    setup: Started,
+    server: Tree,
+    replies: Replies,
+    meter: Meter,
+    folder: RunFolder,
+    spent: Mapping[str, Any],
 ) -> None:
-    """Write the global model, and the Tree that a new client would receive."""
-    method, side = setup.method, setup.side
-    if (model := method.global_model(server)) is not None:
-        about = replies.similarity()
-        if side.train is not None and side.trained_on is not None:
-            meter.begin(similarity.sample_count(method, len(side.trained_on)))
-            about = similarity.similarity_quantiles(
-                method, side.net, model, side.train, side.trained_on, config.seed, meter
-            )
-        folder.write_model(folder.global_model, {**side.net.norm, **model}, {**side.card, "novelty": about})
-    folder.write_model(folder.broadcast_model, method.broadcast(server), side.card)
+    """Write the global model, and the Tree that a new client would receive; of each network."""
+    method, side, nets = setup.method, setup.side, setup.side.architectures
+    models, down = nets.global_models(server), nets.broadcast(server)
+    for name, net in nets.nets.items():
+        own, card = folder.shared(name if nets.several else ""), {**side.cards[name], **spent}
+        if name in models:
+            about = None if nets.several else replies.similarity()  # sites tell it of all networks together
+            if side.train is not None and side.trained_on is not None and not spent:  # no account covers it
+                meter.begin(similarity.sample_count(method, len(side.trained_on)))
+                about = similarity.similarity_quantiles(
+                    method, net, models[name], side.train, side.trained_on, config.seed, meter
+                )
+            folder.write_model(own.global_model, {**net.norm, **models[name]}, {**card, "novelty": about})
+        folder.write_model(own.broadcast_model, nets.view(down, name), card)
 
 
 def _summary(
@@ -97,6 +126,7 @@ def _summary(
         "data": setup.side.name,
         "seed": config.seed,
         "rounds": progress.round,
+        **spent(config, progress),
         **({"test_samples": int(setup.total.sum())} if sampled and setup.total is not None else {}),
         **metrics,
         **evaluate.best([*earlier, metrics]),
@@ -104,6 +134,13 @@ def _summary(
         **({"lost": lost} if lost else {}),
         **({"warning": warning} if warning else {}),
     }
+
+
+def spent(config: Config, progress: Progress) -> dict[str, Any]:
+    """What a summary and a model's metadata say of privacy: nothing, where there is none."""
+    if config.privacy.level == "none" or not progress.records:
+        return {}
+    return {"epsilon": progress.records[-1]["epsilon"], "delta": config.privacy.delta}
 
 
 def _comparable(config: Config, progress: Progress, measured: set[int]) -> list[dict[str, Any]]:
@@ -140,10 +177,16 @@ def fall_after_rise(records: Sequence[Mapping[str, Any]]) -> str | None:
     )
 
 
-def site_names(summary: Mapping[str, Any], sites: Sequence[str]) -> list[dict[str, Any]]:
-    """The summary's rows by client, with the sites' names beside the clients' numbers where they have names."""
-    names = dict(enumerate(sites)) | {site["client"]: site["site"] for site in summary.get("sites", ())}
+def client_rows(summary: Mapping[str, Any], side: ServerSide) -> list[dict[str, Any]]:
+    """The summary's rows by client, with the sites' names, where they have some, and networks, where these differ."""
+    names = dict(enumerate(side.sites)) | {site["client"]: site["site"] for site in summary.get("sites", ())}
+    several = side.architectures.several
     return [
-        {"client": row["client"], **({"site": names[row["client"]]} if row["client"] in names else {}), **row}
+        {
+            "client": row["client"],
+            **({"site": names[row["client"]]} if row["client"] in names else {}),
+            **({"network": side.network_of(row["client"])} if several else {}),
+            **row,
+        }
         for row in summary["clients"]
     ]

@@ -17,16 +17,18 @@ from flwr.app import MessageType
 from flwr.serverapp import Grid
 
 from fednh.config import Config
+from fednh.config.schema import ModelConfig
 from fednh.data import scaling
 from fednh.errors import RunError
 from fednh.federated.setup import frozen_recipe
 from fednh.flower import audit, protocol
 from fednh.flower.layout import WAITING
-from fednh.flower.protocol import NOTICE, Hello, Index, Name, SiteProblem, Task, content_of, describe_error
+from fednh.flower.protocol import NOTICE, Hello, Index, Name, Newest, SiteProblem, Task, content_of, describe_error
 from fednh.flower.signing import Identity, fingerprint_of_pem, ssh_fingerprint
 from fednh.flower.site_config import for_sites
 from fednh.flower.transport import GREETING, FetchError, Mailbox, Reply, Request, StrictModel
 from fednh.models.backbone import ONNX, PINNED, Recipe
+from fednh.privacy.ledger import Balance
 
 
 class MemberRow(StrictModel):
@@ -35,6 +37,8 @@ class MemberRow(StrictModel):
     number: Index
     site: Name
     key: str  # its public key
+    network: Name = ""  # that it has chosen, where sites have different ones
+    ledger: Newest = ""
 
 
 @dataclass
@@ -45,6 +49,9 @@ class Member:
     site: str
     rounds: list[int] = field(default_factory=list)  # in which its upload was taken
     key: str = ""  # its public key
+    network: str = ""  # that it has chosen; empty: it has the one that it is dealt
+    ledger: str = ""  # the newest line of its ledger of privacy that it has told
+    spent: Balance | None = None  # what it has come to, as the site says
 
     @property
     def last(self) -> int:
@@ -69,7 +76,10 @@ class Membership:
 
     def __init__(self, rows: Iterable[MemberRow] = (), records: Iterable[Mapping[str, Any]] = ()):
         """From a checkpoint's rows, and the records of its rounds, which list the clients that took part."""
-        self.members = {row.number: Member(row.number, row.site, key=row.key) for row in rows}
+        self.members = {
+            row.number: Member(row.number, row.site, key=row.key, network=row.network, ledger=row.ledger)
+            for row in rows
+        }
         for record in records:
             for client in record["clients"]:
                 self.members[client].rounds.append(record["round"])
@@ -82,7 +92,11 @@ class Membership:
 
     def rows(self) -> list[dict[str, Any]]:
         """The members as a checkpoint stores them."""
-        return [MemberRow(number=each.number, site=each.site, key=each.key).model_dump() for each in self]
+        rows = [
+            MemberRow(number=each.number, site=each.site, key=each.key, network=each.network, ledger=each.ledger)
+            for each in self
+        ]
+        return [row.model_dump() for row in rows]
 
     def knows(self, node: int) -> bool:
         return node in self._client
@@ -107,9 +121,16 @@ class Membership:
         for arrival in sorted(arrivals, key=lambda each: each.hello.site):
             node, hello = arrival.node, arrival.hello
             client = self._number(hello)
-            if self.members.setdefault(client, Member(client, hello.site, key=arrival.key)).site != hello.site:
+            new = Member(client, hello.site, key=arrival.key, network=hello.network)
+            if self.members.setdefault(client, new).site != hello.site:
                 notes.append(
                     f"site {hello.site} has part {client}, which site {self.site(client)} has already; it is left out"
+                )
+                continue
+            if (known := self.members[client].network) != hello.network:
+                notes.append(
+                    f"site {hello.site} comes with the network {hello.network or 'that it is dealt'}, and took part "
+                    f"with {known or 'the one that it was dealt'}; it is left out"
                 )
                 continue
             before = self._node.get(client)
@@ -172,6 +193,16 @@ def body_problem(agreed: Recipe | None, body: Recipe | None) -> str | None:
     return (
         None if key is None else f"the {key} of its frozen body is {getattr(body, key)!r}, not {getattr(agreed, key)!r}"
     )
+
+
+def network_problem(model: ModelConfig, hello: Hello) -> str | None:
+    """Why a site cannot have the network that it has chosen, or none, or None."""
+    if hello.network:
+        listed = model.differs and hello.network in model.names
+        return None if listed else f"it has chosen the network {hello.network!r}, which is not in model.name"
+    if isinstance(model.name, dict) and hello.site not in model.name:
+        return "model.name has no network for it, and it has chosen none (network = of its site.toml)"
+    return None
 
 
 def _form(task: Task) -> tuple[Any, ...]:
@@ -261,7 +292,7 @@ class Admission:
         return hello.number if hello.number >= 0 else hello.site
 
     def _problem(self, task: Task, hello: Hello) -> str | None:
-        other_body = body_problem(self.body, hello.task.body)
+        other_body = body_problem(self.body, hello.task.body) or network_problem(self.config.model, hello)
         return other_body or disagreement(task, hello.task) or number_problem(hello, self.config.partition.clients)
 
     def query_new_nodes(self, online: set[int]) -> None:
@@ -308,7 +339,7 @@ class Admission:
     def _send_weights(self, node: int, room: int) -> bool:
         """Send a node the weights that it lacks; False if they are larger than it takes, or not to be sent."""
         model = self.config.model
-        if self.body is None or model.weights is None or model.name in PINNED or model.name.startswith(ONNX):
+        if self.body is None or model.weights is None or model.name in PINNED or model.network.startswith(ONNX):
             return False
         file = Path(model.weights)
         if (size := file.stat().st_size) > room:

@@ -16,6 +16,8 @@ and nothing else; a sample, a label or a path is in none of them. Many methods u
     facts     its number and the round, samples processed, their loss; as far as the owner's rules allow
     upload    what the method declares (docs/what-leaves-a-site.md has it by method)
     figures   metrics of its personal and of the global model; as far as the owner's rules allow
+    masked    with `federation.secure` in place of `upload`: what the method declares, under masks
+    secure    keys, sealed shares and signatures of a secure sum (secure_messages.py)
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from filelock import FileLock
@@ -39,27 +41,32 @@ from safetensors import SafetensorError, safe_open
 
 from fednh import extras
 from fednh.config import Config
+from fednh.config.schema import ModelConfig
 from fednh.data import scaling
 from fednh.data.agreement import not_agreed
 from fednh.data.batches import ClientData, Samples, samples_of, subset
 from fednh.data.dataset import Dataset, digest, one_site, select_rows
+from fednh.data.sources.registry import absolute, file_of
 from fednh.errors import Refused, UserError
 from fednh.federated import checks, evaluate, similarity
 from fednh.federated import client as clients
+from fednh.federated.architectures import initial_state
 from fednh.federated.setup import (
     Federation,
     build_federation,
+    data_folder,
     frozen_recipe,
-    initial_state,
     load_data,
     prepared,
     test_sample,
     weights_of,
 )
-from fednh.flower import protocol, signing
+from fednh.flower import protocol, secure_messages, signing
 from fednh.flower.audit import SiteEvents
 from fednh.flower.layout import StateFolder
+from fednh.flower.paid_answers import PaidAnswers
 from fednh.flower.protocol import Answer, Hello, Number, Order, Task
+from fednh.flower.secure_site import SecureSite
 from fednh.flower.signing import ssh_fingerprint
 from fednh.flower.site_config import METRICS, Agreement, SiteConfig, read_site_config
 from fednh.io.files import atomic_write, keep_private, read_tree, sha256, write_bytes, write_tree
@@ -68,12 +75,18 @@ from fednh.metric_names import HELD
 from fednh.models import check_size
 from fednh.models.backbone import PINNED, Recipe, check_body_size
 from fednh.models.features import is_features
+from fednh.privacy.accounting import Release
+from fednh.privacy.ledger import Balance, covers
+from fednh.privacy.marks import Marks
+from fednh.privacy.noise import SystemNoise
+from fednh.privacy.plan import PrivacyPlan, make_plan
+from fednh.privacy.private_data import PRIVATE, left_to_sum
 from fednh.runs import fingerprint
 from fednh.runs.model_file import write_model, write_outcomes
 from fednh.text import one_line
-from fednh.tree import Tree, canonical
+from fednh.tree import Tree, canonical, strip_prefix
 
-RECORDS = ("said", "facts", "upload", "figures")
+RECORDS = ("said", "facts", "upload", "figures", secure_messages.RECORD, secure_messages.MASKED)
 Seal = Callable[[RecordDict], RecordDict]
 
 
@@ -96,8 +109,20 @@ STATES = 100  # states that are kept at most, whatever it says
 class Site:
     """One site at work on one order. `agreement` has what it agreed on before; None where there is nothing secret."""
 
-    def __init__(self, site_config: SiteConfig, toml: str, task: Task | None, agreement: Agreement | None = None):
-        self.site_config, self.agreement = site_config, None if site_config.divided else agreement
+    def __init__(
+        self,
+        site_config: SiteConfig,
+        toml: str,
+        task: Task | None,
+        agreement: Agreement | None = None,
+        network: str | None = None,
+    ):
+        """`network` is the one that an order names; None in a query, whose answer does not depend on it."""
+        self.agreement = None if site_config.divided else agreement
+        model = site_config.policy.config(toml, site_config.data).model
+        self.chosen = (site_config.policy.network or "") if model.differs else ""
+        if network is not None:
+            site_config = with_network(site_config, model, network)
         self.config = _config(toml, site_config)
         if self.agreement is not None:
             self.agreement.check(self.config)
@@ -126,12 +151,15 @@ class Site:
         site = self.fed.sites[self.site_config.part] if divided and self.fed.sites else self.site_config.site
         task, times = Task.of(self.fed, name, divided), 1
         if not divided:
-            mean, std = statistics(data := _own_data(*self.shared[:2]), self.fewest)
+            data = _own_data(*self.shared[:2]).data
+            if self.private and data.fitted:
+                raise Refused("means and deviations of its features would leave without noise; its data must be scaled")
+            mean, std = statistics(data, self.fewest)
             task = task.model_copy(update={"scale": data.scale, "mean": mean, "std": std})
         if self.agreement is not None:
             first, times = self.agreement.keep(self.config, json.loads(task.text()))
             task = self._first(Task.read(json.dumps(first)), task)
-        return Hello(site=site, task=task, number=self.site_config.part), times
+        return Hello(site=site, task=task, number=self.site_config.part, network=self.chosen), times
 
     @staticmethod
     def _first(said: Task, task: Task) -> Task:
@@ -144,14 +172,59 @@ class Site:
         """The broadcast and the rest of the global model; tensors of another form than the config's are refused."""
         down, whole = _tensor_specs(*self.shared)
         more = {name: whole[name] for name in protocol.tree_names(content, "global") if name in whole}
-        device = self.config.device
+        device = self.config.home
         return protocol.read_tree(content, "down", device, down), protocol.read_tree(content, "global", device, more)
 
-    def answer(self, order: Order, down: Tree, more: Tree) -> Answer:
-        """Evaluate, train, save the state; `more` is the part of the global model that the broadcast lacks."""
+    def answer(self, order: Order, down: Tree, more: Tree, balance: Balance | None = None) -> Answer:
+        """Evaluate, train, save the state; `more` is the part of the global model that the broadcast lacks.
+
+        Under privacy `balance` has what the samples have cost, this answer included.
+        """
+        self._balance = balance
         if self.agreement is not None:
             self.agreement.keep(self.config)
-        return self._answer(order, down, more).without_metrics({*METRICS} - {*self.site_config.policy.allow.metrics})
+        answer = self._answer(order, down, more)
+        if balance is not None:
+            return answer.upload_alone()
+        return answer.without_metrics({*METRICS} - {*self.site_config.policy.allow.metrics})
+
+    # --- privacy -----------------------------------------------------------------------------------------------
+
+    _balance: Balance | None = None
+
+    @property
+    def private(self) -> bool:
+        return self.config.privacy.level != "none"
+
+    @cached_property
+    def privacy(self) -> PrivacyPlan | None:
+        """What this site's answers spend, from the config alone; None: nothing is noised."""
+        fed, config = self.fed, self.config
+        plan = make_plan(config, fed.method, fed.net, self._initial(), config.rounds)
+        if plan is not None and fed.dataset.fitted:
+            raise Refused("means and deviations of its features would leave without noise; its data must be scaled")
+        return plan
+
+    def releases(self, order: Order) -> Sequence[Release]:
+        """What an answer to this order spends."""
+        if self.privacy is None or not order.round:
+            return ()
+        if self.config.privacy.level != "sample":
+            raise Refused("privacy.level = 'client' leaves the noise to the server; a site adds its own: use 'sample'")
+        return self.privacy.answer(order.round, is_first=not strip_prefix(self._load_state(order.last), PRIVATE))
+
+    @property
+    def paid(self) -> PaidAnswers:
+        """Who pays for this site's answers."""
+        return PaidAnswers(self.site_config, self.config.federation.name, self.kept, self._marks())
+
+    def _marks(self) -> Marks:
+        """What this site's samples are recognised by, whatever the server makes of them."""
+        if (own := _own_data(*self.shared[:2]).marks if not self.site_config.divided else None) is not None:
+            return own
+        part, data = max(self.site_config.part, 0), self.fed.dataset
+        rows = np.concatenate([self.index, self.fed.held_out[part]])
+        return Marks.of(f"part {part} of {self.site_config.parts} of {data.name}", None, data.x_train[rows])
 
     def _answer(self, order: Order, down: Tree, more: Tree) -> Answer:
         self._warn_changed_data(order)
@@ -165,6 +238,8 @@ class Site:
         if not order.round:
             return Answer(order.client, 0, metrics=metrics)
         update = self._update(order.client, order.round, kept, down)
+        if not covers(self.releases(order), update.released):
+            raise Refused("its answer would hold more than it has paid for")
         samples = update.samples or None  # a round may train nothing: then there is no loss either
         loss = update.loss_sum if samples else None
         if what := checks.not_finite(update):
@@ -177,8 +252,12 @@ class Site:
     def _update(self, client: int, round_: int, kept: Tree, down: Tree) -> clients.ClientResult:
         data = self._data(client, round_, "train")
         checks.check_share(data.share, client)
-        look = self.config.diagnostics.gradient_norm
-        return clients.update(self.fed.method, self.fed.net, kept, down, data, self.config.train.sgd(round_), look)
+        look, settings, fed = self.config.diagnostics.gradient_norm, self.config.fit_settings(round_), self.fed
+        if self.privacy is not None and self.privacy.mechanisms is not None:
+            noised = self.privacy.mechanisms, SystemNoise()
+            left = fed.method.upload.class_sums if self.config.federation.secure else ()
+            return clients.private_update(fed.method, fed.net, kept, down, data, settings, *noised, left_to_sum=left)
+        return clients.update(fed.method, fed.net, kept, down, data, settings, look)
 
     def _data(self, client: int, round_: int, purpose: str) -> ClientData:
         return ClientData(self.fed.train, self.index, self.config.seed, round_, client, purpose, self.fewest)
@@ -189,8 +268,8 @@ class Site:
         """Evaluate the personal and the global model on the site's samples: aggregate numbers only."""
         fed, round_ = self.fed, order.evaluate
         data, test, held = self._data(order.client, round_, "personal"), self._test, self._held_out()
-        sgd, how = self.config.train.sgd(round_), self.config.personal
-        model = clients.personal_model(fed.method, fed.net, kept, down, data, sgd, how=how)
+        settings, how = self.config.fit_settings(round_), self.config.personal
+        model = clients.personal_model(fed.method, fed.net, kept, down, data, settings, how=how)
         self._save_model(model, order)
         shared = fed.method.global_model({**self._initial(), **down})
         shared = None if shared is None else {**shared, **more}
@@ -228,16 +307,18 @@ class Site:
         held = self.fed.held_out[max(self.site_config.part, 0)]
         if len(held) or self.site_config.divided:
             return subset(self.fed.train, held)
-        return samples_of(self.fed.dataset, "test", device=self.config.device)  # all of it, whatever eval.samples is
+        return samples_of(self.fed.dataset, "test", device=self.config.home)  # all of it, whatever eval.samples is
 
     def _save_model(self, model: Tree, order: Order) -> None:
         fed = self.fed
         about = similarity.similarity_quantiles(fed.method, fed.net, model, fed.train, self.index, self.config.seed)
         card = {**fed.card(self.config, max(self.site_config.part, 0)), "client": order.client, "novelty": about}
+        if (spent := self._balance) is not None:
+            card["privacy"] = {"level": self.config.privacy.level, **spent.told()}
         write_model(self.kept.personal_model, model, card)
 
     def _initial(self) -> Tree:
-        return initial_state(self.fed.method, self.fed.net, self.config.seed, self.config.device)
+        return initial_state(self.fed.method, self.fed.net, self.config.seed, self.config.home)
 
     # --- personal state ----------------------------------------------------------------------------------------
 
@@ -248,7 +329,7 @@ class Site:
                 if round_ > last:
                     continue
                 try:
-                    tree = read_tree(path, self.config.device)
+                    tree = read_tree(path, self.config.home)
                 except (OSError, SafetensorError) as error:
                     log.warning("%s is damaged (%s); looking for an older one", path, error)
                     continue
@@ -264,15 +345,15 @@ class Site:
         """What the answer to an order depends on at the site: its samples, and the state that it starts from."""
         own = order.evaluate and self.site_config.test is not None
         test = digest(self._test.x.numpy(force=True), self._test.y.numpy(force=True)) if own else None
-        samples = json.dumps([self.fed.as_read, test], sort_keys=True).encode()
+        samples = json.dumps([self.fed.raw_fingerprint, test], sort_keys=True).encode()
         state = max(((n, path) for n, path in self.kept.states().items() if n <= order.last), default=None)
         return samples if state is None else samples + state[1].read_bytes()
 
     def _warn_changed_data(self, order: Order) -> None:
         """Warn in the site's log if its data have changed since earlier rounds: the held-out samples change too."""
-        if self.fed.as_read is None:
+        if self.fed.raw_fingerprint is None:
             return
-        changes = fingerprint.changed_since(self.kept.fingerprint_file, self.fed.as_read, anew=order.last == 0)
+        changes = fingerprint.changed_since(self.kept.fingerprint_file, self.fed.raw_fingerprint, anew=order.last == 0)
         if changes:
             log.warning(
                 "the data of this site are not those of the rounds before: %s; samples that it was trained on may now "
@@ -300,14 +381,27 @@ class Site:
 def _shared(site_config: SiteConfig) -> SiteConfig:
     """What decides which data and model a site has: all parts of a divided set have it in common."""
     own = {"part": -1, "site": "" if site_config.divided else site_config.site}
-    return site_config.model_copy(update={**own, "home": Path(), "orders": Path(), "key": Path()})
+    return site_config.model_copy(update={**own, "home": Path(), "orders": Path(), "key": Path(), "peers": Path()})
 
 
 def _config(toml: str, site_config: SiteConfig) -> Config:
-    """The server's config as this site applies it."""
+    """The server's config as this site applies it: with its own network alone."""
     config = site_config.policy.config(toml, site_config.data)
     data = _updated(config.data, **site_config.reading)
-    return config.model_copy(update={"device": site_config.device or config.device, "data": data})
+    model = config.model.only(site_config.policy.network or config.model.names[0])
+    return config.model_copy(update={"device": site_config.device or config.home, "data": data, "model": model})
+
+
+def with_network(site_config: SiteConfig, model: ModelConfig, network: str) -> SiteConfig:
+    """The site's settings with the network that an order names, which must be its own choice if it has made one."""
+    own = site_config.policy.network
+    if network not in (model.names if model.differs else ("",)):
+        raise Refused(f"the order is for the network {network!r}, and model.name has {', '.join(model.names)}")
+    if not model.differs:
+        return site_config
+    if own not in (None, network):
+        raise Refused(f"the order is for the network {network!r}, and this site trains {own!r}")
+    return site_config.model_copy(update={"policy": _updated(site_config.policy, network=network)})
 
 
 def statistics(data: Dataset, fewest: int) -> scaling.Scaling:
@@ -319,8 +413,15 @@ def statistics(data: Dataset, fewest: int) -> scaling.Scaling:
     return scaling.statistics(data.x_train, data.scale, data.preprocessing, fewest)
 
 
+class OwnData(NamedTuple):
+    """The samples of a site with its own source."""
+
+    data: Dataset
+    marks: Marks | None  # by which its ledger recognises them; None: nothing asks for privacy
+
+
 @lru_cache(maxsize=2)
-def _own_data(toml: str, site_config: SiteConfig) -> Dataset:
+def _own_data(toml: str, site_config: SiteConfig) -> OwnData:
     """The samples of a site with its own source, as they were read; loaded once per process."""
     config = _own_config(toml, site_config)
     with _hide_data_errors():
@@ -328,7 +429,14 @@ def _own_data(toml: str, site_config: SiteConfig) -> Dataset:
     if problem := not_agreed(data, config.data.classes, config.data.columns):
         raise Refused(f"this site discloses nothing about its data that is not agreed: {problem}")
     with _hide_data_errors():
-        return _prepared(config, site_config, data)
+        marks = None if config.privacy.level == "none" else _marks_of(config, data)
+        return OwnData(_prepared(config, site_config, data), marks)
+
+
+def _marks_of(config: Config, data: Dataset) -> Marks:
+    return Marks.of(
+        absolute(config.data.name), file_of(config.data.name, data_folder(config)), data.x_train, data.x_test
+    )
 
 
 def _own_config(toml: str, site_config: SiteConfig) -> Config:
@@ -348,7 +456,7 @@ def _federation(toml: str, site_config: SiteConfig, task: Task | None) -> Federa
             _check_body(data, task)
             _check_size(config, site_config, data)
             return build_federation(config, data)
-    config, data = _own_config(toml, site_config), _own_data(toml, site_config)
+    config, data = _own_config(toml, site_config), _own_data(toml, site_config).data
     if task is not None:
         if (data.shape, data.classes) != (task.shape, task.classes):
             raise Refused("this site's data has another shape or other classes than the federation agreed on")
@@ -379,7 +487,7 @@ def _check_body(data: Dataset, task: Task | None) -> None:
 def _check_size(config: Config, site_config: SiteConfig, data: Dataset) -> None:
     """Refuse a model that is larger than the site allows, before any of it is built."""
     name, args = config.model.trained
-    check_size(name, data.shape, data.num_classes, args, site_config.policy.check_parameters)
+    check_size(name, data.shape, data.num_classes, args, site_config.policy.check_parameters, config.model.common_dim)
 
 
 @contextmanager
@@ -401,7 +509,7 @@ def _tensor_specs(
     """The forms of the broadcast and of the global model, computed once per process."""
     method, net = (fed := _federation(toml, site_config, task)).method, fed.net
     config = _config(toml, site_config)
-    initial = initial_state(method, net, config.seed, config.device)
+    initial = initial_state(method, net, config.seed, config.home)
     return checks.form_of(method.broadcast(initial)), checks.form_of(method.global_model(initial) or {})
 
 
@@ -428,7 +536,7 @@ def load_test_set(config: Config, source: str, task: Task | Dataset) -> Samples:
             f"the sites have {task.shape} and {', '.join(task.classes)}"
         )
     data = replace(data, scale=task.scale, mean=task.mean, std=task.std)
-    return test_sample(config, samples_of(data, "test", device=config.device))
+    return test_sample(config, samples_of(data, "test", device=config.home))
 
 
 # --- weights of a frozen body ---------------------------------------------------------------------------------------
@@ -503,12 +611,13 @@ class VerifiedMessage:
 
     site_config: SiteConfig
     content: RecordDict
+    envelope: signing.Envelope
     guard: signing.ReplayGuard
     agreement: Agreement
     events: SiteEvents
 
-    def site(self) -> Site:
-        return Site(self.site_config, *protocol.read_config(self.content), self.agreement)
+    def site(self, network: str | None = None) -> Site:
+        return Site(self.site_config, *protocol.read_config(self.content), self.agreement, network)
 
 
 Handler = Callable[[VerifiedMessage], RecordDict]
@@ -522,6 +631,8 @@ def _hello(message: VerifiedMessage) -> RecordDict:
             raise
         store_weights(message.site_config, missing, protocol.read_weights(message.content))
         site = message.site()
+    if site.private:
+        site.paid.check(site.releases(Order(client=0, round=1)))
     hello, times = site.hello()
     message.events.facts["greeting"] = times
     if times == 1 and not message.site_config.divided:
@@ -539,12 +650,47 @@ def _notice(message: VerifiedMessage) -> RecordDict:
 def _answer(message: VerifiedMessage) -> RecordDict:
     order, policy = protocol.Order.read(message.content), message.site_config.policy
     policy.check_order(order)
-    site = message.site()
+    site = message.site(order.network)
     received = site.read(message.content)
-    # From here on the samples are used. That this fails may say something about them, so it counts, too.
-    if message.guard.count(signing.Work.of(message.content, site.basis(order)), policy.allow.rounds):
+    summed = secure_messages.RECORD in message.content
+    if summed != (site.config.federation.secure and order.round > 0):
+        raise Refused("federation.secure: the order and the config do not agree whether this is a secure sum")
+    asked = RecordDict({name: each for name, each in message.content.items() if name != secure_messages.RECORD})
+    work = signing.Work.of(asked, site.basis(order))
+
+    def computed() -> Answer:
+        # From here on the samples are used. That this fails may say something about them, so it counts, too.
+        if new := message.guard.count(work, policy.allow.rounds):
+            message.events.new()
+        compute = partial(site.answer, order, *received)
+        return _paid(message, site, order, work, compute, new) if site.private else compute()
+
+    # An answer under privacy is paid and stored whatever becomes of a secure sum: its order gets it again.
+    answer = cache(computed)
+    if site.private:
+        answer()
+    if not summed:
+        return answer().write()
+    secure = SecureSite(message.site_config, message.envelope)
+    least, once = site.config.federation.min_clients, site.private
+    mechanisms = None if site.privacy is None else site.privacy.mechanisms
+    noisy = left_to_sum(site.fed.method.upload.class_sums, mechanisms)
+    return secure.masked(message.content, work.digest, least, answer, noisy, once)
+
+
+def _paid(
+    message: VerifiedMessage, site: Site, order: Order, work: signing.Work, compute: Callable[..., Answer], new: bool
+) -> Answer:
+    """The answer under privacy: paid before it is computed, and stored before it leaves."""
+    answer, fresh = site.paid.answer(order, work.digest, site.releases(order), compute)
+    if fresh and not new:  # it was killed before: now it leaves for the first time
         message.events.new()
-    return site.answer(order, *received).write()
+    message.events.spent(answer.balance)
+    return answer
+
+
+def _secure(stage: str, message: VerifiedMessage) -> RecordDict:
+    return SecureSite(message.site_config, message.envelope).stage(stage, message.content)
 
 
 def _handle(work: Handler, message: Message, context: Context) -> Message:
@@ -564,7 +710,7 @@ def _handle(work: Handler, message: Message, context: Context) -> Message:
         key = signing.key_fingerprint(signing.read_orders_public(site_config.orders))
         agreement = Agreement(StateFolder(site_config.home).agreement(site_config.site, key))
         with one_thread():
-            content = work(VerifiedMessage(site_config, order, guard, agreement, events))
+            content = work(VerifiedMessage(site_config, order, envelope, guard, agreement, events))
         reply = finalize_reply(content, events, seal)
     except Refused as error:
         data, cause = message.metadata, error.__cause__  # the cause may quote data: it stays in the site's own logs
@@ -601,3 +747,6 @@ app.query()(partial(_handle, _hello))
 app.query(protocol.NOTICE.partition(".")[2])(partial(_handle, _notice))
 app.train()(partial(_handle, _answer))
 app.evaluate()(partial(_handle, _answer))
+for stage in secure_messages.STAGES:
+    if stage != "masked":  # which is the order to train
+        app.train(stage)(partial(_handle, partial(_secure, stage)))

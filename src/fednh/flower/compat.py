@@ -12,12 +12,13 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from flwr.cli.build import build_fab_from_disk
 from flwr.cli.flower_config import read_superlink_connection
 from flwr.cli.install import install_from_fab
 from flwr.cli.utils import init_http_client_from_connection
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode, SubStatus
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.control_pb2 import ListNodesRequest
 from flwr.proto.fleet_pb2 import (
     ActivateNodeRequest,
@@ -37,6 +38,7 @@ from flwr.proto.message_pb2 import (
     PushObjectRequest,
     PushObjectResponse,
 )
+from flwr.proto.recorddict_pb2 import RecordDict as RecordDictProto
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
     AcquireTaskResponse,
@@ -109,3 +111,14 @@ def runtime_client(grid: HttpGrid) -> RuntimeHttpClient:
 def set_message_id(message: Message, name: str) -> None:
     """Flower sets it only in messages that it has assembled itself."""
     message.metadata.__dict__["_message_id"] = name
+
+
+def pack(content: RecordDict) -> bytes:
+    """Records as bytes, to be stored."""
+    packed: bytes = recorddict_to_proto(content).SerializeToString()
+    return packed
+
+
+def unpack(data: bytes) -> RecordDict:
+    """The inverse of `pack`."""
+    return recorddict_from_proto(RecordDictProto.FromString(data))

@@ -8,15 +8,19 @@ A federation's folder, as `fednh federation init` writes it:
   logs/            of `up --local`                   .flwr/        Flower's own files
 A site's folder:
   site.toml   the site's settings and its rules      key, key.pub, ca.crt, orders.pub   its keys, and the server's
+  peers       the other sites' public keys
   approved    the apps that may run here             state/        what the site keeps, unless site.toml says where
 What a site keeps, HOME being its `state`:
   HOME/audit/SITE.jsonl                                its audit log
   HOME/orders-KEY-SITE.json                            the last order that it took
   HOME/messages-SITE.json                              how many messages of each kind came that asked for nothing new
   HOME/agreed-KEY-SITE.json                            which samples count, and its greeting; delete it to agree anew
+  HOME/ledger.jsonl                                    what was released of its data, unless site.toml says where
   HOME/weights.SHA256.safetensors                      weights of a frozen body that the server sent, once
+  HOME/secure-KEY-SITE/                                the secure sum that it is in, and the newest summands
   HOME/FEDERATION/SITE/state.round-000007.safetensors  what the client kept after round 7; never leaves this disk
   HOME/FEDERATION/SITE/replaced.round-000007.safetensors  the first of two different ones of round 7
+  HOME/FEDERATION/SITE/answer.round-000007.WORK.safetensors  the answer to an order under privacy, to be sent again
   HOME/FEDERATION/SITE/personal.safetensors            its personal model, with its model card
   HOME/FEDERATION/SITE/outcomes.safetensors            what the models make of its held-out samples, one by one
   HOME/FEDERATION/SITE/fingerprint.json                a fingerprint of its data, to notice changes
@@ -87,6 +91,7 @@ class SiteFolder(FolderLayout):
     public_key = Inside("key.pub")
     ca = Inside("ca.crt")
     orders = Inside("orders.pub")
+    peers = Inside("peers")
     approved_file = Inside("approved")
     state = Inside("state")
     unit = Inside("fednh-site.service")
@@ -168,7 +173,16 @@ class StateFolder(FolderLayout):
         """The file about what a site has agreed with the federation of this key."""
         return self.path / f"agreed-{key}-{_short(site)}.json"
 
+    def secure(self, site: str, key: str) -> SecureState:
+        """What a site keeps of the secure sums of the server with this key."""
+        return SecureState(self.path / f"secure-{key}-{_short(site)}")
+
+    ledger_file = Inside("ledger.jsonl")
     weights_lock = Inside(".weights.lock")
+
+    def answering_lock(self, site: str) -> Path:
+        """Held while an answer under privacy is paid, computed and stored."""
+        return self.path / f".answering-{_short(site)}.lock"
 
     def weights(self, sha256: str) -> Path:
         """The file of the weights with this checksum, received from a server."""
@@ -206,10 +220,43 @@ class KeptState(FolderLayout):
         """The first state of a round that was trained again to another one."""
         return self.path / f"replaced.round-{round_:06d}.safetensors"
 
+    def answer(self, round_: int, work: str) -> Path:
+        """The stored answer to the order with this digest."""
+        return self.path / f"answer.round-{round_:06d}.{work}.safetensors"
+
+    def answers(self) -> list[Path]:
+        """The stored answers, those of the earliest rounds first."""
+        return sorted(self.path.glob("answer.round-*.safetensors"))
+
+    @staticmethod
+    def round_of(path: Path) -> int:
+        """The round of a stored answer or state."""
+        return int(path.name.split("-")[1].split(".")[0])
+
     def states(self) -> dict[int, Path]:
         """The states on disk by round, oldest first."""
         paths = sorted(self.path.glob("state.round-*.safetensors"))
-        return {int(path.name.split("-")[1].split(".")[0]): path for path in paths}
+        return {self.round_of(path): path for path in paths}
+
+
+class SecureState(FolderLayout):
+    """What a site keeps of secure sums."""
+
+    lock = Inside(".lock")
+    session_file = Inside("session.json")
+    given_file = Inside("given.json")
+
+    def reply(self, stage: str) -> Path:
+        """The reply that was given to a stage of the session."""
+        return self.path / f"reply.{stage}"
+
+    def summand(self, order: str) -> Path:
+        """What an order's masked upload is made of."""
+        return self.path / f"summand.{order}"
+
+    def summands(self) -> list[Path]:
+        """All of them, the oldest first."""
+        return sorted(self.path.glob("summand.*"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def _sites(folder: Path) -> list[SiteFolder]:

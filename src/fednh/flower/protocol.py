@@ -43,11 +43,15 @@ from pydantic_core import PydanticCustomError
 from fednh.federated import checks
 from fednh.federated.checks import TensorSpecs
 from fednh.federated.setup import Federation
+from fednh.flower import secure_messages as secure
 from fednh.flower import transport
 from fednh.flower.signing import Identity
 from fednh.flower.transport import FetchError, Reply, Request, StrictModel, quoted
+from fednh.io.chain import Head
 from fednh.models.backbone import Recipe
 from fednh.models.features import is_features
+from fednh.privacy.grid import Words
+from fednh.privacy.ledger import Balance
 from fednh.text import name_problem, one_line
 from fednh.tree import Tree, canonical
 
@@ -151,7 +155,7 @@ def _header(text: bytes) -> dict[str, TensorHeader]:
 # --- messages -------------------------------------------------------------------------------------------------------
 
 
-FORMAT = 3  # version of these messages; server and sites must have the same
+FORMAT = 4  # version of these messages; server and sites must have the same
 WEIGHTS = "weights"  # the record of a query that has the weights of a frozen body
 NOTICE = "query.notice"  # Flower's message type for a notice from the server to a site
 LONGEST = 2000  # characters of a problem: it may quote a request of any length
@@ -167,7 +171,7 @@ Text = Annotated[str, Field(max_length=transport.TEXT)]
 Name = Annotated[str, Field(max_length=1000)]
 Finite = Annotated[float, Field(gt=-LARGE, lt=LARGE)]
 Percent = Annotated[float, Field(ge=0, le=100.001)]  # with a margin for rounding
-Newest = Annotated[str, Field(pattern=r"^\d{1,12}:[0-9a-f]{64}$")]  # line of a site's audit log, LINE:HASH
+Newest = Annotated[str, Field(pattern=r"^(\d{1,12}:[0-9a-f]{64})?$")]  # line of a site's audit log or ledger, LINE:HASH
 
 
 def _may_diverge(least: float) -> tuple[AfterValidator, WithJsonSchema]:
@@ -288,6 +292,9 @@ class Said(StrictModel):
     problem: Text | None = None
     site: Name = ""
     audit: Newest = ""
+    ledger: Newest = ""  # under privacy
+    epsilon: float | None = Field(None, ge=0)  # what all that it has released of these samples comes to ...
+    delta: float | None = Field(None, gt=0, lt=1)  # ... at this delta
     room: int = Field(0, ge=0, le=SIZE)  # it lacks the weights of the frozen body, and takes a file of so many bytes
 
 
@@ -298,6 +305,7 @@ class Hello(StrictModel):
     site: Name
     number: int = Field(-1, ge=-1, le=transport.NUMBER)  # -1: the server gives it one
     task: Task
+    network: Name = ""  # the one that it has chosen of those in model.name; empty: the server deals it one
     audit: Newest = ""
 
     @field_validator("site")
@@ -314,6 +322,8 @@ class Hello(StrictModel):
 
     def write(self) -> RecordDict:
         said = ConfigRecord({"format": FORMAT, "site": self.site, "number": self.number, "task": self.task.text()})
+        if self.network:
+            said["network"] = self.network
         return RecordDict({"said": said})
 
     @classmethod
@@ -333,6 +343,8 @@ class Order(StrictModel):
     since: Index = 0  # states of earlier rounds will not be needed again
     final: bool = False  # the federation ends: a site that never took part makes its personal model now
     sites: Index = 1  # how many are asked to train this round
+    network: Name = ""  # the site's, where sites have different ones
+    ledger: Newest = ""  # the newest line of the site's ledger that the server has heard of
 
     def write(self, config: str, task: Task, down: ArrayRecord, more: ArrayRecord) -> RecordDict:
         """The message: config (TOML), agreed task, order, broadcast, and the rest of the global model."""
@@ -386,6 +398,8 @@ class Answer:
     loss_sum: float | None = None  # None: not disclosed
     gradient_norm: float | None = None
     metrics: dict[str, Number] = field(default_factory=dict)  # accuracies; empty: it was not asked to evaluate
+    balance: Balance | None = None  # of the site's ledger, under privacy
+    masked: tuple[Words, bytes] | None = None  # in a secure sum, in place of the upload: see secure_messages.py
 
     def without_metrics(self, names: Set[str]) -> Answer:
         """The same answer without the metrics of these names, of training or of evaluation."""
@@ -398,6 +412,11 @@ class Answer:
             metrics={key: value for key, value in self.metrics.items() if key not in names},
         )
 
+    def upload_alone(self) -> Answer:
+        """The same answer with nothing that was measured; a loss that is not finite says that the upload is no use."""
+        loss = None if self._usable else self.loss_sum
+        return replace(self, samples=None, loss_sum=loss, gradient_norm=None, metrics={})
+
     @property
     def _usable(self) -> bool:
         """Whether the server would use it; an empty upload cannot spoil anything."""
@@ -407,7 +426,8 @@ class Answer:
         numbers = {"samples": self.samples, "loss_sum": self.loss_sum, "gradient_norm": self.gradient_norm}
         facts = {"client": self.client, "round": self.round, **numbers}
         known: dict[str, Any] = {key: value for key, value in facts.items() if value is not None}
-        content = RecordDict({"said": ConfigRecord({"format": FORMAT}), "facts": MetricRecord(known)})
+        said = ConfigRecord({"format": FORMAT, **_said_of(self.balance)})
+        content = RecordDict({"said": said, "facts": MetricRecord(known)})
         if self.upload is not None:
             content["upload"] = to_arrays(self.upload)
         if self.metrics:
@@ -415,14 +435,37 @@ class Answer:
         return content
 
     @classmethod
-    def read(cls, content: RecordDict, form: TensorSpecs | None, device: str = "cpu") -> Answer:
-        """Read an answer whose upload has this form; with None, it must not have an upload."""
-        Said.parse(_said(content))
-        _only(content, "said", "facts", "figures", *(["upload"] if form is not None else []))
+    def read(cls, content: RecordDict, form: TensorSpecs | None, device: str = "cpu", masked: int = 0) -> Answer:
+        """Read an answer whose upload has this form; with None, it must not have an upload.
+
+        With `masked` it has a masked upload of so many numbers in place of it.
+        """
+        balance = balance_of(content)
+        uploads = [secure.RECORD, secure.MASKED] if masked else ["upload"] if form is not None else []
+        _only(content, "said", "facts", "figures", *uploads)
         facts = Facts.parse(_record(content, "facts", MetricRecord))
         upload = to_tree(_record(content, "upload", ArrayRecord), device, form) if "upload" in content else None
         metrics = Metrics.parse(_record(content, "figures", MetricRecord)) if "figures" in content else Metrics()
-        return cls(**facts.model_dump(), upload=upload, metrics=metrics.model_dump(exclude_none=True))
+        signed = secure.SignatureReply.read(content).signature if masked else b""
+        hidden = (secure.read_words(content, masked), signed) if masked else None
+        numbers = metrics.model_dump(exclude_none=True)
+        return cls(**facts.model_dump(), upload=upload, metrics=numbers, masked=hidden, balance=balance)
+
+
+def _said_of(balance: Balance | None) -> dict[str, Any]:
+    """What a site says of its ledger; an epsilon that is too large to be told is left out."""
+    if balance is None:
+        return {}
+    known = {"ledger": str(balance.head) if balance.head else "", "delta": balance.delta}
+    return known | ({"epsilon": balance.epsilon} if math.isfinite(balance.epsilon) else {})
+
+
+def balance_of(content: RecordDict) -> Balance | None:
+    """What a reply says of its site's ledger of privacy; None if it says nothing."""
+    said = Said.parse(_said(content))
+    if said.delta is None:
+        return None
+    return Balance(math.inf if said.epsilon is None else said.epsilon, said.delta, Head.read(said.ledger))
 
 
 class SiteNotice(StrictModel):
@@ -562,18 +605,40 @@ def describe_error(error: Exception) -> str:
 
 
 def read_answer(
-    request: Request, order: Order, reply: Reply, form: TensorSpecs, device: str, identity: Identity
+    request: Request,
+    order: Order,
+    reply: Reply,
+    form: TensorSpecs,
+    device: str,
+    identity: Identity,
+    masked: int = 0,
 ) -> tuple[Answer, RecordDict]:
-    """The answer to this order, and the records that it came in.
+    """The answer to this order, and the records that it came in; `masked`: how many numbers a masked upload has.
 
     A wrong answer raises; `SiteProblem` if the site itself reports a problem.
     """
+    content = verified(request, reply, identity)
+    trains = bool(order.round)
+    hidden = masked if trains else 0
+    answer = Answer.read(content, form if trains and not hidden else None, device, hidden)
+    if (answer.client, answer.round) != (order.client, order.round):
+        raise ValueError(f"it is for client {answer.client} and round {answer.round}")
+    if trains and not hidden and answer.upload is None:
+        raise ValueError("it has no upload")
+    return answer, content
+
+
+def verified(request: Request, reply: Reply, identity: Identity) -> RecordDict:
+    """The records of a reply that the site has signed; `SiteProblem` if it reports a problem."""
     content = content_of(reply)
     check_problem(content)
     content, *_ = identity.verify_reply(request, content)
-    answer = Answer.read(content, form if order.round else None, device)
-    if (answer.client, answer.round) != (order.client, order.round):
-        raise ValueError(f"it is for client {answer.client} and round {answer.round}")
-    if order.round and answer.upload is None:
-        raise ValueError("it has no upload")
-    return answer, content
+    return content
+
+
+def read_stage(request: Request, reply: Reply, identity: Identity) -> RecordDict:
+    """The records of a site's reply to a stage of a secure sum."""
+    content = verified(request, reply, identity)
+    Said.parse(_said(content))
+    _only(content, "said", secure.RECORD)
+    return content

@@ -14,28 +14,30 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from flwr.app import ArrayRecord, Context, MessageType
+from flwr.app import ArrayRecord, ConfigRecord, Context, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from fednh.callbacks import Callback
 from fednh.callbacks.screen import metric_words
 from fednh.config import Config, dump
 from fednh.errors import ConfigError, UserError
-from fednh.federated import checks, similarity
+from fednh.federated import similarity
 from fednh.federated.client import ClientResult
 from fednh.federated.evaluate import Personal
 from fednh.federated.executor import RoundPolicy, RoundTask
+from fednh.federated.plan import result_order
 from fednh.federated.rounds import RoundLoop
-from fednh.federated.setup import Federation, ServerSide, build_federation, frozen_recipe, network, weights_of
+from fednh.federated.setup import Federation, ServerSide, build_federation, frozen_recipe, networks, weights_of
 from fednh.flower import audit, layout
-from fednh.flower.admission import Admission, MemberRow, Membership
+from fednh.flower.admission import Admission, Member, MemberRow, Membership
 from fednh.flower.audit import head_of
 from fednh.flower.client_app import load_test_set
 from fednh.flower.deploy.scaffold import read_config
@@ -46,22 +48,31 @@ from fednh.flower.protocol import (
     Order,
     SiteProblem,
     Task,
+    balance_of,
     describe_error,
     read_answer,
+    read_stage,
     to_arrays,
 )
-from fednh.flower.signing import Identity, server_identity
+from fednh.flower.secure_messages import RECORD, message_kind
+from fednh.flower.secure_round import GivenUp, SecureRound, Total
+from fednh.flower.signing import Identity, is_signed, server_identity
 from fednh.flower.site_config import for_sites
 from fednh.flower.transport import FetchError, Limit, Mailbox, Reply, Request
 from fednh.io.files import keep_private
 from fednh.machine import check_machine
 from fednh.metric_names import HELD, RoundRecord
 from fednh.models.backbone import PINNED, find_weights
+from fednh.privacy.ledger import Balance
+from fednh.privacy.private_data import left_to_sum
+from fednh.privacy.secure_sum import Terms
 from fednh.runs.client_states import Store
 from fednh.runs.model_file import card_of
 from fednh.runs.run_folder import RunFolder
 from fednh.text import one_line
 from fednh.tree import Tree
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -108,6 +119,7 @@ class Sites:
         self.config, self.grid, self.folder, self.callback, self.transport = config, grid, folder, callback, transport
         self.identity, self.least = identity, transport.least
         self.policy = RoundPolicy(
+            simulated=False,
             min_uploads=transport.least,
             norm_bound=config.upload_bound(deployed=True),
             bad_round="skip",
@@ -119,7 +131,7 @@ class Sites:
         self.method = config.build_method()
         self.mailbox = Mailbox(grid, stop, self._on_unexpected, transport.pause, identity.sign)
         # Sites keep their personal states; a checkpoint records only the round of each.
-        self.store = Store(folder.checkpoints / folder.clients.name, 0, {})
+        self.store = Store(folder.checkpoints / folder.clients.name, 0, lambda client: {})
         self.events = audit.AuditWriter(folder.audit_file, identity.run)
         tell, timeout = self._tell, transport.timeout
         self.admission = Admission(config, grid, self.mailbox, tell, self.events, self.toml, timeout, identity)
@@ -143,7 +155,7 @@ class Sites:
         if extras:
             self._restore(extras, records)
         self.task = self.admission.wait_for_sites(self.transport.enough, self.transport.wait)
-        check_machine(self.config.device, self.config.precision)
+        check_machine(self.config.devices, self.config.precision)
         return self._server_side(self.task)
 
     def _restore(self, extras: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
@@ -164,11 +176,14 @@ class Sites:
         if (federation := self._divided_federation(task)) is not None:
             side = federation.server_side(config)
         else:  # the server does not know how the samples of sites with their own data are distributed
-            net = network(config, task.shape, len(task.classes), task.body is not None)
-            card = card_of(config, net, task.shape, task.classes, task.data, task.recipe)
+            nets = networks(config, task.shape, len(task.classes), task.body is not None)
+            describe = partial(card_of, config, shape=task.shape, classes=task.classes, data=task.data)
+            cards = {name: describe(net=net, preprocessing=task.recipe) for name, net in nets.nets.items()}
             if task.body is not None:  # a site does not say where its weights lie
-                card["features"]["file"] = _weights_file(config)
-            side = ServerSide(task.data, task.classes, net, self.method, None, card)
+                for card in cards.values():
+                    card["features"]["file"] = _weights_file(config)
+            side = ServerSide(task.data, task.classes, nets, self.network_of, None, cards)
+        side = replace(side, network_of=self.network_of)  # sites choose
         if config.federation.test is not None:
             side = replace(side, test=load_test_set(config, config.federation.test, task), notes=())
         return side
@@ -183,10 +198,17 @@ class Sites:
             self.note(f"{task.data} cannot be read at the server, so it has no test set: {error}")
             return None
 
+    def network_of(self, client: int) -> str:
+        """The name of a site's network: the one that it has chosen, or that it is dealt."""
+        if not self.config.model.differs:
+            return self.config.model.names[0]
+        member = self.membership.members[client]
+        return member.network or self.config.model.of_client(client, member.site)
+
     def begin(self, initial: Tree) -> None:
         self.initial = initial
-        net = network(self.config, self.task.shape, len(self.task.classes), self.task.body is not None)
-        self.upload_form = checks.declared_upload(self.method, net, initial)
+        self.nets = networks(self.config, self.task.shape, len(self.task.classes), self.task.body is not None)
+        self.upload_forms = self.nets.declared_uploads(initial)
 
     # --- one exchange ------------------------------------------------------------------------------------------
 
@@ -213,7 +235,8 @@ class Sites:
         """Send the orders, and wait for the answers."""
         train, look = set(asked.train), set(asked.evaluate)
         orders = [self._order(k, asked, k in train, k in look) for k in sorted(train | look)]
-        answers = self._ask(orders, asked)
+        summed = train and self.config.federation.secure
+        answers = self._ask_sum(orders, asked) if summed else self._ask(orders, asked)
         self.admission.admit_arrivals()
         return answers
 
@@ -229,15 +252,21 @@ class Sites:
             since=since,
             final=evaluates and asked.final,
             sites=max(1, len(asked.train)),
+            network=self.network_of(client) if self.nets.several else "",
+            ledger=member.ledger,
         )
 
-    def _ask(self, orders: list[Order], asked: RoundTask) -> SiteAnswers:
-        common = self._broadcast_records(asked, asked.down)
+    def _ask(self, orders: list[Order], asked: RoundTask, secure: SumOrders | None = None) -> SiteAnswers:
+        """Send the orders; those to train ask for masked uploads if `secure` has their other half."""
+        common = {name: self._broadcast_records(asked, name) for name in self.nets.nets}
         requests = []
         for order in orders:
-            own = order.client in asked.overrides
-            arrays, more = self._broadcast_records(asked, asked.received(order.client)) if own else common
-            requests.append((self._request(order), order.write(self.toml, self.task, arrays, more)))
+            name, own = self.network_of(order.client), asked.overrides.get(order.client)
+            arrays, more = common[name] if own is None else self._broadcast_records(asked, name, own)
+            content = order.write(self.toml, self.task, arrays, more)
+            if secure is not None and order.round:
+                content[RECORD] = secure.records[order.client]
+            requests.append((self._request(order, secure), content))
         if requests:
             sites = {request.site: request.kind for request, _ in requests}
             round_ = asked.done + 1 if asked.train else 0
@@ -247,7 +276,7 @@ class Sites:
         answers, missing = list[Answer](), dict[int, ClientResult]()
         for request, reply in self.mailbox.replies(sent, self.transport.timeout):
             order = waiting.pop(request.client)
-            answer = self._read(request, order, reply)
+            answer = self._read(request, order, reply, 0 if secure is None else secure.numbers)
             if isinstance(answer, Answer):
                 answers.append(answer)
             else:
@@ -257,37 +286,97 @@ class Sites:
             self._record_missing(order, ClientResult(client=client, status="silent", problem=problem), missing)
         return SiteAnswers(self, answers, missing)
 
-    def _request(self, order: Order) -> Request:
+    def _request(self, order: Order, secure: SumOrders | None = None) -> Request:
         trains, membership = bool(order.round), self.membership
+        hidden, form = trains and secure is not None, self.upload_forms[self.network_of(order.client)]
         return Request(
             membership.node(order.client),
             MessageType.TRAIN if trains else MessageType.EVALUATE,
-            Limit.of(self.upload_form if trains else None),
+            secure.limit if hidden and secure is not None else Limit.of(form if trains else None),
             order.client,
             _when(order),
             membership.site(order.client),
         )
 
-    def _broadcast_records(self, asked: RoundTask, down: Tree) -> tuple[ArrayRecord, ArrayRecord]:
-        """What a site receives, and the part of the global model that it cannot rebuild from that and the config."""
-        model = self.method.global_model(asked.server) or {}
-        theirs = self.method.global_model({**self.initial, **down}) or {}
+    # --- secure sums -------------------------------------------------------------------------------------------
+
+    def _ask_sum(self, orders: list[Order], asked: RoundTask) -> SiteAnswers:
+        """Send the orders of a round whose uploads are summed up in secret (secure_round.py)."""
+        training, round_ = [order.client for order in orders if order.round], asked.done + 1
+        missing = dict[int, ClientResult]()
+        (form,), stages = self.upload_forms.values(), Stages(self, round_, missing)  # of sites that have one network
+        terms = Terms(self.identity.federation, self.identity.run, round_, self.identity.signer.next())
+        names = {client: self.membership.site(client) for client in training}
+        noisy = left_to_sum(self.method.upload.class_sums, asked.mechanisms)
+        exchange = SecureRound(
+            terms,
+            names,
+            form,
+            noisy,
+            self.transport.least,
+            stages.exchange,
+            stages.leave_out,
+            stages.verify,
+        )
+        answers, total = SiteAnswers(self, [], missing), None
+        try:
+            records = exchange.open(training)
+            ready = [order for order in orders if not order.round or order.client in records]
+            answers = self._ask(ready, asked, SumOrders(records, exchange.numbers, exchange.limit))
+            missing |= answers.missing
+            total = exchange.close({each.client: each.masked for each in answers.answers if each.masked is not None})
+        except GivenUp as error:
+            self.note(f"round {round_}: the secure sum is given up: {error}; the server has learned nothing of it")
+            if not answers.answers:  # no site was asked to evaluate either
+                looks = [order.model_copy(update={"round": 0}) for order in orders if order.evaluate]
+                answers = self._ask(looks, asked)
+            for client in training:
+                problem = f"round {round_}: the upload of {self.name(client)} is lost with the secure sum"
+                missing.setdefault(client, ClientResult(client=client, status="silent", problem=problem))
+        used = () if total is None else total.clients
+        return SiteAnswers(self, answers.answers, {k: v for k, v in missing.items() if k not in used}, total)
+
+    def _broadcast_records(
+        self, asked: RoundTask, name: str, override: Tree | None = None
+    ) -> tuple[ArrayRecord, ArrayRecord]:
+        """What a site with this network receives, and the part of the global model that it cannot rebuild from that."""
+        down = {**self.nets.view(asked.down, name), **(override or {})}
+        model = self.method.global_model(self.nets.view(asked.server, name)) or {}
+        theirs = self.method.global_model({**self.nets.view(self.initial, name), **down}) or {}
         more = {n: v for n, v in model.items() if n not in theirs or not torch.equal(v, theirs[n])}
         return to_arrays(down), to_arrays(more)
 
-    def _read(self, request: Request, order: Order, reply: Reply) -> Answer | ClientResult:
+    def _read(self, request: Request, order: Order, reply: Reply, masked: int = 0) -> Answer | ClientResult:
         """The answer, or the reason why there is none that can be used."""
-        who, when = self.name(order.client), f"round {_when(order)}"
+        more = self.upload_forms[self.network_of(order.client)], self.config.home, self.identity, masked
+        read = self.read_reply(request, lambda: read_answer(request, order, reply, *more))
+        return read if isinstance(read, ClientResult) else read[0]
+
+    def read_reply(
+        self, request: Request, read: Callable[[], tuple[T, RecordDict]]
+    ) -> tuple[T, RecordDict] | ClientResult:
+        """What `read` makes of a reply, noted in the audit log, or the reason why it cannot be used."""
+        who, when = self.name(request.client), f"round {request.round}"
         try:
-            answer, content = read_answer(request, order, reply, self.upload_form, self.config.device, self.identity)
+            answer, content = read()
+            balance = balance_of(content)
         except SiteProblem as error:
-            return ClientResult(client=order.client, status="failed", problem=f"{when}: {who} failed: {error}")
+            return ClientResult(client=request.client, status="failed", problem=f"{when}: {who} failed: {error}")
         except Exception as error:  # whatever reading it raises is this site's problem, not the server's
             problem = f"{when}: the answer of {who} was refused: {describe_error(error)}"
-            return ClientResult(client=order.client, status="refused", problem=problem)
+            return ClientResult(client=request.client, status="refused", problem=problem)
         facts = {"site": request.site, "kind": request.kind, "round": request.round, "head": head_of(content)}
-        self.events("took", **facts, sent=content)
-        return answer
+        self.events("took", **facts, **self._heard(request.client, balance), sent=content)
+        return answer, content
+
+    def _heard(self, client: int, balance: Balance | None) -> dict[str, Any]:
+        """Remember what a site says of its ledger of privacy; returns it for the audit log."""
+        if balance is None:
+            return {}
+        member = self.membership.members[client]
+        member.ledger = str(balance.head) if balance.head else member.ledger
+        member.spent = balance
+        return dict(balance.told())
 
     def _record_missing(self, order: Order, what: ClientResult, missing: dict[int, ClientResult]) -> None:
         """Hand a missing upload to the round loop, which counts them; report a missing evaluation here."""
@@ -311,7 +400,7 @@ class Sites:
 
     def finished(self, rounds: int) -> dict[str, Any]:
         self.events("finished", rounds=rounds)
-        return {"sites": [{"client": m.number, "site": m.site, "rounds": len(m.rounds)} for m in self.membership]}
+        return {"sites": [_told(member) for member in self.membership]}
 
     def name(self, client: int) -> str:
         return f"site {self.membership.site(client)} (client {client})"
@@ -340,17 +429,75 @@ class Sites:
 
 
 @dataclass(frozen=True)
+class SumOrders:
+    """What makes orders to train those of a secure sum."""
+
+    records: Mapping[int, ConfigRecord]  # by client
+    numbers: int  # in a masked upload
+    limit: Limit
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How a secure sum reaches the sites: its messages go out and come back as all others do."""
+
+    sites: Sites
+    round: int
+    missing: dict[int, ClientResult]  # why clients were left out
+
+    def exchange(self, stage: str, orders: Mapping[int, ConfigRecord], limit: Limit) -> dict[int, RecordDict]:
+        """Send each client its order of a stage; returns the replies that can be used."""
+        sites, kind = self.sites, message_kind(stage)
+        requests = []
+        for client, record in orders.items():
+            site, node = sites.membership.site(client), sites.membership.node(client)
+            requests.append((Request(node, kind, limit, client, self.round, site), RecordDict({RECORD: record})))
+        asked = {request.site: request.kind for request, _ in requests}
+        sites.events("asked", kind=kind, round=self.round, sites=asked, sent=requests[0][1])
+        sent = sites.mailbox.send(requests, keep=2 * sites.transport.timeout)
+        waiting, replies = set(orders), dict[int, RecordDict]()
+        for request, reply in sites.mailbox.replies(sent, sites.transport.timeout):
+            waiting.discard(request.client)
+            read = sites.read_reply(request, partial(_read_stage, request, reply, sites.identity))
+            if isinstance(read, ClientResult):
+                self.missing[request.client] = read
+            else:
+                replies[request.client] = read[0]
+        for client in waiting:
+            who, seconds = sites.name(client), sites.transport.timeout
+            problem = f"round {self.round}: {who} did not answer in {seconds:g} s ({kind})"
+            self.missing[client] = ClientResult(client=client, status="silent", problem=problem)
+        return replies
+
+    def leave_out(self, client: int, why: str) -> None:
+        problem = f"round {self.round}: {self.sites.name(client)} is left out: {why}"
+        self.missing[client] = ClientResult(client=client, status="refused", problem=problem)
+
+    def verify(self, site: str, statement: bytes, signature: bytes) -> bool:
+        return is_signed(self.sites.identity.keys.get(site, ""), statement, signature)
+
+
+def _read_stage(request: Request, reply: Reply, identity: Identity) -> tuple[RecordDict, RecordDict]:
+    content = read_stage(request, reply, identity)
+    return content, content
+
+
+@dataclass(frozen=True)
 class SiteAnswers:
     """What the sites answered."""
 
     sites: Sites
     answers: list[Answer]
     missing: dict[int, ClientResult]  # clients that were asked to train and sent no usable upload
+    total: Total | None = None  # the sum of the others' uploads, where the server has no single one
 
     def results(self) -> Iterator[ClientResult]:
-        trained = [answer for answer in self.answers if answer.upload is not None]
-        # The same order as in the pool: the largest first, by the number of samples that each reports.
-        for a in sorted(trained, key=lambda answer: (-(answer.samples or 0), answer.client)):
+        if (total := self.total) is not None:
+            facts = total.samples, total.loss_sum
+            yield ClientResult({}, total.upload, *facts, kept_finite=True, together=total.clients, bytes_up=total.sent)
+        trained = {answer.client: answer for answer in self.answers if answer.upload is not None}
+        for client in result_order(self.sites.config, trained, lambda client: trained[client].samples or 0):
+            a = trained[client]
             assert a.upload is not None
             yield ClientResult({}, a.upload, a.samples, a.loss_sum, a.gradient_norm, kept_finite=True, client=a.client)
         yield from (result for _, result in sorted(self.missing.items()))
@@ -364,6 +511,12 @@ class SiteAnswers:
 
     def _by_client(self) -> list[Answer]:
         return sorted(self.answers, key=lambda answer: answer.client)
+
+
+def _told(member: Member) -> dict[str, Any]:
+    """A site in the summary, with what it says that its samples have cost in all."""
+    spent = member.spent.told() if member.spent is not None else {}
+    return {"client": member.number, "site": member.site, "rounds": len(member.rounds), **spent}
 
 
 def _weights_file(config: Config) -> str | None:

@@ -157,7 +157,7 @@ class Work:
         """The work of an order; `basis` is what its answer depends on at the site: the samples and the state."""
         order = content.get("order")
         record = order if isinstance(order, ConfigRecord) else ConfigRecord()
-        asked = {key: value for key, value in record.items() if key not in ("since", "sites")}
+        asked = {key: value for key, value in record.items() if key not in ("since", "sites", "ledger")}
         total = hashlib.sha256(hashlib.sha256(basis).digest())
         for part in _parts(RecordDict({**content, "order": ConfigRecord(asked)})):
             total.update(struct.pack(">Q", len(part)) + part)
@@ -282,6 +282,20 @@ def public_text(key: Ed25519PublicKey | ec.EllipticCurvePublicKey) -> str:
     return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
 
 
+def sign_statement(key: ec.EllipticCurvePrivateKey, statement: bytes) -> bytes:
+    """A site's signature of a statement, which begins with its purpose."""
+    return key.sign(statement, ec.ECDSA(hashes.SHA384()))
+
+
+def is_signed(public: str, statement: bytes, signature: bytes) -> bool:
+    """Whether the holder of a site's key, in OpenSSH's format, has signed a statement."""
+    try:
+        _site_public(public).verify(signature, statement, ec.ECDSA(hashes.SHA384()))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
 def is_safe_name(name: str) -> bool:
     """Whether a site's name is safe as the name of a folder."""
     return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) is not None
@@ -355,6 +369,24 @@ def known_site_key(path: Path) -> str | None:
         return public_text(_site_public(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return None
+
+
+def read_peers(path: Path) -> dict[str, str]:
+    """The registered keys of the sites that a site shares secrets with; its lines are `NAME KEY`."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise Refused(
+            f"this site has no list of its peers' keys ({path.name}), so it takes part in no secure sum; "
+            "`fednh federation certs` writes it"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    rows = [line.split(None, 1) for line in lines if line.strip() and not line.startswith("#")]
+    try:
+        return {name: public_text(_site_public(key)) for name, key in rows}
+    except ValueError as error:
+        raise UserError(f"{path} has a line that is not NAME and a public key: {error}") from error
 
 
 def _site_public(text: str) -> ec.EllipticCurvePublicKey:

@@ -39,6 +39,7 @@ from fednh.io.files import expanded, write_json
 from fednh.methods import METHODS
 from fednh.models import MODELS
 from fednh.models.backbone import ONNX, PINNED, checksum_of, plain_name
+from fednh.privacy.ledger import Allowance
 from fednh.text import name_problem
 
 if TYPE_CHECKING:
@@ -90,12 +91,21 @@ class Allow(StrictModel):
         0, ge=0, description="bytes of a frozen body's weights that it takes from the server and keeps, in all; 0: none"
     )
     counts: bool = Field(False, description="whether an upload may hold how many samples of each class there are")
+    secure: bool = Field(
+        False, description="whether the site trains in secure sums only (`federation.secure`): no upload of its alone"
+    )
     metrics: Names = Field(
         METRICS, description='which numbers may leave, `""` for none: ' + ", ".join(f"`{name}`" for name in METRICS)
     )
-    privacy: Literal["none"] = Field(
-        "none", description='only `"none"` exists: any other word keeps the site from taking part'
+    privacy: Literal["none", "sample"] = Field(
+        "none", description='`"sample"`: it obeys only orders with this `privacy.level`; `"none"`: any'
     )
+    epsilon: float | None = Field(
+        None,
+        gt=0,
+        description="most that all answers about the same samples come to, in every run and federation; with `privacy`",
+    )
+    delta: float = Field(1e-5, gt=0, le=1e-3, description="at which epsilon is counted")
 
     @field_validator("metrics")
     @classmethod
@@ -104,12 +114,18 @@ class Allow(StrictModel):
             raise ValueError(f"allow.metrics has {unknown[0]!r}; metrics are {', '.join(METRICS)}")
         return names
 
-    @field_validator("privacy", mode="before")
-    @classmethod
-    def _no_privacy(cls, name: object) -> object:
-        if name != "none":
-            raise ValueError("allow.privacy takes 'none' only: this version of fednh has no privacy mechanism")
-        return name
+    @model_validator(mode="after")
+    def _has_budget(self) -> Allow:
+        if self.privacy != "none" and self.epsilon is None:
+            raise ValueError(f"allow.privacy = {self.privacy!r} needs a budget; add epsilon = 8.0, say, below [allow]")
+        if self.privacy == "none" and self.epsilon is not None:
+            raise ValueError('allow.epsilon bounds nothing without allow.privacy; add privacy = "sample" below [allow]')
+        return self
+
+    @property
+    def budget(self) -> Allowance:
+        """What all answers about the same samples may come to."""
+        return Allowance(math.inf if self.epsilon is None else self.epsilon, self.delta)
 
 
 class Policy(StrictModel):
@@ -135,6 +151,9 @@ class Policy(StrictModel):
         description='values of its table that mean missing, `"-9, ?"`, or of one column `"age=-9"`; the config\'s '
         "`data.missing` must be the same",
     )
+    network: str | None = Field(
+        None, description="the one of the config's `model.name` that it trains, where sites have different ones"
+    )
     weights: Annotated[str, AfterValidator(lambda text: str(expanded(text).absolute()))] | None = Field(
         None, description="its own copy of the file, where the federation has `model.weights`, or an `onnx:` network"
     )
@@ -148,6 +167,7 @@ class Policy(StrictModel):
             self._check_method(config)
             self._check_pixels(config)
             self._check_body(config)
+            self._check_privacy(config)
             if source is not None and missing_values(config.data.missing) != self.missing:
                 raise Refused("data.missing: which values mean missing, this site's site.toml says (missing =)")
             return config
@@ -166,7 +186,8 @@ class Policy(StrictModel):
         federation = _section(tree, "federation")
         self._check_federation(federation)
         _allowed("method.name", method.get("name", DEFAULT_METHOD), self.allow.methods, "methods")
-        _allowed("model.name", model.get("name", "auto"), self.allow.models, "models")
+        for name in self._candidates(model.get("name", "auto")):
+            _allowed("model.name", name, self.allow.models, "models")
         if len(str(model.get("args"))) > ARGUMENTS:
             raise Refused(f"model.args has more than {ARGUMENTS} characters")
         if model.get("frozen", "none") != "none":
@@ -179,8 +200,19 @@ class Policy(StrictModel):
         if source is not None and (type(batch) is not int or batch < fewest):
             raise Refused(f"train.batch_size = {batch!r} is less than the {fewest} of this site (allow.samples)")
         data = self._data(_section(tree, "data"), source)
-        ours = {key: federation[key] for key in ("name", "min_clients") if key in federation}
+        ours = {key: federation[key] for key in ("name", "min_clients", "secure") if key in federation}
         return {**tree, "method": method, "model": model, "data": data, "federation": ours}
+
+    def _candidates(self, asked: object) -> list[object]:
+        """The networks that this site may be asked to train: the one that it has chosen, or all of model.name."""
+        several = list(asked.values()) if isinstance(asked, Mapping) else asked if isinstance(asked, list) else [asked]
+        if self.network is None:
+            return several
+        if self.network not in several:
+            raise Refused(
+                f"model.name does not have {self.network!r}, which this site trains (network = of its site.toml)"
+            )
+        return [self.network]
 
     def check_order(self, order: Order) -> None:
         """Refuse an order for a round beyond the limit, or for training with too few sites."""
@@ -212,8 +244,8 @@ class Policy(StrictModel):
     def _check_method(self, config: Config) -> None:
         """Refuse more rounds or work than allowed, and a method whose upload, with these settings, has class counts."""
         method = config.build_method()
-        asked = [("rounds", config.rounds, self.allow.rounds)]
-        asked += [(key, number, self.allow.epochs) for key, number in method.passes(config.train.epochs).items()]
+        asked: list[tuple[str, float, int | None]] = [("rounds", config.rounds, self.allow.rounds)]
+        asked += [(key, number, self.allow.epochs) for key, number in config.passes().items()]
         for key, number, most in asked:
             if most is not None and number > most:
                 rule = "rounds" if key == "rounds" else "epochs"
@@ -224,6 +256,11 @@ class Policy(StrictModel):
                 "there are, which this site does not allow (allow.counts of its site.toml)"
             )
 
+    def _check_privacy(self, config: Config) -> None:
+        level, asked = self.allow.privacy, config.privacy.level
+        if level not in ("none", asked):
+            raise Refused(f"privacy.level = {asked!r} is not the {level!r} that this site asks for (allow.privacy)")
+
     def _check_pixels(self, config: Config) -> None:
         size = config.data.size
         if size is not None and math.prod(size) > self.allow.pixels:
@@ -233,7 +270,7 @@ class Policy(StrictModel):
 
     def _check_body(self, config: Config) -> None:
         """Refuse a frozen body whose features take too much, or whose weights the config does not fix."""
-        name, how = config.model.name, config.features
+        name, how = config.model.network, config.features
         if config.model.frozen == "none":
             return
         if how.size**2 > self.allow.pixels:
@@ -255,6 +292,8 @@ class Policy(StrictModel):
 
     def _check_federation(self, said: Mapping[str, Any]) -> None:
         name, count, fewest = said.get("name", "fednh"), said.get("min_clients", 1), self.allow.sites
+        if self.allow.secure and said.get("secure", False) is not True:
+            raise Refused("federation.secure is not true, and this site trains in secure sums only (allow.secure)")
         if self.federation is not None and name != self.federation:
             raise Refused(f"federation.name = {name!r} is not the federation of this site")
         if type(count) is not int or count < fewest:
@@ -318,9 +357,18 @@ class SiteConfig(StrictModel):
     orders: FilePath = Field(
         default_factory=SiteFolder.orders.absolute, description='file with the server\'s public key, as `"orders.pub"`'
     )
+    ledger: FilePath | None = Field(
+        None,
+        description="file in which it keeps what was released of its data; default: in `state`. Give one file to all "
+        "sites of a machine that have the same data",
+    )
     key: FilePath = Field(
         default_factory=SiteFolder.key.absolute,
         description="file with its own key, as in `--auth-supernode-private-key`; it signs what the site sends",
+    )
+    peers: FilePath = Field(
+        default_factory=SiteFolder.peers.absolute,
+        description="file with the other sites' public keys, a line `NAME KEY` each, for secure sums",
     )
     policy: Policy
 
@@ -474,6 +522,7 @@ class Agreement:
 def for_sites(config: Config) -> Config:
     """The config that the server sends: without its own paths and sources, with the checksum of a frozen body."""
     weights = None if config.model.weights is None else "pretrained"
+    name = {"name": plain_name(config.model.name)} if isinstance(config.model.name, str) else {}
     frozen, features = config.model.frozen != "none", config.features
     if frozen:
         checksum = checksum_of(frozen_recipe(config), weights_of(config))
@@ -482,7 +531,7 @@ def for_sites(config: Config) -> Config:
     return config.model_copy(
         update={
             "data": config.data.model_copy(update={"dir": None, "group": group}),
-            "model": config.model.model_copy(update={"weights": weights, "name": plain_name(config.model.name)}),
+            "model": config.model.model_copy(update={"weights": weights, **name}),
             "features": features,
             "federation": config.federation.model_copy(update={"folder": None, "key": None, "test": None}),
         }

@@ -176,11 +176,11 @@ class Training:
         return set(_digests(data.x_train[index], data.y_train[index]))
 
     def _nothing_is_shared(self) -> bool:
-        file = RunLayout(self.run).broadcast_model
-        if not file.exists():
-            return False
-        with safe_open(file, "pt") as opened:
-            return not list(opened.keys())
+        for shared in (found := RunLayout(self.run).shared_models()):
+            with safe_open(shared.broadcast_model, "pt") as opened:
+                if list(opened.keys()):
+                    return False
+        return bool(found)
 
 
 def select_eval_samples(

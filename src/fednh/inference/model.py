@@ -240,6 +240,11 @@ def find_model(path: Path, wanted: int | str | None = None) -> Path:
         return single
     if wanted is None and run.global_model.exists():
         return run.global_model
+    if wanted is None and (several := [shared.global_model for shared in run.shared_models()]) and several[0].exists():
+        files = some([str(file) for file in several], len(several))
+        raise UserError(
+            f"{path} has a global model for each network: give one of {files}, or pick a client's by client = ..."
+        )
     personal = run.clients_with_models()
     if not personal:
         raise UserError(f"{path} holds no models; give a model file or the folder of a finished run")

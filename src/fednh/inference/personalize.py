@@ -24,20 +24,20 @@ from fednh.data.partitions import Indices
 from fednh.data.splits import DEFAULT_SHARE, hold_out
 from fednh.errors import UserError
 from fednh.federated import checks, client, evaluate, similarity
-from fednh.federated.setup import initial_state
+from fednh.federated.architectures import initial_state
 from fednh.inference.eval_data import Training, load_for, of_run, trained_on
 from fednh.inference.model import Model, backbone_for
 from fednh.io.files import write_json
 from fednh.machine import one_thread
 from fednh.methods import METHODS, Method
-from fednh.methods.fit import Sgd
+from fednh.methods.optimizers import FitSettings
 from fednh.metric_names import HELD_MACRO, HELD_SHARE
 from fednh.models import Net
 from fednh.models.backbone import Backbone
 from fednh.models.features import with_features
 from fednh.models.sentences import SentenceEncoder
 from fednh.runs import fingerprint
-from fednh.runs.layout import MODEL, RunLayout
+from fednh.runs.layout import MODEL, RunLayout, SharedModels
 from fednh.runs.model_file import Card, Classes, Outcomes, architecture, read_model, write_model
 from fednh.runs.run_folder import read_config
 from fednh.seeding import numpy_rng, torch_rng
@@ -81,30 +81,32 @@ def personalize(
     settings: Mapping[str, Any] | None = None,
     site: str | None = None,
     weights: str | Path | None = None,
+    network: str | None = None,
 ) -> Personalised:
     """Train on a site's data; without `holdout` its test set is held out, or a fifth where it has none.
 
     Of a source that holds several sites, `site` is the one that is meant. `weights` are those of a frozen body, where
-    they are not in a place that the model knows.
+    they are not in a place that the model knows. Where clients have different networks, `network` names the site's.
     """
-    config, (received, card) = read_config(run), _received(run)
+    config, shared_models = read_config(run), _shared_models(run, network)
+    received, card = read_model(shared_models.broadcast_model)
     fingerprint.check_settings(run, config)
     net, method = architecture(card, fingerprint.weights_of(run, config))
     images = data = _of_site(load_for(card, source, settings, of_run(config, "group")), site, source)
-    backbone = backbone_for(card, RunLayout(run).broadcast_model, weights)
+    backbone = backbone_for(card, shared_models.broadcast_model, weights)
     if isinstance(backbone, Backbone):
         data = with_features(data, backbone, config.features.views)
     index, held_index = _divided(config, data, holdout)
     train, held = samples_of(data, "train", config.data.augment), _held_out(data, held_index)
-    sgd = _sgd(config, epochs)
+    fitting = _settings(config, epochs)
     with checks.with_context(method, "personalising failed"):
         initial = initial_state(method, net, config.seed)
         kept = method.enroll(initial)
-        params = _trained(method, net, kept, received, train, index, sgd, config.seed, config.personal)
+        params = _trained(method, net, kept, received, train, index, fitting, config.seed, config.personal)
     alone = METHODS["local"]()
     fresh = canonical(net.init(torch_rng(config.seed, "init")))
-    local = _trained(alone, net, fresh, {}, train, index, sgd, config.seed)
-    shared = _global(run)
+    local = _trained(alone, net, fresh, {}, train, index, fitting, config.seed)
+    shared = read_model(file)[0] if (file := shared_models.global_model).exists() else None
     guessed = {
         "global": None if shared is None else _guessed(method, net, shared, held),
         "personalised": (personal := _guessed(method, net, params, held)),
@@ -119,8 +121,8 @@ def personalize(
         "method": card.method.get("name"),
         "data": source,
         "site": site,
-        "epochs": sgd.epochs,
-        "lr": sgd.lr,
+        "epochs": fitting.epochs,
+        "lr": fitting.lr,
         "trained_on": len(index),
         "held_out": len(held),
         # By the run: then its global model is better here than it would be elsewhere.
@@ -130,7 +132,7 @@ def personalize(
         **{name: None if guesses is None else _metrics(guesses, held) for name, guesses in guessed.items()},
     }
     about = card.model_dump(mode="json", exclude_none=True)
-    about["trained_on"] = {**about["trained_on"], "personalised_on": source, "epochs": sgd.epochs}
+    about["trained_on"] = {**about["trained_on"], "personalised_on": source, "epochs": fitting.epochs}
     about["novelty"] = similarity.similarity_quantiles(method, net, params, train, index, config.seed)
     return Personalised(params, about, comparison, outcomes, by_local, backbone)
 
@@ -158,17 +160,20 @@ def _trained_on(run: Path, card: Card, data: Dataset, held: Indices | None) -> i
         return None
 
 
-def _received(run: Path) -> tuple[Tree, Card]:
-    """What the run's server would send to a newcomer."""
-    file = RunLayout(run).broadcast_model
-    if not file.exists():
-        raise UserError(f"{run} holds no finished run to start from ({file} is missing); finish it with `fednh resume`")
-    return read_model(file)
-
-
-def _global(run: Path) -> Tree | None:
-    file = RunLayout(run).global_model
-    return read_model(file)[0] if file.exists() else None
+def _shared_models(run: Path, network: str | None) -> SharedModels:
+    """What the run's server would send to a newcomer, and its global model; of the newcomer's network."""
+    layout = RunLayout(run)
+    found = {read_model(each.broadcast_model)[1].model.name: each for each in layout.shared_models()}
+    if not found:
+        raise UserError(
+            f"{run} holds no finished run to start from ({layout.broadcast_model} is missing); finish it with "
+            f"`fednh resume`"
+        )
+    if network is None and len(found) == 1:
+        return next(iter(found.values()))
+    if network not in found:
+        raise UserError(f"network = {network!r} is not one of {run}; choose one of {', '.join(found)}")
+    return found[network]
 
 
 def _divided(config: Config, data: Dataset, holdout: float | None) -> tuple[Indices, Indices | None]:
@@ -193,10 +198,10 @@ def _held_out(data: Dataset, held: Indices | None) -> Samples:
     return samples_of(replace(data, x_test=data.x_train[held], y_test=data.y_train[held], site_test=None), "test")
 
 
-def _sgd(config: Config, epochs: int | None) -> Sgd:
-    """As the run's first round had it: the same rate for all that is compared, whatever it starts from."""
-    t = config.train
-    return Sgd(t.lr, t.momentum, t.weight_decay, t.clip, t.batch_size, t.epochs if epochs is None else epochs)
+def _settings(config: Config, epochs: int | None) -> FitSettings:
+    """The run's, at its full rate: the same for all that is compared, whatever it starts from."""
+    settings = config.train.fit_settings
+    return settings if epochs is None else replace(settings, epochs=epochs, steps=None)
 
 
 def _trained(
@@ -206,7 +211,7 @@ def _trained(
     received: Tree,
     train: Samples,
     index: Indices,
-    sgd: Sgd,
+    settings: FitSettings,
     seed: int,
     how: PersonalConfig = OWN,
 ) -> Tree:
@@ -214,9 +219,9 @@ def _trained(
     with one_thread():
         if (method.kept_is_trained and how.model == "own") or net.stateful:
             data = ClientData(train, index, seed, purpose="personalize")
-            kept = client.update(method, net, kept, received, data, sgd).keep
+            kept = client.update(method, net, kept, received, data, settings).keep
         data = ClientData(train, index, seed, purpose="personalize personal")
-        return canonical(client.personal_model(method, net, kept, received, data, sgd, how=how))
+        return canonical(client.personal_model(method, net, kept, received, data, settings, how=how))
 
 
 def _guessed(method: Method, net: Net, params: Tree, held: Samples) -> Classes:

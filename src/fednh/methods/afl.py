@@ -51,6 +51,7 @@ class AFL(Method):
     """Ridge regression on a fixed body, solved from sums that clients send once: the same head for every division."""
 
     cite = "He et al., AFL: A Single-Round Analytic Approach for Federated Learning, CVPR 2025; Fani et al., ICML 2024"
+    doubles = True
     look = ("#fe0452", 25)
     model = ("body", "head", "scale")
     training_free = True

@@ -44,9 +44,10 @@ from fednh.methods.losses import (
     unvmap_any,
 )
 from fednh.methods.sums import added, feature_sums, not_gram, sent_once, unsent
+from fednh.models.initial import uniform_weights
 from fednh.models.net import Net
 from fednh.models.prototypes import not_unit, projected_simplex, sparse_head, uniform_head
-from fednh.tree import Tree, Uploads, mean, prefix, select, strip_prefix
+from fednh.tree import Tree, Uploads, double, is_statistic, mean, prefix, select, strip_prefix
 
 MODEL = ("body", "head")  # the names of a whole network
 
@@ -67,7 +68,9 @@ __all__ = [
     "balanced_softmax",
     "class_means",
     "cross_entropy",
+    "double",
     "feature_sums",
+    "is_statistic",
     "log_share",
     "mean",
     "not_gram",
@@ -81,6 +84,7 @@ __all__ = [
     "squared_distance",
     "strip_prefix",
     "uniform_head",
+    "uniform_weights",
     "unit",
     "unsent",
     "unvmap_any",
@@ -100,8 +104,11 @@ class UploadSpec:
     counted: tuple[str, ...] = ()  # of `by_class`: the length of a row is the number of samples behind it
     class_counts: bool = False  # class counts are in another part than `counted`
     untrained: tuple[str, ...] = ()  # estimated by clients, not trained: no optimiser of the server moves them
+    # `data.class_sums` as they are, or zeros: in a secure sum their noise may be that of all clients together
+    class_sums: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()  # sums over samples, which the server adds up: no other rule than the mean keeps them
     recorded: tuple[str, ...] = ()  # what `records` needs; none: all clients receive the same
+    weight: str = ""  # the part, a number, by which the upload counts in the mean, in place of counting like all others
     single: bool = False  # `aggregate` reads `uploads.trees`; if not, no upload need be kept
     problem: Callable[[Tree], str | None] = _nothing_wrong  # why an upload contradicts the paper; see `bound`
 
@@ -141,6 +148,11 @@ class Method(ABC):
     patents: ClassVar[tuple[str, ...]] = ()  # that may cover it and methods derived from it; see NOTICE
     model: ClassVar[tuple[str, ...]] = MODEL  # the names that `logits` needs to predict
     training_free: ClassVar[bool] = False  # no round trains: by default one round, in which every client takes part
+    # the names of the server's state that belong to a network, where clients have different ones: each architecture has
+    # its own, averaged over its clients, and all others are shared; None: the method needs one network for all
+    by_architecture: ClassVar[tuple[str, ...] | None] = None
+    doubles: ClassVar[bool] = False  # its sums need double precision, which not every device has
+    sgd_only: ClassVar[bool] = False  # `client_update` asks for `fit.reach`, which SGD from a fresh start has
     cosine: ClassVar[bool] = False  # logits are params["scale"] times cosines to unit prototypes, the rows of the head
 
     @property
@@ -156,7 +168,7 @@ class Method(ABC):
         """
         return True
 
-    def passes(self, epochs: int) -> dict[str, int]:
+    def passes(self, epochs: float) -> dict[str, float]:
         """How often a client goes through its samples in a round, by the settings that say so; `epochs`: train.epochs.
 
         A real site compares each number with its own limit (`allow.epochs`) before it works. Settings whose names end

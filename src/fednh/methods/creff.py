@@ -41,7 +41,7 @@ class CReFF(Method):
     draws: Annotated[int, Field(ge=1)] = 10  # real gradients are averaged over this many draws ...
     draw_size: Annotated[int, Field(ge=1)] = 64  # ... of up to this many images of a class
 
-    def passes(self, epochs: int) -> dict[str, int]:
+    def passes(self, epochs: float) -> dict[str, float]:
         return {"train.epochs": epochs, "method.draws": self.draws}  # the server re-trains
 
     def numbers(self, classes: int, dim: int) -> int:

@@ -53,6 +53,7 @@ class FedCGS(Method):
     """Gaussian classes with one covariance, from sums that clients send once; Bayes' rule makes them a linear head."""
 
     cite = "Guan et al., Capture Global Feature Statistics for One-Shot Federated Learning, AAAI 2025"
+    doubles = True
     look = ("#b20911", 27)
     training_free = True
     kept_is_trained = False

@@ -50,6 +50,7 @@ class FedCOF(Method):
     """Covariances estimated from class means that clients send once, and the ridge solution that they give."""
 
     cite = "Goswami et al., Covariances for Free: Exploiting Mean Distributions for Training-free FL, NeurIPS 2025"
+    doubles = True
     look = ("#fc018a", 26)
     model = ("body", "head", "scale")
     training_free = True

@@ -54,7 +54,7 @@ class FedETF(Method):
     turns: Annotated[int, Field(ge=0)] = 3  # of personalisation: classifier, then projection
     turn_epochs: Annotated[int, Field(ge=0)] = 3  # for each of the two
 
-    def passes(self, epochs: int) -> dict[str, int]:
+    def passes(self, epochs: float) -> dict[str, float]:
         return {"train.epochs": epochs, "2 * method.turns * method.turn_epochs": 2 * self.turns * self.turn_epochs}
 
     def numbers(self, classes: int, dim: int) -> int:

@@ -33,7 +33,6 @@ from fednh.methods.base import (
     Uploads,
     UploadSpec,
     added,
-    feature_sums,
     select,
     sent_once,
     unit,
@@ -46,13 +45,14 @@ class FedNCM(Method):
     """Nearest class mean on a fixed body: clients send class sums of their features once, nothing is trained."""
 
     cite = "Legate et al., Guiding the Last Layer in Federated Learning with Pre-Trained Models, NeurIPS 2023"
+    doubles = True
     look = ("#fe0f05", 24)
     model = ("body", "head", "scale")
     cosine = True
     training_free = True
     kept_is_trained = False
     # the length of a sum of similar unit vectors is nearly their number
-    upload = UploadSpec(by_class=("sums",), summed=("sums",), class_counts=True)
+    upload = UploadSpec(by_class=("sums",), class_sums=("sums",), summed=("sums",), class_counts=True)
 
     scale: Annotated[float, Field(gt=0)] = 20.0  # s, of the cosines in the logits
 
@@ -68,8 +68,8 @@ class FedNCM(Method):
         return select(server, *self.model)
 
     def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
-        sums = feature_sums(lambda x: unit(net.features(received, x)), data.batches(), net.num_classes)
-        return sent_once(kept, {"sums": sums["sums"].float()})
+        sums = data.class_sums(lambda x: unit(net.features(received, x)))
+        return sent_once(kept, {"sums": sums.float()})
 
     def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
         sums = added(server, uploads, "sums")

@@ -14,15 +14,25 @@ W is head.weight, s is scale, both models predict with s * W f(x) (`cosine`). s 
 that they received, and the server takes Eq. (4) with rho = 0. Later rounds are as usual. A class that nobody in round 1
 owns starts from its uniform prototype. Uploads have the same parts in all rounds, so nothing more leaves a client. A
 client keeps nothing of round 1: until it trains, its personal model is the global one.
+
+`aggregation = "sum"` is not in the paper either. Clients send the sum of the unit representations of each class,
+    S_k = sum_i e_{y_i} f(x_i)'   (C x D),
+and the server takes the direction of the total in Eq. (4), mu_c = unit(sum_k S_kc): every sample counts alike. A sample
+lies in one class and its representation has length 1, so adding or removing it moves S_k by the matrix e_y f(x)', whose
+norm is exactly 1, whatever C is. Gaussian noise on all of S_k, at a standard deviation of m, is then a release with
+noise multiplier m (privacy/): no clip to choose, and as every row is noised, neither which classes a client has nor how
+many samples leaves any more. With a fixed body (`head_init = "means"`, one round) this is all that leaves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from fednh.methods.base import (
     ClientData,
@@ -35,6 +45,7 @@ from fednh.methods.base import (
     UploadSpec,
     class_means,
     cross_entropy,
+    double,
     scaled_cosine,
     select,
     uniform_head,
@@ -52,9 +63,11 @@ class FedNH(Method):
     patents = ("US 12,670,409 B2",)
     model = ("body", "head", "scale")
     cosine = True
+    by_architecture = ("body", "scale")
 
     rho: Annotated[float, Field(gt=0, lt=1)] = 0.9  # prototype smoothing, Eq. (4)
-    aggregation: Literal["uniform", "count"] = "uniform"  # alpha in Eq. (4): 1/|S|, or the authors' code: class counts
+    # alpha in Eq. (4): 1/|S|, the authors' code: class counts, or sums over samples, which noise can protect
+    aggregation: Literal["uniform", "count", "sum"] = "uniform"
     scale: Annotated[float, Field(gt=0)] = 20.0  # s at the start, Eq. (2)
     train_scale: bool = True  # s moves with the body; false keeps it constant
     # Eq. (1), what the authors' code does, or class means of the body that a run starts from, found in its first round
@@ -62,8 +75,9 @@ class FedNH(Method):
 
     @property
     def upload(self) -> UploadSpec:
-        if self.aggregation == "count":
-            return UploadSpec(by_class=("prototypes",), counted=("prototypes",))
+        if self.aggregation != "uniform":
+            sums = ("prototypes",) if self.aggregation == "sum" else ()
+            return UploadSpec(by_class=("prototypes",), counted=("prototypes",), class_sums=sums)
         return UploadSpec(by_class=("prototypes",), problem=longer_than_a_mean)
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:
@@ -84,15 +98,22 @@ class FedNH(Method):
             trains = unvmap_any(received["started"] > 0)
         if trains:
             model = fit(model, loss, only=moving)
-        mu = class_means(lambda x: unit(net.features(model, x)), data.batches(), data.counts)  # Eq. (3), (C, D)
+        mu = self.prototypes(lambda x: unit(net.features(model, x)), data)
+        return (model if trains else {}), {**select(model, "body", "scale"), "prototypes": mu}
+
+    def prototypes(self, features: Callable[[Tensor], Tensor], data: ClientData) -> Tensor:  # (C, D)
+        """What a client reports of the unit representations of each class."""
+        if self.aggregation == "sum":
+            return data.class_sums(features).float()
+        mu = class_means(features, data.batches(), data.counts)  # Eq. (3)
         if self.aggregation == "count":  # the mean's direction, times the number of samples behind it
             mu = unit(mu) * data.counts[:, None]
-        return (model if trains else {}), {**select(model, "body", "scale"), "prototypes": mu}
+        return mu
 
     def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
         average = uploads.mean()
         mu = average.pop("prototypes")  # (C, D): sum_k alpha_k mu_k
-        if self.aggregation == "count":
+        if self.aggregation != "uniform":
             mu = unit(mu)
         head = server["head.weight"]
         rho = self.rho * server["started"] if self.head_init == "means" else self.rho
@@ -104,7 +125,7 @@ class FedNH(Method):
 
 def longer_than_a_mean(upload: Tree) -> str | None:
     """A mean of unit vectors has at most length 1."""
-    longest = float(upload["prototypes"].double().norm(dim=1).max())
+    longest = float(double(upload["prototypes"]).norm(dim=1).max())
     if longest > 1 + 1e-3:
         return f"a prototype has length {longest:.3g}, and a mean of unit vectors is no longer than 1"
     return None

@@ -60,13 +60,14 @@ class FedPrior(Method):
     patents = FedNH.patents
     model = FedNH.model
     cosine = True
+    by_architecture = ("body", "scale", "average")
 
     tau: Annotated[float, Field(ge=0)] = 1.0  # how much of the prior a personal model adds: 1 by Bayes' rule, 0 nothing
     smoothing: Annotated[float, Field(gt=0)] = SMOOTHING  # samples added to every class for the personal prior
     personal: Literal["global", "local"] = "global"  # whose body, prototypes and scale a personal model has
     ema: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the global model: the weight of the average in the next one
     rho: Annotated[float, Field(gt=0, lt=1)] = 0.9  # FedNH's, Eq. (4)
-    aggregation: Literal["uniform", "count"] = "uniform"  # FedNH's alpha in Eq. (4)
+    aggregation: Literal["uniform", "count", "sum"] = "uniform"  # FedNH's alpha in Eq. (4)
     scale: Annotated[float, Field(gt=0)] = 20.0  # s at the start
     train_scale: bool = True  # s moves with the body; false keeps it constant
     head_init: Literal["separated", "orthogonal", "means"] = "separated"  # FedNH's, Eq. (1) or class means

@@ -37,6 +37,7 @@ class FedProto(Method):
     cite = "Tan et al., FedProto: Federated Prototype Learning across Heterogeneous Clients, AAAI 2022"
     look = ("#b59f00", 14)
     model = ("body", "head", "prototypes", "known")
+    by_architecture = MODEL
     upload = UploadSpec(by_class=("prototypes",), marks=("known",))
 
     lam: Annotated[float, Field(ge=0)] = 0.1  # lambda, the pull towards the global prototypes, Eq. (7)

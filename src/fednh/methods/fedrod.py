@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fednh.methods.base import MODEL, ClientData, Fit, Method, Net, Tree, balanced_softmax, select
+from fednh.methods.base import MODEL, ClientData, Fit, Method, Net, Tree, balanced_softmax, select, uniform_weights
 
 LARGEST_DIM = 256  # a hyper-network has C*D^2 weights: fine for the CNN (D = 192), too many for the ResNet (D = 512)
 
@@ -43,13 +43,13 @@ class FedROD(Method):
         server = net.init(rng)
         classes, dim = net.num_classes, net.dim
         if not self.has_hypernetwork(dim):
-            return {**server, "personal.weight": _uniform((classes, dim), dim, rng)}
+            return {**server, "personal.weight": uniform_weights((classes, dim), dim, rng)}
         return {
             **server,
-            "hyper.in.weight": _uniform((dim, classes), classes, rng),
-            "hyper.in.bias": _uniform((dim,), classes, rng),
-            "hyper.out.weight": _uniform((classes * dim, dim), dim, rng),
-            "hyper.out.bias": _uniform((classes * dim,), dim, rng),
+            "hyper.in.weight": uniform_weights((dim, classes), classes, rng),
+            "hyper.in.bias": uniform_weights((dim,), classes, rng),
+            "hyper.out.weight": uniform_weights((classes * dim, dim), dim, rng),
+            "hyper.out.bias": uniform_weights((classes * dim,), dim, rng),
         }
 
     def enroll(self, initial: Tree) -> Tree:
@@ -87,9 +87,3 @@ def personal_head(params: Tree, share: Tensor) -> Tensor:  # (C,) -> (C, D)
         return params["personal.weight"]
     hidden = F.relu(F.linear(share, params["hyper.in.weight"], params["hyper.in.bias"]))
     return F.linear(hidden, params["hyper.out.weight"], params["hyper.out.bias"]).view(len(share), -1)
-
-
-def _uniform(shape: tuple[int, ...], fan_in: int, rng: torch.Generator) -> Tensor:
-    """The usual initial values of a linear layer: uniform within 1/sqrt(fan_in)."""
-    values: Tensor = (torch.rand(shape, generator=rng) * 2 - 1) / fan_in**0.5
-    return values

@@ -26,6 +26,7 @@ class FedUH(Method):
     patents = ("US 12,670,409 B2",)
     model = ("body", "head", "scale")
     cosine = True
+    by_architecture = ("body", "scale")
 
     scale: Annotated[float, Field(gt=0)] = 20.0  # s at the start, Eq. (2)
     train_scale: bool = True  # s moves with the body; false keeps it constant

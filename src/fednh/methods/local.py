@@ -17,6 +17,7 @@ class Local(Method):
 
     cite = "Dai et al., Tackling Data Heterogeneity in Federated Learning with Class Prototypes, AAAI 2023 (baseline)"
     look = ("#8a8f98", 6)
+    by_architecture = MODEL
 
     def enroll(self, initial: Tree) -> Tree:
         return initial

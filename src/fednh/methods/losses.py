@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fednh.models.net import Net
-from fednh.tree import Tree
+from fednh.tree import Tree, is_statistic
 
 # --- anyone ---------------------------------------------------------------------------------------------------------
 # Whether there is work to do for anybody: the only question on a tensor's value that a method may ask.
@@ -103,8 +103,8 @@ def log_share(counts: Tensor, smoothing: float = SMOOTHING) -> Tensor:  # (..., 
 
 
 def squared_distance(a: Tree, b: Tree) -> Tensor:
-    """||a - b||^2 over the names of `a`."""
-    return torch.stack([(value - b[name]).square().sum() for name, value in a.items()]).sum()
+    """||a - b||^2 over the names of `a`, but running statistics."""
+    return torch.stack([(v - b[n]).square().sum() for n, v in a.items() if not is_statistic(n)]).sum()
 
 
 def unit(x: Tensor) -> Tensor:  # (..., D)

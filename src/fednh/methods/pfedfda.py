@@ -44,6 +44,7 @@ class PFedFDA(Method):
     """Gaussian models of every class's features, interpolated between a client and all; they are the classifier."""
 
     cite = "Mclaughlin & Su, Personalized Federated Learning via Feature Distribution Adaptation, NeurIPS 2024"
+    doubles = True
     title = "pFedFDA"
     look = ("#2f8f4e", 13)
     kept_is_trained = False
@@ -52,7 +53,7 @@ class PFedFDA(Method):
     single_beta: bool = False  # one beta for means and covariance; false: one for each
     ridge: Annotated[float, Field(gt=0)] = 1.0  # added to the diagonal of a client's covariance
 
-    def passes(self, epochs: int) -> dict[str, int]:
+    def passes(self, epochs: float) -> dict[str, float]:
         return {"train.epochs": epochs, "method.grid": self.grid}
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:

@@ -53,25 +53,25 @@ def _offered() -> dict[str, EntryPoint]:
 def _loaded(point: EntryPoint) -> type[Method]:
     where = f"method {point.name!r} (entry point {point.value})"
     try:
-        found = point.load()
+        imported = point.load()
     except Exception as error:  # anything that another package may raise when it is imported
         raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
-    return _checked(found, where)
+    return _checked(imported, where)
 
 
-def _checked(found: object, where: str) -> type[Method]:
+def _checked(cls: object, where: str) -> type[Method]:
     """The class, if a run can use it, or a ConfigError that says what it lacks."""
-    if not isinstance(found, type) or not issubclass(found, Method) or found is Method:
-        kind = found.__name__ if isinstance(found, type) else type(found).__name__
+    if not isinstance(cls, type) or not issubclass(cls, Method) or cls is Method:
+        kind = cls.__name__ if isinstance(cls, type) else type(cls).__name__
         raise ConfigError(f"{where} is not a method: {kind} does not derive from fednh.methods.Method")
-    if "__dataclass_fields__" not in vars(found):
-        raise ConfigError(f"{where} is not a dataclass; put @dataclass(frozen=True) above class {found.__name__}")
-    if inspect.isabstract(found):
-        missing = ", ".join(sorted(found.__abstractmethods__))
-        raise ConfigError(f"{where} is not complete: class {found.__name__} lacks {missing}")
-    if problem := _unlike_the_base(found):
+    if "__dataclass_fields__" not in vars(cls):
+        raise ConfigError(f"{where} is not a dataclass; put @dataclass(frozen=True) above class {cls.__name__}")
+    if inspect.isabstract(cls):
+        missing = ", ".join(sorted(cls.__abstractmethods__))
+        raise ConfigError(f"{where} is not complete: class {cls.__name__} lacks {missing}")
+    if problem := _unlike_the_base(cls):
         raise ConfigError(f"{where}: {problem}")
-    fields = dataclasses.fields(found)
+    fields = dataclasses.fields(cls)
     if any(field.name == "name" for field in fields):
         raise ConfigError(f"{where} has a hyper-parameter called 'name', which means the method itself; rename it")
     for field in fields:
@@ -79,13 +79,13 @@ def _checked(found: object, where: str) -> type[Method]:
             raise ConfigError(f"{where} has a hyper-parameter called {field.name!r}, a part of every method; rename it")
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{where}: the hyper-parameter {field.name} has no default; give it one")
-    return found
+    return cls
 
 
-def _unlike_the_base(found: type[Method]) -> str | None:
+def _unlike_the_base(cls: type[Method]) -> str | None:
     """Names a hook whose signature does not match how a run calls it: found here, not in the first round."""
     for name, hook in inspect.getmembers(Method, inspect.isfunction):
-        own = inspect.getattr_static(found, name)
+        own = inspect.getattr_static(cls, name)
         if name.startswith("_") or not inspect.isfunction(own):
             continue
         given = list(inspect.signature(hook).parameters)

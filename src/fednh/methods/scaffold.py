@@ -34,6 +34,7 @@ from fednh.methods.base import (
     Uploads,
     UploadSpec,
     cross_entropy,
+    is_statistic,
     prefix,
     select,
     strip_prefix,
@@ -47,6 +48,7 @@ class Scaffold(Method):
     cite = "Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020"
     title = "SCAFFOLD"
     look = ("#4d6a8f", 9)
+    sgd_only = True
     upload = UploadSpec(marks=("newcomers",))
 
     eta_g: Annotated[float, Field(gt=0)] = 1.0  # the server's step size
@@ -69,7 +71,8 @@ class Scaffold(Method):
         loss = cross_entropy(net.logits)
 
         def corrected(y_i: Tree, samples: Tensor, labels: Tensor) -> Tensor:
-            linear = torch.stack([(correction[name] * value).sum() for name, value in y_i.items()]).sum()
+            trained = {name: value for name, value in y_i.items() if not is_statistic(name)}
+            linear = torch.stack([(correction[name] * value).sum() for name, value in trained.items()]).sum()
             return loss(y_i, samples, labels) + linear
 
         y_i = fit(x, corrected, only=MODEL)

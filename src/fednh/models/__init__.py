@@ -20,7 +20,7 @@ from fednh.models import architectures
 from fednh.models.architectures import CNN, MLP, TIMM_PREFIX, Conv2, Linear, ResNet18
 from fednh.models.net import Net
 from fednh.models.random_layers import seeded
-from fednh.models.split import Split, check_head, find_head, is_split
+from fednh.models.split import Split, check_head, find_head, is_split, resized
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "linear": Linear,
@@ -52,30 +52,38 @@ def build_net(
     norm: str = "refuse",
     weights: str | None = None,
     convolution: str = "fast",
+    dim: int | None = None,
 ) -> Net:
     """The Net called `name`: "auto", one of MODELS, "timm:ARCHITECTURE", or "package.module:Class".
 
     A user's class is called with `shape` or `input_shape` (one sample: (C, H, W) or (F,)) and `num_classes` or
     `n_classes`, whichever its constructor has as parameters, and with `args`. It has .body and .head, or `head` names
-    its last linear layer, or that layer is found. For `norm`, `weights` and `convolution` see Net.
+    its last linear layer, or that layer is found. With `dim` it has so many features before a linear head without bias
+    (`split.Resized`). For `norm`, `weights` and `convolution` see Net.
     """
     name, make = _maker(name, shape, num_classes, args)
     if name in MODELS and head is not None:
         raise ConfigError(f"model.head = {head!r} is for models of your own; {name} has a head")
     if name not in MODELS:
-        whole = seeded(make, 0)
+        module = seeded(make, 0)
         if head is None and name.startswith(TIMM_PREFIX):
-            head = architectures.timm_classifier(name, whole)
-        elif head is None and not is_split(whole):
-            head = find_head(name, whole, num_classes)
+            head = architectures.timm_classifier(name, module)
+        elif head is None and not is_split(module):
+            head = find_head(name, module, num_classes)
         if head is not None:
-            check_head(name, whole, head, shape)
-    build = make if head is None else lambda: Split(make(), str(head))
-    return Net(build, shape, num_classes, name, head=head, norm=norm, weights=weights, convolution=convolution)
+            check_head(name, module, head, shape)
+    whole = make if head is None else lambda: Split(make(), str(head))
+    build = whole if dim is None else lambda: resized(whole(), num_classes, dim)
+    return Net(build, shape, num_classes, name, head=head, norm=norm, weights=weights, convolution=convolution, dim=dim)
 
 
 def check_size(
-    name: str, shape: tuple[int, ...], num_classes: int, args: Mapping[str, Any] | None, check: Callable[[int], None]
+    name: str,
+    shape: tuple[int, ...],
+    num_classes: int,
+    args: Mapping[str, Any] | None,
+    check: Callable[[int], None],
+    dim: int | None = None,
 ) -> None:
     """Call `check` with a model's number of parameters, and while it is made with those so far: it may raise.
 
@@ -91,7 +99,9 @@ def check_size(
             if isinstance(error, Refused) or name in MODELS or name.startswith(TIMM_PREFIX):
                 raise
             module = make()
-    check(sum(each.numel() for each in (*module.parameters(), *module.buffers())))
+    widest = max((each.shape[-1] for each in module.parameters() if each.ndim == 2), default=0)
+    brought = 0 if dim is None else dim * (widest + 1 + num_classes)  # the layer behind its body, and the head
+    check(sum(each.numel() for each in (*module.parameters(), *module.buffers())) + brought)
 
 
 @contextmanager

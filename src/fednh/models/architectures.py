@@ -189,8 +189,8 @@ def timm_factory(name: str) -> Callable[..., nn.Module]:
 def timm_classifier(name: str, module: nn.Module) -> str:
     """The name of the layer that timm calls the classifier."""
     layer = module.get_classifier()  # type: ignore[operator]
-    found = [str(path) for path, each in module.named_modules() if each is layer]
-    if not found or not isinstance(layer, nn.Linear):
+    paths = [str(path) for path, each in module.named_modules() if each is layer]
+    if not paths or not isinstance(layer, nn.Linear):
         what = "several classifiers" if isinstance(layer, tuple | list) else f"a {type(layer).__name__} as classifier"
         raise ConfigError(f"model {name} has {what}, not one linear layer, so it has no head to train; choose another")
-    return found[0]
+    return paths[0]

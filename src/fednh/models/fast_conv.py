@@ -234,13 +234,13 @@ def collect(matrix: Tensor, products: Tensor, tiles: Tensor, add: bool = False) 
         _transform(matrix.T.contiguous(), _grid(products, rank, outer), tiles, add)
         return
     lines = torch.matmul(matrix.T, products.reshape(rank, rank, -1))
-    found = torch.mm(matrix.T, lines.view(rank, -1)).view(side, side, *outer, -1).permute(2, 3, 4, 0, 1, 5)
+    values = torch.mm(matrix.T, lines.view(rank, -1)).view(side, side, *outer, -1).permute(2, 3, 4, 0, 1, 5)
     if not add:
-        tiles.copy_(found)
+        tiles.copy_(values)
         return
     for j in (0, 1):  # tiles overlap with their neighbours alone, so every other one does not
         for k in (0, 1):
-            tiles[:, j::2, k::2] += found[:, j::2, k::2]
+            tiles[:, j::2, k::2] += values[:, j::2, k::2]
 
 
 def _has_kernel(tiles: Tensor) -> bool:

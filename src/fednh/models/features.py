@@ -91,7 +91,7 @@ def with_features(data: Dataset, backbone: Backbone, views: int = 1) -> Dataset:
         augment="none",
         fitted=False,
         preprocessing={"kind": FEATURES, "inputs": data.preprocessing, "backbone": recipe},
-        as_read=data.fingerprint,
+        raw_fingerprint=data.fingerprint,
     )
 
 

@@ -74,10 +74,10 @@ def library() -> ctypes.CDLL | None:
         with suppress(OSError, AttributeError):
             return _loaded(_kept(name))
         made = _compiled(compiler, flags)
-        found = _loaded(made)
+        kernels = _loaded(made)
         with suppress(OSError):  # a cache that cannot be written, or is somebody else's, must not stop a run
             _keep(name, made)
-        return found
+        return kernels
     except (OSError, AttributeError, subprocess.SubprocessError):
         return None
 
@@ -92,8 +92,8 @@ def described() -> str | None:
 
 def width() -> int:
     """Channels come in vectors of so many; 0 without kernels."""
-    found = library()
-    return 0 if found is None else int(found.width())
+    kernels = library()
+    return 0 if kernels is None else int(kernels.width())
 
 
 def call(name: str, *arguments: Tensor | Sizes | None) -> None:
@@ -180,9 +180,9 @@ def _folder() -> Iterator[int]:
         os.close(descriptor)
 
 
-def _check_mine(found: os.stat_result) -> None:
+def _check_mine(facts: os.stat_result) -> None:
     """OSError unless nobody else can have put or changed it."""
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+    if facts.st_uid != os.getuid() or facts.st_mode & 0o022:
         raise PermissionError("others can write the library in the cache, or the folder")
 
 
@@ -202,8 +202,8 @@ def _loaded(content: bytes) -> ctypes.CDLL:
         return _ready(ctypes.CDLL(str(private)))
 
 
-def _ready(found: ctypes.CDLL) -> ctypes.CDLL:
-    found.width.restype = ctypes.c_long
+def _ready(kernels: ctypes.CDLL) -> ctypes.CDLL:
+    kernels.width.restype = ctypes.c_long
     for name in ("conv_pool", "conv_pool_gradient", "transform", "pool_relu", "pool_relu_gradient"):
-        getattr(found, name).restype = None
-    return found
+        getattr(kernels, name).restype = None
+    return kernels

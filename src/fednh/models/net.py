@@ -17,7 +17,7 @@ from fednh.models.fast_conv import fuse, use_fast_conv
 from fednh.models.random_layers import SeededRandomOps, not_repeatable, seeded
 from fednh.models.split import read_weights
 from fednh.text import some
-from fednh.tree import Tree, canonical, has_prefix, strip_prefix
+from fednh.tree import Tree, canonical, has_prefix, is_statistic, strip_prefix
 
 BATCH_NORM = nn.modules.batchnorm._NormBase  # what may keep running statistics: batch and instance normalisation
 PARTS = ("body", "head")
@@ -32,8 +32,13 @@ class Net:
 
     With `norm="local"` the normalisation layers' parameters and statistics are in no Tree that a method sees: they
     start as `norm`, and a client at work binds its own to its thread (`federated/client.py`). `head` is the head's
-    name in a module that was split; `weights` is a safetensors file to start from. With `convolution="fast"`
+    name in a module that was split, `dim` the features that one was brought to (`split.resized`); `weights` is a
+    safetensors file to start from. With `convolution="fast"`
     convolutions compute by `fast_conv.py` where they can.
+
+    With `norm="average"` parameters and running statistics of batch normalisation are part of every Tree; the
+    `statistics` among its names are moved by no gradient, but by passes with batch statistics (`batch_statistics`).
+    With `norm="group:G"` group normalisation with G groups takes the place of batch normalisation.
 
     A net with random layers, such as dropout, is `random`: they are off, except in a thread that is `training`.
 
@@ -59,18 +64,23 @@ class Net:
         norm: str = "refuse",
         weights: str | None = None,
         convolution: str = "fast",
+        dim: int | None = None,
     ):
+        self.brought_to = dim
         self.name, self.shape, self.num_classes, self.head = name, shape, num_classes, head
         self.convolution = convolution
-        self._build = build
-        self._skeleton = self._checked(seeded(build, 0), norm)
+        self.norm_rule, groups = norm, norm.partition(":")[2]
+        self._build = (lambda: with_group_norm(build(), int(groups), name)) if groups else build
+        self._skeleton = self._checked(seeded(self._build, 0), norm)
         self._weights: Tree = {} if weights is None else read_weights(weights, self._skeleton, head)
         self._skeleton.load_state_dict(self._weights, strict=False)
         for layer in self._skeleton.modules():
             layer.training = layer.training and not isinstance(layer, BATCH_NORM)
         inside = _norm_names(self._skeleton)
         parameters = {name for name, _ in self._skeleton.named_parameters()}
-        self.norms = () if norm == "local" else tuple(name for name in inside if name in parameters)
+        self.statistics = frozenset(name for name in inside if is_statistic(name)) if norm == "average" else frozenset()
+        here = parameters | self.statistics
+        self.norms = () if norm == "local" else tuple(name for name in inside if name in here)
         self.norm: Tree = {}
         if norm == "local":
             state = self._skeleton.state_dict()
@@ -80,7 +90,7 @@ class Net:
         self.parameter_shapes = [tuple(value.shape) for value in self._skeleton.parameters()]
         self._needed = {
             part: frozenset(
-                name.removeprefix(f"{part}.") for name in parameters - self.norm.keys() if has_prefix(name, (part,))
+                name.removeprefix(f"{part}.") for name in here - self.norm.keys() if has_prefix(name, (part,))
             )
             for part in PARTS
         }
@@ -96,10 +106,10 @@ class Net:
         self.__dict__.update(state, _thread=threading.local())
 
     @property
-    def card(self) -> dict[str, str | None]:
+    def card(self) -> dict[str, str | int | None]:
         """The arguments that `build_net` needs, beside the constructor's own, to build it again."""
-        norm = "local" if self.norm else "refuse"
-        return {"name": self.name, "head": self.head, "norm": norm, "convolution": self.convolution}
+        dim = {} if self.brought_to is None else {"dim": self.brought_to}
+        return {"name": self.name, "head": self.head, "norm": self.norm_rule, "convolution": self.convolution, **dim}
 
     @property
     def layers(self) -> tuple[tuple[str, ...], ...]:
@@ -110,6 +120,11 @@ class Net:
         return tuple(held.values())
 
     @property
+    def unmoved(self) -> frozenset[str]:
+        """The names that no gradient moves: frozen parameters, and statistics."""
+        return self.frozen | self.statistics
+
+    @property
     def stateful(self) -> bool:
         """Whether clients have their own normalisation: results then depend on which client's is bound."""
         return bool(self.norm)
@@ -117,7 +132,8 @@ class Net:
     def init(self, rng: torch.Generator) -> Tree:
         """Fresh parameters, named "body...." and "head....". The same `rng` state gives the same parameters."""
         module = seeded(self._build, int(torch.randint(2**62, (), generator=rng)))
-        fresh = {name: value.detach().clone() for name, value in module.named_parameters() if name not in self.norm}
+        made = {**dict(module.named_parameters()), **{n: v for n, v in module.named_buffers() if n in self.statistics}}
+        fresh = {name: value.detach().clone() for name, value in made.items() if name not in self.norm}
         return canonical(
             {name: self._weights[name].clone() if name in self._weights else fresh[name] for name in fresh}
         )
@@ -135,6 +151,17 @@ class Net:
     def logits(self, params: Tree, x: Tensor) -> Tensor:  # (B, ...) -> (B, C)
         return self.classify(params, self.features(params, x))
 
+    def inputs_of(self, layer: str, params: Tree, x: Tensor) -> Tensor:
+        """What a layer of the body is given for `x`, by the layer's name, "body.linear1" for example."""
+        given: list[Tensor] = []
+        module = self._part("body").get_submodule(layer.removeprefix("body."))
+        hook = module.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
+        try:
+            self.features(params, x)
+        finally:
+            hook.remove()
+        return given[0]
+
     def bind_norm(self, norm: Tree | None, training: bool = False) -> None:
         """Set this thread's normalisation: a client's own, or (None) the initial one.
 
@@ -143,6 +170,15 @@ class Net:
         """
         self._thread.norm = self.norm if norm is None else norm
         self._thread.batch_statistics = training
+
+    @contextmanager
+    def batch_statistics(self, active: bool) -> Iterator[None]:
+        """Let passes that train use the batch's statistics in this thread, and update those of the tree in place."""
+        self._thread.batch_statistics = active
+        try:
+            yield
+        finally:
+            self._thread.batch_statistics = False
 
     @contextmanager
     def training(self, rng: torch.Generator) -> Iterator[None]:
@@ -167,7 +203,7 @@ class Net:
 
     def _apply(self, name: str, params: Tree, x: Tensor) -> Tensor:
         part = self._part(name)
-        if self.norm or self.random:
+        if self.norm or self.statistics or self.random:
             self._set_modes(part, torch.is_grad_enabled() and any(value.requires_grad for value in params.values()))
         out: Tensor = functional_call(part, self._state(params, name), (x,))
         return out
@@ -210,15 +246,21 @@ class Net:
 
     def _check_batch_norm(self, name: str, layer: nn.Module, norm: str) -> None:
         tracks, batch = bool(layer.track_running_stats), isinstance(layer, nn.modules.batchnorm._BatchNorm)
-        if norm != "local" and (tracks or batch):
+        if norm not in ("local", "average") and (tracks or batch):
             raise ConfigError(
                 f"model {self.name}: {name} is batch normalisation, whose running statistics differ on every client; "
-                f'use GroupNorm instead, or set model.norm = "local" to leave normalisation with the clients'
+                f'use GroupNorm instead, or set model.norm = "local" to leave normalisation with the clients, "group" '
+                f'to put GroupNorm in its place, or "average" to average it with its statistics'
             )
         if batch and not tracks:
             raise ConfigError(
                 f"model {self.name}: {name} keeps no running statistics, so a prediction would depend on what else is "
                 f"in its batch; build it with track_running_stats=True"
+            )
+        if norm == "average" and tracks and layer.momentum is None:
+            raise ConfigError(
+                f"model {self.name}: {name} counts its batches (momentum=None), and counts are not averaged; give it a "
+                f'momentum, or set model.norm = "local"'
             )
 
     def _probe(self) -> int:
@@ -287,6 +329,22 @@ def _difference(part: str, state: Tree, needed: frozenset[str], norm: Tree) -> s
 def _layer(name: str) -> str:
     """The layer that holds a parameter."""
     return name.rpartition(".")[0]
+
+
+def with_group_norm(module: nn.Module, groups: int, model: str) -> nn.Module:
+    """The module with group normalisation in place of every batch normalisation, at its initial values."""
+    for path, layer in list(module.named_modules()):
+        if not isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            continue
+        if layer.num_features % groups:
+            raise ConfigError(
+                f"model {model}: {path} has {layer.num_features} channels, which {groups} groups do not divide; set "
+                f"model.groups"
+            )
+        parent, _, name = path.rpartition(".")
+        norm = nn.GroupNorm(groups, layer.num_features, eps=layer.eps, affine=layer.affine)
+        setattr(module.get_submodule(parent), name, norm)
+    return module
 
 
 def _norm_names(module: nn.Module) -> list[str]:

@@ -174,7 +174,7 @@ def _descend(x: Array, sharpness: tuple[float, ...], steps: int, keep: Array | f
     from scipy.optimize import minimize  # takes a while to import, and most runs need no search
 
     for p in sharpness:
-        found = minimize(
+        minimum = minimize(
             _energy,
             x.ravel(),
             args=(x.shape, p, keep),
@@ -182,7 +182,7 @@ def _descend(x: Array, sharpness: tuple[float, ...], steps: int, keep: Array | f
             method="L-BFGS-B",
             options={"maxiter": steps, "maxfun": 2 * steps, "maxcor": 20, "gtol": 1e-10, "ftol": 1e-13},
         )
-        x = _unit(found.x.reshape(x.shape))
+        x = _unit(minimum.x.reshape(x.shape))
     return x
 
 
@@ -239,8 +239,8 @@ def sparse_head(classes: int, dim: int, sparsity: float, rng: torch.Generator) -
     keep = (order >= zeros).double().numpy()
     start = _unit(points.double().numpy() * keep)
     with threadpool_limits(1):  # see `_best`
-        found = start if classes == 1 else _descend(start, SPARSE_SHARPNESS, MOST_STEPS, keep)
-    return torch.from_numpy(found).float()
+        rows = start if classes == 1 else _descend(start, SPARSE_SHARPNESS, MOST_STEPS, keep)
+    return torch.from_numpy(rows).float()
 
 
 def not_unit(head: Tensor) -> str | None:  # (C, d)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 
 import torch
@@ -81,6 +82,24 @@ class Split(nn.Module):
         parent, _, leaf = head.rpartition(".")
         setattr(module.get_submodule(parent), leaf, nn.Identity())
         self.body, self.head = module, layer
+
+
+class Resized(nn.Module):
+    """A body with a linear layer behind it, where it does not give `dim` features itself, and a head without bias."""
+
+    def __init__(self, body: nn.Module, features: int, num_classes: int, dim: int):
+        super().__init__()
+        brought = nn.Sequential(OrderedDict(own=body, brought=nn.Linear(features, dim)))
+        self.body = body if features == dim else brought
+        self.head = nn.Linear(dim, num_classes, bias=False)
+
+
+def resized(module: nn.Module, num_classes: int, dim: int) -> nn.Module:
+    """The module with `dim` features before its head; one that has no linear head is left for Net to refuse."""
+    weight = getattr(getattr(module, "head", None), "weight", None)
+    if not is_split(module) or weight is None or weight.ndim != 2:
+        return module
+    return Resized(module.get_submodule("body"), int(weight.shape[1]), num_classes, dim)
 
 
 def is_split(module: nn.Module) -> bool:

@@ -23,10 +23,10 @@ from fednh.errors import UserError
 from fednh.io.files import write_bytes
 from fednh.metric_names import HELD_GM_SHARE, HELD_MACRO, HELD_OUT, HELD_SHARE, PM_L, PM_V, TEST_SET
 from fednh.report import tables
-from fednh.report.answer import and_words, answer
 from fednh.report.figures import FIGURES, Choice, FigureUnavailable, Kind, scopes, style, to_csv
 from fednh.report.figures.base import variant_looks
 from fednh.report.figures.curves import AXES
+from fednh.report.first_screen import and_words, answer
 from fednh.report.groups import by_setting, by_variant, seeds, settings_of, show
 from fednh.report.load import Run
 from fednh.report.sheet import Sheet, number, word

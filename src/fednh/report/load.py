@@ -43,7 +43,7 @@ class Run:
     def body(self) -> str:
         """The frozen body that it was trained behind, or "none": runs behind the same one are compared."""
         model = self.config.model
-        return model.name if model.frozen == "body" else "none"
+        return model.network if model.frozen == "body" else "none"
 
     @property
     def repeat(self) -> tuple[int, int]:

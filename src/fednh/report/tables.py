@@ -272,6 +272,24 @@ def pooled_sheet(runs: Sequence[Run]) -> Sheet:
     )
 
 
+def network_sheet(runs: Sequence[Run]) -> Sheet:
+    """The metrics of the clients of each network, where clients have different ones."""
+    layout = lay_out(runs)
+    metrics = {key: words for key, words in (TEST_SET | HELD_OUT).items() if any(run.has(key) for run in runs)}
+    rows = []
+    for row, column, group in layout.by_row():
+        of_runs = [run.summary["networks"] for run in group.runs]
+        for name in of_runs[0]:
+            values = {key: [its[name][key] for its in of_runs if its[name].get(key) is not None] for key in metrics}
+            cells = [word(name), measured(spread([its[name]["clients"] for its in of_runs]), "{:.0f}")]
+            rows.append(
+                [*_lead_cells(layout, row, column), *cells, *(measured(spread(each)) for each in values.values())]
+            )
+    columns = [*_lead(layout, partition=True), "method", "network", "clients", *metrics.values()]
+    note = f"Means over the clients of a network; GM is that of the network's global model. {_counts(layout)}"
+    return Sheet("network", "Accuracy in percent by network" + _common(layout), columns, rows, note)
+
+
 def result_sheets(runs: Sequence[Run], paper: bool = False) -> list[Sheet]:
     """Accuracy and fairness on the test set, and accuracy on held-out samples; each for the runs that have it."""
     tested, held = [run for run in runs if run.has(*TEST_SET)], [run for run in runs if run.has(*HELD_OUT)]
@@ -282,7 +300,10 @@ def result_sheets(runs: Sequence[Run], paper: bool = False) -> list[Sheet]:
     sheets += [class_size_sheet(tailed)] if tailed else []
     sheets += [fairness_sheet(tested, paper)] if tested else []
     together = [run for run in held if run.has(*POOLED) and not run.natural]
-    return sheets + ([held_out_sheet(held)] if held else []) + ([pooled_sheet(together)] if together else [])
+    differing = [run for run in runs if run.has("networks")]
+    sheets += [held_out_sheet(held)] if held else []
+    sheets += [pooled_sheet(together)] if together else []
+    return [*sheets, network_sheet(differing)] if differing else sheets
 
 
 def cost_sheet(runs: Sequence[Run]) -> Sheet:
@@ -334,11 +355,13 @@ def comparison_sheet(runs: Sequence[Run]) -> Sheet:
     tested, held = any(run.has(*TEST_SET) for run in runs), any(run.has(*HELD_OUT) for run in runs)
     keys = {**TEST_SET, std_of(PM_L): "fairness"} if tested or not held else {}
     keys |= HELD_OUT if held else {}
+    private = any("epsilon" in run.summary for run in runs)
     rows = [
         [
             *(word(display_name(name)) for name in (run.method, run.summary["data"])),
             *(word(value) for value in (run.config.seed, run.summary["rounds"])),
             *(_with_interval(run) if key == HELD_SHARE else number(run.summary.get(key)) for key in keys),
+            *[number(run.summary.get("epsilon"))] * private,
             number(run.summary["samples_per_second"] or None, "{:,.0f}"),  # earlier runs: 0 where nothing was trained
         ]
         for run in runs
@@ -346,13 +369,13 @@ def comparison_sheet(runs: Sequence[Run]) -> Sheet:
     place = {key: at for at, key in enumerate(keys, start=4)}
     for key, at in place.items():
         rank_spread(rows, at, place[PM_L], places=1) if key == std_of(PM_L) else rank(rows, at, places=1)
-    said = f"{_ACCURACY_WORDS}; fairness: standard deviation of PM(L) over clients. {_MEAN_FIRST}"
+    words = f"{_ACCURACY_WORDS}; fairness: standard deviation of PM(L) over clients. {_MEAN_FIRST}"
     layout = lay_out(runs)
-    said = f"{said} {_sampled(layout)}".rstrip()
+    words = f"{words} {_sampled(layout)}".rstrip()
     note = " ".join(
-        [said] * (GM in keys) + [f"{_HELD_WORDS}. In brackets a 95% interval over samples.{left_out(runs)}"] * held
+        [words] * (GM in keys) + [f"{_HELD_WORDS}. In brackets a 95% interval over samples.{left_out(runs)}"] * held
     )
-    columns = ["method", "data", "seed", "rounds", *keys.values(), "samples/s"]
+    columns = ["method", "data", "seed", "rounds", *keys.values(), *["epsilon"] * private, "samples/s"]
     title = "Test accuracy in percent" if GM in keys else "Accuracy on held-out samples in percent"
     return Sheet("comparison", title + _common(layout, data=False), columns, rows, note)
 
@@ -420,8 +443,8 @@ def _sizes(layout: TableLayout) -> str:
         here = [f"{size} {len(classes)} ({span(totals[classes])} samples)" for size, classes in sizes.items()]
         rule = "thirds by size, since one of many, medium and few would be empty" if thirds else ""
         counts[f"{display_name(group.data)}, {group.column}"] = f"{', '.join(here)}{f'; {rule}' if rule else ''}"
-    said = f"Many: more than {groups.MANY}, few: fewer than {groups.FEW}, medium: between."
-    return " ".join([said, *(f"{where}: {words}." for where, words in counts.items())])
+    rule_text = f"Many: more than {groups.MANY}, few: fewer than {groups.FEW}, medium: between."
+    return " ".join([rule_text, *(f"{where}: {words}." for where, words in counts.items())])
 
 
 def _printed(group: Group, metric: Metric) -> Cell:
@@ -435,9 +458,9 @@ def _printed(group: Group, metric: Metric) -> Cell:
 
 
 def _paper_note(layout: TableLayout) -> str:
-    said = "Paper: as published, mean ± standard deviation of three runs; in brackets ours minus theirs."
+    note = "Paper: as published, mean ± standard deviation of three runs; in brackets ours minus theirs."
     apart = list(dict.fromkeys(d for g in layout.groups if published(g, "PM(L)") for d in departures(g)))
-    return f"{said} *: with other settings than the paper's: {'; '.join(apart)}." if apart else said
+    return f"{note} *: with other settings than the paper's: {'; '.join(apart)}." if apart else note
 
 
 # --- cost ----------------------------------------------------------------------------------------------------------
@@ -530,9 +553,17 @@ def _common(layout: TableLayout, data: bool = True) -> str:
         {plural(group.clients, "site" if group.natural else "client") for group in layout.groups},
         {f"{percent(group.rate)} a round" for group in layout.groups},
         {plural(group.settings["rounds"], "round") for group in layout.groups} if data else set(),
+        {said for group in layout.groups if (said := _spent(group))},
     ]
     words = [fact.pop() for fact in facts if len(fact) == 1]
     return f"; {', '.join(words)}" if words else ""
+
+
+def _spent(group: Group) -> str:
+    """What a group's runs have spent at most, where they have privacy."""
+    spent = [run.summary["epsilon"] for run in group.runs if "epsilon" in run.summary]
+    privacy = group.runs[0].config.privacy
+    return f"epsilon {max(spent):.2f} a {privacy.level}, delta {privacy.delta:g}" if spent else ""
 
 
 def _sampled(layout: TableLayout) -> str:
@@ -557,7 +588,7 @@ def _counts(layout: TableLayout) -> str:
 
 _CSV_METRICS = (
     *(*TEST_SET, std_of(PM_L), *HELD_OUT, std_of(HELD_SHARE), *POOLED, *map(best_of, POOLED)),
-    *("seconds", "client_seconds", "bytes_up", "bytes_down"),
+    *("seconds", "client_seconds", "bytes_up", "bytes_down", "epsilon"),
 )
 _CSV_COLUMNS = ["data", "partition", "beta", "clients", "participation", "rounds", "method", "settings", "metric"]
 _CSV_COLUMNS += ["n", "mean", "std", "seeds"]

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from fednh.errors import UserError
 from fednh.io.files import make_folder, read_tree, sha256, sync_path, write_json, write_tree
 from fednh.runs.client_states import Changes, Saved, Store
-from fednh.runs.layout import CheckpointLayout
+from fednh.runs.layout import CheckpointLayout, RunLayout, client_state
 from fednh.tree import Tree
 
 # --- journal --------------------------------------------------------------------------------------------------------
@@ -230,6 +230,27 @@ class Checkpoints(CheckpointLayout):
             path.unlink(missing_ok=True)
         for path in set(self.servers()) - set(map(self.server_of, manifests[:KEEP])):
             path.unlink(missing_ok=True)
+
+
+def read_state(folder: Path, round_: int) -> tuple[Tree, dict[int, Path]] | None:
+    """The server's state after a round and the files of what clients kept, from its checkpoint; None: there is none.
+
+    Nothing is changed: the run may be going on, or somebody else's.
+    """
+    layout = CheckpointLayout(folder)
+    manifest = layout.manifest(round_)
+    if not manifest.exists():
+        return None
+    try:
+        body = _body(manifest)
+        lines = Journal(layout.journal_file).read(Mark(**body["journal"]))
+        server = folder / body["server"]["file"]
+        if sha256(server) != body["server"]["sha256"]:
+            raise ValueError(f"{server.name} does not match its checksum")
+        kept = {s.client: client_state(folder.parent / RunLayout.clients, s.client, s.round) for s in _newest(lines)}
+        return read_tree(server), kept
+    except DAMAGE as error:
+        raise UserError(f"{manifest} cannot be read ({error}); choose another round") from error
 
 
 def _body(manifest: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ of a round depends on the clients that took part in it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,9 +41,12 @@ Changes = dict[int, tuple[_Slot, Tree | None]]
 
 
 class Store:
-    """`get` and `put` by client number; `put` takes effect at the next `commit`; `rollback` discards it."""
+    """`get` and `put` by client number; `put` takes effect at the next `commit`; `rollback` discards it.
 
-    def __init__(self, folder: Path, budget: int, newcomer: Tree, device: str = "cpu"):
+    A client that never took part has what `newcomer` says.
+    """
+
+    def __init__(self, folder: Path, budget: int, newcomer: Callable[[int], Tree], device: str = "cpu"):
         self.folder, self.budget, self.newcomer, self.device = folder, budget, newcomer, device
         self._slots: dict[int, _Slot] = {}
         self._pending: dict[int, _Slot] = {}
@@ -62,7 +65,7 @@ class Store:
         with self._lock:
             slot = self._slots.get(client)
             if slot is None:
-                return self.newcomer
+                return self.newcomer(client)
             tree = slot.tree
         return tree if tree is not None else read_tree(self.path(client, slot.round), self.device)
 

@@ -111,7 +111,7 @@ def check_data(run: Path, data: Mapping[str, Any]) -> None:
 
 def _copy(run: Path, config: Config) -> Path:
     """Where a run has its copy of the weights."""
-    return RunLayout(run).onnx_file if config.model.name.startswith(ONNX) else RunLayout(run).weights_file
+    return RunLayout(run).onnx_file if config.model.network.startswith(ONNX) else RunLayout(run).weights_file
 
 
 def check_weights(file: Path, copy: Path, recorded: Mapping[str, Any]) -> None:

@@ -48,6 +48,13 @@ class Inside:
         return Path(self.name) if folder is None else folder.path / self.name
 
 
+class SharedModels(FolderLayout):
+    """The models that clients share, in the folder of all models or of those of one network."""
+
+    global_model = Inside("global.safetensors")
+    broadcast_model = Inside("broadcast.safetensors")  # what a newcomer would be sent
+
+
 class RunLayout(FolderLayout):
     """The places in one run folder."""
 
@@ -64,8 +71,8 @@ class RunLayout(FolderLayout):
     log_file = Inside("federation.log")
     audit_file = Inside("audit.jsonl")
     models = Inside("models")
-    global_model = Inside("models/global.safetensors")
-    broadcast_model = Inside("models/broadcast.safetensors")  # what a newcomer would be sent
+    global_model = Inside(f"models/{SharedModels.global_model}")
+    broadcast_model = Inside(f"models/{SharedModels.broadcast_model}")
     personal_models = Inside("models/personal")
     outcomes = Inside("outcomes")
     checkpoints = Inside("checkpoints")
@@ -81,6 +88,16 @@ class RunLayout(FolderLayout):
     def finished(self) -> bool:
         """The summary is the last thing that a run writes."""
         return self.summary_file.exists()
+
+    def shared(self, network: str = "") -> SharedModels:
+        """Where the models that clients share lie; those of one network, where clients have different ones."""
+        return SharedModels(self.models / _safe(network) if network else self.models)
+
+    def shared_models(self) -> list[SharedModels]:
+        """Those that are there."""
+        folders = [self.models, *sorted(path.parent for path in self.models.glob(f"*/{SharedModels.broadcast_model}"))]
+        models = map(SharedModels, folders)
+        return [each for each in models if each.broadcast_model.exists() or each.global_model.exists()]
 
     def personal_model(self, client: int) -> Path:
         return _of_client(self.personal_models, client)

@@ -198,7 +198,7 @@ def card_of(
         "format": FORMAT,
         "fednh": __version__,
         "method": config.method,
-        "model": {**net.card, "args": config.model.trained[1]},
+        "model": {**net.card, "args": config.model.only(net.name).trained[1]},
         **recipe_of_body,
         "shape": shape,
         "classes": classes,
@@ -220,7 +220,7 @@ def architecture(card: Card, weights: Path | None = None) -> tuple[Net, Method]:
 
     A model file may come from anybody: by import path it can name classes of networks and methods, and nothing else.
     """
-    own = {k: v for k, v in (card.model.model_extra or {}).items() if k in ("head", "norm", "convolution")}
+    own = {k: v for k, v in (card.model.model_extra or {}).items() if k in ("head", "norm", "convolution", "dim")}
     shape = card.shape if card.features is None else (card.features.dim,)
     start = None if weights is None or card.features is not None else str(weights)
     net = build_net(card.model.name, shape, len(card.classes), card.model.args, weights=start, **own)

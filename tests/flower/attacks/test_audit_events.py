@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from fednh.cli.app import app
 from fednh.errors import UserError
-from fednh.flower import audit
+from fednh.flower.audit_report import check, find
 from fednh.flower.deploy import scaffold
 from fednh.flower.layout import FederationFolder
 from fednh.flower.protocol import to_tree
-from fednh.flower.reports import check, find
+from fednh.io import chain
 from tests.helpers.config import small
 from tests.helpers.federation import Wire, deployed, serve, server_identity, travelled
 from tests.helpers.process import fednh
@@ -47,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Wire]:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    found = audit.read(path)
+    found = chain.read(path)
     assert found.problem is None
     return found.lines
 
@@ -111,7 +111,7 @@ def test_lines_cut_off_the_end_are_found_by_what_the_server_knows(
     assert [row.problem for row in check(find(*logs))] == [None, None, None]
     short = tmp_path / "s0.jsonl"
     short.write_bytes(b"".join(logs[1].read_bytes().splitlines(keepends=True)[:-cut]))
-    assert audit.read(short).problem is None  # the chain alone cannot tell
+    assert chain.read(short).problem is None  # the chain alone cannot tell
     first, second, third = check(find(logs[0], short, logs[2]))
     assert (first.problem, third.problem) == (None, None)
     assert second.problem is not None
@@ -144,7 +144,7 @@ def rewritten(log: Path, change: Callable[[dict[str, Any]], None]) -> None:
     for row in rows:
         facts = {key: value for key, value in row.items() if key not in ("line", "time", "event", "before", "hash")}
         change(facts)
-        audit.append(log, row["event"], **facts)
+        chain.append(log, row["event"], **facts)
 
 
 def other_of(log: Path) -> Path:
@@ -159,11 +159,11 @@ REWRITES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another run": (lambda log: rewritten(log, lambda row: row.update(run=77)), "the log was written anew"),
     "the log of another": (lambda log: log.write_bytes(other_of(log).read_bytes()), "line 1 is of site site-2"),
     "one line of another": (
-        lambda log: audit.append(log, "left", own="site-2", round=1),
+        lambda log: chain.append(log, "left", own="site-2", round=1),
         "is of site site-2, and this is the place of the log of site site-1",
     ),
     "the last line changed": (
-        lambda log: (cut(log), audit.append(log, "left", own="site-1", round=1)),
+        lambda log: (cut(log), chain.append(log, "left", own="site-1", round=1)),
         "is not the one that the other side knows",
     ),
 }
@@ -213,7 +213,7 @@ def test_a_site_may_have_two_logs_after_a_trial(federation: Path) -> None:
     """What the server has recorded must be in one of them; the log of another run knows nothing of it."""
     log, words = federation / "sites/site-1/state/audit/site-1.jsonl", ["federation", "audit", str(federation)]
     try:
-        audit.append(log, "asked", own="site-1", run=5)
+        chain.append(log, "asked", own="site-1", run=5)
         ended = CliRunner().invoke(app, words)
         assert ended.exit_code == 0, ended.stderr
         assert str(log) in ended.stdout
@@ -287,7 +287,7 @@ def test_the_command(made: tuple[Path, Wire], tmp_path: Path) -> None:
     assert "upload (the method's upload): 2 times in rounds 1 to 2" in ended.stdout
     assert "prototypes (10, " in ended.stdout
     assert "joined fednh as s0; sent its name, the names of 10 classes (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)" in ended.stdout
-    newest = audit.read(folder / "state" / "audit" / "s0.jsonl").head
+    newest = chain.read(folder / "state" / "audit" / "s0.jsonl").head
     changed = tmp_path / "audit.jsonl"
     whole = (folder / "state" / "audit" / "s0.jsonl").read_bytes()
     changed.write_bytes(whole.replace(b'"kind": "train"', b'"kind": "tr4in"', 1))
@@ -316,8 +316,8 @@ def test_who_takes_part(made: tuple[Path, Wire], tmp_path: Path) -> None:
     took = [row["time"] for row in lines(folder / "run" / "audit.jsonl") if row["event"] == "took"]
     day, hour = took[-1][:10], took[-1][11:19]
     assert first.split()[0] == "s0"
-    assert first.split()[-2:] == ["2", "2"]  # in two rounds, the last is round 2
-    assert second.split() == ["s1", key, "2", "unknown", day, hour, "UTC", "1", "1"]
+    assert first.split()[-3:] == ["2", "2", "-"]  # in two rounds, the last is round 2
+    assert second.split() == ["s1", key, "2", "unknown", day, hour, "UTC", "1", "1", "-"]
     assert rest == []  # it was refused once, and has answered since
     ended = fednh(["federation", "status", str(tmp_path)], tmp_path / "io")
     assert ended.code == 2

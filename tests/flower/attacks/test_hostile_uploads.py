@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +243,7 @@ class Hostile(FedNH):
 def simulated(config: Config, path: Path, method: Method | None = None) -> tuple[Recorder, Tree]:
     federation, watcher = build_federation(config), Recorder()
     if method is not None:
-        federation = replace(federation, method=method)
+        federation = federation.with_method(method)
     with RunFolder(path) as folder:
         folder.begin(config, federation.dataset.classes, federation.class_counts(), federation.sites)
         threads.make_run(config, federation, folder, watcher).run()

@@ -17,13 +17,14 @@ from pydantic.fields import FieldInfo
 
 from fednh.config import dump
 from fednh.errors import UserError
-from fednh.flower import audit, protocol, signing
+from fednh.flower import protocol, signing
 from fednh.flower.admission import MemberRow
 from fednh.flower.layout import StateFolder
 from fednh.flower.protocol import Facts, Hello, Metrics, Order, Said, SentConfig, SiteNotice, Task, TensorHeader
 from fednh.flower.server_app import Sites
 from fednh.flower.site_config import METRICS, Allow, Policy, SiteConfig, read_site_config
 from fednh.flower.transport import StrictModel
+from fednh.io import chain
 from fednh.metric_names import HELD
 from tests.helpers.config import small
 from tests.helpers.federation import divided, federate, serve, server_identity, travelled
@@ -126,6 +127,17 @@ TABLE: list[tuple[type[StrictModel], dict[str, Any], str]] = [
     (Said, {"site": 1}, "site is 1, not a text of up to 1000 characters"),
     (Said, {"site": "x" * 1001}, "not a text of up to 1000 characters"),
     (Said, {"audit": 7}, "audit is 7, not a text"),
+    (Said, {"ledger": 7}, "ledger is 7, not a text"),
+    (Said, {"epsilon": "x"}, "epsilon is 'x', not a number"),
+    (Said, {"epsilon": -1.0}, "epsilon is -1.0, not a number"),
+    (Said, {"delta": "x"}, "delta is 'x', not a number"),
+    (Said, {"delta": -1.0}, "delta is -1.0, not a number"),
+    (Said, {"delta": 2.0}, "delta is 2.0, not a number"),
+    *((each, {"network": 7}, "network is 7, not a text") for each in (Hello, Order)),
+    *((each, {"network": "x" * 1001}, "not a text of up to 1000 characters") for each in (Hello, Order, MemberRow)),
+    (Order, {"ledger": 7}, "ledger is 7, not a text"),
+    (MemberRow, {"network": 7}, "network is 7, not a text"),
+    (MemberRow, {"ledger": 7}, "ledger is 7, not a text"),
     (Said, {"audit": "7:beef"}, "audit is '7:beef', not a text"),
     (Said, {"room": -1}, "room is -1, not a whole number from 0 to 1000000000000"),
     (Said, {"room": 10**12 + 1}, "room is 1000000000001, not a whole number from 0 to 1000000000000"),
@@ -330,7 +342,7 @@ def test_a_site_does_nothing_for_a_malformed_order(tmp_path: Path) -> None:
         where = {} if model is SiteNotice else {"round_": 1, "site": "a"}
         reply = scene.deliver(scene.signed(content, kind=kind, **where))  # type: ignore[arg-type]
         assert problem(reply) == "ValueError; the site's own log says more", change.keys()
-        last = audit.read(log).lines[-1]
+        last = chain.read(log).lines[-1]
         wrong_format = model is SentConfig and "format" in change
         assert ("install the same fednh" if wrong_format else sentence) in last["why"], change.keys()
     assert files(tmp_path / "state") == kept
@@ -399,6 +411,8 @@ TEXTS = (
 )
 TEXTS += ("weights", "site", "state", "test", "device", "encoding", "layout", "on-bad", "orders", "key")
 SETTINGS: list[tuple[dict[str, Any], str]] = [
+    *(({key: 3}, f"{key} is 3, not ") for key in ("ledger", "network", "peers")),
+    ({"allow.secure": "x"}, "allow.secure is 'x', not "),
     *(({f"allow.{key}": 0}, f"allow.{key} is 0, not a whole number of 1 or more") for key in LIMITS),
     *(({f"allow.{key}": -3}, f"allow.{key} is -3, not a whole number of 1 or more") for key in LIMITS),
     *(({f"allow.{key}": NAN}, f"allow.{key} is nan, not a whole number of 1 or more") for key in LIMITS),
@@ -408,7 +422,12 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"allow.metrics": "loss, accuracy"}, f"allow.metrics has 'accuracy'; metrics are {', '.join(METRICS)}"),
     ({"allow.weights": -1}, "allow.weights is -1, not a whole number of 0 or more"),
     ({"allow.counts": "no"}, "allow.counts is 'no', not true or false"),
-    ({"allow.privacy": "dp"}, "allow.privacy takes 'none' only: this version of fednh has no privacy mechanism"),
+    ({"allow.privacy": "dp"}, "allow.privacy is 'dp', not one of none, sample"),
+    ({"allow.privacy": "sample"}, "allow.privacy = 'sample' needs a budget"),
+    ({"allow.epsilon": 8.0}, "allow.epsilon bounds nothing without allow.privacy"),
+    ({"allow.privacy": "sample", "allow.epsilon": NAN}, "allow.epsilon is nan, not a number of 0 or more"),
+    ({"allow.privacy": "sample", "allow.epsilon": "8"}, "allow.epsilon is '8', not a number of 0 or more"),
+    ({"allow.delta": 1.0}, "allow.delta is 1.0, not a number from 0 to 0.001"),
     ({"allow.more": 1}, "allow.more is not known"),
     *(({key: 7}, f"{key} is 7, not a text") for key in TEXTS),
     ({"data": 7}, "data is 7, not a text"),

@@ -285,7 +285,7 @@ def test_a_federation_trains_without_the_metrics_of_one_site(tmp_path: Path) -> 
         ({"allow.parameters": "10"}, "allow.parameters is '10', not a whole number of 1 or more"),
         ({"allow.counts": "no"}, "allow.counts is 'no', not true or false"),
         ({"allow.metrics": "loss, accuracy"}, "allow.metrics has 'accuracy'; metrics are samples, loss"),
-        ({"allow.privacy": "dp"}, "this version of fednh has no privacy mechanism"),
+        ({"allow.privacy": "dp"}, "allow.privacy is 'dp', not one of none, sample"),
     ],
 )
 def test_rules_that_cannot_hold_are_refused(node: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fednh.flower import audit
-from fednh.flower.reports import find
+from fednh.flower.audit_report import find
+from fednh.io import chain
 from tests.helpers.deployment import SMALL, Trial, trial
 from tests.helpers.hospitals import AGREED, NAMES, tables
 from tests.helpers.process import fednh
@@ -58,7 +58,7 @@ def test_names_stay_and_the_audit_tells_what_left(tmp_path: Path) -> None:
     assert not any(name in told.stdout for name in NAMES)
     log = logs[1]
     log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:-1]))
-    assert audit.read(log).problem is None
+    assert chain.read(log).problem is None
     told = fednh(["federation", "audit", str(made.folder)], tmp_path / "other")
     assert told.code == 1
     assert "the end of the log was cut off" in told.stderr

@@ -1,6 +1,6 @@
 """Published: facts about a data set, paths at which its files may lie, and its download. One file a family of sets.
 
-Images are `PublishedImages`, tables are `PublishedTable`.
+Images are `PublishedImages`, tables are `PublishedTable`, images or vectors of natural sites are `PublishedSites`.
 
 PUBLISHED in sources/registry.py lists all sets.
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fednh.data.dataset import Arrays, Dataset
-from fednh.data.sources import npz
+from fednh.data.sources import Source, npz
 from fednh.data.sources.table import Tabular, from_table
 from fednh.data.splits import held_by_sites
 from fednh.errors import DataError, UserError
@@ -56,8 +56,9 @@ class Published:
     description: str
     accepts: str  # the accepted files, for people
     places: Callable[[Path], list[DataPath]]  # in a data folder, in the order in which they are tried
-    files: tuple[RemoteFile, ...]  # to download
-    sites: tuple[str, ...] = ()  # the natural sites that its samples come from
+    files: tuple[RemoteFile, ...]  # to download; none where nobody publishes a checksum
+    by_hand: str = ""  # where the files come from, if they cannot be downloaded
+    sites: str = ""  # the natural sites that its samples come from, for people
 
     def find(self, folder: Path) -> DataPath | None:
         """Where the set lies, in the data folder or in a place that all users share."""
@@ -89,7 +90,7 @@ class Published:
 
     def _damaged(self, path: Path, error: Exception) -> str:
         """What is wrong with the files at `path` that could not be read, and what to do."""
-        again = f"run `fednh data get {self.name}`"
+        again = f"run `fednh data get {self.name}`" if self.files else "get it again"
         for file in self.files:
             name = Path(file.name).name
             stored = path / name if path.is_dir() else path
@@ -100,10 +101,9 @@ class Published:
 
     def _not_found(self, folder: Path) -> str:
         state = "" if folder.exists() else ", which does not exist yet"
-        return (
-            f"{self.name} is not in the data folder {folder}{state}: run `fednh data get {self.name}`, or put there "
-            f"{self.accepts}"
-        )
+        get = f"run `fednh data get {self.name}`, or put there" if self.files else "put there"
+        more = f" ({self.by_hand})" if self.by_hand else ""
+        return f"{self.name} is not in the data folder {folder}{state}: {get} {self.accepts}{more}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +148,20 @@ class PublishedTable(Published):
         data = from_table(self.name, table, str(path), options)
         data = replace(data, reading={"label": options.label or "label"})
         return held_by_sites(data) if len(data.y_test) else data
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedSites(Published):
+    """Images or vectors, each of a natural site."""
+
+    source: type[Source]  # the kind of source whose settings below [data] hold for it
+    dataset: Callable[[str, str, Any, Any], Dataset]  # of the name, where it lies, what `places` read, and a `source`
+
+    def load(self, folder: Path, options: Source) -> Dataset:
+        """The set, read by these settings, without the sites that they leave out."""
+        path, content = self.opened(folder)
+        data = self.dataset(self.name, str(path), content, options)
+        return data if options.chooses else options.restricted(data, self.name)
 
 
 class _DownloadError(Exception):

@@ -266,8 +266,8 @@ def _site_tables(path: Path, files: Sequence[Path], dialect: CsvDialect, compare
     """
     import pyarrow as pa
 
-    said = [getattr(dialect, key) or getattr(dialect.training, key) for key in TrainingDialect._fields]
-    tables = [read(file, CsvDialect(training=TrainingDialect(*said))) for file in files]
+    stated = [getattr(dialect, key) or getattr(dialect.training, key) for key in TrainingDialect._fields]
+    tables = [read(file, CsvDialect(training=TrainingDialect(*stated))) for file in files]
     headers = [frozenset(filter(compared, table.column_names)) for table in tables]
     most_common = max(headers, key=headers.count)
     pattern = files[headers.index(most_common)]

@@ -91,7 +91,7 @@ def _dataset(name: str, root: Path, options: Folder) -> Dataset:
     listed = _of_chosen_sites(root, listed, options)
     agreed, labels = options.classes or (), [image.label for image in listed]
     numbered(labels, agreed, str(root))  # wrong classes are refused before anything is decoded
-    images = _images(root, listed, options)
+    images = decoded_images(root, listed, options)
     sites, test = [image.site for image in listed], [image.test for image in listed]
     images = images._replace(notes=(*notes, *images.notes))
     groups = _image_groups([image.name for image in listed], options.group, str(root)) if options.group else []
@@ -133,7 +133,7 @@ def _files(root: Path, left_out: list[str] | None) -> tuple[list[str], Counter[s
     return sorted(names), others
 
 
-def _images(root: Path, listed: Sequence[Listed], options: Folder) -> Decoded:
+def decoded_images(root: Path, listed: Sequence[Listed], options: Folder) -> Decoded:
     """The decoded images, from the cache if nothing has changed since; a choice of sites has its own place there."""
     try:
         stats = [image.path.stat() for image in listed]

@@ -18,9 +18,12 @@ from typing import Any, NamedTuple, TypeVar
 from fednh.data import declared_settings
 from fednh.data.dataset import Dataset
 from fednh.data.inspection import vector_identifiers
-from fednh.data.published import DownloadProgress, PublishedImages, PublishedTable
+from fednh.data.published import DownloadProgress, PublishedImages, PublishedSites, PublishedTable
 from fednh.data.published import download as download_files
+from fednh.data.published.camelyon17 import CAMELYON17
 from fednh.data.published.cifar import CIFAR10, CIFAR100
+from fednh.data.published.femnist import FEMNIST
+from fednh.data.published.har import HAR
 from fednh.data.published.heart import HEART, HEART_FLAMBY
 from fednh.data.published.idx import FASHION_MNIST, MNIST
 from fednh.data.published.tinyimagenet import TINYIMAGENET
@@ -38,8 +41,12 @@ from fednh.io.files import expanded
 
 S = TypeVar("S", bound=Source)
 
-PUBLISHED: dict[str, PublishedImages | PublishedTable] = {
-    each.name: each for each in (CIFAR10, CIFAR100, TINYIMAGENET, FASHION_MNIST, MNIST, HEART, HEART_FLAMBY)
+PUBLISHED: dict[str, PublishedImages | PublishedTable | PublishedSites] = {
+    each.name: each
+    for each in (
+        *(CIFAR10, CIFAR100, TINYIMAGENET, FASHION_MNIST, MNIST),
+        *(HEART, HEART_FLAMBY, HAR, FEMNIST, CAMELYON17),
+    )
 }
 SOURCES: dict[str, type[Source]] = {
     kind.prefix: kind for kind in (Npz, Folder, Csv, Parquet, HuggingFace, Python, Memory)
@@ -53,7 +60,7 @@ class Available(NamedTuple):
     description: str
     present: bool
     where: str  # where it was found, or where it would be looked for
-    sites: tuple[str, ...] = ()  # its natural sites
+    sites: str = ""  # its natural sites
 
 
 def load(name: str, folder: Path, settings: Mapping[str, Any] | None = None) -> Dataset:
@@ -63,6 +70,11 @@ def load(name: str, folder: Path, settings: Mapping[str, Any] | None = None) -> 
         usual = {key: value for key, value in published.settings.items() if (settings or {}).get(key) is None}
         options = build(Csv, {**(settings or {}), **usual})
         return _divided(_complete(published.load(folder, options), options, name), options, settings)
+    if isinstance(published, PublishedSites):
+        source = build(published.source, settings or {})
+        data = published.load(folder, source)
+        source = replace(source, classes=list(data.classes))  # the published ones, however alike: A and a are two
+        return _divided(_complete(data, source, name), source, settings)
     if name in BUILTIN or published is not None:
         _names_no_sites(name, settings or {})
         data = BUILTIN[name].make() if published is None else published.load(folder)
@@ -195,7 +207,10 @@ def download(name: str, folder: Path, progress: DownloadProgress | None = None) 
         raise DataError(f"{name} is data of your own: there is nothing to download")
     if name not in PUBLISHED:
         raise DataError(f"there is no data set {name!r} to download{did_you_mean(name, PUBLISHED)}")
-    return download_files(name, PUBLISHED[name].files, folder, progress)
+    published = PUBLISHED[name]
+    if not published.files:
+        raise DataError(f"{name} cannot be downloaded here: {published.by_hand}; put there {published.accepts}")
+    return download_files(name, published.files, folder, progress)
 
 
 def listing() -> list[Available]:

@@ -109,8 +109,8 @@ class Table(Tabular):
     @classmethod
     def applicable(cls, address: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Columns that the table has; and the dialect of the file, which may be another than the run's."""
-        said, training = ({key: which.get(key) for key in TrainingDialect._fields} for which in (given, known))
-        dialect = CsvDialect(**said, training=TrainingDialect(**training))
+        stated, training = ({key: which.get(key) for key in TrainingDialect._fields} for which in (given, known))
+        dialect = CsvDialect(**stated, training=TrainingDialect(**training))
         table = read(expanded(address), dialect, lambda column: False)
         columns = {key: known[key] for key in ("label", "site", "group") if known.get(key) in table.column_names}
         return {**columns, **dialect_of(table)}

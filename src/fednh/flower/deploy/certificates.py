@@ -20,7 +20,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fednh.errors import UserError
 from fednh.flower.layout import FederationFolder, SiteFolder
-from fednh.flower.signing import RESTORE, load_key, public_text, read_orders_private
+from fednh.flower.signing import RESTORE, known_site_key, load_key, public_text, read_orders_private, read_peers
 from fednh.io.files import private_folder, write_bytes, write_private
 
 ALWAYS = ("127.0.0.1", "localhost")  # names that every server certificate has
@@ -39,7 +39,7 @@ def make(folder: Path, sites: Sequence[str], hosts: Sequence[str] = (), days: in
         made += _issue(fed, [*names, *hosts], days)
     for site in sites:
         made += _make_site(fed, fed.site(site))
-    return [*made, *make_orders(folder, sites)]
+    return [*made, *make_orders(folder, sites), *make_peers(folder, sites)]
 
 
 def make_orders(folder: Path, sites: Sequence[str]) -> list[Path]:
@@ -55,6 +55,26 @@ def make_orders(folder: Path, sites: Sequence[str]) -> list[Path]:
             made.append(path)
         elif path.read_bytes() != public:
             raise UserError(f"{path} does not belong to {fed.orders_key}; delete it to have it made again")
+    return made
+
+
+def make_peers(folder: Path, sites: Sequence[str]) -> list[Path]:
+    """Add to each site's list of peers the other sites whose public keys are here; secure sums need it."""
+    fed, made = FederationFolder(folder), list[Path]()
+    keys = {site.name: known_site_key(site.public_key) for site in fed.sites_with_keys()}
+    for name in sites:
+        path = fed.site(name).peers
+        before = read_peers(path) if path.exists() else {}
+        others = {site: key for site, key in keys.items() if key is not None and site != name}
+        if wrong := sorted(site for site, key in before.items() if others.get(site, key) != key):
+            raise UserError(
+                f"{path} has another key of site {wrong[0]} than {fed.site(wrong[0]).public_key}; find out which is "
+                f"right, and delete the line of the wrong one"
+            )
+        if missing := sorted(others.keys() - before.keys()):
+            text = path.read_text(encoding="utf-8") if path.exists() else ""
+            write_bytes(path, (text + "".join(f"{site} {others[site]}\n" for site in missing)).encode())
+            made.append(path)
     return made
 
 

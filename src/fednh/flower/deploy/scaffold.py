@@ -39,6 +39,7 @@ from fednh.config.schema import DEFAULT_METHOD
 from fednh.data.sources.images import KEPT
 from fednh.data.sources.registry import absolute
 from fednh.errors import UserError
+from fednh.federated.checks import check_secure
 from fednh.flower.layout import FederationFolder, SiteFolder
 from fednh.flower.site_config import METRICS, Allow, for_sites, missing_values
 from fednh.io.files import expanded, private_folder, write_bytes
@@ -146,6 +147,8 @@ def write(
     chosen = _absolute_weights(
         settings.load(None, {**_defaults(overrides), **_data(sources, count), **federation, **overrides})
     )
+    check_secure(chosen, chosen.build_method())
+    _privacy(chosen)  # refused before anything is written
     called = site_names(count) if names is None else names
     made = [fed.site(each) for each in (called if _own(sources) else sorted(called))]  # the k-th has part k
     write_bytes(fed.app_file, app(name, chosen).encode())
@@ -175,8 +178,8 @@ def _absolute_weights(config: Config) -> Config:
     model, places = config.model, {}
     if model.weights is not None:
         places["weights"] = str(expanded(model.weights).absolute())
-    if model.name.startswith(ONNX):
-        places["name"] = f"{ONNX}{expanded(model.name.removeprefix(ONNX)).absolute()}"
+    if model.network.startswith(ONNX):
+        places["name"] = f"{ONNX}{expanded(model.network.removeprefix(ONNX)).absolute()}"
     return config.model_copy(update={"model": model.model_copy(update=places)})
 
 
@@ -208,15 +211,15 @@ def site_toml(facts: Mapping[str, Any], config: Config) -> str:
         "missing": ", ".join(missing_values(data.missing)),
     }
     known = {"federation": config.federation.name, **(reading if own else {"set": data.name})}
-    frozen, name = config.model.frozen != "none", for_sites(config).model.name
-    if name.startswith(ONNX):  # a program: a site has its own copy
-        known["weights"] = config.model.name.removeprefix(ONNX)
+    frozen, networks = config.model.frozen != "none", for_sites(config).model.names
+    if networks[0].startswith(ONNX):  # a program: a site has its own copy
+        known["weights"] = config.model.network.removeprefix(ONNX)
     sent = {"gradient_norm": config.diagnostics.gradient_norm, "per_class": not own, "novelty": method.cosine}
     rules = {
         "methods": config.method["name"],
-        "models": name,
+        "models": ", ".join(networks),
         "rounds": config.rounds,
-        "epochs": max(method.passes(config.train.epochs).values()),
+        "epochs": math.ceil(max(config.passes().values())),
         "sites": config.federation.min_clients,
         "samples": allow.samples,
         "parameters": allow.parameters,
@@ -224,11 +227,25 @@ def site_toml(facts: Mapping[str, Any], config: Config) -> str:
         "views": config.features.views,
         "weights": Path(config.model.weights).stat().st_size if frozen and config.model.weights else 0,
         "counts": method.upload.tells_counts,
+        "secure": config.federation.secure,
         "metrics": ", ".join(name for name in METRICS if sent.get(name, True)),
     }
     facts = {**facts, **{key: value for key, value in known.items() if value}}
     values = {key: tomli_w.dumps({"x": value}).strip().removeprefix("x = ") for key, value in rules.items()}
-    return fill_template(SiteFolder.node_config.name, facts=tomli_w.dumps(dict(facts)), **values)
+    more = {"facts": tomli_w.dumps(dict(facts)), "privacy": tomli_w.dumps(_privacy(config))}
+    return fill_template(SiteFolder.node_config.name, **more, **values)
+
+
+def _privacy(config: Config) -> dict[str, Any]:
+    """What a site asks for of privacy, and its budget: that of the config."""
+    asked = config.privacy
+    if asked.level == "none":
+        return {}
+    if asked.level == "client":
+        raise UserError("privacy.level = 'client' is of simulations: sites add noise themselves, with level 'sample'")
+    if asked.epsilon is None:
+        raise UserError("privacy.noise does not say what sites are to spend; give privacy.epsilon in its place")
+    return {"privacy": asked.level, "epsilon": asked.epsilon, "delta": asked.delta}
 
 
 def project_name(word: str) -> str:
@@ -412,6 +429,7 @@ def read_config(run_config: Mapping[str, Any]) -> Config:
         )
     if config.data.limit is not None:
         raise UserError("data.limit is for simulations: a real site trains on all of its samples; leave it out")
+    check_secure(config, config.build_method())
     return config
 
 

@@ -16,6 +16,7 @@ from fednh.report.figures.curves import CONVERGENCE, CURVES
 from fednh.report.figures.fairness import FAIRNESS
 from fednh.report.figures.frequency import FREQUENCY
 from fednh.report.figures.partition import PARTITION
+from fednh.report.figures.privacy import PRIVACY
 from fednh.report.figures.reliability import RELIABILITY
 from fednh.report.figures.representations import REPRESENTATIONS
 from fednh.report.figures.sensitivity import SENSITIVITY
@@ -35,6 +36,7 @@ FIGURES: dict[str, Kind] = {
         SIMILARITY,
         REPRESENTATIONS,
         SENSITIVITY,
+        PRIVACY,
         CONVERGENCE,
     )
 }
@@ -54,7 +56,7 @@ __all__ = [
 
 def scopes(kind: Kind, runs: Sequence[Run]) -> dict[str, Sequence[Run]]:
     """What one drawing of this kind may show: runs of one setting, but a sweep may have swept any setting."""
-    return {"all runs": runs} if kind.name == "sensitivity" else dict(by_setting(runs))
+    return {"all runs": runs} if kind.name in ("sensitivity", "privacy") else dict(by_setting(runs))
 
 
 def to_csv(drawing: Drawing) -> str:

@@ -43,18 +43,18 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     if not measured:
         raise FigureUnavailable("no client held out samples (data.holdout)")
     variants = by_variant(measured)
-    found = {label: {"personal": bins_of(group, "personal")} for label, group in variants.items()}
-    found = {label: bins for label, bins in found.items() if bins["personal"]}
-    if not found:
+    by_label = {label: {"personal": bins_of(group, "personal")} for label, group in variants.items()}
+    by_label = {label: bins for label, bins in by_label.items() if bins["personal"]}
+    if not by_label:
         raise FigureUnavailable("these runs were made before confidences were recorded; `fednh evaluate` measures them")
-    look = variant_looks({label: variants[label] for label in found})
-    across = min(ACROSS, len(found))
-    width, height = (5.2, 3.6) if len(found) == 1 else (2.6, 2.5)
-    figure, axes = panels(-(-len(found) // across), across, width, height)
-    for ax in axes.flat[len(found) :]:
+    look = variant_looks({label: variants[label] for label in by_label})
+    across = min(ACROSS, len(by_label))
+    width, height = (5.2, 3.6) if len(by_label) == 1 else (2.6, 2.5)
+    figure, axes = panels(-(-len(by_label) // across), across, width, height)
+    for ax in axes.flat[len(by_label) :]:
         ax.set_axis_off()
     rows, samples = [], 0
-    for ax, (label, series) in zip(axes.flat, found.items(), strict=False):
+    for ax, (label, series) in zip(axes.flat, by_label.items(), strict=False):
         samples += sum(b.samples for b in series["personal"])
         if shared := bins_of(variants[label], "global"):
             series["global"] = shared
@@ -74,7 +74,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
         ax.set_ylabel("accuracy, %")
     caption = (
         f"Held-out samples of all {client_noun(measured[0])} together, {samples:,} predictions of personal models "
-        f"({stated_n(len(variants[label]) for label in found)} a method), in {BINS} bins of equal width by the "
+        f"({stated_n(len(variants[label]) for label in by_label)} a method), in {BINS} bins of equal width by the "
         "probability of the predicted class; a larger mark has more samples. ECE, in points, is the mean distance from "
         "the diagonal, weighted by samples."
     )

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from fednh.data.batches import Samples, samples_of
 from fednh.data.dataset import Dataset
 from fednh.errors import UserError
-from fednh.federated.setup import divide, initial_state, load_data, scaled
+from fednh.federated.architectures import initial_state
+from fednh.federated.setup import divide, load_data, scaled
 from fednh.methods import Method
 from fednh.methods.losses import unit
 from fednh.models import Net

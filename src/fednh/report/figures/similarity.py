@@ -35,8 +35,9 @@ SHIPPED = ("cifar100",)  # data sets whose super-classes are in the package
 
 def prototypes(run: Run) -> Matrix | None:  # (C, D)
     """One vector a class: the rows of the global head, or what FedProto's clients received; None without either."""
-    shared, personal = run.layout.global_model, run.layout.clients_with_models()
-    path = shared if shared.exists() else next(iter(personal.values()), None)
+    models = [each.global_model for each in run.layout.shared_models()]  # networks that differ share prototypes
+    shared = next(filter(Path.exists, models), None)
+    path = shared or next(iter(run.layout.clients_with_models().values()), None)
     if path is None:
         return None
     tree, _ = read_model(path)
@@ -68,7 +69,7 @@ def load_groups(data: str, classes: Sequence[str], file: Path | None = None) -> 
     if file is not None:
         named, where = _read_groups(file), str(file)
     elif data in SHIPPED:
-        text = resources.files("fednh").joinpath("report", "groups", f"{data}.json").read_text(encoding="utf-8")
+        text = resources.files("fednh").joinpath("report", "superclasses", f"{data}.json").read_text(encoding="utf-8")
         named, where = json.loads(text), f"the groups of {data}"
     else:
         return None
@@ -166,11 +167,11 @@ def _caption(kinship: dict[str, list[Matrix]], runs: Sequence[Run], scores: dict
     n = stated_n(map(len, kinship.values()))
     text = "The picture shows each method's lowest seed. "
     if scores:
-        said = [
+        values = [
             f"{label} {v.mean():+.3f}" + (f" ± {v.std(ddof=1):.3f}" if len(v) > 1 else "")
             for label, v in scores.items()
         ]
-        text += f"Semantics captured (mean ± standard deviation over {n}): {'; '.join(said)}. "
+        text += f"Semantics captured (mean ± standard deviation over {n}): {'; '.join(values)}. "
     methods = dict.fromkeys(run.method for run in runs)
     headless = [display_name(name) for name in methods if name in METHODS and METHODS[name].headless]
     return text + (

@@ -1,39 +1,28 @@
-"""What a federation's owner asks for: whether audit logs hold and what has left, and the status of the sites.
+"""What a federation's owner asks of audit logs: whether they hold, and what has left.
 
 Whose log a file is comes from its place, never from the log itself: the server's lies in its run folder, a site's where
 its site.toml says. In a federation's folder, or with several folders, the logs of server and sites are compared: every
 site that the server's log names must have a log, with every line whose hash the server has seen.
-
-The status of a site comes from the server's run folder: members from the newest checkpoint, times from the audit log.
-If a SuperLink answers at the address in the federation's folder, Flower's list of nodes is joined to them by key.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import socket
+import math
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from io import StringIO
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fednh.errors import UserError
-from fednh.flower import audit
-from fednh.flower.audit import Head, Log, read
-from fednh.flower.layout import FederationFolder, FlowerHome, SiteFolder, StateFolder
-from fednh.flower.signing import fingerprint_of_pem, ssh_fingerprint
+from fednh.flower.audit import LEDGER
+from fednh.flower.layout import FederationFolder, SiteFolder, StateFolder
+from fednh.io.chain import Head, Log, read
 from fednh.io.files import expanded
-from fednh.runs.layout import CheckpointLayout, RunLayout
-from fednh.text import some
-
-# --- audit logs -----------------------------------------------------------------------------------------------------
-
+from fednh.privacy.ledger import accounts, spent
+from fednh.runs.layout import RunLayout
+from fednh.text import plural, some
 
 MOST = 20  # refusals that are shown
 
@@ -41,6 +30,8 @@ RECORDS = {  # what a message's records contain, for readers
     "said": "who it is, and the form of its data or what went wrong",
     "facts": "round, number, training samples processed, loss",
     "upload": "the method's upload",
+    "masked": "the method's upload under masks, of a secure sum",
+    "secure": "keys, sealed shares and signatures of a secure sum",
     "figures": "accuracies and the number of samples",
     "config": "settings and the agreed form of data",
     "order": "what to do",
@@ -56,6 +47,7 @@ class LogFile:
     path: Path
     site: str | None = None  # whose log it is; None: the server's
     alone: bool = False  # a single file, which may be anybody's
+    ledger: Path | None = None  # where this site has its ledger of privacy
 
 
 @dataclass(frozen=True)
@@ -65,6 +57,7 @@ class Checked:
     log: Log
     site: str | None
     problem: str | None
+    ledger: Log | None = None  # the site's ledger of privacy, if there is one
 
 
 def find(*folders: Path) -> list[LogFile]:
@@ -102,7 +95,9 @@ def _of_site(site: SiteFolder) -> LogFile:
     try:
         settings = tomllib.loads(file.read_text(encoding="utf-8"))
         name = str(settings["site"])
-        return LogFile(StateFolder(site.path / expanded(str(settings["state"]))).audit_file(name), name)
+        state = StateFolder(site.path / expanded(str(settings["state"])))
+        ledger = site.path / expanded(str(settings["ledger"])) if "ledger" in settings else state.ledger_file
+        return LogFile(state.audit_file(name), name, ledger=ledger)
     except KeyError as error:
         what = {"site": "what the site is called", "state": "where the site keeps its state"}[str(error.args[0])]
         raise UserError(f"{file} does not say {what}; add {error.args[0]} = ...") from None
@@ -131,8 +126,9 @@ def check(places: Sequence[LogFile], known: Sequence[Head] = ()) -> list[Checked
 
 def _checked(place: LogFile) -> Checked:
     """Read a log, and check its chain and that each of its lines is of the log's owner."""
-    log, site = read(place.path), place.site
+    log, site, ledger = read(place.path), place.site, place.ledger
     if place.alone:
+        ledger = StateFolder(place.path.parent.parent).ledger_file
         site = next((str(row["own"]) for row in log.lines if "own" in row), None)
         state = StateFolder(place.path.parent.parent)
         if place.path in state.audit_files() and (site is None or state.audit_file(site) != place.path):
@@ -141,7 +137,19 @@ def _checked(place: LogFile) -> Checked:
         if row.get("own") != site and row["event"] != "torn":
             says = f"line {row['line']} is of {_whose(row.get('own'))}"
             return Checked(log, site, log.problem or f"{says}, and this is the place of the log of {_whose(site)}")
-    return Checked(log, site, log.problem or (None if log.lines else "it is empty"))
+    found = Checked(log, site, log.problem or (None if log.lines else "it is empty"))
+    return found if site is None else _with_ledger(found, ledger)
+
+
+def _with_ledger(row: Checked, file: Path | None) -> Checked:
+    """With the site's ledger, which must have the lines that the site's log names."""
+    heads = [head for line in row.log.lines if (head := Head.read(line.get(LEDGER)))]
+    if file is None or not file.is_file():
+        why = f"the ledger of privacy that it names is not at {file}" if heads else None
+        return replace(row, problem=row.problem or why)
+    ledger = read(file)
+    problem = (None if ledger.torn else ledger.problem) or ledger.lacks(heads)
+    return replace(row, problem=row.problem or (f"its ledger {file}: {problem}" if problem else None), ledger=ledger)
 
 
 def _recorded(logs: Sequence[Log]) -> dict[str, list[Head]]:
@@ -183,15 +191,17 @@ def tell(checked: Checked) -> Iterator[str]:
         yield f"  the chain of its {count} lines holds; newest: {log.head}"
     for row in log.lines:
         if row["event"] == "torn":
-            yield f"  line {row['line']}, {_when(row)}: a line before it was cut short ({row.get('bytes')} bytes)"
+            yield f"  line {row['line']}, {time_of(row)}: a line before it was cut short ({row.get('bytes')} bytes)"
     yield from (_server_lines(log.lines) if site is None else _site_lines(log.lines))
+    if checked.ledger is not None:
+        yield from _ledger_lines(checked.ledger, log.lines)
     yield from _refused([row for row in log.lines if row["event"] == "refused"])
 
 
 def _site_lines(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
     for row in lines:
         if row["event"] == "joined":
-            yield f"  {_when(row)}: joined {row.get('federation')} as {row.get('own')}; sent {_greeting(row)}"
+            yield f"  {time_of(row)}: joined {row.get('federation')} as {row.get('own')}; sent {_greeting(row)}"
     if asked := [row for row in lines if row["event"] == "asked"]:
         kinds, askers = _counts(asked, "kind"), _counts(asked, "by")
         yield f"  was asked {kinds.total()} times ({', '.join(f'{n} {kind}' for kind, n in sorted(kinds.items()))})"
@@ -200,23 +210,41 @@ def _site_lines(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
     if not left:
         yield "  nothing has left this site"
         return
-    yield f"  {len(left)} answers have left this site, {_when(left[0])} to {_when(left[-1])}:"
+    yield f"  {len(left)} answers have left this site, {time_of(left[0])} to {time_of(left[-1])}:"
     yield from _sums(left)
+
+
+def _ledger_lines(ledger: Log, lines: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What was released of the site's samples, account by account, and what no account knows of."""
+    yield f"  its ledger of privacy, {ledger.path}; newest: {ledger.head}"
+    for account in accounts(ledger):
+        names = sorted({str(row.get("federation")) for row in account.payments})
+        many = plural(len(account.payments), "answer")
+        yield f"    {many} about the same samples, to {some(names)}: {account.words}"
+    plain = [row for row in lines if row["event"] == "left" and LEDGER not in row and _has_upload(row)]
+    if plain:
+        yield f"    {plural(len(plain), 'answer')} with an upload had no noise, and epsilon says nothing of them"
+
+
+def _has_upload(row: dict[str, Any]) -> bool:
+    return any(record["record"] == "upload" for record in row.get("sent", []))
 
 
 def _server_lines(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
     for row in lines:
         if row["event"] == "joined":
             key = row.get("key") or "unknown"
-            yield f"  {_when(row)}: {row.get('site')} joined (node {row.get('node')}, key {key})"
+            yield f"  {time_of(row)}: {row.get('site')} joined (node {row.get('node')}, key {key})"
     for site in sorted({str(row["site"]) for row in lines if "head" in row}):
         newest = [row["head"] for row in lines if row.get("site") == site and "head" in row][-1]
         yield f"  newest line of the log of {site} that is known here: {newest}"
+        if spent := [words for row in lines if row.get("site") == site and (words := spent_of(row))]:
+            yield f"  privacy that {site} says it has spent: {spent[-1]}"
     if sent := [row for row in lines if row["event"] == "asked"]:
-        yield f"  the server asked its sites {len(sent)} times, {_when(sent[0])} to {_when(sent[-1])}:"
+        yield f"  the server asked its sites {len(sent)} times, {time_of(sent[0])} to {time_of(sent[-1])}:"
         yield from _sums(sent)
     if took := [row for row in lines if row["event"] == "took"]:
-        yield f"  {len(took)} answers were accepted, {_when(took[0])} to {_when(took[-1])}:"
+        yield f"  {len(took)} answers were accepted, {time_of(took[0])} to {time_of(took[-1])}:"
         yield from _sums(took)
 
 
@@ -241,7 +269,7 @@ def _refused(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for row in rows[-MOST:]:
         who = row.get("site") or row.get("says") or row.get("by")
         times = f" (one of {row['times']} since the line before)" if "times" in row else ""
-        yield f"    {_when(row)}: {f'{who}: ' if who else ''}{row.get('why')}{times}"
+        yield f"    {time_of(row)}: {f'{who}: ' if who else ''}{row.get('why')}{times}"
 
 
 def _counts(rows: Sequence[dict[str, Any]], key: str) -> Counter[str]:
@@ -274,194 +302,11 @@ def _shape(shape: Sequence[int]) -> str:
     return f"({', '.join(map(str, shape))})" if shape else ""
 
 
-def _when(row: dict[str, Any]) -> str:
+def spent_of(row: dict[str, Any]) -> str:
+    """What a line of the server's log says of a site's ledger of privacy; empty if it says nothing."""
+    epsilon, delta = row.get("epsilon"), row.get("delta")
+    return spent(math.inf if epsilon is None else float(epsilon), float(delta)) if delta is not None else ""
+
+
+def time_of(row: dict[str, Any]) -> str:
     return str(row["time"])[:19].replace("T", " ")
-
-
-# --- status of sites ------------------------------------------------------------------------------------------------
-
-
-HEADER = ("site", "key", "node", "state", "last answer", "rounds", "last round")
-
-
-@dataclass
-class SiteStatus:
-    """One site, or a node whose key is of no known site."""
-
-    site: str
-    key: str = ""  # its fingerprint, as `ssh-keygen -l` shows it
-    node: int | None = None
-    state: str = "unknown"  # Flower's word: registered, online, offline
-    last_answer: str = ""  # when it came
-    rounds: list[int] = field(default_factory=list)
-    refused: str = ""  # the reason of the newest refusal
-
-    def cells(self) -> tuple[str, ...]:
-        last = str(self.rounds[-1]) if self.rounds else "-"
-        node = "-" if self.node is None else str(self.node)
-        return self.site, self.key or "-", node, self.state, self.last_answer or "never", str(len(self.rounds)), last
-
-
-@dataclass(frozen=True)
-class Node:
-    """A node as Flower lists it."""
-
-    number: int
-    state: str
-    key: str  # fingerprint; empty: the node has no key
-
-
-def read_status(folder: Path) -> tuple[list[SiteStatus], list[str]]:
-    """The sites of a federation's folder or a run folder, and further remarks."""
-    run, files = _run_and_keys(folder)
-    rows = {site: SiteStatus(site, ssh_fingerprint(_text_of(path))) for site, path in files.items()}
-    took_part = _took_part(run)
-    for member in _membership(run):
-        row = rows.setdefault(str(member["site"]), SiteStatus(str(member["site"])))
-        row.rounds = took_part.get(member["number"], [])
-        row.key = row.key or ssh_fingerprint(str(member.get("key", "")))
-    _add_times(rows, run)
-    if not rows:
-        raise UserError(f"{folder} knows of no site: give a federation's folder, or the run folder of a federation")
-    nodes, said = _listed(folder)
-    for node in nodes:
-        whose = [row for row in rows.values() if node.key and row.key == node.key]
-        row = whose[0] if whose else rows.setdefault(f"node {node.number}", SiteStatus("(unknown)", node.key))
-        row.node, row.state = node.number, node.state
-    ordered = sorted(rows.values(), key=lambda row: (row.site.startswith("("), row.site))
-    return ordered, [*said, *(f"{row.site}: last refused: {row.refused}" for row in ordered if row.refused)]
-
-
-def lines(rows: Sequence[SiteStatus]) -> Iterator[str]:
-    """A plain table."""
-    cells = [HEADER, *(row.cells() for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADER))]
-    for line in cells:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-
-
-# --- what the server knows ------------------------------------------------------------------------------------------
-
-
-def _run_and_keys(folder: Path) -> tuple[Path, dict[str, Path]]:
-    """The run folder, and the sites' public keys by name."""
-    if FederationFolder(folder).app_file.is_file():
-        from fednh.flower.deploy import scaffold
-
-        config, sites = scaffold.read(folder)
-        return Path(str(config.federation.folder)), {site.name: site.public_key for site in sites}
-    return folder, {}
-
-
-def _membership(run: Path) -> list[dict[str, Any]]:
-    """The sites of the newest checkpoint that can be read."""
-    for path in CheckpointLayout(RunLayout(run).checkpoints).manifests():
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            members: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["body"]["progress"]["sites"]
-            return members
-    return []
-
-
-def _took_part(run: Path) -> dict[int, list[int]]:
-    """The rounds in which each client's upload was used."""
-    rounds: dict[int, list[int]] = {}
-    with suppress(OSError, ValueError, KeyError, TypeError):  # the last line may be half written
-        for line in RunLayout(run).metrics_file.read_bytes().splitlines():
-            record = json.loads(line)
-            for client in record["clients"]:
-                rounds.setdefault(client, []).append(record["round"])
-    return rounds
-
-
-def _add_times(rows: dict[str, SiteStatus], run: Path) -> None:
-    """Add when each site last answered, from the server's audit log."""
-    if not (log := RunLayout(run).audit_file).is_file():
-        return
-    for line in audit.read(log).lines:
-        site = line.get("site")
-        if not isinstance(site, str):
-            continue
-        row = rows.setdefault(site, SiteStatus(site))
-        row.node = line.get("node") or row.node
-        row.key = row.key or str(line.get("key") or "")
-        if line["event"] in ("joined", "took"):
-            row.last_answer, row.refused = f"{_when(line)} UTC", ""
-        elif line["event"] == "refused":
-            row.refused = str(line.get("why"))
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return ""
-
-
-# --- what Flower knows ----------------------------------------------------------------------------------------------
-
-
-def _listed(folder: Path) -> tuple[list[Node], list[str]]:
-    """Flower's list of nodes; if its server does not answer, a remark that says so."""
-    tried, fed = [], FederationFolder(folder)
-    for home in (fed.local_home, fed.home):
-        address = _address(home)
-        if address is None:
-            continue
-        if not _answers(address):
-            tried.append(address)
-            continue
-        try:
-            return _nodes(home.path), []
-        except Exception as error:  # Flower's client raises many kinds
-            return [], [f"the SuperLink at {address} does not list its nodes: {error}"]
-    return [], [f"no SuperLink answers at {' or '.join(tried)}: states and nodes are not known"] if tried else []
-
-
-def _address(home: FlowerHome) -> str | None:
-    """The server's address in Flower's config."""
-    try:
-        links = tomllib.loads(home.connections_file.read_text(encoding="utf-8"))["superlink"]
-        return str(links[links["default"]]["address"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    with suppress(OSError, ValueError), socket.create_connection((host, int(port)), timeout=2):
-        return True
-    return False
-
-
-def _nodes(home: Path) -> list[Node]:
-    from fednh.flower import compat
-
-    with _flower_home(home), redirect_stdout(StringIO()):  # Flower prints which connection it uses
-        client = compat.init_http_client_from_connection(compat.read_superlink_connection(None))
-        try:
-            answer = client.ListNodes(compat.ListNodesRequest())
-        finally:
-            client.close()
-    return [
-        Node(info.node_id, _state(info), fingerprint_of_pem(info.public_key))
-        for info in answer.nodes_info
-        if info.status != "unregistered"
-    ]
-
-
-def _state(info: Any) -> str:
-    since = info.last_activated_at if info.status == "online" else info.last_deactivated_at
-    if not since:
-        return str(info.status)
-    return f"{info.status} since {datetime.fromisoformat(since).astimezone(UTC):%Y-%m-%d %H:%M:%S}"
-
-
-@contextmanager
-def _flower_home(home: Path) -> Iterator[None]:
-    before = os.environ.get("FLWR_HOME")
-    os.environ["FLWR_HOME"] = str(home)
-    try:
-        yield
-    finally:
-        os.environ.pop("FLWR_HOME")
-        os.environ |= {} if before is None else {"FLWR_HOME": before}
