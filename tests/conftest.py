@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, settings
 from fednh.data.batches import Samples, samples_of
 from fednh.errors import UserError
 from fednh.machine import check_bf16
-from fednh.methods import METHODS
 from fednh.models import Net, build_net
 from tests.helpers.counts import COUNTS, count
 from tests.helpers.tiny import tiny_dataset
@@ -80,18 +79,28 @@ def real_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """method -> the folder of a short finished run on digits, for tests of what is done with models."""
-    from tests.helpers.synthetic import real_run
+class _FinishedRuns(dict[str, Path]):
+    """Runs by method, each trained when a test first asks for it."""
 
-    folder = tmp_path_factory.mktemp("finished")
-    light = {"method.features_per_class": 5, "method.match_steps": 5, "method.retrain_epochs": 5}  # of creff
-    for method in METHODS:
+    def __init__(self, folder: Path):
+        super().__init__()
+        self.folder = folder
+
+    def __missing__(self, method: str) -> Path:
+        from tests.helpers.synthetic import real_run
+
+        light = {"method.features_per_class": 5, "method.match_steps": 5, "method.retrain_epochs": 5}  # of creff
         quick = {
             "partition.clients": 4,
             "rounds": 8 if method == "fednh" else 2,
             **(light if method == "creff" else {}),
         }
-        real_run(folder / method, {"method.name": method, **quick})
-    return {method: folder / method for method in METHODS}
+        self[method] = self.folder / method
+        real_run(self[method], {"method.name": method, **quick})
+        return self[method]
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """method -> the folder of a short finished run on digits, for tests of what is done with models."""
+    return _FinishedRuns(tmp_path_factory.mktemp("finished"))

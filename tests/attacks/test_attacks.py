@@ -109,6 +109,7 @@ def test_a_name_of_no_attack_is_refused():
         attack(targets("local"), Settings(("guess",)))
 
 
+@pytest.mark.soak
 def test_the_command_twice_gives_the_same_bits(tmp_path):
     run = tmp_path / "run"
     settings = ["--method", "fednh", "--partition", "iid", "--clients", "180", "--rounds", "2", "--epochs", "1"]

@@ -233,8 +233,13 @@ def test_folds_are_runs_of_one_division(tmp_path: Path) -> None:
 # --- the same conditions -----------------------------------------------------------------------------------------
 
 
-def test_all_methods_see_the_same_clients_picks_and_weights(tmp_path: Path) -> None:
-    axes = {"method.name": list(METHODS), "rounds": [2], "participation.rate": [0.5], **SMALL}
+@pytest.mark.parametrize(
+    "methods",
+    [("fednh", "fedavg", "local", "ditto", "fedncm", "scaffold"), pytest.param(tuple(METHODS), marks=pytest.mark.soak)],
+    ids=["some", "all"],
+)
+def test_all_methods_see_the_same_clients_picks_and_weights(methods: tuple[str, ...], tmp_path: Path) -> None:
+    axes = {"method.name": list(methods), "rounds": [2], "participation.rate": [0.5], **SMALL}
     seen: dict[str, list[Any]] = {"partition": [], "picks": [], "body": []}
     for run in combine("digits", axes, [], tmp_path):
         federation = build_federation(run.config)
@@ -248,7 +253,7 @@ def test_all_methods_see_the_same_clients_picks_and_weights(tmp_path: Path) -> N
         seen["partition"].append((run.folder.path / "partition.json").read_bytes())
         lines = run.folder.metrics_file.read_text().splitlines()
         seen["picks"].append([json.loads(line)["clients"] for line in lines])
-    assert len(seen["body"]) == len(METHODS)
+    assert len(seen["body"]) == len(methods)
     assert all(partition == seen["partition"][0] for partition in seen["partition"])
     assert all(len(picks) == 2 and picks == seen["picks"][0] for picks in seen["picks"])
     for body in seen["body"]:

@@ -126,7 +126,7 @@ def test_a_share_is_held_out(finished: dict[str, Path], site: str) -> None:
 
 def test_what_cannot_be_personalised(finished: dict[str, Path], site: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a run folder"):
-        personalize(next(iter(finished.values())).parent, site)
+        personalize(finished["fednh"].parent, site)
     x, y = DATA.x_train[:40], np.arange(40) % 2
     np.savez(tmp_path / "strange.npz", x_train=x, y_train=y, x_test=x, y_test=y, classes=np.array(["1", "owl"]))
     with pytest.raises(UserError, match="does not know: owl"):

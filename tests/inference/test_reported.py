@@ -199,7 +199,8 @@ def test_every_other_partition(partition: str, tmp_path: Path) -> None:
     says_what_it_computes(fednh.run({**QUICK, **source, **divided}, out=tmp_path / "run").path)
 
 
-def test_the_commands_say_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sites", [SITES[:1], pytest.param(SITES, marks=pytest.mark.soak)], ids=len)
+def test_the_commands_say_the_same(sites: tuple[str, ...], tmp_path: Path) -> None:
     """`table` and `compare` of a run, and `predict` and `evaluate` on the same rows, as a person sees them."""
     config = load(
         None, {**QUICK, "data.name": f"csv:{table(tmp_path)}", "partition.name": "site", "method.name": "fednh"}
@@ -215,7 +216,7 @@ def test_the_commands_say_the_same(tmp_path: Path) -> None:
     compared = command(["compare", str(run), "--format", "csv"], io)
     told = {(row["site"], row["model"]): float(row["accuracy"]) for row in csv.DictReader(compared.stdout.splitlines())}
     lines, held = [row for k in range(3) for row in rows(k, 30)], Training(run).parts[1]
-    for k, site in enumerate(SITES):
+    for k, site in enumerate(sites):
         file = written(tmp_path / "held.csv", [lines[i] for i in held[k]])
         truth = [lines[i][-1] for i in held[k]]
         for more in ([], ["--site", site]):
