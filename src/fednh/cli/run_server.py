@@ -13,14 +13,11 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-import fednh.backends.threads  # what a run needs, imported before the fork
-import fednh.callbacks.screen
-import fednh.callbacks.trackers
-import fednh.federated.setup  # noqa: F401
-from fednh import cli
 from fednh.experiments.run_processes import RunOrder, die_with_parent
+from fednh.process import exit_at_once, fewer_collections
 
 SECONDS = 0.02  # between two looks at the runs
 
@@ -83,7 +80,7 @@ class RunServer:
                 os.write(1, line.encode() + b"\n")
 
 
-def become(job: RunOrder) -> None:
+def become(job: RunOrder, command: Callable[[], None]) -> None:
     """Be `fednh WORDS` in a session of its own, with the log as output."""
     os.setsid()
     for number, path, flags in (
@@ -96,13 +93,22 @@ def become(job: RunOrder) -> None:
     os.dup2(1, 2)
     os.environ.update(job.environment)
     sys.argv = ["fednh", *job.words]
-    cli.main()
+    command()
 
 
 def main() -> None:
-    gc.freeze()  # the collector of a fork leaves the memory that it shares alone
-    if (job := RunServer().serve()) is not None:
-        become(job)
+    fewer_collections()
+    with exit_at_once():
+        import fednh.backends.threads  # what a run needs, imported before the fork
+        import fednh.callbacks.screen
+        import fednh.callbacks.trackers
+        import fednh.federated.setup
+        import fednh.report.load  # noqa: F401
+        from fednh.cli import main as command
+
+        gc.freeze()  # the collector of a fork leaves the memory that it shares alone
+        if (job := RunServer().serve()) is not None:
+            become(job, command)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fednh.errors import ConfigError
+from fednh.machine import one_thread
 from fednh.models.fast_conv import fuse, use_fast_conv
 from fednh.models.random_layers import SeededRandomOps, not_repeatable, seeded
 from fednh.models.split import read_weights
@@ -268,8 +269,9 @@ class Net:
         x = torch.randn(2, *self.shape, generator=torch.Generator().manual_seed(0))
         body, head = self._part("body"), self._part("head")
         try:
-            features, logits, draws = self._drawn(x)
-            again = self._drawn(x)[1]
+            with one_thread():  # to start several costs more than these passes
+                features, logits, draws = self._drawn(x)
+                again = self._drawn(x)[1]
             if draws:
                 self.random = True
                 for part in (self._skeleton, body, head):
