@@ -1,4 +1,4 @@
-"""Many small runs: forks of one process. One that crashes takes nobody with it, and the results are those of `fednh run`."""
+"""Many small runs: forks of one process. One that crashes takes nobody with it; results are those of `fednh run`."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Told:
 
 with exit_at_once():
     atexit.register(print, "registered later")
-    sys.told = Told()
+    told = Told()
     print("not flushed", end=" ")
     sys.exit(int(sys.argv[1]))
 """
