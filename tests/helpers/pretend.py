@@ -10,6 +10,7 @@ operands, CPU tensors as indices, and copies. Kernels are the CPU's, so the numb
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,15 @@ from torch.utils._pytree import tree_flatten, tree_map
 DEVICE = torch.device("meta")
 aten = torch.ops.aten
 COPIES = (aten._to_copy.default, aten.copy_.default)
+READS = (
+    aten.item,
+    aten._local_scalar_dense,
+    aten.nonzero,
+    aten.masked_select,
+    aten.equal,
+    aten._unique2,
+    aten.is_nonzero,
+)
 INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 
 
@@ -66,16 +76,21 @@ class OnDevice(Tensor):
 class Pretend(TorchDispatchMode):
     """While it is on, the device is there. It counts the operations done on it. It holds for one thread.
 
+    `waits` counts those for which the CPU waits until the device has caught up, because it asks for numbers.
+
     `doubles=False`: the device has no double precision, as Apple's mps, whose name it then has for `tree.double`.
     """
 
     def __init__(self, doubles: bool = True) -> None:
         super().__init__()
         self.operations, self.doubles = 0, doubles
+        self.waits: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.operations += any(isinstance(v, OnDevice) for v in tree_flatten((args, kwargs))[0])
+        if _waits(func, args, kwargs):
+            self.waits[str(func)] += 1
         result = perform(func, args, kwargs)
         made = [value for value in tree_flatten(result)[0] if isinstance(value, OnDevice)]
         if not self.doubles and any(value.dtype == torch.float64 for value in made):
@@ -118,6 +133,17 @@ def _check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], there: bool
         raise Mixed(f"{func}: tensors of the device meet tensors of the CPU of shapes {shapes}")
     if _in_place(func) and any(t is stranger for t in _tensors(args[:1], {}) for stranger in strangers):
         raise Mixed(f"{func}: a result of the device written into a tensor of the CPU")
+
+
+def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the CPU needs a number of the device before it can go on: a value, a copy to here, a size by a mask."""
+    if func == aten._to_copy.default:
+        return isinstance(args[0], OnDevice) and torch.device(kwargs.get("device") or DEVICE).type != DEVICE.type
+    if func == aten.copy_.default:
+        return isinstance(args[1], OnDevice) and not isinstance(args[0], OnDevice)
+    if func in INDEXING:
+        return any(isinstance(t, OnDevice) and t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1:2], {}))
+    return func.overloadpacket in READS and any(isinstance(t, OnDevice) for t in _tensors(args, kwargs))
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:

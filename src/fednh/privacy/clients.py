@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fednh.config.schema import PrivacyConfig
 from fednh.privacy.noise import Noise
-from fednh.tree import Tree, Uploads
+from fednh.tree import Tree, Uploads, double
 
 FIRST_CLIP = 0.1  # of the adaptive clip
 MEDIAN, ETA = 0.5, 0.2
@@ -62,7 +62,7 @@ class PrivateMean:
 
     def add(self, upload: Tree, samples: int = 0, clients: int = 1) -> None:
         move = {name: value - self.server[name] if name in self.server else value for name, value in upload.items()}
-        norm = torch.stack([value.double().square().sum() for value in move.values()]).sum().sqrt()
+        norm = torch.stack([double(value).square().sum() for value in move.values()]).sum().sqrt()
         self.short += int(norm <= self.clip)
         shrink = self.clip / norm.clamp(min=self.clip)
         self.total = {name: total + (shrink * move[name]).to(total) for name, total in self.total.items()}

@@ -87,7 +87,7 @@ class Grid:
         """A site's summand: rounded, with its share of noise; ValueError if a number lies beyond the grid."""
         pieces = [np.zeros(0, np.uint64)]
         for name, part in self.parts.items():
-            values = tree[name].detach().double().reshape(-1).cpu().numpy()
+            values = tree[name].detach().cpu().double().reshape(-1).numpy()
             most = ROOM / self.sites * part.step
             if not np.all(np.abs(values) < most):  # also if it is not finite
                 raise ValueError(f"a number of {name} is beyond {most:.3g}, the end of the grid, or not finite")

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from fednh.methods.losses import Loss, unvmap_any
 from fednh.methods.maps import is_mapped, outside, outside_all
-from fednh.tree import Tree
+from fednh.tree import Tree, double, double_dtype
 
 
 def clipped_sum(loss: Loss, moving: Tree, fixed: Tree, x: Tensor, y: Tensor, weight: Tensor, clip: float) -> Tree:
@@ -44,7 +44,7 @@ class Rows:
     rows: Tensor  # (B, n)
 
     def squares(self) -> Tensor:  # (B,)
-        squares: Tensor = torch.linalg.vector_norm(self.rows, dim=1).double().square()
+        squares: Tensor = double(torch.linalg.vector_norm(self.rows, dim=1)).square()
         return squares
 
     def weighted(self, factor: Tensor) -> Tensor:  # (B,) -> (n,)
@@ -70,7 +70,7 @@ class Outer:
 
     def squares(self) -> Tensor:  # (B,)
         # One factor may be very small and the other very large: the product's digits must not be lost in either.
-        norms = [torch.linalg.vector_norm(each, dim=1, dtype=torch.float64) for each in (self.g, self.a)]
+        norms = [torch.linalg.vector_norm(each, dim=1, dtype=double_dtype(each.device)) for each in (self.g, self.a)]
         squares: Tensor = (norms[0] * norms[1]).square()
         return squares
 
