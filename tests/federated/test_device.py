@@ -246,9 +246,9 @@ def wide_dataset() -> Dataset:
 
 def same(found: list[Tree], expected: list[Tree]) -> None:
     """Everything is on the device, with these numbers."""
-    for tree, wanted in zip(found, expected, strict=True):
-        assert {type(value) for value in tree.values()} <= {OnDevice}
-        identical({n: v.cpu() for n, v in tree.items()}, wanted)
+    for mine, wanted in zip(found, expected, strict=True):
+        assert {type(value) for value in mine.values()} <= {OnDevice}
+        identical({n: v.cpu() for n, v in mine.items()}, wanted)
 
 
 def test_clients_are_divided_between_devices_by_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
