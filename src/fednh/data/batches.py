@@ -16,6 +16,7 @@ from fednh.data import scaling
 from fednh.data.dataset import Dataset
 from fednh.errors import DataError, Refused
 from fednh.seeding import torch_rng
+from fednh.tree import double
 
 PADDING = 4  # black pixels around an image before a random crop
 EVAL_BATCH = 128  # larger ones leave the processor's cache: a third slower for Conv2
@@ -105,10 +106,10 @@ def drawn_number(share: float, samples: int) -> int:
 def summed_by_class(
     features: Callable[[Tensor], Tensor], batches: Iterable[tuple[Tensor, Tensor, Tensor]], num_classes: int
 ) -> Tensor:  # (C, D)
-    """The sum of the features of each class's samples in batches of (x, y, weight), in double precision."""
+    """The sum of the features of each class's samples in batches of (x, y, weight), in double precision if the device has it."""
     total: Tensor | None = None
     for x, y, weight in batches:
-        h = features(x).double()
+        h = double(features(x))
         part = (F.one_hot(y, num_classes).to(h) * weight.to(h)[:, None]).T @ h
         total = part if total is None else total + part
     assert total is not None, "a client has at least one sample"
@@ -187,7 +188,7 @@ class ClientData:
 
     @torch.no_grad()
     def class_sums(self, features: Callable[[Tensor], Tensor]) -> Tensor:  # (C, D)
-        """The sum over each class's samples of their features (B, D), in double precision."""
+        """The sum over each class's samples of their features (B, D), in double precision if the device has it."""
         return summed_by_class(features, self.batches(), self.samples.num_classes)
 
     def _check(self, number: int) -> None:
