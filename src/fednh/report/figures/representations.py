@@ -60,7 +60,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     first = next(iter(variants.values()))
     pair = _chosen_pair(first, choice) if choice.clients else _saved_pair(list(variants.values()))
     names: list[str] = first.partition["classes"]
-    chosen = _classes(choice, names, np.array(first.partition["counts"]), pair)
+    chosen = _classes(choice, names, first.counts, pair)
     data = _load(first)
     rows = np.concatenate([np.flatnonzero(data.y_test == c)[:PER_CLASS] for c in chosen])
     labels = data.y_test[rows]

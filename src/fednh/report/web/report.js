@@ -196,6 +196,9 @@
     const many = group.clients.length > 12;
     for (const node of [find, explorer.querySelector("label[for=find-client]")]) node.hidden = !many;
     find.value = "";
+    const sample = explorer.querySelector("#client-sample"), here = group.clients.length;
+    sample.hidden = here === group.all;
+    sample.textContent = `${here.toLocaleString("en")} of ${group.all.toLocaleString("en")} are in this page, from the worst to the best served.`;
     fill(pick.client, group.clients.map((i) => [i, name(group, i)]));
     showClient();
   };
