@@ -158,7 +158,7 @@ def _load(run: Run) -> Dataset:
         data = load_data(run.config)
         if not len(data.y_test):
             raise FigureUnavailable("there is no test set that all clients share")
-        return scaled(data, run.config, *divide(data, run.config))[0]
+        return scaled(data, run.config, *divide(data, run.config))[0] if data.fitted else data
     except FigureUnavailable:
         raise
     except UserError as error:
