@@ -84,7 +84,8 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     if metric_key == HELD_SHARE:
         caption += left_out(able)
     columns = _BIN_COLUMNS if binned else ["seed", *identity(able[0]), metric_key, "worst_tenth"]
-    return Drawing(figure, caption, ["method", *columns], rows)
+    explanation = FAIRNESS.explanation.replace("diamonds", "part") if binned else ""
+    return Drawing(figure, caption, ["method", *columns], rows, explanation)
 
 
 _BIN_COLUMNS = ["from", "to", "number", "of_them_worst_tenth"]

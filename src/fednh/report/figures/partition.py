@@ -60,7 +60,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     sizes = counts.sum(1)
     owned = (counts > 0).sum(1)
     caption = (
-        f"Seed {run.config.seed}; all methods of that seed share it. {len(counts)} {client_noun(run)} hold "
+        f"Seed {run.config.seed}; all methods of that seed share it. {len(counts):,} {client_noun(run)} hold "
         f"{sizes.sum():,} training samples: {span(sizes)} each, of {span(owned)} "
         f"classes (median {np.median(owned):g})."
     )
