@@ -100,7 +100,8 @@ def _histogram(
     half = 0.38 / max(number.max(), 1)
     for part, fill in ((number, colour), (worst, ALARM)):
         ax.bar((edges[:-1] + edges[1:]) / 2, 2 * half * part, 100 / BINS, place - half * part, color=fill, linewidth=0)
-    return np.column_stack([edges[:-1], edges[1:], number, worst]).tolist()
+    rows: list[list[float]] = np.column_stack([edges[:-1], edges[1:], number, worst]).tolist()
+    return rows
 
 
 def _mean(runs: Sequence[Run], metric: str) -> float:
