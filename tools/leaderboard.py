@@ -33,9 +33,9 @@ PFLLIB = {
     "fedavg": 31.89,
 }
 LENGTH = (
-    "A run is 2,000 rounds of 4,500 steps of 10 images: 15 hours of CPU time for FedAvg at 6 ms a step, so some 700 for "
-    "three seeds of the fourteen methods in `results/campaign.toml`, two weeks on two cores. One round, which says what it "
-    "takes elsewhere: `fednh run pfllib --data cifar100 --method fedavg --rounds 1`."
+    "A run is 2,000 rounds of 4,500 steps of 10 images: 15 hours of CPU time for FedAvg at 6 ms a step, so some 700 "
+    "for three seeds of the fourteen methods in `results/campaign.toml`, two weeks on two cores. One round, which says "
+    "what it takes elsewhere: `fednh run pfllib --data cifar100 --method fedavg --rounds 1`."
 )
 INTRO = """---
 hide: [toc]

@@ -106,7 +106,7 @@ def drawn_number(share: float, samples: int) -> int:
 def summed_by_class(
     features: Callable[[Tensor], Tensor], batches: Iterable[tuple[Tensor, Tensor, Tensor]], num_classes: int
 ) -> Tensor:  # (C, D)
-    """The sum of the features of each class's samples in batches of (x, y, weight), in double precision if the device has it."""
+    """The sum of each class's features in batches of (x, y, weight), in double precision if the device has it."""
     total: Tensor | None = None
     for x, y, weight in batches:
         h = double(features(x))
