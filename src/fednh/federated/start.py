@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fednh.config import Config
 from fednh.errors import ConfigError, UserError
-from fednh.federated import checks, evaluate
+from fednh.federated import checks, evaluate, stopping
 from fednh.federated.aggregate import split_overrides
 from fednh.federated.executor import Executor
 from fednh.federated.plan import most_answers
@@ -59,6 +59,7 @@ def start(
             alone = nets.view(initial, name)
             checks.check_personal(config.personal.model, method, config.method["name"], alone)
             checks.check_shared(method, config.method["name"], alone, specs)
+        stopping.check(config, any(map(len, side.held_out)), executor.policy.simulated)
         optimizer = ServerOptimizer(config.server, method)
         optimizer.check(initial, nets.uploaded(upload_specs))
         privacy = _privacy(config, side, initial, executor.policy.simulated)

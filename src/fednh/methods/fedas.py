@@ -43,7 +43,6 @@ from fednh.methods.base import (
     class_means,
     cross_entropy,
     select,
-    unvmap_any,
 )
 
 
@@ -64,11 +63,8 @@ class FedAS(Method):
     align_epochs: Annotated[int, Field(ge=0)] = 1  # epochs of parameter alignment
     fisher_batch: Annotated[int, Field(ge=1)] = 64  # samples in a gradient of the Fisher trace
 
-    def init(self, net: Net, rng: torch.Generator) -> Tree:
-        return {**net.init(rng), "joined": torch.zeros(())}
-
     def enroll(self, initial: Tree) -> Tree:
-        return initial  # joined: 0 until the client has trained, then 1
+        return select(initial, "head")  # there is no body of its own until the client has trained
 
     def broadcast(self, server: Tree) -> Tree:
         return select(server, "body")
@@ -77,15 +73,14 @@ class FedAS(Method):
         start = {**self.aligned(net, kept, received, data, fit), **select(kept, "head")}
         model = fit(start, cross_entropy(net.logits), only=MODEL)
         fisher = self.fisher_trace(net, model, data)
-        return {**model, "joined": torch.ones_like(kept["joined"])}, {**select(model, "body"), "fisher": fisher}
+        return model, {**select(model, "body"), "fisher": fisher}
 
     def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
         return {**server, **select(uploads.mean(), "body")}  # a mean by `upload.weight`
 
     def aligned(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> Tree:
         """The body received, brought near to the client's own of its last round, if it has one."""
-        joined = kept["joined"] > 0
-        if not unvmap_any(joined):
+        if not select(kept, "body"):
             return received
         means = class_means(lambda x: net.features(kept, x), data.batches(), data.counts)  # (C, D)
 
@@ -94,8 +89,7 @@ class FedAS(Method):
             share = (weight[:, None] * F.one_hot(y, len(means))).sum(0)  # (C,), of the mini-batch
             return distance / share[y].clamp(min=1e-12), {}
 
-        body = fit.batchwise(received, align, only=("body",), epochs=self.align_epochs)
-        return {name: torch.where(joined, value, received[name]) for name, value in body.items()}
+        return fit.batchwise(received, align, only=("body",), epochs=self.align_epochs)
 
     def fisher_trace(self, net: Net, model: Tree, data: ClientData) -> Tensor:  # ()
         """T_k, on the client's samples as they are."""

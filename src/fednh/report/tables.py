@@ -23,7 +23,7 @@ from fednh.errors import UserError, did_you_mean
 from fednh.metric_names import GM, HELD_OUT, HELD_SHARE, PM_L, POOLED, TEST_SET, best_of, std_of
 from fednh.report import groups
 from fednh.report.groups import PAPER_METHODS, Group, Row, TableLayout, lay_out, show
-from fednh.report.load import Run, left_out
+from fednh.report.load import Run, left_out, rounds_of
 from fednh.report.sheet import (
     DASH,
     Cell,
@@ -359,7 +359,7 @@ def comparison_sheet(runs: Sequence[Run]) -> Sheet:
     rows = [
         [
             *(word(display_name(name)) for name in (run.method, run.summary["data"])),
-            *(word(value) for value in (run.config.seed, run.summary["rounds"])),
+            *(word(value) for value in (run.config.seed, rounds_of(run))),
             *(_with_interval(run) if key == HELD_SHARE else number(run.summary.get(key)) for key in keys),
             *[number(run.summary.get("epsilon"))] * private,
             number(run.summary["samples_per_second"] or None, "{:,.0f}"),  # earlier runs: 0 where nothing was trained

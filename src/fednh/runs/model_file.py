@@ -215,6 +215,11 @@ def card_of(
     }
 
 
+def after_rounds(card: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """The card of a model that has had so many rounds, which may be fewer than were planned."""
+    return {**card, "trained_on": {**card["trained_on"], "rounds": rounds}}
+
+
 def architecture(card: Card, weights: Path | None = None) -> tuple[Net, Method]:
     """The network and the method that a card describes; `weights` is a file for the network to start from.
 
