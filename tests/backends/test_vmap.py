@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fednh.backends.tasks import SimulatedData, TrainTask
 from fednh.backends.vmap import (
     BLOCKS,
     LARGEST,
@@ -29,11 +30,13 @@ from fednh.data.batches import ClientData, Samples
 from fednh.errors import RunError, UserError
 from fednh.federated import checks, client
 from fednh.federated import client as clients
+from fednh.federated.architectures import Architectures
 from fednh.federated.setup import Federation, build_federation
 from fednh.methods import METHODS
 from fednh.methods.base import Method
 from fednh.methods.fedavg import FedAvg
-from fednh.methods.fit import Fit, Sgd
+from fednh.methods.fit import Fit, FitSettings, Sgd
+from fednh.methods.optimizers import Adam
 from fednh.models import Net, build_net
 from fednh.seeding import torch_rng
 from fednh.tree import Tree, Uploads, prefix, select, strip_prefix
@@ -121,6 +124,40 @@ def test_a_block_carries_running_values_and_draws_samples_as_the_loop_does(
     """Clients that joined late share a block with others."""
     one_by_one, together = both(name, samples, rounds, late=2 if rounds > 1 else 0, **settings)
     assert largest_difference(one_by_one, together) < 2e-5
+
+
+@pytest.mark.parametrize(
+    "settings", [SGD, Adam(lr=0.01, batch_size=4, epochs=1, keep_state=True, epsilon=1e-3)], ids=["sgd", "adam"]
+)
+@pytest.mark.parametrize("name", METHODS)
+def test_newcomers_among_others_compute_what_the_loop_does(name: str, settings: FitSettings, samples: Samples) -> None:
+    """Two clients join in the second round: through the task that divides clients into blocks by what they kept."""
+    if METHODS[name].sgd_only and settings is not SGD:
+        pytest.skip("it needs SGD from a fresh start")
+    quick: dict[str, dict[str, Any]] = {"creff": {"retrain_epochs": 5, "match_steps": 5}, "floco": {"tau": 1}}
+    method, everybody = METHODS[name](**quick.get(name, {})), range(len(SIZES))
+    nets = Architectures(method, {"mlp": build_net("mlp", (6,), 4, {"hidden": [8, 5]})})
+    on = SimulatedData(samples, samples, parts(), [part[:0] for part in parts()], nets, ("mlp",) * len(SIZES))
+    server = nets.init(0)
+    kept, records = {k: nets.enroll(server, "mlp") for k in everybody}, dict[int, Tree]()
+    for round_, picked in ((1, [0, 2, 4]), (2, list(everybody))):
+        loop, block = (
+            TrainTask(method.broadcast(server), settings, 5, round_, together=together, records=records)(
+                on, picked, [kept[k] for k in picked]
+            )
+            for together in (False, True)
+        )
+        assert not any(result.fallback_reason or result.problem for result in (*loop, *block))
+        for a, b in zip(loop, block, strict=True):
+            assert checks.form_of(a.keep) == checks.form_of(b.keep)
+            assert a.loss_sum == pytest.approx(b.loss_sum, rel=1e-3)
+        assert largest_difference(loop, block) < 2e-4
+        kept |= {k: result.keep for k, result in zip(picked, loop, strict=True)}
+        uploads = [result.upload or {} for result in loop]
+        server = method.aggregate(server, Uploads.of(uploads))
+        if parts_of := method.upload.recorded:
+            made = method.records(server, [select(upload, *parts_of) for upload in uploads])
+            records |= dict(zip(picked, made, strict=True))
 
 
 @pytest.mark.parametrize("seed", [9, 20, 22, 35])

@@ -42,6 +42,7 @@ from fednh.methods.base import (
     UploadSpec,
     class_means,
     cross_entropy,
+    is_statistic,
     select,
 )
 
@@ -95,10 +96,13 @@ class FedAS(Method):
         """T_k, on the client's samples as they are."""
         loss, total = cross_entropy(net.logits), torch.zeros_like(data.counts.sum())
 
-        def surprise(model: Tree, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-            return (loss(model, x, y) * weight).sum() / weight.sum().clamp(min=1)
+        fixed = {name: value for name, value in model.items() if is_statistic(name)}
+        moved = {name: value for name, value in model.items() if name not in fixed}
+
+        def surprise(moved: Tree, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+            return (loss({**fixed, **moved}, x, y) * weight).sum() / weight.sum().clamp(min=1)
 
         for x, y, weight in data.drawn(1.0, self.fisher_batch):
-            slope = grad(surprise)(model, x, y, weight)
+            slope = grad(surprise)(moved, x, y, weight)
             total = total + torch.stack([value.square().sum() for value in slope.values()]).sum()
         return total

@@ -69,8 +69,8 @@ class Fit(Protocol):
 class Calls:
     """Names for the calls of one round: by what each trains, and its number among those that train the same.
 
-    A method may leave out a call in some rounds (FedAS aligns nothing in a client's first one): the optimiser's state of
-    the others must not go to the wrong call.
+    A method may leave out a call in some rounds (FedAS aligns nothing in a client's first one): what the optimiser kept
+    of the others must not go to the wrong call.
     """
 
     def __init__(self) -> None:
