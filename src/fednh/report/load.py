@@ -141,7 +141,7 @@ def left_out(runs: Sequence[Run]) -> str:
     return words + scarce + biased * chosen
 
 
-def rounds_of(run: Run) -> str:
+def rounds_of(run: Run) -> int | str:
     """How many rounds a run had, and whose models it kept, if not the last one's."""
     kept, rounds = run.summary.get("kept_round"), run.summary["rounds"]
-    return str(rounds) if kept in (None, rounds) else f"{kept} of {rounds}"
+    return rounds if kept in (None, rounds) else f"{kept} of {rounds}"
