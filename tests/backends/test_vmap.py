@@ -18,6 +18,7 @@ from fednh.backends.vmap import (
     LARGEST,
     SMALLEST,
     Block,
+    BlockFit,
     BlockStep,
     VmapClientData,
     blocks,
@@ -35,7 +36,7 @@ from fednh.federated.setup import Federation, build_federation
 from fednh.methods import METHODS
 from fednh.methods.base import Method
 from fednh.methods.fedavg import FedAvg
-from fednh.methods.fit import Fit, FitSettings, Sgd
+from fednh.methods.fit import Fit, FitSettings, LocalFit, Sgd
 from fednh.methods.optimizers import Adam
 from fednh.models import Net, build_net
 from fednh.seeding import torch_rng
@@ -488,3 +489,15 @@ def test_every_method_can_be_mapped() -> None:
     for name, kind in METHODS.items():
         method: Method = kind()
         assert engine_of(fed.with_method(method), config) == "vmap", name
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0.13, None), (1.39, None), (2, None), (1, 7)])
+def test_a_block_counts_steps_as_the_loop_does(epochs: float, steps: int | None) -> None:
+    """0.13 of 900 samples are 117 and not 116, which are a batch less: SCAFFOLD divides by the number."""
+    sizes, settings = (900, 300, 1), Sgd(batch_size=4, epochs=epochs, steps=steps)
+    whole = Samples(torch.zeros(1201, 2), torch.zeros(1201).long(), 4, torch.ones(2), torch.zeros(2), augment=False)
+    index = np.split(np.arange(1201), np.cumsum(sizes)[:-1])
+    block = Block(whole, index, range(3), 0, 1, "train")
+    together = torch.func.vmap(lambda me: BlockFit(VmapClientData(block, me), settings).reach())(torch.arange(3))
+    alone = [LocalFit(ClientData(whole, part), settings).reach() for part in index]
+    torch.testing.assert_close(together, torch.tensor(alone))

@@ -230,15 +230,15 @@ class BlockFit:
         return self.settings.epochs if epochs is None else epochs
 
     def reach(self, epochs: float | None = None) -> Tensor:  # (): a client of fewer batches takes fewer steps
-        size, count = self.settings.batch_size, self.data.real.sum()
-        if epochs is None and self.settings.steps is not None:
-            return self.settings.reach(torch.full_like(count, self.settings.steps))
-        passes = self._epochs(epochs)
-        whole, share = passes // 1, passes % 1
-        taken = whole * (count / size).ceil()
-        if share:
-            taken = taken + ((share * count + 1e-9).floor().clamp(min=1) / size).ceil()
-        return self.settings.reach(taken)
+        sizes, size, steps = self.data.block.sizes, self.settings.batch_size, self.settings.steps
+        if epochs is None and steps is not None:
+            taken = np.full(len(sizes), steps)
+        else:
+            passes = self._epochs(epochs)
+            whole, share = passes // 1, passes % 1
+            rest = np.array([drawn_number(share, int(each)) if share else 0 for each in sizes])
+            taken = whole * -(-sizes // size) + -(-rest // size)
+        return self.settings.reach(torch.from_numpy(taken).to(self.data.real)[self.data.me])
 
 
 class BlockStep:

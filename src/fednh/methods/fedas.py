@@ -15,9 +15,10 @@ weights in proportion to the trace of the client's Fisher information matrix aft
 
 as the authors' code computes it: not divided by the number of mini-batches, so clients with more samples weigh more.
 Deviations: a client whose first round it is has no body of its own and is not aligned (authors' code: aligned to the
-initial, random one). Alignment has the run's optimiser and batches (authors' code: plain SGD at 0.01, 16 samples). The
-mini-batches of T_k have `fisher_batch` samples (authors' code: as many as a step of training). An aggregator that
-withstands bad clients does not look at the weights, which these could choose.
+initial, random one). Each client aligns a copy of what it received (authors' code: a round's clients align one and the
+same body, each what the one before has left). Alignment has the run's optimiser and batches (authors' code: plain SGD
+at 0.01, 16 samples). The mini-batches of T_k have `fisher_batch` samples (authors' code: as many as a step of
+training). An aggregator that withstands bad clients does not look at the weights, which these could choose.
 """
 
 from __future__ import annotations
