@@ -27,7 +27,7 @@ from fednh.federated.plan import RoundPlan, evaluated_clients, is_evaluated, pla
 from fednh.federated.results import Progress, RoundBuilder, RoundResult, check_lost
 from fednh.federated.server_optimizer import merge_moments, split_moments
 from fednh.federated.start import Started, start
-from fednh.federated.stopping import Choice
+from fednh.federated.stopping import ChosenRound
 from fednh.federated.summary import client_rows, close_round
 from fednh.interrupt import Meter
 from fednh.machine import gc_frozen, one_thread
@@ -99,7 +99,7 @@ class RoundLoop:
         chosen = self._choice()
         return self.progress.closed >= self.config.rounds or (chosen is not None and chosen.ends)
 
-    def _choice(self) -> Choice | None:
+    def _choice(self) -> ChosenRound | None:
         """Which round's models are kept, as far as is known."""
         return stopping.choice(self.config, self.progress.records[: self.progress.closed])
 

@@ -20,7 +20,7 @@ MOST_ROUNDS_BACK = 90  # for which a real site still has the state of the round 
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenRound:
     """The best evaluated round so far, and whether the run should go on in the hope of a better one."""
 
     round: int
@@ -28,7 +28,7 @@ class Choice:
     ends: bool
 
 
-def choice(config: Config, records: Sequence[Mapping[str, Any]]) -> Choice | None:
+def choice(config: Config, records: Sequence[Mapping[str, Any]]) -> ChosenRound | None:
     """What the complete records of a run say; None without `stop_when`, or before the first evaluation."""
     rule = config.stop_when
     if rule.metric == "none":
@@ -46,7 +46,7 @@ def choice(config: Config, records: Sequence[Mapping[str, Any]]) -> Choice | Non
             best, since = (record["round"], value), 0
         else:
             since += 1
-    return None if best is None else Choice(*best, ends=since >= rule.patience)
+    return None if best is None else ChosenRound(*best, ends=since >= rule.patience)
 
 
 def check(config: Config, held_out: bool, simulated: bool) -> None:
@@ -66,7 +66,7 @@ def check(config: Config, held_out: bool, simulated: bool) -> None:
         )
 
 
-def told(config: Config, chosen: Choice, rounds: int) -> dict[str, Any]:
+def told(config: Config, chosen: ChosenRound, rounds: int) -> dict[str, Any]:
     """What the summary says of the choice, of a run that trained so many rounds."""
     return {
         "kept_round": chosen.round,
@@ -79,7 +79,7 @@ def told(config: Config, chosen: Choice, rounds: int) -> dict[str, Any]:
     }
 
 
-def sentence(config: Config, chosen: Choice, rounds: int) -> str:
+def sentence(config: Config, chosen: ChosenRound, rounds: int) -> str:
     """The same in words."""
     what = HELD_OUT[config.stop_when.metric]
     return (
