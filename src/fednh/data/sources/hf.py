@@ -84,16 +84,12 @@ def _local(datasets: Any, path: Path, scratch: str) -> dict[str, Any]:
 
 
 def _assembled(datasets: Any, name: str, splits: Any, where: str, options: HuggingFace) -> Dataset:
-    if not isinstance(splits, dict):
-        splits = {"train": splits}
     if "train" not in splits:
         raise DataError(f"{where} has the splits {', '.join(splits)}, but no train")
     used = {split: splits[split] for split in ("train", "test") if split in splits}
     features = used["train"].features
     pictures = [column for column, kind in features.items() if isinstance(kind, datasets.Image)]
-    label = options.label or "label"
-    if label not in features:
-        find_column(where, list(features), options.label, "label", needed=True)
+    label = find_column(where, list(features), options.label, "label", needed=True)
     names = features[label].names if isinstance(features[label], datasets.ClassLabel) else None
     if not pictures:
         return _tabular(name, used, label, names, where, options)
