@@ -179,8 +179,7 @@ def absolute(name: str) -> str:
 def file_of(name: str, folder: Path) -> Path | None:
     """The file or folder that a data set is read from, where there is one."""
     if name in PUBLISHED:
-        place = PUBLISHED[name].find(folder)
-        return place.path if place else None
+        return PUBLISHED[name].find(folder)
     source_kind = find(name)
     return None if source_kind is None else source_kind[0].file(source_kind[1])
 
@@ -190,7 +189,7 @@ def available(folder: Path) -> list[Available]:
     lines = [Available(name, each.description, True, "built in") for name, each in BUILTIN.items()]
     for name, published in PUBLISHED.items():
         place = published.find(folder)
-        where = str(place.path) if place else f"{folder}: {published.accepts}"
+        where = str(place) if place else f"{folder}: {published.accepts}"
         lines.append(Available(name, published.description, place is not None, where, published.sites))
     return lines
 
