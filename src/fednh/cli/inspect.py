@@ -38,7 +38,7 @@ def inspect(
 ) -> None:
     """Show what data hold and how they would be divided, and warn of problems. Nothing is written."""
     from fednh.config import load
-    from fednh.data.agreement import not_agreed
+    from fednh.data.disclosure import not_agreed
     from fednh.data.inspection import Division
     from fednh.data.inspection import inspect as look
     from fednh.data.sources.registry import find
