@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fednh.data.published import PublishedImages, cifar, idx
+from fednh.data.published import PublishedImages, cifar, mnist
 from fednh.data.sources import registry
 from fednh.data.sources.builtin import BUILTIN
 from fednh.data.sources.registry import PUBLISHED
@@ -26,7 +26,7 @@ CLASSES = {"cifar10": 10, "cifar100": 100, "fashion_mnist": 10, "mnist": 10}
 @pytest.fixture(autouse=True)
 def _no_debian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fashion = PUBLISHED["fashion_mnist"]
-    places = [tmp_path / "debian" / "fashion-mnist" if place == idx.DEBIAN else place for place in fashion.places]
+    places = [tmp_path / "debian" / "fashion-mnist" if place == mnist.DEBIAN else place for place in fashion.places]
     monkeypatch.setitem(PUBLISHED, "fashion_mnist", replace(fashion, places=tuple(places)))
 
 

@@ -25,7 +25,7 @@ from fednh.data.published.cifar import CIFAR10, CIFAR100
 from fednh.data.published.femnist import FEMNIST
 from fednh.data.published.har import HAR
 from fednh.data.published.heart import HEART, HEART_FLAMBY
-from fednh.data.published.idx import FASHION_MNIST, MNIST
+from fednh.data.published.mnist import FASHION_MNIST, MNIST
 from fednh.data.published.tinyimagenet import TINYIMAGENET
 from fednh.data.sources import AGREED, Source
 from fednh.data.sources.builtin import BUILTIN
