@@ -43,9 +43,9 @@ from fednh import extras
 from fednh.config import Config
 from fednh.config.schema import ModelConfig
 from fednh.data import scaling
-from fednh.data.agreement import not_agreed
 from fednh.data.batches import ClientData, Samples, samples_of, subset
 from fednh.data.dataset import Dataset, digest, one_site, select_rows
+from fednh.data.disclosure import not_agreed
 from fednh.data.sources.registry import absolute, file_of
 from fednh.errors import Refused, UserError
 from fednh.federated import checks, evaluate, similarity
