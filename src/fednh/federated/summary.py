@@ -101,7 +101,9 @@ def _write_models(
     method, side, nets = setup.method, setup.side, setup.side.architectures
     models, down = nets.global_models(server), nets.broadcast(server)
     for name, net in nets.nets.items():
-        own, card = folder.shared(name if nets.several else ""), {**side.cards[name], **spent}
+        own, card = folder.shared(name if nets.several else ""), {**side.cards[name]}
+        if spent:
+            card["privacy"] = {"level": config.privacy.level, **spent}
         if name in models:
             about = None if nets.several else replies.similarity()  # sites tell it of all networks together
             if side.train is not None and side.trained_on is not None and not spent:  # no account covers it
