@@ -68,7 +68,7 @@ class SystemNoise:
         return self.gaussian(shape)
 
     def augmenting(self, seeded: torch.Generator) -> torch.Generator:
-        """One sample more in a step moves the draws of all that follow: unknown ones alone are the same for neighbours."""
+        """A sample more in a step moves the draws of those that follow; unknown ones are the same for neighbours."""
         return torch.Generator().manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
 
 
