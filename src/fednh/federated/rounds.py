@@ -34,6 +34,7 @@ from fednh.machine import gc_frozen, one_thread
 from fednh.metric_names import RoundRecord, RunSummary
 from fednh.privacy import clients
 from fednh.privacy.clients import PrivateMean
+from fednh.privacy.ledger import covers
 from fednh.privacy.noise import SeededNoise
 from fednh.privacy.plan import entry, exceeds
 from fednh.runs.checkpoint import Checkpoints
@@ -219,7 +220,7 @@ class RoundLoop:
     def _accumulator(self, plan: RoundPlan) -> Accumulator:
         """What takes the round's uploads; under privacy.level = "client" it adds noise to their sum."""
         config, setup = self.config, self.setup
-        if setup.privacy is None or config.privacy.level != "client":
+        if setup.privacy is None or config.privacy.level != "client" or not setup.privacy.later:
             return setup.side.architectures.accumulator(config.aggregator, self.server, config.trim)
         expected = config.participation.rate * len(setup.side.counts)
         clip = self._clip or next(
@@ -252,6 +253,8 @@ class RoundLoop:
             if result.status == "failed" and self.executor.policy.client_error == "stop":
                 raise RunError(result.problem) from result.error
             return result.problem + ("" if result.status == "refused" else "; going on without it")
+        if (plan := self.setup.privacy) is not None and not covers(plan.answer(round_, True), result.released):
+            raise RunError(f"round {round_}: an upload would hold more than the account of its privacy names")
         if what := checks.not_finite(result):
             return f"round {round_}: {what} of {self.executor.name(result.client)} is not finite and was refused"
         declared = self.setup.upload_specs[self.setup.side.network_of(result.client)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -62,7 +62,7 @@ def start(
         stopping.check(config, any(map(len, side.held_out)), executor.policy.simulated)
         optimizer = ServerOptimizer(config.server, method)
         optimizer.check(initial, nets.uploaded(upload_specs))
-        privacy = _privacy(config, side, initial, executor.policy.simulated)
+        privacy = _privacy(config, side, initial, executor.policy.simulated, any(upload_specs.values()))
         executor.begin(initial)
     total = None if side.test is None else evaluate.total_per_class(side.test)
     setup = Started(side, checks.form_of(initial), upload_specs, optimizer, total, privacy)
@@ -73,8 +73,8 @@ def start(
     return setup, progress, server, overrides, moments
 
 
-def _privacy(config: Config, side: ServerSide, initial: Tree, simulated: bool) -> PrivacyPlan | None:
-    """What answers will spend; what the level does not allow is refused."""
+def _privacy(config: Config, side: ServerSide, initial: Tree, simulated: bool, sends: bool) -> PrivacyPlan | None:
+    """What answers will spend, if clients send anything; what the level does not allow is refused."""
     level = config.privacy.level
     if level == "none":
         return None
@@ -89,7 +89,8 @@ def _privacy(config: Config, side: ServerSide, initial: Tree, simulated: bool) -
             "they would leave without noise; give data that are scaled already"
         )
     answers = most_answers(config, len(side.counts)) if simulated else config.rounds
-    return make_plan(config, side.method, side.net, initial, answers)
+    plan = make_plan(config, side.method, side.net, initial, answers)
+    return plan if plan is None or sends else replace(plan, first=(), later=(), once=())
 
 
 def _newest_checkpoint(

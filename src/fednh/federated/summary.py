@@ -104,7 +104,9 @@ def _write_models(
     models, down = nets.global_models(server), nets.broadcast(server)
     for name, net in nets.nets.items():
         own = folder.shared(name if nets.several else "")
-        card = {**after_rounds(side.cards[name], rounds), **spent}
+        card = after_rounds(side.cards[name], rounds)
+        if spent:
+            card["privacy"] = {"level": config.privacy.level, **spent}
         if name in models:
             about = None if nets.several else replies.similarity()  # sites tell it of all networks together
             if side.train is not None and side.trained_on is not None and not spent:  # no account covers it

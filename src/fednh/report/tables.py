@@ -540,7 +540,14 @@ def _lead_cells(layout: TableLayout, row: Row, column: str = "") -> list[Cell]:
         "participation": Cell(percent(row.rate), row.rate),
         "partition": word(column),
     }
-    return [cells[name] for name in _lead(layout, bool(column))] + [word(row.label)]
+    return [cells[name] for name in _lead(layout, bool(column))] + [word(_label(layout, row))]
+
+
+def _label(layout: TableLayout, row: Row) -> str:
+    """The row's name, with what its runs have spent where that is not in the title."""
+    said = dict.fromkeys(_spent(group) for (place, _), group in layout.places.items() if place == row)
+    shared = len({_spent(group) for group in layout.groups}) == 1
+    return "; ".join([row.label, *(words for words in said if words and not shared)])
 
 
 def _common(layout: TableLayout, data: bool = True) -> str:
@@ -553,9 +560,9 @@ def _common(layout: TableLayout, data: bool = True) -> str:
         {plural(group.clients, "site" if group.natural else "client") for group in layout.groups},
         {f"{percent(group.rate)} a round" for group in layout.groups},
         {plural(group.settings["rounds"], "round") for group in layout.groups} if data else set(),
-        {said for group in layout.groups if (said := _spent(group))},
+        {_spent(group) for group in layout.groups},
     ]
-    words = [fact.pop() for fact in facts if len(fact) == 1]
+    words = [word for fact in facts if len(fact) == 1 and (word := fact.pop())]
     return f"; {', '.join(words)}" if words else ""
 
 
