@@ -26,7 +26,7 @@ from fednh.flower.secure_messages import (
 from fednh.flower.secure_round import GivenUp
 from fednh.privacy.grid import STEP, NoisySum
 from tests.helpers.federation import write_site_key
-from tests.helpers.secure import Cohorts, without_sender
+from tests.helpers.secure import ALIKE, Cohorts, without_sender
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_different_lists_of_survivors_for_different_sites_reveal_nothing(tmp_pat
     orders = exchange.open(range(5))
     replies = made.replies("masked", {made.names[client]: order for client, order in orders.items()})
     with pytest.raises(GivenUp):  # the honest part of the server notices first
-        exchange.close({made.names.index(name): _masked(reply) for name, reply in replies.items()})
+        exchange.close({made.names.index(name): _masked(reply) for name, reply in replies.items()}, ALIKE)
     signatures = {
         name: bytes(reply[RECORD]["signature"])  # type: ignore[index,arg-type]
         for stage, name, reply in made.said
@@ -272,7 +272,7 @@ def test_an_older_session_is_refused_and_a_newer_one_ends_the_other(three: Cohor
 
 def test_an_order_that_is_asked_for_again_is_masked_anew_with_the_same_noise(three: Cohorts) -> None:
     """As after a crash of the server: the sum is the same to the bit, and nothing is computed again."""
-    three.once, three.noisy = True, [NoisySum(("a",), 3.0, 1.0)]
+    three.paid, three.noisy = True, [NoisySum(("a",), 3.0, 1.0)]
     first, words = three.total(1), three.masked_words()
     again, others = three.total(2), three.masked_words()
     assert torch.equal(first.upload["a"], again.upload["a"])
@@ -282,7 +282,7 @@ def test_an_order_that_is_asked_for_again_is_masked_anew_with_the_same_noise(thr
 
 
 def test_the_noise_of_an_order_that_is_no_longer_kept_is_not_drawn_again(three: Cohorts, tmp_path: Path) -> None:
-    three.once = True
+    three.paid = True
     three.total(1)
     for file in (tmp_path / "sites/a/state").glob("secure-*/summand.*"):
         file.unlink()
@@ -318,7 +318,7 @@ def test_a_crash_before_any_file_is_complete_loses_nothing(
     call: int, three: Cohorts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a masked upload is made four files are written: whichever is lost, the same words come out afterwards."""
-    three.once, three.noisy = True, [NoisySum(("a",), 3.0, 1.0)]
+    three.paid, three.noisy = True, [NoisySum(("a",), 3.0, 1.0)]
     orders, written, write = opened(three), [0], secure_site.write_bytes
 
     def torn(*args: Any, **more: Any) -> str:

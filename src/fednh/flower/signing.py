@@ -164,6 +164,20 @@ class Work:
         return cls(bool(asked.get("round")), bool(asked.get("evaluate")), total.hexdigest()[:32])
 
 
+def asked_alike(content: RecordDict) -> bytes:
+    """A digest of what an order to train asks of every site of a round: the config, the task, the round, the model.
+
+    All but the order's words to one site, such as its number and the state that it starts from.
+    """
+    order = content.get("order")
+    record = order if isinstance(order, ConfigRecord) else ConfigRecord()
+    common = {**content, "order": ConfigRecord({key: value for key, value in record.items() if key == "round"})}
+    total = hashlib.sha256()
+    for part in _parts(RecordDict(common)):
+        total.update(struct.pack(">Q", len(part)) + part)
+    return total.digest()
+
+
 class GuardState(StrictModel):
     """The file of a ReplayGuard."""
 
@@ -384,9 +398,12 @@ def read_peers(path: Path) -> dict[str, str]:
         raise UserError(f"{path} cannot be read: {error}") from error
     rows = [line.split(None, 1) for line in lines if line.strip() and not line.startswith("#")]
     try:
-        return {name: public_text(_site_public(key)) for name, key in rows}
+        peers = {name: public_text(_site_public(key)) for name, key in rows}
     except ValueError as error:
         raise UserError(f"{path} has a line that is not NAME and a public key: {error}") from error
+    if len({*peers.values()}) < len(rows):  # one site would count as two
+        raise UserError(f"{path} has a name or a key twice; delete the line that is wrong")
+    return peers
 
 
 def _site_public(text: str) -> ec.EllipticCurvePublicKey:
