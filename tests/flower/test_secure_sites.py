@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from fednh.flower.secure_messages import (
     read_words,
 )
 from fednh.flower.secure_round import GivenUp
+from fednh.io import chain
+from fednh.privacy import ledger
 from fednh.privacy.grid import STEP, NoisySum
 from tests.helpers.federation import write_site_key
 from tests.helpers.secure import ALIKE, Cohorts, without_sender
@@ -203,6 +206,30 @@ def test_both_kinds_of_shares_of_one_site_are_not_told(three: Cohorts) -> None:
         three.ask("a", "survivors", SurvivorsSent(session=1, sites=["a", "b"], signatures=[b"", b""]).write())
 
 
+def test_sites_that_are_asked_different_things_end_in_no_sum(three: Cohorts) -> None:
+    """With a model of the server's choice, or a learning rate of 0, it would know what the others send."""
+    three.alike = {"a": b"another model"}
+    assert three.total().clients == (1, 2), "an honest server leaves that site out"
+    three.lies = True  # this one takes every signature
+    with pytest.raises(GivenUp, match="agreed to the list"):
+        three.total(2, 2)
+    assert all("has not signed that it was asked the same" in three.refused[name] for name in "abc")
+    assert not any(stage == "reveal" for stage, _, _ in three.said[-3:])
+
+
+def test_a_key_that_is_two_sites_or_a_name_with_two_keys_is_an_error(three: Cohorts, tmp_path: Path) -> None:
+    peers, own = tmp_path / "sites/a/peers", (tmp_path / "sites/a/key.pub").read_text()
+    good = peers.read_text()
+    b, c = good.splitlines()
+    for lines in ([b, c, b.replace("b ", "d ", 1)], [b, c, c.replace(c.split(None, 1)[1], b.split(None, 1)[1])]):
+        peers.write_text("\n".join(lines))
+        with pytest.raises(UserError, match="a name or a key twice"):
+            three.site("a")
+    peers.write_text(f"{good}d {own}")
+    with pytest.raises(UserError, match="this site's own key is that of site d"):
+        three.site("a")
+
+
 def test_a_site_that_is_shown_fewer_senders_does_not_end_in_the_sum(three: Cohorts) -> None:
     """Its masks with the others would be missing; they see it in its signature."""
     three.changes["masked"] = lambda site, order: without_sender(order, "c") if site == "a" else order
@@ -290,6 +317,59 @@ def test_the_noise_of_an_order_that_is_no_longer_kept_is_not_drawn_again(three: 
         three.total(2)
     assert "leaves no more" in three.refused["a"]
     assert "over other sites before" in three.refused["b"]
+
+
+def test_noise_for_one_threshold_is_in_no_sum_with_another(tmp_path: Path) -> None:
+    """A fifth of the noise each in a round that is given up, then three of five sites: 3/5 of the variance."""
+    made = Cohorts(tmp_path, list("abcde"), least=5)
+    made.paid, made.noisy = True, [NoisySum(("a",), 3.0, 1.0)]
+    for name, order in opened(made).items():
+        made.ask(name, "masked", order)
+    made.least, made.lost = 3, {"d": "masked", "e": "masked"}
+    with pytest.raises(GivenUp):
+        made.total(2)
+    assert all("ends with another number" in made.refused[name] for name in "abc")
+    made.least, made.lost = 5, {}
+    same({"b": made.total(3).upload["b"]}, {"b": made.of(*"abcde")["b"]}, 5)
+
+
+@pytest.mark.parametrize("gone", ["secure-*", "secure-*/given.json"])
+def test_what_is_lost_beside_the_ledger_brings_no_other_noise_and_no_other_sum(
+    gone: str, three: Cohorts, tmp_path: Path
+) -> None:
+    """A folder from a backup, or a key of the server that is new: the ledger knows with which noise, in which sum."""
+    three.paid, three.noisy = True, [NoisySum(("a",), 3.0, 1.0)]
+    first = three.total(1)
+    for path in (tmp_path / "sites").glob(f"*/state/{gone}"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    three.lost = {"c": "masked"}
+    with pytest.raises(GivenUp):
+        three.total(2)
+    why = "left with other noise" if gone == "secure-*" else "summed up over other sites before"
+    assert all(why in three.refused[name] for name in "ab")
+    three.lost = {}
+    if gone != "secure-*":
+        assert torch.equal(three.total(3).upload["a"], first.upload["a"])
+
+
+def test_the_ledger_names_the_noise_before_anything_leaves(three: Cohorts, monkeypatch: pytest.MonkeyPatch) -> None:
+    three.paid, three.noisy = True, [NoisySum(("a",), 3.0, 1.0)]
+    orders, done = opened(three), ledger.append
+
+    def torn(*args: Any, **more: Any) -> Any:
+        raise OSError("the power is gone")
+
+    monkeypatch.setattr(ledger, "append", torn)
+    with pytest.raises(OSError, match="power"):
+        three.ask("a", "masked", orders["a"])
+    monkeypatch.setattr(ledger, "append", done)
+    said = three.ask("a", "masked", orders["a"])
+    (row,) = chain.read(three.folder / "sites/a/state/ledger.jsonl").lines
+    assert (row["event"], row["work"]) == ("summed", "order-1")
+    assert said["said"]["ledger"] == f"1:{row['hash']}"  # type: ignore[index]
+    three.total(2)
+    events = [row["event"] for row in chain.read(three.folder / "sites/a/state/ledger.jsonl").lines]
+    assert events == ["summed", "agreed"]
 
 
 def test_one_order_is_summed_up_over_one_set_of_sites_only(three: Cohorts) -> None:

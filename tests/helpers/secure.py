@@ -49,6 +49,7 @@ class Cohorts:
         self.changes: dict[str, Change] = {}  # by stage
         self.refused: dict[str, str] = {}  # site -> why
         self.computed = 0
+        self.lies = False  # the server takes every signature
         self.paid, self.noisy = False, list[NoisySum]()
         self.alike: dict[str, bytes] = {}  # site -> what it is asked like all others, where it is asked something else
 
@@ -86,7 +87,7 @@ class Cohorts:
         return SecureRound(terms, names, FORM, self.noisy, self.least, exchange, out, self.verify)
 
     def verify(self, site: str, statement: bytes, signature: bytes) -> bool:
-        return signing.is_signed(self.keys[site], statement, signature)
+        return self.lies or signing.is_signed(self.keys[site], statement, signature)
 
     def replies(
         self, stage: str, orders: Mapping[str, ConfigRecord], round_: int = 1, digest: str = ""
