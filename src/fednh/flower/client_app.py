@@ -212,7 +212,8 @@ class Site:
             return ()
         if self.config.privacy.level != "sample":
             raise Refused("privacy.level = 'client' leaves the noise to the server; a site adds its own: use 'sample'")
-        return self.privacy.answer(order.round, is_first=not strip_prefix(self._load_state(order.last), PRIVATE))
+        held = strip_prefix(self._load_state(order.last), PRIVATE)
+        return self.privacy.due(order.round, [name.replace("_", " ") for name in held])
 
     @property
     def paid(self) -> PaidAnswers:
