@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 
+from fednh.config.schema import PrivacyConfig
 from fednh.flower.deploy import scaffold
 from fednh.flower.deploy.processes import marked
 from fednh.io.files import read_tree
@@ -173,6 +174,51 @@ def test_a_finished_federation_goes_on_with_more_rounds(fed: Trial, tmp_path: Pa
     assert fed.up().wait(240).code == 0, fed.said()
     assert fed.summary()["rounds"] == 4
     assert_same_as_simulated(fed, tmp_path / "simulated")
+
+
+PRIVATE = {"federation.secure": True, "privacy.level": "sample", "privacy.epsilon": 8.0, "method.head_init": "means"}
+
+
+@pytest.mark.soak
+def test_four_processes_sum_in_secret_under_privacy(fed: Trial, tmp_path: Path) -> None:
+    """The plain federation's prototypes up to the noise; then a site whose budget is spent, then all of them."""
+    fed.init(4, rounds=1, **{**PRIVATE, "privacy.epsilon": 90.0, "method.rho": 0.0})
+    assert fed.up().wait(500).code == 0, fed.said()
+    config, sites = scaffold.read(fed.folder)
+    plain = config.model_copy(update={"privacy": PrivacyConfig()})
+    simulate(plain, tmp_path / "simulated")
+    ours, exact = (read_tree(run / "models/global.safetensors") for run in (fed.run, tmp_path / "simulated"))
+    cosines = torch.nn.functional.cosine_similarity(ours["prototypes"], exact["prototypes"], dim=1)
+    assert 0.99 < float(cosines.min()) < 1 - 1e-7
+    spent = [row["epsilon"] for row in fed.summary()["sites"]]
+    assert spent == [pytest.approx(fed.lines()[-1]["epsilon"])] * 4
+    log = (fed.run / "audit.jsonl").read_text()
+    assert '"record": "masked"' in log
+    assert '"record": "upload"' not in log
+    replace_in(fed.folder / "pyproject.toml", r"rounds = 1$", "rounds = 2")
+    for k, site in enumerate(sites):
+        replace_in(site.node_config, r"rounds = 1\b", "rounds = 3")
+        replace_in(site.node_config, r"epsilon = 90.0", f"epsilon = {spent[0] + 0.1 if k == 1 else 300.0}")
+    assert fed.up().wait(500).code == 0, fed.said()
+    assert [row["clients"] for row in fed.lines()] == [[0, 1, 2, 3], [0, 2, 3]]
+    assert "site-2 (client 1) failed: refused: its privacy budget is spent" in fed.notes()
+    replace_in(fed.folder / "pyproject.toml", r"rounds = 2$", "rounds = 3")
+    for site in sites:
+        replace_in(site.node_config, r"epsilon = 300.0", f"epsilon = {spent[0] + 0.1}")
+    ended = fed.up().wait(500)
+    assert ended.code == 1, fed.said()
+    assert len(fed.lines()) < 3 or fed.lines()[-1]["clients"] == []
+    audit = Process(["federation", "audit", str(fed.folder)], fed.io)
+    assert audit.wait(60).code == 0, fed.said()
+    attack = ["attack", str(fed.folder), "--data", "digits", "--number", "1", "--minutes", "0.1", "--public", "60"]
+    assert Process(attack, fed.io).wait(300).code == 0, fed.said()
+    assert "no upload of one" in fed.said()
+
+
+def replace_in(file: Path, old: str, new: str) -> None:
+    text, count = re.subn(old, new, file.read_text(), flags=re.M)
+    assert count == 1, (file, old)
+    file.write_text(text)
 
 
 @pytest.mark.soak
