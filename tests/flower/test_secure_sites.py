@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from fednh.flower.secure_round import GivenUp
 from fednh.io import chain
 from fednh.privacy import ledger
 from fednh.privacy.grid import STEP, NoisySum
+from tests.helpers.counts import count
 from tests.helpers.federation import write_site_key
 from tests.helpers.secure import ALIKE, Cohorts, without_sender
 
@@ -414,6 +418,48 @@ def test_a_crash_before_any_file_is_complete_loses_nothing(
     first = read_words(three.ask("a", "masked", orders["a"]))
     assert np.array_equal(first, read_words(three.ask("a", "masked", orders["a"])))
     assert three.computed == (2 if call == 0 else 1)
+
+
+MOMENTS = {
+    "when the summand is there": (secure_site.SecureSite, "_keep"),
+    "when the ledger has its line": (ledger.Ledger, "settle"),
+    "when the order is remembered": (secure_site.SecureSite, "_remember"),
+    "when the reply is stored": (secure_site.SecureSite, "_done"),
+}
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["same session", "new session"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_kill_while_an_upload_is_masked_lets_out_one_noise(
+    moment: str, anew: bool, three: Cohorts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    three.paid, three.noisy = True, [NoisySum(("a",), 3.0, 1.0)]
+    orders, (kind, name) = opened(three), MOMENTS[moment]
+    work = getattr(kind, name)
+
+    def killed() -> None:
+        def done(*args: Any, **more: Any) -> None:
+            work(*args, **more)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        monkeypatch.setattr(kind, name, done)  # in the fork alone
+        three.ask("a", "masked", orders["a"])
+
+    child = get_context("fork").Process(target=killed)
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    (file,) = three.folder.glob("sites/a/state/secure-*/summand.*")
+    noised = file.read_bytes()
+    if anew:
+        three.total(2)
+    else:
+        first = read_words(three.ask("a", "masked", orders["a"]))
+        assert np.array_equal(first, read_words(three.ask("a", "masked", orders["a"])))
+    assert file.read_bytes() == noised
+    events = [row["event"] for row in chain.read(three.folder / "sites/a/state/ledger.jsonl").lines]
+    assert events == ["summed", "agreed"][: 1 + anew]
+    count("kills survived")
 
 
 def test_a_training_that_is_not_finite_adds_nothing(three: Cohorts) -> None:

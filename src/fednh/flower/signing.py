@@ -157,11 +157,19 @@ class Work:
         """The work of an order; `basis` is what its answer depends on at the site: the samples and the state."""
         order = content.get("order")
         record = order if isinstance(order, ConfigRecord) else ConfigRecord()
-        asked = {key: value for key, value in record.items() if key not in ("since", "sites", "ledger")}
-        total = hashlib.sha256(hashlib.sha256(basis).digest())
-        for part in _parts(RecordDict({**content, "order": ConfigRecord(asked)})):
-            total.update(struct.pack(">Q", len(part)) + part)
-        return cls(bool(asked.get("round")), bool(asked.get("evaluate")), total.hexdigest()[:32])
+        total = _digest_of(content, lambda key: key not in ("since", "sites", "ledger"), basis)
+        return cls(bool(record.get("round")), bool(record.get("evaluate")), total.hexdigest()[:32])
+
+
+def _digest_of(content: RecordDict, counts: Callable[[str], bool], basis: bytes | None = None) -> Any:
+    """A hash of an order's records, of the record `order` only the keys that count, and of `basis`."""
+    order = content.get("order")
+    record = order if isinstance(order, ConfigRecord) else ConfigRecord()
+    total = hashlib.sha256() if basis is None else hashlib.sha256(hashlib.sha256(basis).digest())
+    asked = ConfigRecord({key: value for key, value in record.items() if counts(key)})
+    for part in _parts(RecordDict({**content, "order": asked})):
+        total.update(struct.pack(">Q", len(part)) + part)
+    return total
 
 
 def asked_alike(content: RecordDict) -> bytes:
@@ -169,13 +177,7 @@ def asked_alike(content: RecordDict) -> bytes:
 
     All but the order's words to one site, such as its number and the state that it starts from.
     """
-    order = content.get("order")
-    record = order if isinstance(order, ConfigRecord) else ConfigRecord()
-    common = {**content, "order": ConfigRecord({key: value for key, value in record.items() if key == "round"})}
-    total = hashlib.sha256()
-    for part in _parts(RecordDict(common)):
-        total.update(struct.pack(">Q", len(part)) + part)
-    return total.digest()
+    return _digest_of(content, lambda key: key in ("round", "network")).digest()
 
 
 class GuardState(StrictModel):
