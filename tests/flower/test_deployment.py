@@ -182,7 +182,7 @@ PRIVATE = {"federation.secure": True, "privacy.level": "sample", "privacy.epsilo
 @pytest.mark.soak
 def test_four_processes_sum_in_secret_under_privacy(fed: Trial, tmp_path: Path) -> None:
     """The plain federation's prototypes up to the noise; then a site whose budget is spent, then all of them."""
-    fed.init(4, rounds=1, **{**PRIVATE, "privacy.epsilon": 90.0, "method.rho": 0.0})
+    fed.init(4, rounds=1, **{**PRIVATE, "privacy.epsilon": 90.0})
     assert fed.up().wait(500).code == 0, fed.said()
     config, sites = scaffold.read(fed.folder)
     plain = config.model_copy(update={"privacy": PrivacyConfig()})
