@@ -157,11 +157,11 @@ class Work:
         """The work of an order; `basis` is what its answer depends on at the site: the samples and the state."""
         order = content.get("order")
         record = order if isinstance(order, ConfigRecord) else ConfigRecord()
-        total = _digest_of(content, lambda key: key not in ("since", "sites", "ledger"), basis)
-        return cls(bool(record.get("round")), bool(record.get("evaluate")), total.hexdigest()[:32])
+        digest = _digest_of(content, lambda key: key not in ("since", "sites", "ledger"), basis)
+        return cls(bool(record.get("round")), bool(record.get("evaluate")), digest.hex()[:32])
 
 
-def _digest_of(content: RecordDict, counts: Callable[[str], bool], basis: bytes | None = None) -> Any:
+def _digest_of(content: RecordDict, counts: Callable[[str], bool], basis: bytes | None = None) -> bytes:
     """A hash of an order's records, of the record `order` only the keys that count, and of `basis`."""
     order = content.get("order")
     record = order if isinstance(order, ConfigRecord) else ConfigRecord()
@@ -169,7 +169,7 @@ def _digest_of(content: RecordDict, counts: Callable[[str], bool], basis: bytes 
     asked = ConfigRecord({key: value for key, value in record.items() if counts(key)})
     for part in _parts(RecordDict({**content, "order": asked})):
         total.update(struct.pack(">Q", len(part)) + part)
-    return total
+    return total.digest()
 
 
 def asked_alike(content: RecordDict) -> bytes:
@@ -177,7 +177,7 @@ def asked_alike(content: RecordDict) -> bytes:
 
     All but the order's words to one site, such as its number and the state that it starts from.
     """
-    return _digest_of(content, lambda key: key in ("round", "network")).digest()
+    return _digest_of(content, lambda key: key in ("round", "network"))
 
 
 class GuardState(StrictModel):
