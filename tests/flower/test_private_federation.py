@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ import torch
 from flwr.app import ArrayRecord, Message
 
 from fednh.flower import client_app
+from fednh.flower.admission import Member
 from fednh.flower.protocol import Order, to_tree
+from fednh.flower.server_app import Sites
 from fednh.io import chain
 from fednh.methods import METHODS
-from fednh.privacy.ledger import accounts
+from fednh.privacy.ledger import Balance, accounts
 from tests.helpers.config import small
 from tests.helpers.federation import divided, serve, server_identity
 from tests.helpers.hostile import Scene, config_of, problem
@@ -127,3 +130,13 @@ def test_a_federation_ends_within_the_budget_that_it_was_planned_for(secure: boo
     found = accounts(chain.read(ledger))
     assert [account.epsilon for account in found] == [pytest.approx(rows[-1]["epsilon"])] * 2
     assert 7 < rows[-1]["epsilon"] <= 8
+
+
+def test_the_server_remembers_the_newest_line_of_a_ledger_that_it_has_heard_of() -> None:
+    """A stored answer that is sent again says an older one."""
+    member = Member(0, "a")
+    server = SimpleNamespace(membership=SimpleNamespace(members={0: member}))
+    for line in (3, 7, 5):
+        balance = Balance(1.0, 1e-5, chain.Head(line, f"{line}" * 64))
+        Sites._heard(server, 0, balance)  # type: ignore[arg-type]
+    assert member.ledger == f"7:{'7' * 64}"
