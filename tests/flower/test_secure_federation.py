@@ -174,14 +174,16 @@ def test_what_looks_at_single_uploads_is_refused_before_a_folder_is_written(
 
 
 def test_a_new_federation_says_so_at_every_site(tmp_path: Path) -> None:
-    sites = scaffold.write(tmp_path / "fed", 3, [], {"federation.secure": True})
+    sites = scaffold.write(tmp_path / "fed", 5, [], {"federation.secure": True})
     import tomllib
 
     for site in sites:
         text = tomllib.loads(site.node_config.read_text())
         assert text["allow"]["secure"] is True
+        assert text["allow"]["sites"] == 3, "more than half"
     config: Config = scaffold.read(tmp_path / "fed")[0]
     assert config.federation.secure
+    assert config.federation.min_clients == 3
     assert read_site_config({"site": "a", "state": "s", "partition-id": 0, "num-partitions": 1}).peers.name == "peers"
 
 
