@@ -15,7 +15,7 @@ from fednh.flower.deploy import certificates as certs
 from fednh.flower.protocol import Answer
 from fednh.flower.secure_messages import RECORD, STAGES, SharesSent, SignatureReply, listed, named, read_words
 from fednh.flower.secure_round import SecureRound, Total
-from fednh.flower.secure_site import SecureSite, Training
+from fednh.flower.secure_site import MaskedOrder, SecureSite
 from fednh.flower.signing import Envelope
 from fednh.flower.site_config import SiteConfig, read_site_config
 from fednh.flower.transport import Limit
@@ -69,7 +69,7 @@ class Cohorts:
         if stage != "masked":
             return site.stage(stage, content)
         alike = self.alike.get(name, ALIKE)
-        training = Training(digest or f"order-{round_}", alike, self.least, self.noisy, self.paid)
+        training = MaskedOrder(digest or f"order-{round_}", alike, self.least, self.noisy, self.paid)
         return site.masked(content, training, lambda: self._answer(name))
 
     def _answer(self, name: str) -> Answer:

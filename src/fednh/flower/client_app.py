@@ -66,7 +66,7 @@ from fednh.flower.audit import SiteEvents
 from fednh.flower.layout import StateFolder
 from fednh.flower.paid_answers import PaidAnswers
 from fednh.flower.protocol import Answer, Hello, Number, Order, Task
-from fednh.flower.secure_site import SecureSite, Training
+from fednh.flower.secure_site import MaskedOrder, SecureSite
 from fednh.flower.signing import ssh_fingerprint
 from fednh.flower.site_config import METRICS, Agreement, SiteConfig, read_site_config
 from fednh.io.files import atomic_write, keep_private, read_tree, sha256, write_bytes, write_tree
@@ -689,7 +689,7 @@ def _answer(message: VerifiedMessage) -> RecordDict:
         return answer().write()
     secure = SecureSite(message.site_config, message.envelope)
     mechanisms = None if site.privacy is None else site.privacy.mechanisms
-    training = Training(
+    training = MaskedOrder(
         work.digest,
         signing.asked_alike(asked),
         site.config.federation.min_clients,

@@ -72,7 +72,7 @@ Summand = tuple[RecordDict, Words]  # what leaves beside the masked upload, and 
 
 
 @dataclass(frozen=True)
-class Training:
+class MaskedOrder:
     """An order to train, as far as a secure sum looks at it."""
 
     digest: str  # of all that the answer depends on
@@ -173,7 +173,7 @@ class SecureSite:
         sites, shares = listed(sealed)
         return session.model_copy(update={"participant": participant}), SharesReply(sites=sites, shares=shares)
 
-    def masked(self, content: RecordDict, order: Training, answer: Callable[[], Answer]) -> RecordDict:
+    def masked(self, content: RecordDict, order: MaskedOrder, answer: Callable[[], Answer]) -> RecordDict:
         """The masked answer to an order to train; `answer` computes the plain one."""
         asked = SharesSent.read(content)
         digest = hashlib.sha256(f"{_digest(asked)} {order.digest}".encode()).hexdigest()
@@ -208,7 +208,7 @@ class SecureSite:
             what = {"participant": participant, "order": order.digest, "paid": order.paid}
             return self._done(session.model_copy(update=what), "masked", digest, RecordDict(reply))
 
-    def _received(self, session: Session, asked: SharesSent, order: Training) -> Participant:
+    def _received(self, session: Session, asked: SharesSent, order: MaskedOrder) -> Participant:
         assert session.participant is not None
         participant = session.participant.receive(named(asked.senders, asked.shares), order.alike)
         cohort, given = participant.cohort, self._given(order.digest)
