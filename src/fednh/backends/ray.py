@@ -423,7 +423,7 @@ class RayCluster(Simulation):
             "max_calls": 0,  # a worker is used again
         }
         self._compute: Any = ray.remote(**same, num_gpus=self.needs.get("GPU", 0), num_returns=2)(compute)
-        self._combine: Any = ray.remote(**same, name="fednh_sum")(combine)
+        self._combine: Any = ray.remote(**same)(combine)
         nodes = [node for node, has in alive().items() if slots(self.needs, [has])]
         asked = [
             self._compute.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
@@ -496,7 +496,7 @@ class RayCluster(Simulation):
 
     def combine(self, known: Sequence[int], group: int, level: int, *parts: Any) -> Any:
         """A reference to the sum of these parts."""
-        return self._combine.remote(known, group, level, *parts)
+        return self._combine.options(name="fednh_sum").remote(known, group, level, *parts)
 
     def fetch_sum(self, ref: Any) -> Tree:
         """The sum behind the reference: all of a round's uploads that comes here."""
@@ -507,7 +507,8 @@ class RayCluster(Simulation):
             sums: Sums = _result(ref)
         self._count_again(sums.again)
         ((total, _, _),) = unpack(sums.trees, self.config.device)
-        return total
+        found: Tree = total
+        return found
 
     def _count_again(self, number: int) -> None:
         if number:
@@ -535,7 +536,7 @@ class RayCluster(Simulation):
     def _done(self, job: Job) -> JobResult:
         """What a job that is ready returns; its machine is noted, and whether it was lost before."""
         try:
-            done = _result(job.ref)
+            done: JobResult = _result(job.ref)
         except LOST as error:
             raise RunError(
                 f"client {job.batches[0][0]} was lost {MAX_ATTEMPTS} times with the process that computed it; is "
@@ -565,9 +566,9 @@ class RayCluster(Simulation):
         return f"continue with `{again} --backend ray`, or on this machine with `{again}`"
 
 
-def _result(ref: Any) -> JobResult:
+def _result(ref: Any) -> Any:
     try:
-        done: JobResult = ray.get(ref)
+        done = ray.get(ref)
     except exceptions.RayTaskError as error:
         if isinstance(error.cause, RunError):
             raise error.cause from None

@@ -139,7 +139,7 @@ class RunningMean:
     def rule(self) -> SumRule | None:
         """None where only the uploads themselves say how much they count."""
         unknown = self.own or (self.weighted and not self.reference)
-        return None if unknown else SumRule(self.weighted, self.reference)
+        return None if unknown else SumRule(self.weighted, self.reference or 1)
 
     def add(self, upload: Tree, samples: int = 0, clients: int = 1, place: int | None = None) -> None:
         counts = max(float(upload[self.own]), LEAST_WEIGHT) if self.own else samples
