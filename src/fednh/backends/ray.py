@@ -23,9 +23,10 @@ import sysconfig
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from math import ceil
 from pathlib import Path
@@ -53,7 +54,8 @@ JOB_BYTES = 16 << 20  # of the models in a packed job
 AHEAD = 2  # jobs a slot: one at work, one waiting
 UNREAD = 4  # jobs a slot, with those that ended before their turn
 MANY_PARTS = 4  # of a sum in the tree: fewer are left to the next level
-INLINE_BYTES = 100 << 10  # of what clients kept: more is put into the object store
+INLINE_BYTES = 100 << 10  # of what clients kept: more is put into the object store ...
+HELD_BYTES = 256 << 20  # ... and as much stays there until the round's uploads are added up
 START_SECONDS = 180.0  # for a cluster to find room for one client and start its worker
 GATHER_SECONDS = 15.0  # for the other machines to answer; those that others use will come later
 SHUTDOWN_SECONDS = 20.0  # a lost cluster may not answer
@@ -282,7 +284,8 @@ class Job(NamedTuple):
     sums: Any  # a reference to the sums of its uploads
     start: int  # its places in the round's order
     stop: int
-    held: tuple[Any, ...]  # what the task was given: Ray can compute it again as long as that is there
+    held: tuple[Any, ...]  # what it was given: Ray computes it again by itself as long as that is there
+    again: Callable[[], Iterator[list[Any]]]  # computes all jobs of the exchange again
 
 
 class Schedule:
@@ -340,12 +343,13 @@ class Part(NamedTuple):
 class ClusterSums:
     """The sums of a round's uploads, made where these are: Ray runs `combine` where most of its parts lie.
 
-    A group of the tree is combined as soon as all of it is there, if it has `MANY_PARTS`; the rest in the end. Ray
-    computes parts again that are lost with their node.
+    A group of the tree is combined as soon as all of it is there, if it has `MANY_PARTS`; the rest in the end. Parts
+    that are lost with their node are computed again: by Ray, or with all others where it does not have what they need.
     """
 
-    def __init__(self, cluster: RayCluster):
-        self.cluster, self.parts, self.last = cluster, list[Part](), list[tuple[Job, JobResult, list[int]]]()
+    def __init__(self, cluster: RayCluster, attempt: int = 1):
+        self.cluster, self.attempt, self.places = cluster, attempt, list[int]()
+        self.parts, self.last = list[Part](), list[tuple[Job, JobResult, list[int]]]()
 
     def add(self, tree: RemoteTree, number: int) -> None:
         assert isinstance(tree, Uploaded)
@@ -354,12 +358,27 @@ class ClusterSums:
             self._combine_before(tree.job.start)
             self.last = [(tree.job, tree.done, [])]
         self.last[0][2].append(number)
+        self.places.append(number)
+        self.again = tree.job.again
 
     def total(self) -> Tree:
         self._enlist()
-        if not self.parts:
-            return {}
-        return self.cluster.fetch_sum(self._combined(self.parts, 0, 0).ref)
+        try:
+            return self.cluster.fetch_sum(self._combined(self.parts, 0, 0).ref)
+        except exceptions.ObjectLostError as error:
+            if self.attempt == MAX_ATTEMPTS:
+                raise self.cluster.lost(one_line(str(error), 300)) from error
+        return self._computed_again().total()
+
+    def _computed_again(self) -> ClusterSums:
+        self.cluster.note("a machine was lost with sums of this round; all its clients are computed again")
+        sums, wanted, results = ClusterSums(self.cluster, self.attempt + 1), {*self.places}, self.again()
+        self.parts = []
+        for place, result in enumerate(result for some in results for result in some):
+            self.cluster.computed_again += 1
+            if place in wanted:
+                sums.add(result.upload, place)
+        return sums
 
     def _enlist(self) -> None:
         """All of the last job was added: check that its sums are of the uploads that the loop has accepted."""
@@ -398,6 +417,8 @@ class RayCluster(Simulation):
         self.address, self.needs = address, needs(self.config.ray, self.config.device)
         self.machines: set[str] = set()  # nodes that have computed clients
         self.computed_again = 0  # clients whose first computation was lost
+        self.sent = self.received = 0  # bytes from and to this process; what clients received counts once a machine
+        self._held = 0  # bytes of what clients kept, of the jobs of this exchange
         self._seconds: dict[type[ClientTask], float] = {}  # of a batch, the last time
         self._cpus = {cpu()}
 
@@ -425,12 +446,10 @@ class RayCluster(Simulation):
         self._compute: Any = ray.remote(**same, num_gpus=self.needs.get("GPU", 0), num_returns=2)(compute)
         self._combine: Any = ray.remote(**same)(combine)
         nodes = [node for node, has in alive().items() if slots(self.needs, [has])]
-        asked = [
-            self._compute.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-                self.config.device.partition(":")[0], [self._data, None], [], [pack([])], 0
-            )[0]
-            for node in nodes
-        ]
+        asked = []
+        for node in nodes:
+            there: Any = self._compute.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+            asked.append(there.remote(self.config.device.partition(":")[0], [self._data, None], [], [pack([])], 0)[0])
         if not self._wait(asked, 1, START_SECONDS):
             raise UserError(
                 f"the Ray cluster started no worker for a client, which needs {in_words(self.needs)}, in "
@@ -446,16 +465,18 @@ class RayCluster(Simulation):
     def map(self, task: ClientTask, batches: Sequence[ClientBatch]) -> Iterator[list[Any]]:
         """The results in the order of `batches`; at most `AHEAD` jobs a slot are at work or waiting for one."""
         with self._lost_if_ray_fails():
-            shared = ray.put(pack(task))
+            shared = ray.put(packed := pack(task))
             schedule = Schedule({node: slots(self.needs, [has]) for node, has in alive().items()}, self.config.workers)
+            self.sent += packed.nbytes * len(schedule.slots)
             most = max(1, JOB_BYTES // max(1, size(task.down)))
-            given, place, unread = 0, 0, deque[Job]()
+            given, place, unread, self._held = 0, 0, deque[Job](), 0
             while given < len(batches) or unread:
                 while given < len(batches) and len(unread) < UNREAD * schedule.limit and schedule.room:
                     number = job_size(self._seconds.get(type(task)), len(batches) - given, schedule.limit, most)
                     chosen = whole_groups(batches[given : given + number], place)
                     node = schedule.choose(place // FAN)
-                    unread.append(job := self._submit(chosen, shared, place, node))
+                    job = self._submit(chosen, shared, place, node, partial(self.map, task, batches))
+                    unread.append(job)
                     schedule.jobs[job.ref] = node
                     given, place = given + len(chosen), job.stop
                 if unread[0].ref in schedule.jobs:
@@ -463,30 +484,42 @@ class RayCluster(Simulation):
                     continue
                 job = unread.popleft()
                 done = self._done(job)
+                self.received += done.results.nbytes
                 self._seconds[type(task)] = done.seconds / len(job.batches)
                 for batch, results in zip(job.batches, unpack(done.results, self.config.device), strict=True):
                     self.meter(sum(task.samples(self.data, client) for client in batch))
                     yield [self._here(result, job, done) for result in results]
 
     @contextlib.contextmanager
-    def _lost_if_ray_fails(self) -> Iterator[None]:
+    def _lost_if_ray_fails(self, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
         try:
             yield
+        except but:
+            raise
         except (exceptions.RayError, OSError) as error:  # its store or disk is full, or a part of it is gone
             if getattr(error, "errno", None):  # of this machine's own files: an error of Ray's has no number
                 raise
             raise self.lost(one_line(str(error), 300)) from error
 
-    def _submit(self, batches: Sequence[ClientBatch], task: Any, place: int, node: str | None) -> Job:
+    def _submit(
+        self,
+        batches: Sequence[ClientBatch],
+        task: Any,
+        place: int,
+        node: str | None,
+        again: Callable[[], Iterator[list[Any]]],
+    ) -> Job:
         kept = pack([self.kept(batch) for batch in batches])
-        # What Ray has to compute again it needs again: with the job we hold what it was given.
         given = ray.put(kept) if kept.nbytes > INLINE_BYTES else kept
+        self.sent += kept.nbytes
         strategy = "SPREAD" if node is None else NodeAffinitySchedulingStrategy(node, soft=True)
         remote = self._compute.options(scheduling_strategy=strategy, name="fednh_client").remote
         # In a list, references are not resolved by Ray: the worker keeps what it has read for its next job.
         refs = [self._data, task]
         ref, sums = remote(self.config.device.partition(":")[0], refs, batches, [given], place)
-        return Job(batches, ref, sums, place, place + sum(map(len, batches)), (task, given))
+        self._held += kept.nbytes if given is not kept else 0
+        held = (task, given) if self._held <= HELD_BYTES else (task,)
+        return Job(batches, ref, sums, place, place + sum(map(len, batches)), held, again)
 
     def _here(self, result: Any, job: Job, done: JobResult) -> Any:
         """A client's result as the loop takes it: where its upload stayed away, with a tree that says where."""
@@ -499,13 +532,14 @@ class RayCluster(Simulation):
         return self._combine.options(name="fednh_sum").remote(known, group, level, *parts)
 
     def fetch_sum(self, ref: Any) -> Tree:
-        """The sum behind the reference: all of a round's uploads that comes here."""
-        with self._lost_if_ray_fails():
+        """The sum behind the reference: all of a round's uploads that comes here. Raises if it is lost for good."""
+        with self._lost_if_ray_fails(exceptions.ObjectLostError):
             while not self._wait([ref], 1, START_SECONDS):
                 if not slots(self.needs, list(alive().values())):
                     raise self.lost(f"no machine has room for a sum, which needs {in_words(self.needs)}")
             sums: Sums = _result(ref)
         self._count_again(sums.again)
+        self.received += sums.trees.nbytes
         ((total, _, _),) = unpack(sums.trees, self.config.device)
         found: Tree = total
         return found
@@ -570,7 +604,7 @@ def _result(ref: Any) -> Any:
     try:
         done = ray.get(ref)
     except exceptions.RayTaskError as error:
-        if isinstance(error.cause, RunError):
+        if isinstance(error.cause, RunError | exceptions.ObjectLostError):
             raise error.cause from None
         why = str(error).strip().rpartition("\n")[2]  # it could not be imported there
         raise UserError(

@@ -173,7 +173,8 @@ def compute(
     attempt, node = process.core_worker.get_current_task_attempt_number(), ray.get_runtime_context().get_node_id()
     try:
         began, device = time.perf_counter(), _assigned(device)
-        data, results, places, sums = _data(refs[0], device), list[list[Any]](), (), None
+        data, results, sums = _data(refs[0], device), list[list[Any]](), None
+        places: tuple[int, ...] = ()
         task = _task(refs[1], device) if batches else None
         mine = ray.get(kept[0]) if isinstance(kept[0], ray.ObjectRef) else kept[0]
         for batch, states in zip(batches, unpack(mine, device), strict=True):

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -132,7 +132,7 @@ class RunningMean:
     def __init__(self, weighted: Collection[str] = (), own: str = "", reference: float = 0):
         """`own`: the part of an upload that is its weight; `reference`: a weight that is 1, by default the first."""
         self.weighted, self.own, self.reference = frozenset(weighted), own, reference
-        self.sums: SumTree | RemoteSums = SumTree()
+        self.sums, self.elsewhere = SumTree(), cast(RemoteSums | None, None)
         self.count, self.weight, self.next = 0, 0.0, 0
 
     @property
@@ -147,9 +147,8 @@ class RunningMean:
         share = counts / self.reference
         place = self.next if place is None else place
         if isinstance(upload, RemoteTree):
-            if isinstance(self.sums, SumTree):
-                self.sums = upload.sums()
-            self.sums.add(upload, place)
+            self.elsewhere = self.elsewhere or upload.sums()
+            self.elsewhere.add(upload, place)
         else:
             self.sums.add(SumRule(self.weighted).scaled(upload, share), place // FAN)
         self.count, self.weight, self.next = self.count + clients, self.weight + share, place + 1
@@ -157,7 +156,7 @@ class RunningMean:
     def uploads(self) -> Uploads:
         if self.count == 0:
             raise ValueError("nothing to average")
-        total = self.sums.total()
+        total = (self.elsewhere or self.sums).total()
         divided = {n: v / (self.weight if n in self.weighted else self.count) for n, v in total.items()}
         return Uploads(divided, self.count)
 
