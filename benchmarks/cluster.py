@@ -63,7 +63,7 @@ def rows(two: Nodes, quick: bool) -> Iterator[Row]:
         "50 samples a client",
     )
     yield memory(two)
-    yield traffic(two, "fedper", "the driver's bytes a round / model, clients that keep a head")
+    yield traffic(two, "fedbabu", "the driver's bytes a round / model, clients that keep a head")
     yield traffic(two, "fedavg", "the driver's bytes a round / model, clients that keep a model")
     yield first_round(two)
 
