@@ -47,7 +47,7 @@ def test_blocks_have_the_pools_bits(tmp_path: Path) -> None:
 
 
 def test_a_machine_that_dies_in_mid_round_costs_time_and_nothing_else(tmp_path: Path) -> None:
-    """With results and uploads too large for Ray to send them with an answer: they are lost with the machine's store."""
+    """With results that are too large for Ray to send with an answer: they are lost with the machine's store."""
     large = [*LONG, "--set", "model.args={hidden=[512,256]}"]
     with nodes({}, {}) as cluster:
         process = start(["run", *large, "--out", "ray"], tmp_path, cluster)
