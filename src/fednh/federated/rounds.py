@@ -252,7 +252,7 @@ class RoundLoop:
     def _weight(self, client: int) -> int:
         """How many training samples a client has, however many its method processed; 0 if only sites know."""
         counts = self.setup.side.counts
-        return sum(counts[client]) if counts else 0
+        return int(counts[client].sum()) if len(counts) else 0
 
     def _within_bound(self, results: list[ClientResult], builder: RoundBuilder) -> Iterator[ClientResult]:
         """The results whose uploads are not far longer than the others or than the client's earlier ones."""

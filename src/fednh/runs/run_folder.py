@@ -23,6 +23,9 @@ from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, SupportsIndex
 
+import numpy as np
+from numpy.typing import NDArray
+
 import fednh
 from fednh.config import Config, dump, validate
 from fednh.data.sources.registry import SOURCES
@@ -132,7 +135,7 @@ class RunFolder(RunLayout):
         self,
         config: Config,
         classes: Sequence[str],
-        counts: Sequence[Sequence[int]],
+        counts: Sequence[Sequence[int]] | NDArray[np.int64],
         sites: Sequence[str] = (),
         backend: str = "simulator",
         data: Mapping[str, Any] | None = None,
@@ -146,10 +149,10 @@ class RunFolder(RunLayout):
             self.failure_file.unlink(missing_ok=True)
             self._plan(config.rounds)
             return
-        partition = {"classes": list(classes), "counts": [list(row) for row in counts]}
+        partition = {"classes": list(classes), "counts": np.asarray(counts).tolist()}
         partition |= {"sites": list(sites)} if sites else {}
         write_json(self.environment_file, {**environment(config), "backend": backend})
-        write_bytes(self.partition_file, json.dumps(partition).encode())
+        write_bytes(self.partition_file, json.dumps(partition, separators=(",", ":")).encode())
         fingerprint.write(self.path, config, data)
         write_bytes(self.config_file, dump(config).encode())
         self.failure_file.unlink(missing_ok=True)

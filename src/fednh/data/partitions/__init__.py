@@ -126,7 +126,8 @@ def left_out(kind: Partition, data: Dataset, parts: Sequence[Indices], held_out:
 def by_owner(owner: Indices, clients: int) -> list[Indices]:
     """Sample -> client turned round: client -> its samples, in their order."""
     order = np.argsort(owner, kind="stable")
-    return list(np.split(order, np.cumsum(np.bincount(owner, minlength=clients))[:-1]))
+    ends = np.cumsum(np.bincount(owner, minlength=clients)).tolist()
+    return [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def class_table(labels: Indices, owner: Indices, clients: int, width: int | None = None) -> NDArray[np.int64]:  # (K, C)

@@ -160,9 +160,9 @@ class Iid(Drawn):
 
     def _draw(self, labels: Indices, rng: np.random.Generator) -> list[Indices]:
         order = rng.permutation(len(labels))
-        owner = np.empty(len(labels), np.int64)
-        sizes = [len(part) for part in np.array_split(order, self.clients)]
-        owner[order] = np.repeat(np.arange(self.clients), sizes)
+        owner, each = np.empty(len(labels), np.int64), len(labels) // self.clients
+        more = np.arange(self.clients) < len(labels) % self.clients  # these have one sample more
+        owner[order] = np.repeat(np.arange(self.clients), each + more)
         return by_owner(owner, self.clients)
 
 
