@@ -14,7 +14,7 @@ from ray import exceptions
 
 from fednh.backends import ray
 from fednh.backends.ray import Job, Schedule, Uploaded, whole_groups
-from fednh.backends.ray_worker import JobResult, Sums, _added, combine, pack, unpack
+from fednh.backends.ray_worker import JobResult, Sums, _job_sums, combine, pack, unpack
 from fednh.errors import RunError
 from fednh.federated.aggregate import RunningMean, SumRule, accumulator
 from fednh.federated.checks import form_of
@@ -118,7 +118,7 @@ def exchange(
         results = [
             ClientResult({}, trees[k], 1, 1.0, kept_finite=True, upload_finite=k not in bad, client=k) for k in mine
         ]
-        places, sums = _added(samples[start:stop], results, start, rule)
+        places, sums = _job_sums(samples[start:stop], results, start, rule)
         attempt = int(start < lost < stop)
         done = JobResult("", "", 0, pack(None), 0.0, True, places)
         again: Any = lambda: exchange(cluster, trees, cuts, bad, rule, samples)  # noqa: E731
@@ -214,7 +214,7 @@ def test_an_upload_of_another_form_is_in_no_sum() -> None:
     """The driver sees its form and stops the run, as it does where all uploads are."""
     good, odd = {"w": torch.ones(2)}, {"w": torch.ones(3)}
     results = [ClientResult({}, tree, 1, 1.0, client=k) for k, tree in enumerate((good, odd, good))]
-    places, sums = _added([1, 1, 1], results, 0, SumRule(forms=form_of(good)))
+    places, sums = _job_sums([1, 1, 1], results, 0, SumRule(forms=form_of(good)))
     assert places == (0, 2)
     assert [tree["w"].tolist() for tree, _, _ in sums] == [[2.0, 2.0]]
 

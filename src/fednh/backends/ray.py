@@ -330,7 +330,7 @@ class Uploaded(RemoteTree):
         return ClusterSums(self.cluster)
 
 
-class Part(NamedTuple):
+class SumPart(NamedTuple):
     """A sum, or a job's sums, of neighbours in the round's order."""
 
     start: int
@@ -349,7 +349,7 @@ class ClusterSums:
 
     def __init__(self, cluster: RayCluster, attempt: int = 1):
         self.cluster, self.attempt, self.places = cluster, attempt, list[int]()
-        self.parts, self.last = list[Part](), list[tuple[Job, JobResult, list[int]]]()
+        self.parts, self.last = list[SumPart](), list[tuple[Job, JobResult, list[int]]]()
 
     def add(self, tree: RemoteTree, number: int) -> None:
         assert isinstance(tree, Uploaded)
@@ -385,7 +385,7 @@ class ClusterSums:
         for job, done, places in self.last:
             if tuple(places) != done.places:
                 raise RunError(f"invariant broken: a sum is of the places {done.places}, not {tuple(places)}")
-            self.parts.append(Part(job.start, job.stop, job.sums, done.attempt, job.held))
+            self.parts.append(SumPart(job.start, job.stop, job.sums, done.attempt, job.held))
         self.last = []
 
     def _combine_before(self, place: int) -> None:
@@ -400,11 +400,11 @@ class ClusterSums:
                 self.parts[at : at + len(inside)] = [self._combined(inside, end // width - 1, level)]
             level, width = level + 1, width * FAN
 
-    def _combined(self, parts: Sequence[Part], group: int, level: int) -> Part:
+    def _combined(self, parts: Sequence[SumPart], group: int, level: int) -> SumPart:
         known = [part.attempt for part in parts]
         ref = self.cluster.combine(known, group, level, *(part.ref for part in parts))
         held = tuple({id(each): each for part in parts for each in part.held}.values())
-        return Part(parts[0].start, parts[-1].stop, ref, 0, held)
+        return SumPart(parts[0].start, parts[-1].stop, ref, 0, held)
 
 
 class RayCluster(Simulation):

@@ -183,7 +183,7 @@ def compute(
         if isinstance(task, TrainTask) and task.sums is not None:
             clients = [client for batch in batches for client in batch]
             flat = [result for batch in results for result in batch]
-            places, trees = _added([len(data.parts[client]) for client in clients], flat, first, task.sums)
+            places, trees = _job_sums([len(data.parts[client]) for client in clients], flat, first, task.sums)
             sums = Sums(pack(trees), attempt, len(clients))
             results = [[_form_alone(result) for result in batch] for batch in results]
     except UserError as error:
@@ -194,7 +194,7 @@ def compute(
     return JobResult(node, cpu(), attempt, pack(results), seconds, sums is not None, places), sums
 
 
-def _added(
+def _job_sums(
     samples: Sequence[int], results: Sequence[ClientResult], first: int, rule: SumRule
 ) -> tuple[tuple[int, ...], list[tuple[Tree, int, int]]]:
     """The places of the uploads that can be used, and their sums: of groups that begin here, the others one by one.
