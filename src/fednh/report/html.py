@@ -28,7 +28,7 @@ from fednh.report.figures.base import variant_looks
 from fednh.report.figures.curves import AXES
 from fednh.report.first_screen import and_words, answer
 from fednh.report.groups import by_setting, by_variant, seeds, show
-from fednh.report.load import Run
+from fednh.report.load import Run, rounds_of
 from fednh.report.sheet import Sheet, number, spread_sample, word
 from fednh.report.site_tables import explored, site_sections
 from fednh.runs.run_folder import display_name
@@ -262,7 +262,7 @@ def _runs_sheet(runs: Sequence[Run]) -> Sheet:
     rows = []
     for run in runs:
         names = (run.path.name, display_name(run.method), display_name(run.summary["data"]))
-        cells = [*map(word, names), word(run.config.seed), word(run.summary["rounds"])]
+        cells = [*map(word, names), word(run.config.seed), word(rounds_of(run))]
         cells += [*(number(run.summary.get(key)) for key in metrics), number(run.summary["seconds"], "{:.1f}")]
         rows.append([*cells, word(str(run.environment.get("commit") or "unknown")[:10])])
     note = "The name is that of the run's folder; its config can be run again."

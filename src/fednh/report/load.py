@@ -170,11 +170,19 @@ def load_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def left_out(runs: Sequence[Run]) -> str:
-    """Who is left out of held-out means, as a sentence that may follow another one."""
+    """Who is left out of held-out means, and which are flattered, as sentences that may follow another one."""
     single, few = (
         list(dict.fromkeys(run.client_name(client) for run in runs for client in getattr(run, which)))
         for which in ("one_class", "few_held")
     )
     words = f" A site with one class, which any model can name, is left out: {some(single)}." if single else ""
     scarce = f" A site with fewer than {FEWEST_HELD} held-out samples is left out: {some(few)}." if few else ""
-    return words + scarce
+    chosen = any("kept_round" in run.summary for run in runs)
+    biased = " With stop_when the round was chosen on these samples, which flatters the accuracy on them."
+    return words + scarce + biased * chosen
+
+
+def rounds_of(run: Run) -> int | str:
+    """How many rounds a run had, and whose models it kept, if not the last one's."""
+    kept, rounds = run.summary.get("kept_round"), run.summary["rounds"]
+    return rounds if kept in (None, rounds) else f"{kept} of {rounds}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import tomllib
 from collections import Counter
@@ -185,6 +186,12 @@ class RunFolder(RunLayout):
             sync_path(file)
         sync_path(self.path)
         write_json(self.summary_file, summary)
+
+    def remove_kept_rounds(self, but: RunLayout) -> None:
+        """Delete the copies of checkpoints to which the run will not go back."""
+        for path in self.kept_rounds.iterdir():
+            if path != but.path:
+                shutil.rmtree(path, ignore_errors=True)
 
     def remove_others(self, clients: Iterable[int]) -> None:
         """Delete models and outcomes of clients other than these: an earlier end of the run may have saved more."""
