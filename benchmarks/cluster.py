@@ -50,7 +50,7 @@ def rows(two: Nodes, quick: bool) -> Iterator[Row]:
         two,
         PAPER,
         "the same with the paper's round, two machines / thread pool",
-        0.9,
+        0.95,
         1 if quick else 2,
         "10 clients of 500 images",
     )
@@ -58,11 +58,13 @@ def rows(two: Nodes, quick: bool) -> Iterator[Row]:
         two,
         SMALL,
         "1,000 small MLP clients a round, two machines / vmap pool",
-        0.7,
+        0.9,
         1 if quick else 2,
         "50 samples a client",
     )
     yield memory(two)
+    yield traffic(two, "fedbabu", "the driver's bytes a round / model, clients that keep a head")
+    yield traffic(two, "fedavg", "the driver's bytes a round / model, clients that keep a model")
     yield first_round(two)
 
 
@@ -88,6 +90,15 @@ def memory(two: Nodes) -> Row:
     )
     detail = f"FedNH, 2 images a client, all picked: {few / GIB:.2f} GiB and {many / GIB:.2f} GiB"
     return Row("driver's memory, 1,000 picked Conv2 clients / 100", round(many / few, 3), "x", 1.3, True, detail)
+
+
+def traffic(two: Nodes, method: str, name: str) -> Row:
+    """What comes from the driver and goes to it: what clients receive counts once a machine."""
+    job = Job(100, 200, 4, method=method, final=2, workers=2, checkpoint=2, address=two.address)
+    found = measure(job, two.environment)
+    sent, received = (found[way] / job.rounds / found["model"] for way in ("sent", "received"))
+    detail = f"Conv2, 100 clients a round, {job.rounds} rounds: {sent:.2f} sent and {received:.2f} received"
+    return Row(name, round(sent + received, 3), "x", 3.0, True, detail)
 
 
 def first_round(two: Nodes) -> Row:

@@ -3,9 +3,11 @@
 `python -m benchmarks.cost_model` prints the table of docs/clusters.md from the costs in cluster.json, which
 `python -m benchmarks.cluster` has measured; `--measure ADDRESS` measures them. The network is an assumption.
 
-The model: a slot computes one client after another and has one more waiting. The driver is one machine with one link.
-It sends what clients receive to every machine once a round, hands out jobs, receives each upload over its link, and
-adds up uploads one by one, in the order of the clients.
+The model: the driver is one machine, whose link sends and receives at once. It sends what clients receive to every
+machine once a round, one after another, then what each client kept, with its job; a client's result brings that back.
+Clients of a group go to one machine while it has a free slot. Uploads are added up in groups of sixteen where most of
+them are, the sums of groups likewise, and the last sum travels to the driver. Ray might send what clients receive from
+machine to machine, and jobs wait for states before they are needed; the model has neither.
 """
 
 from __future__ import annotations
@@ -13,9 +15,13 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from fednh.tree import FAN
 
 RESULTS = Path(__file__).with_name("cluster.json")
 
@@ -26,32 +32,47 @@ class Costs:
 
     client: float  # seconds to compute a client in one slot
     job: float  # seconds of the driver to hand out a job and to take its answer
-    add: float  # seconds of the driver to copy an upload out of the object store and to add it up
+    add: float  # seconds to read an upload from the object store, add it up, and write its share of the sum
     model: float  # bytes that travel down and up
-    link: float  # bytes a second of a machine's network link
+    link: float  # bytes a second of a machine's network link, either way
     slots: int = 16  # of a machine
+    state: float = 0.0  # bytes that a client keeps, which travel to its job and back
 
 
 def round_seconds(costs: Costs, machines: int, clients: int) -> float:
-    """How long a round takes: events in the order in which they happen."""
-    slots = machines * costs.slots
-    wire = costs.model / costs.link
-    ready = [
-        (k // costs.slots + 1) * wire for k in range(slots)
-    ]  # the driver's link sends to one machine after another
-    heapq.heapify(ready)
-    driver = link = 0.0
-    finished: list[float] = []
+    """How long a round takes: clients in their order, then the tree of sums."""
+    several = machines > 1  # one machine: the driver is on it
+    wire, state = (size / costs.link if several else 0.0 for size in (costs.model, costs.state))
+    ready = [[(k + 1) * costs.model / costs.link] * costs.slots for k in range(machines)]  # of the slots, by machine
+    driver, sent, received, at = 0.0, machines * wire, 0.0, 0
+    ends, homes = list[float](), list[int]()
     for client in range(clients):
-        if client >= 2 * slots:  # its predecessor by two jobs a slot must have been read
-            driver = max(driver, finished[client - 2 * slots])
+        first = min(range(machines), key=lambda k: ready[k][0])
+        if client % FAN == 0 or ready[at][0] > ready[first][0]:
+            at = first
         driver += costs.job
-        free = heapq.heappop(ready)
-        done = max(free, driver) + costs.client
-        heapq.heappush(ready, done)
-        link = max(link, done) + (wire if machines > 1 else 0.0)  # one machine: the driver is on it
-        finished.append(max(link, finished[-1] if finished else 0.0) + costs.add)
-    return finished[-1]
+        sent = max(sent, driver) + state if state else sent
+        begin = max(heapq.heappop(ready[at]), driver, sent if state else 0.0)
+        heapq.heappush(ready[at], begin + costs.client + costs.add)
+        received = max(received, begin + costs.client + costs.add) + state
+        ends.append(received if state else begin + costs.client + costs.add)
+        homes.append(at)
+    return max(received, driver, tree_end(costs, wire, ends, homes))
+
+
+def tree_end(costs: Costs, wire: float, ends: Sequence[float], homes: Sequence[int]) -> float:
+    """When the sum of uploads is at the driver that are ready at these times on these machines."""
+    while len(ends) > 1:  # a level of the tree
+        groups = [slice(k, k + FAN) for k in range(0, len(ends), FAN)]
+        ends = [max(ends[each]) + _sum(costs, wire, homes[each]) for each in groups]
+        homes = [max(homes[each], key=homes[each].count) for each in groups]
+    return ends[0] + wire
+
+
+def _sum(costs: Costs, wire: float, homes: Sequence[int]) -> float:
+    """Seconds to add up items of these machines on the one that has most of them."""
+    away = len(homes) - max(homes.count(home) for home in homes)
+    return away * wire + len(homes) * costs.add
 
 
 def table(costs: Costs, clients: int, machines: tuple[int, ...] = (1, 10, 100)) -> list[tuple[int, float, float]]:
@@ -60,25 +81,19 @@ def table(costs: Costs, clients: int, machines: tuple[int, ...] = (1, 10, 100)) 
     return [(m, 3600 / (s := round_seconds(costs, m, clients)), alone / s) for m in machines]
 
 
-def tree(costs: Costs, machines: int, clients: int) -> float:
-    """The next step: every machine adds up its own clients, and the driver adds up one sum a machine."""
-    mine = round_seconds(costs, 1, -(-clients // machines))
-    return mine + machines * (costs.model / costs.link + costs.add)
-
-
 def measured(address: str) -> dict[str, float]:
     """The costs on this machine: ResNet-18 on CIFAR-100-shaped samples, 5 a client, and jobs of the cluster there."""
     import numpy as np
     import torch
 
     from fednh.backends.ray import connected
-    from fednh.backends.ray_worker import pack, unpack
+    from fednh.backends.ray_worker import Sums, combine, pack
     from fednh.backends.tasks import SimulatedData, TrainTask
     from fednh.config import load
     from fednh.data.dataset import Dataset
     from fednh.federated.setup import build_federation
     from fednh.seeding import torch_rng
-    from fednh.tree import mean, size
+    from fednh.tree import size
 
     torch.set_num_threads(1)
     rng, each, number = np.random.default_rng(0), 5, 6
@@ -99,11 +114,14 @@ def measured(address: str) -> dict[str, float]:
     with connected(address, 1):
         import ray
 
-        packed = [pack(update) for update in updates]
-        refs = [ray.put(each) for each in packed]
-        began = time.perf_counter()
-        mean(unpack(ray.get(ref)).upload for ref in refs)
-        add = (time.perf_counter() - began) / len(refs)
+        sums = [Sums(pack([(update.upload, 0, 0)])) for update in updates]
+        refs = [ray.put(each) for each in (sums * FAN)[:FAN]]
+        took = []
+        for _ in range(5):
+            began = time.perf_counter()
+            ray.put(combine([0] * FAN, 0, 0, *map(ray.get, refs)))
+            took.append((time.perf_counter() - began) / FAN)
+        add = statistics.median(took)
         job = _job_seconds()
     return {"client": client, "job": job, "add": add, "model": float(size(stage.down))}
 
@@ -127,7 +145,8 @@ def _job_seconds(jobs: int = 300) -> float:
 def page(measured: dict[str, float], gigabits: float = 10.0, clients: int = 1000) -> list[str]:
     """The cost model as a page shows it."""
     costs = Costs(**measured, link=gigabits * 1e9 / 8)
-    wire, adds = clients * costs.model / costs.link, clients * (costs.add + costs.job)
+    keeping = replace(costs, state=costs.model)
+    wire = costs.model / costs.link
     lines = [
         "### Estimated scaling",
         "",
@@ -136,19 +155,22 @@ def page(measured: dict[str, float], gigabits: float = 10.0, clients: int = 1000
         f"job costs the driver {1000 * costs.job:.1f} ms, an upload of {costs.model / 1e6:.0f} MB "
         f"{1000 * costs.add:.0f} ms to add up. Assumed: {costs.slots} slots a machine, links of {gigabits:g} Gbit/s.",
         "",
-        "| machines | rounds an hour | against one machine | if every machine added up its own clients |",
+        "| machines | rounds an hour, clients that keep little | against one machine | clients that keep a model |",
         "|---|---|---|---|",
     ]
-    for machines, rounds, faster in table(costs, clients):
-        summed = 3600 / tree(costs, machines, clients)
-        lines.append(f"| {machines} | {rounds:.0f} | {faster:.1f}x | {summed:.0f} |")
-    limit = max(("the driver's link", wire), ("the driver's sum", adds), key=lambda part: part[1])
+    for (machines, rounds, faster), (_, kept, _) in zip(table(costs, clients), table(keeping, clients), strict=True):
+        lines.append(f"| {machines} | {rounds:.0f} | {faster:.1f}x | {kept:.0f} |")
+    sums = tree_end(costs, wire, [0.0] * clients, [k // costs.slots for k in range(clients)])
+    ten = round_seconds(costs, 1000, 10 * clients)
     return [
         *lines,
         "",
-        f"{limit[0][0].upper()}{limit[0][1:]} is the limit: all uploads of a round take {wire:.0f} s over one link and "
-        f"{adds:.0f} s to add up, however many machines compute. Sums on the machines (the last column) are not built: "
-        "the last bits of a result would depend on the number of machines.",
+        f"Sums are no limit: those of {clients:,} uploads are at the driver {sums:.1f} s after the last client. The "
+        f"limit is then the driver's link, over which what clients receive goes to one machine after another: "
+        f"{100 * wire:.1f} s for 100. More machines than {-(-clients // costs.slots)} gain nothing, as each client has "
+        f"a slot; with {10 * clients:,} clients a round on 1,000 machines a round takes {ten:.0f} s. Where a client "
+        f"keeps a model, as with FedAvg and FedNH, that travels from the driver's store and back: {clients * wire:.0f} "
+        f"s a round over its link, whatever computes.",
     ]
 
 

@@ -104,6 +104,8 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
         "begun": begun,
         "total": time.perf_counter() - started,
         "members": len(simulation.executor.store.members),
+        "model": records[0]["bytes_down"] / len(records[0]["clients"]),  # bytes that a client receives
+        **{name: getattr(simulation.executor, name, 0) for name in ("sent", "received")},  # bytes, on Ray
         "processor_seconds": time.process_time(),
         "folder": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -87,10 +87,10 @@ def mean(trees: Iterable[Tree]) -> Tree:
     return divide(total, count)
 
 
-def add(total: Tree, tree: Tree, count: int) -> Tree:
-    """The sum of `count` trees with one more added. `total` is changed in place; the first tree is copied."""
+def add(total: Tree, tree: Tree, count: int, own: bool = False) -> Tree:
+    """The sum of `count` trees with one more added. `total` is changed in place; the first is copied, if not `own`."""
     if count == 0:
-        return {name: value.clone() for name, value in tree.items()}
+        return tree if own else {name: value.clone() for name, value in tree.items()}
     if tree.keys() != total.keys():
         raise ValueError(f"trees to average differ in names: {sorted(tree.keys() ^ total.keys())}")
     if total:  # not every method uploads something
@@ -98,11 +98,80 @@ def add(total: Tree, tree: Tree, count: int) -> Tree:
     return total
 
 
+def compact(tree: Tree) -> Tree:
+    """The tree, in which no tensor looks at a part of a larger memory and keeps all of it."""
+    return {n: v if v.untyped_storage().nbytes() == v.nbytes else v.clone() for n, v in tree.items()}
+
+
 def divide(total: Tree, count: int) -> Tree:
     """A sum of `count` trees as their mean."""
     if count == 0:
         raise ValueError("nothing to average")
     return {name: value / count for name, value in total.items()}
+
+
+FAN = 16  # items of a node in a tree of sums
+
+
+class SumTree:
+    """The sum of numbered trees, by a shape that follows from their numbers alone: the same bits, whoever adds up.
+
+    Trees number 0 to 15 are added in their order, so are 16 to 31, and so on: these are the sums of level 0. Sixteen of
+    them, in their order, make a sum of level 1. A number may be missing. Up to sixteen trees are simply added up.
+
+    >>> sums = SumTree()
+    >>> for number in range(40):
+    ...     sums.add({"w": torch.full((1,), float(number))}, number // FAN)
+    >>> sums.total()
+    {'w': tensor([780.])}
+
+    What was added up elsewhere is added like a tree: it is all of a group, or its beginning.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[tuple[int, Tree] | None] = []  # by level: the sum that is not finished, and which one it is
+
+    def add(self, tree: Tree, group: int, level: int = 0) -> None:
+        """Add a tree, or a sum that was made elsewhere, to sum number `group` of a level. They come in their order."""
+        for k in range(max(len(self._open), level + 1)):
+            if k == len(self._open):
+                self._open.append(None)
+            if (here := self._open[k]) is not None and (k < level or here[0] != group // FAN ** (k - level)):
+                self._open[k] = None
+                self._put(here[1], here[0] // FAN, k + 1, own=True)
+        self._put(tree, group, level, own=False)
+
+    def total(self, level: int = 0) -> Tree:
+        """The sum of all, which is also that of a group of this level if all belong to one."""
+        top = max(level, len(self._open) - 1)
+        for k in range(top):
+            if (here := self._open[k]) is not None:
+                self._open[k] = None
+                self._put(here[1], here[0] // FAN, k + 1, own=True)
+        last = self._open[-1] if self._open else None
+        return {} if last is None else last[1]
+
+    def _put(self, tree: Tree, group: int, level: int, own: bool) -> None:
+        """Add to the open sum of a level, in place, or begin one: with the tree itself if it is our `own`."""
+        if level == len(self._open):
+            self._open.append(None)
+        here = self._open[level]
+        self._open[level] = group, add({} if here is None else here[1], tree, int(here is not None), own)
+
+
+class RemoteTree(Tree):
+    """A Tree whose numbers are on another machine: tensors of torch's meta device, which have a form and no data."""
+
+    def sums(self) -> RemoteSums:
+        """What adds up this tree and others of its kind, where they are."""
+        raise NotImplementedError
+
+
+class RemoteSums(Protocol):
+    """A SumTree of remote trees."""
+
+    def add(self, tree: RemoteTree, number: int) -> None: ...
+    def total(self) -> Tree: ...
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """What a Ray worker computes, on a machine that has nothing of the run.
 
 Everything arrives through Ray: the samples once, what clients receive once an exchange, what a client kept with its
-job. Nothing is read from or written to a disk.
+job. Nothing is read from or written to a disk. Uploads of which only the sum is needed are added up where they are:
+a job returns the sums of its own clients, and `combine` makes one of several. The driver sees the last one alone.
 """
 
 from __future__ import annotations
@@ -18,31 +19,86 @@ from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
+import numpy as np
 import ray
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from fednh import machine
-from fednh.backends.tasks import ClientBatch, ClientTask, SimulatedData
+from fednh.backends.tasks import ClientBatch, ClientTask, SimulatedData, TrainTask
 from fednh.data.batches import Samples
 from fednh.errors import RunError, UserError
+from fednh.federated import checks
+from fednh.federated.aggregate import SumRule
 from fednh.federated.client import ClientResult
 from fednh.runs.run_folder import cpu
+from fednh.tree import FAN, SumTree, Tree, compact, size
 
 # --- serialisation --------------------------------------------------------------------------------------------------
 
 
-def pack(value: Any) -> bytes:
+@dataclass(frozen=True)
+class Packed:
+    """A pickled value, and the memory of its tensors beside it: Ray copies that once, into its object store."""
+
+    text: bytes
+    memory: list[NDArray[np.uint8]]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.text) + sum(each.nbytes for each in self.memory)
+
+
+class _Packer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file, protocol=5)
+        self.memory: list[NDArray[np.uint8]] = []
+        self.places: dict[int, int] = {}  # address -> which of them
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        form = value.dtype, tuple(value.shape), value.stride()
+        if value.device.type == "meta":
+            return None, 0, *form
+        storage = value.detach().cpu().untyped_storage()
+        place = self.places.get(storage.data_ptr()) if storage.nbytes() else None
+        if place is None:
+            place = self.places[storage.data_ptr()] = len(self.memory)
+            self.memory.append(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
+        return place, value.storage_offset(), *form
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, packed: Packed, device: str, own: bool):
+        super().__init__(io.BytesIO(packed.text))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
+            made = (torch.from_numpy(each.copy() if own else each) for each in packed.memory)
+            self.memory = [each.to(device).untyped_storage() for each in made]
+        self.device = device
+
+    def persistent_load(self, place: Any) -> Tensor:
+        number, offset, dtype, shape, stride = place
+        if number is None:
+            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return torch.empty(0, dtype=dtype, device=self.device).set_(self.memory[number], offset, shape, stride)
+
+
+def pack(value: Any) -> Packed:
     """The value with its tensors. Tensors of one memory, such as those of a block, stay in one and are sent once.
 
-    torch's own format keeps strides: a sum over a tensor depends on its order in memory in the last bits.
+    Strides stay: a sum over a tensor depends on its order in memory in the last bits.
     """
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+    packer = _Packer(file := io.BytesIO())
+    packer.dump(value)
+    return Packed(file.getvalue(), packer.memory)
 
 
-def unpack(packed: bytes, device: str = "cpu") -> Any:
-    return torch.load(io.BytesIO(packed), map_location=device, weights_only=False)
+def unpack(packed: Packed, device: str = "cpu", own: bool = True) -> Any:
+    """The value; unless its memory is its `own`, it is Ray's, and who writes to it ends the process."""
+    return _Unpacker(packed, device, own).load()
 
 
 SHARED = ("x", "y", "gain", "shift")  # the tensors of Samples
@@ -78,13 +134,25 @@ def unpack_data(train: Samples, test: Samples, rest: bytes, device: str) -> Simu
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a job returns, and where it was computed."""
+    """What a job returns to the driver, and where it was computed."""
 
     node: str
     cpu: str
     attempt: int  # 0: the first one
-    results: bytes
+    results: Packed
     seconds: float
+    summed: bool = False  # whether uploads stayed there, in the job's sums, which are ...
+    places: tuple[int, ...] = ()  # ... of those at these places of the round's order
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums of a part of a round's uploads, in their order: what `SumTree.add` takes, packed."""
+
+    trees: Packed  # a list of (tree, group, level)
+    attempt: int = 0  # of the job that made it, of these clients ...
+    clients: int = 0
+    again: int = 0  # ... and how many clients were computed again for what it is made of
 
 
 def versions() -> dict[str, str]:
@@ -92,23 +160,85 @@ def versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in ("torch", "numpy")}
 
 
-def compute(device: str, refs: Sequence[Any], batches: Sequence[ClientBatch], kept: bytes) -> JobResult:
-    """The packed results of the batches; `refs` are the packed data and the packed task.
+def compute(
+    device: str, refs: Sequence[Any], batches: Sequence[ClientBatch], kept: Sequence[Any], first: int
+) -> tuple[JobResult, Sums | None]:
+    """The packed results of the batches, and the sums of their uploads where the task wants no more of them.
 
-    A failure is a RunError with a sentence: any other exception may not survive the way to the driver.
+    `refs` are the packed data and the packed task, `kept` has what the clients kept or a reference to it; `first` is
+    the place of the first client in the round's order. A failure is a RunError with a sentence: any other exception may
+    not survive the way to the driver.
     """
     process: Any = ray._private.worker.global_worker  # nothing public tells the attempt
     attempt, node = process.core_worker.get_current_task_attempt_number(), ray.get_runtime_context().get_node_id()
     try:
         began, device = time.perf_counter(), _assigned(device)
-        data, results = _data(refs[0], device), []
-        for batch, mine in zip(batches, unpack(kept, device), strict=True):
-            results.append([_sendable(result) for result in _task(refs[1], device)(data, batch, mine)])
+        data, results, sums = _data(refs[0], device), list[list[Any]](), None
+        places: tuple[int, ...] = ()
+        task = _task(refs[1], device) if batches else None
+        mine = ray.get(kept[0]) if isinstance(kept[0], ray.ObjectRef) else kept[0]
+        for batch, states in zip(batches, unpack(mine, device), strict=True):
+            assert task is not None
+            results.append([_sendable(result) for result in task(data, batch, states)])
+        if isinstance(task, TrainTask) and task.sums is not None:
+            clients = [client for batch in batches for client in batch]
+            flat = [result for batch in results for result in batch]
+            places, trees = _job_sums([len(data.parts[client]) for client in clients], flat, first, task.sums)
+            sums = Sums(pack(trees), attempt, len(clients))
+            results = [[_form_alone(result) for result in batch] for batch in results]
     except UserError as error:
         raise RunError(str(error)) from None
     except Exception as error:
         raise RunError(f"on {socket.gethostname()}: {type(error).__name__}: {error}") from None
-    return JobResult(node, cpu(), attempt, pack(results), time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return JobResult(node, cpu(), attempt, pack(results), seconds, sums is not None, places), sums
+
+
+def _job_sums(
+    samples: Sequence[int], results: Sequence[ClientResult], first: int, rule: SumRule
+) -> tuple[tuple[int, ...], list[tuple[Tree, int, int]]]:
+    """The places of the uploads that can be used, and their sums: of groups that begin here, the others one by one.
+
+    The driver refuses the same results, by the same checks (rounds.py), and tells why.
+    """
+    groups, places = dict[int, list[Tree]](), []
+    for place, (result, number) in enumerate(zip(results, samples, strict=True), first):
+        upload = result.upload
+        if upload is None or checks.not_finite(result) or checks.form_of(upload) != rule.forms:
+            continue
+        groups.setdefault(place // FAN, []).append(rule.scaled(upload, number / rule.reference))
+        places.append(place)
+    trees = []
+    for group, uploads in groups.items():
+        if len(uploads) > 1 and group * FAN >= first:
+            sums = SumTree()
+            for upload in uploads:
+                sums.add(upload, group)
+            uploads = [sums.total()]
+        trees += [(compact(tree), group, 0) for tree in uploads]
+    return tuple(places), trees
+
+
+def _form_alone(result: ClientResult) -> ClientResult:
+    """The result with an upload that has no numbers; what it would cost to send is known still."""
+    if result.upload is None:
+        return result
+    upload = {name: value.to("meta") for name, value in result.upload.items()}
+    return replace(result, upload=upload, bytes_up=size(result.upload) if result.bytes_up is None else result.bytes_up)
+
+
+def combine(known: Sequence[int], group: int, level: int, *parts: Sums) -> Sums:
+    """The sum of all parts, neighbours in their order, which is that of a group of this level.
+
+    `known` are the attempts of which the driver knows: a part of a later one was lost since and computed again.
+    """
+    torch.set_num_threads(1)
+    total, again = SumTree(), 0
+    for attempt, part in zip(known, parts, strict=True):
+        again += part.again + (part.clients if part.attempt > attempt else 0)
+        for tree, number, where in unpack(part.trees, own=False):
+            total.add(tree, number, where)
+    return Sums(pack([(total.total(level), group, level)]), again=again)
 
 
 @lru_cache(maxsize=1)

@@ -23,7 +23,7 @@ from fednh.data.batches import ClientData, Samples, subset
 from fednh.data.partitions import Indices
 from fednh.federated import checks, evaluate, similarity
 from fednh.federated import client as clients
-from fednh.federated.aggregate import ClientOverrides, received
+from fednh.federated.aggregate import ClientOverrides, SumRule, received
 from fednh.federated.architectures import Architectures
 from fednh.federated.client import ClientResult
 from fednh.federated.evaluate import Personal
@@ -108,6 +108,7 @@ class TrainTask(ClientTask):
     gradient_norm: bool = False
     together: bool = False  # a batch is a block for vmap
     mechanisms: Mechanisms | None = None  # noise in all that a client releases; None: there is none
+    sums: SumRule | None = None  # only the sum of uploads is needed, by this rule; None: each of them is
 
     def __call__(
         self, on: SimulatedData, batch: ClientBatch, kept: Sequence[Tree], tick: Tick = no_progress

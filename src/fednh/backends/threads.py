@@ -139,6 +139,7 @@ class SimulationReplies:
             gradient_norm,
             together,
             asked.mechanisms,
+            asked.sums,
             records=asked.overrides,
         )
         done = 0

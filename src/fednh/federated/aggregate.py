@@ -22,14 +22,15 @@ median norm of the round, so it needs no tuning.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from fednh.methods.base import Method, UploadSpec
-from fednh.tree import Tree, Uploads, add, divide, double, double_dtype, mean, prefix, stack
+from fednh.tree import FAN, RemoteSums, RemoteTree, SumTree, Tree, Uploads, double, double_dtype, mean, prefix, stack
 
 # --- overrides for single clients -----------------------------------------------------------------------------------
 # What the server keeps for single clients: their records, made by `Method.records`.
@@ -73,91 +74,112 @@ def split_overrides(state: Tree) -> tuple[Tree, dict[int, Tree]]:
 LEAST_WEIGHT = 1e-20  # of an upload by `UploadSpec.weight`: if all are zero, all count alike
 
 
+@dataclass(frozen=True)
+class SumRule:
+    """How the uploads of a round are added up, by whoever has them: some names are multiplied by a client's share."""
+
+    weighted: frozenset[str] = frozenset()  # the names that count by the share
+    reference: float = 1.0  # the samples of a client whose share is 1
+    forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None  # of uploads; others are refused
+
+    def scaled(self, upload: Tree, share: float) -> Tree:
+        return {n: v * share if n in self.weighted else v for n, v in upload.items()} if self.weighted else upload
+
+
 class Accumulator(Protocol):
     """Takes a round's uploads one by one, as they come, and gives what `Method.aggregate` works on.
 
-    The same uploads in the same order give the same bits. An upload may be the sum of those of several `clients`, where
-    the rule is the plain mean and no method looks at single uploads (checks.check_secure).
+    The same uploads at the same places of a round's order give the same bits. An upload may be the sum of those of
+    several `clients`, where the rule is the plain mean and no method looks at single uploads (checks.check_secure).
     """
 
     @property
     def count(self) -> int: ...
-    def add(self, upload: Tree, samples: int, clients: int = 1) -> None: ...
+    @property
+    def rule(self) -> SumRule | None:
+        """How uploads are added up, if nothing but their sum is needed; None: each is needed here."""
+
+    def add(self, upload: Tree, samples: int, clients: int = 1, place: int | None = None) -> None:
+        """Add the upload at this place of the order; None: the next one."""
+
     def uploads(self) -> Uploads: ...
 
 
-def accumulator(name: str, server: Tree, trim: float, method: Method) -> Accumulator:
+def accumulator(name: str, server: Tree, trim: float, method: Method, reference: float = 0) -> Accumulator:
     """The accumulator of the rule called `name` (config: aggregator); `server` is the state that clients started from.
 
     Means are running sums, so that no upload is kept. Robust rules and methods that look at single uploads keep all.
     """
     if method.upload.single or name not in ("mean", "weighted_mean"):
-        return AllUploads(name, server, trim, method)
-    return _running(name, server, method)
+        return AllUploads(name, server, trim, method, reference)
+    return _running(name, server, method, reference)
 
 
-def _running(name: str, server: Tree, method: Method) -> Accumulator:
-    return RunningWeightedMean(server, method) if name != "mean" or method.upload.weight else RunningMean()
+def _running(name: str, server: Tree, method: Method, reference: float) -> RunningMean:
+    if name == "mean" and not method.upload.weight:
+        return RunningMean()
+    weighted, own = server.keys() - {*method.upload.by_class, *method.upload.marks}, method.upload.weight
+    return RunningMean(weighted, own, 0 if own else reference)
 
 
 class RunningMean:
-    """The plain mean."""
-
-    def __init__(self) -> None:
-        self.total: Tree = {}
-        self.count = 0
-
-    def add(self, upload: Tree, samples: int = 0, clients: int = 1) -> None:
-        self.total = add(self.total, upload, self.count)
-        self.count += clients
-
-    def uploads(self) -> Uploads:
-        return Uploads(divide(self.total, self.count), self.count)
-
-
-class RunningWeightedMean:
-    """The mean in which what the server holds counts by the samples behind it, or by the weight that the method sends.
+    """The plain mean, or one in which what the server holds counts by samples, or by the weight that the method sends.
 
     Rows by class have counts of their own, marks are counted, and what the server does not hold (SCAFFOLD's changes of
-    control variates) is defined as a plain mean: these stay what they are.
+    control variates) is defined as a plain mean: these stay what they are. Uploads are added up in a SumTree.
     """
 
-    def __init__(self, server: Tree, method: Method):
-        self.weighted = server.keys() - {*method.upload.by_class, *method.upload.marks}
-        self.own = method.upload.weight
-        self.total: Tree = {}
-        self.weight: dict[str, float] = {}
-        self.count, self.first = 0, 1.0
+    def __init__(self, weighted: Collection[str] = (), own: str = "", reference: float = 0):
+        """`own`: the part of an upload that is its weight; `reference`: a weight that is 1, by default the first."""
+        self.weighted, self.own, self.reference = frozenset(weighted), own, reference
+        self.sums, self.elsewhere = SumTree(), cast(RemoteSums | None, None)
+        self.count, self.weight, self.next = 0, 0.0, 0
 
-    def add(self, upload: Tree, samples: int, clients: int = 1) -> None:
+    @property
+    def rule(self) -> SumRule | None:
+        """None where only the uploads themselves say how much they count."""
+        unknown = self.own or (self.weighted and not self.reference)
+        return None if unknown else SumRule(self.weighted, self.reference or 1)
+
+    def add(self, upload: Tree, samples: int = 0, clients: int = 1, place: int | None = None) -> None:
         counts = max(float(upload[self.own]), LEAST_WEIGHT) if self.own else samples
-        if self.count == 0:
-            self.first = counts
-        self.count += 1
-        for name, value in upload.items():
-            share = counts / self.first if name in self.weighted else 1.0
-            self.total[name] = value * share + self.total.get(name, 0)
-            self.weight[name] = share + self.weight.get(name, 0.0)
+        self.reference = self.reference or counts or 1
+        share = counts / self.reference
+        place = self.next if place is None else place
+        if isinstance(upload, RemoteTree):
+            self.elsewhere = self.elsewhere or upload.sums()
+            self.elsewhere.add(upload, place)
+        else:
+            self.sums.add(SumRule(self.weighted).scaled(upload, share), place // FAN)
+        self.count, self.weight, self.next = self.count + clients, self.weight + share, place + 1
 
     def uploads(self) -> Uploads:
-        return Uploads({name: value / self.weight[name] for name, value in self.total.items()}, self.count)
+        if self.count == 0:
+            raise ValueError("nothing to average")
+        total = (self.elsewhere or self.sums).total()
+        divided = {n: v / (self.weight if n in self.weighted else self.count) for n, v in total.items()}
+        return Uploads(divided, self.count)
 
 
 class AllUploads:
     """Keeps all uploads, for rules and methods that compare them."""
 
-    def __init__(self, name: str, server: Tree, trim: float, method: Method):
-        self.name, self.server, self.trim, self.method = name, server, trim, method
+    rule = None
+
+    def __init__(self, name: str, server: Tree, trim: float, method: Method, reference: float = 0):
+        self.name, self.server, self.trim, self.method, self.reference = name, server, trim, method, reference
         self.trees: list[Tree] = []
         self.samples: list[int] = []
+        self.places: list[int | None] = []
 
     @property
     def count(self) -> int:
         return len(self.trees)
 
-    def add(self, upload: Tree, samples: int, clients: int = 1) -> None:
+    def add(self, upload: Tree, samples: int, clients: int = 1, place: int | None = None) -> None:
         self.trees.append(upload)
         self.samples.append(samples)
+        self.places.append(place)
 
     def uploads(self) -> Uploads:
         return Uploads(self._average(), self.count, tuple(self.trees))
@@ -169,9 +191,9 @@ class AllUploads:
             return trimmed(self.trees, self.trim, self.method.upload)
         if self.name == "norm_clip":
             return norm_clipped(self.trees, self.server, self.method.upload)
-        running = _running(self.name, self.server, self.method)
-        for tree, number in zip(self.trees, self.samples, strict=True):
-            running.add(tree, number)
+        running = _running(self.name, self.server, self.method, self.reference)
+        for tree, number, place in zip(self.trees, self.samples, self.places, strict=True):
+            running.add(tree, number, 1, place)
         return running.uploads().mean()
 
 

@@ -111,11 +111,11 @@ class Architectures:
         sizes = {name: size(self.view(down, name)) for name in self.nets}
         return sum(sizes[name] for name in clients)
 
-    def accumulator(self, rule: str, server: Tree, trim: float) -> Accumulator:
+    def accumulator(self, rule: str, server: Tree, trim: float, reference: float = 0) -> Accumulator:
         """What averages a round's uploads, which have the server's names (`named`)."""
         if not self.several:
-            return accumulator(rule, server, trim, self.method)
-        return _ByArchitecture(lambda: accumulator(rule, server, trim, self.method), self._owner)
+            return accumulator(rule, server, trim, self.method, reference)
+        return _ByArchitecture(lambda: accumulator(rule, server, trim, self.method, reference), self._owner)
 
     def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
         if not self.several:
@@ -216,6 +216,8 @@ class Architectures:
 class _ByArchitecture:
     """An accumulator each for what is shared, of all uploads, and for what is an architecture's, of its clients'."""
 
+    rule = None  # an upload is divided here
+
     def __init__(self, make: Callable[[], Accumulator], owner: Callable[[str], str]):
         self.make, self.owner = make, owner
         self.parts = {"": make()}
@@ -224,12 +226,12 @@ class _ByArchitecture:
     def count(self) -> int:
         return self.parts[""].count
 
-    def add(self, upload: Tree, samples: int, clients: int = 1) -> None:
+    def add(self, upload: Tree, samples: int, clients: int = 1, place: int | None = None) -> None:
         split: dict[str, Tree] = {"": {}}
         for name, value in upload.items():
             split.setdefault(self.owner(name), {})[name] = value
         for owner, part in split.items():
-            self.parts.setdefault(owner, self.make()).add(part, samples, clients)
+            self.parts.setdefault(owner, self.make()).add(part, samples, clients, place)
 
     def uploads(self) -> Uploads:
         """The averages together; single uploads, where they are kept, have what is shared."""

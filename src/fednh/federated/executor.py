@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from fednh.federated.aggregate import ClientOverrides
+from fednh.federated.aggregate import ClientOverrides, SumRule
 from fednh.federated.client import ClientResult
 from fednh.federated.evaluate import Personal
 from fednh.federated.setup import ServerSide
@@ -49,6 +49,7 @@ class RoundTask:
     final: bool = False  # the run ends: personal models are saved
     mechanisms: Mechanisms | None = None  # noise in all that simulated clients release; a real site knows its own
     overrides: ClientOverrides = field(default_factory=dict)  # ... and what these clients receive in place of it
+    sums: SumRule | None = None  # of uploads only their sum by this rule is needed: they may be RemoteTrees
     back_to: int | None = None  # the run may go back to what clients kept after this round
 
 
@@ -59,7 +60,10 @@ class Replies(Protocol):
         """The measured personal models, by client."""
 
     def results(self) -> Iterator[ClientResult]:
-        """Results of the clients that trained, the largest client first; a sum's last bits depend on the order."""
+        """Results of the clients that trained, the largest client first; a sum's last bits depend on the order.
+
+        The place of a result in this order is that of its upload in the tree of sums, also where others are missing.
+        """
 
     def similarity(self) -> dict[str, Any] | None:
         """How similar samples are to the global model's prototypes (similarity.py), where only clients have samples."""

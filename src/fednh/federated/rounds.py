@@ -20,7 +20,7 @@ from fednh.callbacks import Callback
 from fednh.config import Config
 from fednh.errors import Interrupted, RunError
 from fednh.federated import checks, stopping
-from fednh.federated.aggregate import Accumulator, merge_overrides, split_overrides
+from fednh.federated.aggregate import Accumulator, SumRule, merge_overrides, split_overrides
 from fednh.federated.client import ClientResult
 from fednh.federated.executor import Executor, Replies, RoundTask
 from fednh.federated.plan import RoundPlan, evaluated_clients, is_evaluated, plan_round, sampled_clients
@@ -124,6 +124,8 @@ class RoundLoop:
         overrides = {client: self.overrides[client] for client in {*evaluate, *train} if client in self.overrides}
 
         mechanisms = None if self.setup.privacy is None else self.setup.privacy.mechanisms
+        accepted = self._accumulator(plan)
+        sums = self._sum_rule(accepted)
         started = time.perf_counter()
         final, chosen = pending and not training, self._choice()
         replies = executor.ask(
@@ -136,6 +138,7 @@ class RoundLoop:
                 final,
                 mechanisms,
                 overrides,
+                sums,
                 back_to=None if chosen is None else chosen.round,
             )
         )
@@ -152,7 +155,7 @@ class RoundLoop:
             started = time.perf_counter()
             side = self.setup.side
             bytes_down = side.architectures.bytes_down(down, [side.network_of(client) for client in plan.picked])
-            result = self._train(plan, present, bytes_down, replies)
+            result = self._train(plan, present, bytes_down, replies, accepted)
             executor.commit(plan.round, result.clients)
             progress.add(result, waited + time.perf_counter() - started, self._spent(plan))
             self._write_line_if_complete()
@@ -162,18 +165,21 @@ class RoundLoop:
 
     # --- training ------------------------------------------------------------------------------------------------
 
-    def _train(self, plan: RoundPlan, present: Sequence[int], bytes_down: int, replies: Replies) -> RoundResult:
+    def _train(
+        self, plan: RoundPlan, present: Sequence[int], bytes_down: int, replies: Replies, accepted: Accumulator
+    ) -> RoundResult:
         """Check the clients' results and aggregate their uploads into the server's next state."""
         method, policy, nets = self.setup.method, self.executor.policy, self.setup.side.architectures
         parts = method.upload.recorded  # the parts of used uploads of which overrides are made
         builder = RoundBuilder(plan, bytes_down, parts)
         if policy.bad_round == "skip" and not plan.picked:
             return self._skip_round(builder, f"{len(present)} sites are there")
-        accepted = self._accumulator(plan)
         try:
+            places: dict[int, int] = {}  # of clients in the tree of sums
             bounded: list[ClientResult] = []  # with a bound on norms all uploads are compared before any is used
             started = time.perf_counter()  # until a result arrives the clients are at work, then the server is
-            for result in replies.results():
+            for place, result in enumerate(replies.results()):
+                places[result.client] = place
                 self.progress.client_seconds += time.perf_counter() - started
                 builder.processed += result.samples or 0
                 if problem := self._problem(result, plan.round):
@@ -182,12 +188,12 @@ class RoundLoop:
                     bounded.append(result)
                 else:
                     builder.use(result)
-                    accepted.add(self._upload(result), self._weight(result.client), len(result.together) or 1)
+                    accepted.add(self._upload(result), self._weight(result.client), len(result.together) or 1, place)
                 started = time.perf_counter()
             self.progress.client_seconds += time.perf_counter() - started
             for result in self._within_bound(bounded, builder):
                 builder.use(result)
-                accepted.add(self._upload(result), self._weight(result.client))
+                accepted.add(self._upload(result), self._weight(result.client), 1, places[result.client])
             self._check_refusals(builder)
             if accepted.count < policy.min_uploads and not isinstance(accepted, PrivateMean):
                 return self._skip_round(builder, f"{accepted.count} uploads can be used")
@@ -217,11 +223,20 @@ class RoundLoop:
 
     # --- privacy -------------------------------------------------------------------------------------------------
 
+    def _sum_rule(self, accepted: Accumulator) -> SumRule | None:
+        """How the round's uploads are added up, if nothing else is done with them."""
+        rule = accepted.rule
+        if rule is None or self.executor.policy.norm_bound or self.setup.method.upload.recorded:
+            return None
+        (form,) = self.setup.upload_specs.values()  # the rule is of one network
+        return replace(rule, forms=form)
+
     def _accumulator(self, plan: RoundPlan) -> Accumulator:
         """What takes the round's uploads; under privacy.level = "client" it adds noise to their sum."""
         config, setup = self.config, self.setup
         if setup.privacy is None or config.privacy.level != "client" or not setup.privacy.later:
-            return setup.side.architectures.accumulator(config.aggregator, self.server, config.trim)
+            reference = max(map(self._weight, plan.train), default=0)
+            return setup.side.architectures.accumulator(config.aggregator, self.server, config.trim, reference)
         expected = config.participation.rate * len(setup.side.counts)
         clip = self._clip or next(
             (row["privacy"]["clip"] for row in reversed(self.progress.records)), clients.first_clip(config.privacy)

@@ -48,6 +48,8 @@ def sum_noise(noise: float, expected: float) -> float:
 class PrivateMean:
     """An accumulator of uploads: their clipped moves as a noised mean with a fixed denominator."""
 
+    rule = None  # single moves are clipped here
+
     def __init__(
         self, server: Tree, specs: Specs, privacy: PrivacyConfig, noise: float, clip: float, expected: float, rng: Noise
     ):
@@ -60,7 +62,7 @@ class PrivateMean:
         self.total = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in specs.items()}
         self.count = self.short = 0
 
-    def add(self, upload: Tree, samples: int = 0, clients: int = 1) -> None:
+    def add(self, upload: Tree, samples: int = 0, clients: int = 1, place: int | None = None) -> None:
         move = {name: value - self.server[name] if name in self.server else value for name, value in upload.items()}
         norm = torch.stack([double(value).square().sum() for value in move.values()]).sum().sqrt()
         self.short += int(norm <= self.clip)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fednh.io.files import read_tree, sync_path, write_tree
 from fednh.runs.layout import client_state
-from fednh.tree import Tree, size
+from fednh.tree import Tree, compact, size
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,7 @@ class Store:
         return tree if tree is not None else read_tree(self.path(client, slot.round), self.device)
 
     def put(self, client: int, tree: Tree, round_: int) -> None:
-        own = {
-            name: value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
-            for name, value in tree.items()
-        }  # a view would keep all that it looks at in memory
+        own = compact(tree)
         with self._lock:
             if client in self._pending:
                 self._forget(client, self._pending.pop(client))
