@@ -132,11 +132,12 @@ class LocalNorm:
 
 
 OPTIMIZER = "optimizer"  # the name of the optimiser's state in a client's kept Tree, where it is kept
+UNSENT = "unsent"  # ... and of what compression has lost so far of its uploads (compress.py)
 
 
 def methods_own(kept: Tree) -> Tree:
     """The method's own part of what the client kept."""
-    return select(kept, *{name.partition(".")[0] for name in kept} - {NORM, OPTIMIZER, PRIVATE})
+    return select(kept, *{name.partition(".")[0] for name in kept} - {NORM, OPTIMIZER, PRIVATE, UNSENT})
 
 
 class _NormFit:

@@ -30,7 +30,10 @@ from fednh.callbacks.screen import metric_words
 from fednh.config import Config, dump
 from fednh.errors import ConfigError, UserError
 from fednh.federated import similarity
+from fednh.federated.aggregate import received
+from fednh.federated.checks import TensorSpecs, form_of
 from fednh.federated.client import ClientResult
+from fednh.federated.compress import Compression
 from fednh.federated.evaluate import Personal
 from fednh.federated.executor import RoundPolicy, RoundTask
 from fednh.federated.plan import result_order
@@ -70,7 +73,7 @@ from fednh.runs.client_states import Store
 from fednh.runs.model_file import card_of
 from fednh.runs.run_folder import RunFolder
 from fednh.text import one_line
-from fednh.tree import Tree
+from fednh.tree import Tree, canonical
 
 T = TypeVar("T")
 
@@ -129,6 +132,7 @@ class Sites:
         )
         self.toml = dump(for_sites(config))
         self.method = config.build_method()
+        self.compression = Compression.of(config.federation)
         self.mailbox = Mailbox(grid, stop, self._on_unexpected, transport.pause, identity.sign)
         # Sites keep their personal states; a checkpoint records only the round of each.
         self.store = Store(folder.checkpoints / folder.clients.name, 0, lambda client: {})
@@ -209,6 +213,14 @@ class Sites:
         self.initial = initial
         self.nets = networks(self.config, self.task.shape, len(self.task.classes), self.task.body is not None)
         self.upload_forms = self.nets.declared_uploads(initial)
+        self.sent_forms = {name: self._sent_form(name) for name in self.upload_forms}
+
+    def _sent_form(self, name: str) -> TensorSpecs:
+        """The form in which uploads of a network travel."""
+        if self.compression is None:
+            return self.upload_forms[name]
+        down = form_of(self.method.broadcast(self.nets.view(self.initial, name)))
+        return self.compression.packed_form(self.upload_forms[name], down, self.method.upload)
 
     # --- one exchange ------------------------------------------------------------------------------------------
 
@@ -276,7 +288,7 @@ class Sites:
         answers, missing = list[Answer](), dict[int, ClientResult]()
         for request, reply in self.mailbox.replies(sent, self.transport.timeout):
             order = waiting.pop(request.client)
-            answer = self._read(request, order, reply, 0 if secure is None else secure.numbers)
+            answer = self._read(request, order, reply, asked, 0 if secure is None else secure.numbers)
             if isinstance(answer, Answer):
                 answers.append(answer)
             else:
@@ -288,7 +300,7 @@ class Sites:
 
     def _request(self, order: Order, secure: SumOrders | None = None) -> Request:
         trains, membership = bool(order.round), self.membership
-        hidden, form = trains and secure is not None, self.upload_forms[self.network_of(order.client)]
+        hidden, form = trains and secure is not None, self.sent_forms[self.network_of(order.client)]
         return Request(
             membership.node(order.client),
             MessageType.TRAIN if trains else MessageType.EVALUATE,
@@ -346,9 +358,19 @@ class Sites:
         more = {n: v for n, v in model.items() if n not in theirs or not torch.equal(v, theirs[n])}
         return to_arrays(down), to_arrays(more)
 
-    def _read(self, request: Request, order: Order, reply: Reply, masked: int = 0) -> Answer | ClientResult:
+    def _received(self, asked: RoundTask, client: int) -> Tree:
+        """What a site was sent."""
+        return received(self.nets.view(asked.down, self.network_of(client)), asked.overrides, client)
+
+    def _read(
+        self, request: Request, order: Order, reply: Reply, asked: RoundTask, masked: int = 0
+    ) -> Answer | ClientResult:
         """The answer, or the reason why there is none that can be used."""
-        more = self.upload_forms[self.network_of(order.client)], self.config.home, self.identity, masked
+        name, unpack = self.network_of(order.client), None
+        if (compression := self.compression) is not None:
+            form, down = self.upload_forms[name], canonical(self._received(asked, order.client))
+            unpack = partial(compression.unpack, form=form, received=down, spec=self.method.upload)
+        more = self.sent_forms[name], self.config.home, self.identity, masked, unpack
         read = self.read_reply(request, lambda: read_answer(request, order, reply, *more))
         return read if isinstance(read, ClientResult) else read[0]
 
@@ -499,7 +521,8 @@ class SiteAnswers:
         for client in result_order(self.sites.config, trained, lambda client: trained[client].samples or 0):
             a = trained[client]
             assert a.upload is not None
-            yield ClientResult({}, a.upload, a.samples, a.loss_sum, a.gradient_norm, kept_finite=True, client=a.client)
+            numbers = a.samples, a.loss_sum, a.gradient_norm
+            yield ClientResult({}, a.upload, *numbers, kept_finite=True, client=a.client, bytes_up=a.sent)
         yield from (result for _, result in sorted(self.missing.items()))
 
     def personal_metrics(self) -> list[Personal]:
