@@ -379,6 +379,9 @@ class FederationConfig(Section):
     min_clients: int = Field(2, ge=1, le=MANY)  # usable uploads that a round needs, or it is given up
     start: int | None = Field(None, ge=1, le=MANY)  # sites needed before the first round; None: min_clients
     timeout: float = Field(600.0, gt=0)  # seconds in which a site must answer
+    # a round waits for a site no longer than so many times what its usual site takes; None: timeout alone
+    slack: float | None = Field(None, gt=1)
+    late: Literal["drop", "use"] = "drop"  # an upload that arrives in a later round: it counts less, the older it is
     wait: float = Field(86400.0, gt=0)  # seconds to wait for enough sites before the first round; then the run ends
     # the server sees sums of uploads only, of more than half of a round's sites and of min_clients or more
     secure: bool = False

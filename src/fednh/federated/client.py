@@ -220,6 +220,7 @@ class ClientResult:
     status: Literal["trained", "silent", "failed", "refused"] = "trained"
     problem: str = ""  # a sentence, for a client that has not trained
     error: Exception | None = field(default=None, compare=False)  # in the process in which it was raised
+    age: int = 0  # rounds that have passed since the one it was trained in
     released: tuple[Release, ...] = ()  # what the upload has cost in privacy; does not depend on the samples
     fallback_reason: str = ""  # why this client's block was computed one client at a time, if its block is to blame
 
