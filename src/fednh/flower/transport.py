@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 WORDS = 1 << 20  # bytes of a message without its arrays
 TEXT = 4 << 20  # characters of one text: a greeting may name many classes and columns
 TENSOR = 1 << 12  # bytes of the description of one tensor in a tree
-CHUNK = 1 << 20  # bytes; Flower cuts arrays into chunks of 5 MB
+CHUNK = 128 << 10  # bytes; arrays are cut into chunks of at least this: 256 KiB (deploy/processes.py)
 SAMPLE = 1 << 28  # numbers in one sample
 NAMES = 1 << 16  # classes, features or names of any kind
 PARTS = 10  # of a dotted key in TOML: reading one takes the square of their number, 5 s for 16,000
