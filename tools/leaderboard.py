@@ -76,13 +76,13 @@ def _name(run: Run) -> str:
 
 
 def _changed(run: Run) -> dict[str, object]:
-    """The settings of method and server that are not the preset's."""
+    """The settings of method, server and personal models that are not the preset's."""
     usual = flat(load(run.config.data.name, {"method.name": run.method}).model_dump())
     mine = flat(run.config.model_dump())
     return {
         key: mine[key]
         for key in usual
-        if key.startswith(("method.", "server.")) and mine.get(key, usual[key]) != usual[key]
+        if key.startswith(("method.", "server.", "personal.")) and mine.get(key, usual[key]) != usual[key]
     }
 
 

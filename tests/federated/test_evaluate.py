@@ -127,14 +127,23 @@ def test_held_out_means_leave_out_sites_with_one_class() -> None:
     assert (usual["held_share"], "one_class" in usual) == (pytest.approx(220 / 3), False)
 
 
-def test_a_personal_prior_is_that_of_the_method(tmp_path: Path) -> None:
-    """FedPrior with tau = 0 and a prior of 1 in its personal models, and FedPrior with tau = 1: the same models."""
+def test_a_prior_that_is_not_set_is_the_methods(tmp_path: Path) -> None:
+    """1 with FedPrior, none with FedNH; one that is set holds for both, 0 as well."""
     small = {"rounds": 1, "partition.clients": 4, "train.epochs": 1, "eval.every": 0}
-    own = fednh.run("digits", method="fedprior", out=tmp_path / "1", **small)
-    whole = {"method.tau": 0, "personal.prior": 1}
-    added = fednh.run("digits", method="fedprior", out=tmp_path / "2", **small, **whole)
-    assert [row["pm_l"] for row in added.summary["clients"]] == [row["pm_l"] for row in own.summary["clients"]]
-    assert (added.summary["pm_v"], added.summary["pm_l"]) == (own.summary["pm_v"], own.summary["pm_l"])
+
+    def prior(method: str, **more: float) -> torch.Tensor | None:
+        run = fednh.run("digits", method=method, out=tmp_path / f"{method}{len(more)}{more}", **small, **more)
+        return run.model(run.summary["clients"][0]["client"]).params.get("prior")
+
+    own = prior("fedprior")
+    assert own is not None
+    assert float(own.exp().sum()) == pytest.approx(1), "the log of shares"
+    assert prior("fednh") is None
+    assert prior("fedprior", **{"personal.prior": 0}) is None
+    for method in ("fedprior", "fednh"):
+        half = prior(method, **{"personal.prior": 0.5})
+        assert half is not None
+        torch.testing.assert_close(half, own / 2)
 
 
 def person(client: int, label: list[int], personal: list[int], shared: list[int] | None) -> evaluate.Personal:

@@ -325,7 +325,8 @@ class ServerConfig(Section):
 
 class PersonalConfig(Section):
     model: Literal["own", "global"] = "own"  # whose weights a client's model has: its own by the method, or the global
-    prior: float = Field(0.0, ge=0)  # tau: how much of the client's log class share is added to its logits
+    # tau: how much of the client's log class share is added to its logits; None: 1 for fedprior, 0 for all others
+    prior: float | None = Field(None, ge=0)
     smoothing: float = Field(SMOOTHING, gt=0)  # samples added to every class before shares are taken
     # a client chooses its temperature, and its tau where prior is 0; None: with methods that train nothing
     calibrate: bool | None = None

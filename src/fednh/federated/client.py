@@ -302,9 +302,9 @@ def personal_model(
         fit = norm.fit(LocalFit(data, settings, tick=tick, training=_training(net, data), frozen=net.unmoved))
         shared = method.global_model(received) if how.model == "global" else None
         model = method.personal_model(net, methods_own(kept), received, data, fit) if shared is None else shared
-        tau, heat = how.prior, dict[str, Tensor]()
+        tau, heat = method.prior if how.prior is None else how.prior, dict[str, Tensor]()
         if method.training_free if how.calibrate is None else how.calibrate:
-            temperature, tau = calibrated(method, net, model, data, how, tick)
+            temperature, tau = calibrated(method, net, model, data, (tau,) if tau else TAUS, how.smoothing, tick)
             heat = {"temperature": torch.full((), temperature, device=data.index.device)}
     prior = {"prior": tau * log_share(data.counts, how.smoothing)} if tau or heat else {}  # (C,)
     return {**model, **heat, **prior, **norm.state}
@@ -325,11 +325,17 @@ TIE = 1e-9  # relative: likelihoods this near the largest count as equal, whatev
 
 @torch.no_grad()
 def calibrated(
-    method: Method, net: Net, model: Tree, data: ClientData, how: PersonalConfig, tick: Callable[[int], None]
+    method: Method,
+    net: Net,
+    model: Tree,
+    data: ClientData,
+    taus: Sequence[float],
+    smoothing: float,
+    tick: Callable[[int], None],
 ) -> tuple[float, float]:
     """The temperature and tau of the grid with the largest mean log-likelihood of logits / temperature + tau log share.
 
-    With `how.prior` tau is given. Of equally good pairs the temperature nearest to 1 is taken, then the smallest tau.
+    Of equally good pairs the temperature nearest to 1 is taken, then the smallest tau.
     """
     step = -(-len(data) // MOST_CALIBRATED)
     seen = ClientData(data.samples, data.index[::step].cpu().numpy()) if step > 1 else data
@@ -337,8 +343,8 @@ def calibrated(
     for x, _, _ in seen.batches():
         tick(0)
         logits.append(double(method.scores(net, bare, x)))
-    shares = log_share(_other_folds(seen.y, data.counts, folds_of(seen.y)), how.smoothing)  # (n, C)
-    return best_pair(torch.cat(logits), shares, seen.y, (how.prior,) if how.prior else TAUS)
+    shares = log_share(_other_folds(seen.y, data.counts, folds_of(seen.y)), smoothing)  # (n, C)
+    return best_pair(torch.cat(logits), shares, seen.y, taus)
 
 
 def folds_of(y: Tensor) -> Tensor:  # (n,) -> (n,)

@@ -153,6 +153,7 @@ class Method(ABC):
     by_architecture: ClassVar[tuple[str, ...] | None] = None
     doubles: ClassVar[bool] = False  # its sums need double precision, which not every device has
     sgd_only: ClassVar[bool] = False  # `client_update` asks for `fit.reach`, which SGD from a fresh start has
+    prior: ClassVar[float] = 0.0  # personal.prior where that is not set: the weight of log class shares in logits
     cosine: ClassVar[bool] = False  # logits are params["scale"] times cosines to unit prototypes, the rows of the head
 
     @property

@@ -9,15 +9,15 @@ softmax (Ren et al., "Balanced Meta-Softmax for Long-Tailed Visual Recognition",
 so that s * W f(x), shared by all clients, need not model the shares. The client knows its own, and by Bayes' rule adds
 them back without training (logit adjustment: Menon et al., "Long-Tail Learning via Logit Adjustment", ICLR 2021):
 
-    personal logits = s * W f(x) + tau * log pi_k                                             -> personal_model
+    personal logits = s * W f(x) + tau * log pi_k                                             -> prior
 
 Body, prototypes and scale of a personal model are the global model's: newer and of more clients than what the client
-trained last (`personal = "local"` takes that). With `ema` above 0 the global model is a moving average of the server's
-states, each weighted by `ema` to the power of its age in rounds; training goes on from the newest state. Body and scale
-are averaged, and not the prototypes, which are a moving average already.
+trained last. The prior is that of `personal.prior` (tau, here 1 where it is not set) and `personal.smoothing`, which
+any method can have: tau = 1 is right on the client's own class distribution, tau = 0 treats all classes equally. Shares
+never leave the client. With `ema` above 0 the global model is a moving average of the server's states, each weighted by
+`ema` to the power of its age in rounds; training goes on from the newest state. Body and scale are averaged, and not
+the prototypes, which are a moving average already.
 
-On the client's own class distribution tau = 1 is right; tau = 0 treats all classes equally. `smoothing` samples are
-added to every class before shares are computed, so that no class has probability zero. Shares never leave the client.
 Prototypes, scale and server are FedNH's (fednh.py). FedETF and FedROD train with the balanced softmax too, but learn
 the personal part.
 """
@@ -25,13 +25,12 @@ the personal part.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
 
 from fednh.methods.base import (
-    SMOOTHING,
     ClientData,
     Fit,
     Method,
@@ -40,7 +39,6 @@ from fednh.methods.base import (
     Uploads,
     UploadSpec,
     balanced_softmax,
-    log_share,
     prefix,
     scaled_cosine,
     select,
@@ -61,10 +59,8 @@ class FedPrior(Method):
     model = FedNH.model
     cosine = True
     by_architecture = ("body", "scale", "average")
+    prior: ClassVar[float] = 1.0
 
-    tau: Annotated[float, Field(ge=0)] = 1.0  # how much of the prior a personal model adds: 1 by Bayes' rule, 0 nothing
-    smoothing: Annotated[float, Field(gt=0)] = SMOOTHING  # samples added to every class for the personal prior
-    personal: Literal["global", "local"] = "global"  # whose body, prototypes and scale a personal model has
     ema: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the global model: the weight of the average in the next one
     rho: Annotated[float, Field(gt=0, lt=1)] = 0.9  # FedNH's, Eq. (4)
     aggregation: Literal["uniform", "count", "sum"] = "uniform"  # FedNH's alpha in Eq. (4)
@@ -83,21 +79,18 @@ class FedPrior(Method):
 
     @property
     def kept_is_trained(self) -> bool:
-        return self.personal == "local"
+        return False
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:
         start = self.fednh.init(net, rng)
         average = {**prefix("average", select(start, *MOVING)), "average.weight": torch.zeros(())}
         return {**start, **(average if self.ema else {})}
 
-    def broadcast(self, server: Tree) -> Tree:
-        return server if self.personal == "global" else select(server, *self.model, "started")
-
     def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
         newest = select(received, *self.model, "started")
         loss = balanced_softmax(scaled_cosine(net), data.share)
-        model, upload = self.fednh.trained(net, newest, data, fit, loss)
-        return ({} if self.personal == "global" else model), upload
+        _, upload = self.fednh.trained(net, newest, data, fit, loss)
+        return {}, upload
 
     def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
         newest = self.fednh.aggregate(server, uploads)
@@ -114,6 +107,4 @@ class FedPrior(Method):
         return {**select(server, *self.model), **select(strip_prefix(server, "average"), *MOVING)}
 
     def personal_model(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> Tree:
-        prior = self.tau * log_share(data.counts, self.smoothing)  # (C,)
-        local = select({**received, **kept}, *self.model)
-        return {**(self.global_model(received) if self.personal == "global" else local), "prior": prior}
+        return self.global_model(received)
