@@ -104,6 +104,8 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
         "begun": begun,
         "total": time.perf_counter() - started,
         "members": len(simulation.executor.store.members),
+        "processor_seconds": time.process_time(),
+        "folder": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
     }
 
 

@@ -28,6 +28,13 @@ def test_the_map_names_every_room() -> None:
     assert sorted(places()) == sorted(there)
 
 
+def test_the_files_that_answer_questions_are_there() -> None:
+    rows = re.findall(r"^\| (?:what|where|how) .*\? \| (.*) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    named = [path for row in rows for path in re.findall(r"`([\w/.]+)`", row)]
+    assert len(rows) == 5
+    assert [path for path in named if not (SOURCE / path).exists()] == []
+
+
 def test_the_map_shows_the_layers_from_top_to_bottom() -> None:
     shown = [place.removesuffix(".py") for place in places()]
     first = {name: number for number, line in reversed(list(enumerate(LAYERS))) for name in line}

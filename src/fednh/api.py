@@ -22,7 +22,7 @@ from fednh.data.dataset import Dataset
 from fednh.data.sources.memory import is_given
 from fednh.data.sources.registry import taken
 from fednh.errors import ConfigError, DataError, Interrupted, Notice, Refused, RunError, UserError
-from fednh.extras import import_path
+from fednh.extras import data_frame, import_path
 from fednh.federated.setup import build_federation, fingerprint_of
 from fednh.inference.model import Model, load_model
 from fednh.io.files import path_of
@@ -104,11 +104,7 @@ class Result:
 
     def to_frame(self) -> pd.DataFrame:
         """The metrics as a pandas data frame, a row for every round."""
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise UserError("to_frame() needs pandas: pip install pandas; `metrics` has the same as a list") from error
-        return pd.DataFrame(self.metrics).set_index("round")
+        return data_frame(self.metrics, "round", "metrics")
 
     def model(self, client: int | str | None = None, weights: str | Path | None = None) -> Model:
         """The global model, or that client's personal one, by its number or its site's name; see `load_model`."""

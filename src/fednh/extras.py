@@ -12,7 +12,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
@@ -56,6 +56,15 @@ def _found(module: str) -> bool:
     """Whether there is such a module; a plain folder of that name in the current one does not count."""
     spec = find_spec(module)
     return spec is not None and spec.origin is not None
+
+
+def data_frame(rows: Sequence[Mapping[str, Any]], index: str, instead: str) -> Any:
+    """Rows as a pandas data frame; `instead` is where they are without pandas."""
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise UserError(f"to_frame() needs pandas: pip install pandas; `{instead}` has the same as a list") from error
+    return pd.DataFrame(rows).set_index(index)
 
 
 # --- objects by import path -----------------------------------------------------------------------------------------

@@ -117,5 +117,7 @@ class RunSummary(_RunSummary, MetricValues, total=False):
     test_samples: int  # where eval.samples limits them
     lost: list[int]  # rounds of a deployment that changed nothing
     warning: str
+    kept_round: int  # with stop_when: whose models these are ...
+    kept_by: dict[str, Any]  # ... and by which metric it was chosen, on held-out samples
     ray: dict[str, int]
     sites: list[dict[str, Any]]  # of a deployment

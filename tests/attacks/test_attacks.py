@@ -137,3 +137,14 @@ def test_a_repeated_round_is_the_one_of_the_checkpoint(tmp_path):
     assert not all(torch.equal(again.server[name], again.initial[name]) for name in again.server)
     more = before(config, fed, tmp_path, 2)
     assert all(torch.equal(again.server[name], more.server[name]) for name in again.server)
+
+
+def test_made_up_uploads_are_clipped_as_the_runs_are_and_have_its_noise_only_where_asked():
+    private = {"privacy.level": "sample", "privacy.noise": 1.0, "privacy.clip": 1e-4}
+    (target,) = targets("fedavg", **{"train.epochs": 1, **private})
+    simulator = Simulator(target, 0)
+    once, again = (simulator.uploads([target.part]) for _ in range(2))
+    torch.testing.assert_close(once, again, atol=1e-9, rtol=1e-4)
+    steps, speed = 10, target.config.train.lr / (1 - target.config.train.momentum)
+    assert 1e-6 < float(once.norm()) < 1.5 * steps * speed * 1e-4
+    assert float(simulator.uploads([target.part], private=True).norm()) > 5 * float(once.norm())

@@ -17,6 +17,7 @@ import pytest
 from fednh.config import Config, dump
 from fednh.errors import Interrupted
 from fednh.io.files import read_tree
+from fednh.metric_names import POOLED, best_of
 from tests.helpers.callbacks import Recorder
 from tests.helpers.compare import lines, same, same_runs
 from tests.helpers.contract import CASES, STOPPED, VICTIM, config_of
@@ -25,7 +26,12 @@ from tests.helpers.ray_nodes import Nodes, ended, nodes, rounds_of, start, until
 from tests.helpers.simulator import simulate
 
 Run = Callable[[Config, Path, bool], None]  # runs a config in a folder from where it stands; True: stop after a round
+<<<<<<< HEAD
 LONG = {("ray", case) for case in CASES if case not in ("bits", "interrupt", "int8")}
+=======
+LONG = {("ray", case) for case in ("dropouts", "refused", "error", "networks", "local work", "norm", "stop when")}
+POOLED_BY_SIMULATIONS = [name for key in POOLED for name in (key, best_of(key))]
+>>>>>>> main
 PAIRS = [
     pytest.param(executor, case, marks=[pytest.mark.soak] * ((executor, case) in LONG), id=f"{executor}-{case}")
     for executor in ("threads", "vmap", "ray", "sites")
@@ -110,7 +116,7 @@ def test_an_executor_gives_what_the_loop_gives(
         assert not (folder / "summary.json").exists()
     run(config, folder, False)
     if executor != "vmap":
-        same_runs(loop, folder)
+        same_runs(loop, folder, *(POOLED_BY_SIMULATIONS if executor == "sites" else ()))
     if executor == "ray":
         assert lines(folder)[-1]["ray"] == {"machines": 2, "computed_again": 0}
         assert json.loads((folder / "environment.json").read_text())["backend"] == "ray"
@@ -131,3 +137,8 @@ def test_the_loop_shows_what_is_tried(case: str, who: str, expected: Callable[[s
     if case != "dropouts":
         assert {client for some in found for client in some} == {VICTIM}
         assert all(VICTIM not in line["clients"] for line in lines(expected(case))[:-1])
+
+
+def test_the_loop_goes_back_with_stop_when(expected: Callable[[str], Path]) -> None:
+    summary = lines(expected("stop when"))[-1]
+    assert 1 < summary["kept_round"] == summary["rounds"] - 5 < 5  # type: ignore[operator]

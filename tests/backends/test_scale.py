@@ -17,6 +17,7 @@ from fednh.data.batches import samples_of
 from fednh.data.dataset import Dataset
 from fednh.data.partitions.kinds import Dirichlet
 from fednh.errors import UserError
+from fednh.federated import setup
 from fednh.federated.aggregate import RunningMean
 from fednh.federated.setup import build_federation
 from fednh.runs.run_folder import RunFolder
@@ -42,9 +43,26 @@ def test_counts_of_many_clients_agree_with_their_parts(name: str) -> None:
     data = noise(20 * clients)
     federation = build_federation(load("digits", {**how, "model.name": "mlp", "model.args": {}}), data)
     expected = [np.bincount(data.y_train[part], minlength=3).tolist() for part in federation.parts]
-    assert federation.class_counts() == expected
+    assert federation.class_counts().tolist() == expected
     assert sorted(np.concatenate(federation.parts)) == list(range(len(data.y_train)))
     assert all((np.diff(part) > 0).all() for part in federation.parts), "in the order of the data"
+
+
+def test_clients_that_hold_nothing_out_take_no_draw_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = list[str]()
+
+    def counted(seed: int, purpose: str, *address: int) -> np.random.Generator:
+        drawn.append(purpose)
+        return numpy_rng(seed, purpose, *address)
+
+    monkeypatch.setattr(setup, "numpy_rng", counted)
+    how = {"partition.name": "iid", "partition.clients": 1000, "partition.min_samples": 1}
+    parts, held = setup.divide(noise(2500), load("digits", how))
+    assert drawn == ["partition"]
+    assert [len(part) for part in parts] == [3] * 500 + [2] * 500
+    assert not any(map(len, held))
+    setup.divide(noise(2500), load("digits", {**how, "data.holdout": 0.5}))
+    assert len(drawn) == 2 + 1000, "here each has a draw of its own"
 
 
 def test_a_hopeless_draw_is_given_up_early(monkeypatch: pytest.MonkeyPatch) -> None:

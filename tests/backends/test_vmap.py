@@ -12,11 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fednh.backends.tasks import SimulatedData, TrainTask
 from fednh.backends.vmap import (
     BLOCKS,
     LARGEST,
     SMALLEST,
     Block,
+    BlockFit,
     BlockStep,
     VmapClientData,
     blocks,
@@ -29,11 +31,13 @@ from fednh.data.batches import ClientData, Samples
 from fednh.errors import RunError, UserError
 from fednh.federated import checks, client
 from fednh.federated import client as clients
+from fednh.federated.architectures import Architectures
 from fednh.federated.setup import Federation, build_federation
 from fednh.methods import METHODS
 from fednh.methods.base import Method
 from fednh.methods.fedavg import FedAvg
-from fednh.methods.fit import Fit, Sgd
+from fednh.methods.fit import Fit, FitSettings, LocalFit, Sgd
+from fednh.methods.optimizers import Adam
 from fednh.models import Net, build_net
 from fednh.seeding import torch_rng
 from fednh.tree import Tree, Uploads, prefix, select, strip_prefix
@@ -121,6 +125,40 @@ def test_a_block_carries_running_values_and_draws_samples_as_the_loop_does(
     """Clients that joined late share a block with others."""
     one_by_one, together = both(name, samples, rounds, late=2 if rounds > 1 else 0, **settings)
     assert largest_difference(one_by_one, together) < 2e-5
+
+
+@pytest.mark.parametrize(
+    "settings", [SGD, Adam(lr=0.01, batch_size=4, epochs=1, keep_state=True, epsilon=1e-3)], ids=["sgd", "adam"]
+)
+@pytest.mark.parametrize("name", METHODS)
+def test_newcomers_among_others_compute_what_the_loop_does(name: str, settings: FitSettings, samples: Samples) -> None:
+    """Two clients join in the second round: through the task that divides clients into blocks by what they kept."""
+    if METHODS[name].sgd_only and settings is not SGD:
+        pytest.skip("it needs SGD from a fresh start")
+    quick: dict[str, dict[str, Any]] = {"creff": {"retrain_epochs": 5, "match_steps": 5}, "floco": {"tau": 1}}
+    method, everybody = METHODS[name](**quick.get(name, {})), range(len(SIZES))
+    nets = Architectures(method, {"mlp": build_net("mlp", (6,), 4, {"hidden": [8, 5]})})
+    on = SimulatedData(samples, samples, parts(), [part[:0] for part in parts()], nets, ("mlp",) * len(SIZES))
+    server = nets.init(0)
+    kept, records = {k: nets.enroll(server, "mlp") for k in everybody}, dict[int, Tree]()
+    for round_, picked in ((1, [0, 2, 4]), (2, list(everybody))):
+        loop, block = (
+            TrainTask(method.broadcast(server), settings, 5, round_, together=together, records=records)(
+                on, picked, [kept[k] for k in picked]
+            )
+            for together in (False, True)
+        )
+        assert not any(result.fallback_reason or result.problem for result in (*loop, *block))
+        for a, b in zip(loop, block, strict=True):
+            assert checks.form_of(a.keep) == checks.form_of(b.keep)
+            assert a.loss_sum == pytest.approx(b.loss_sum, rel=1e-3)
+        assert largest_difference(loop, block) < 2e-4
+        kept |= {k: result.keep for k, result in zip(picked, loop, strict=True)}
+        uploads = [result.upload or {} for result in loop]
+        server = method.aggregate(server, Uploads.of(uploads))
+        if parts_of := method.upload.recorded:
+            made = method.records(server, [select(upload, *parts_of) for upload in uploads])
+            records |= dict(zip(picked, made, strict=True))
 
 
 @pytest.mark.parametrize("seed", [9, 20, 22, 35])
@@ -451,3 +489,15 @@ def test_every_method_can_be_mapped() -> None:
     for name, kind in METHODS.items():
         method: Method = kind()
         assert engine_of(fed.with_method(method), config) == "vmap", name
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0.13, None), (1.39, None), (2, None), (1, 7)])
+def test_a_block_counts_steps_as_the_loop_does(epochs: float, steps: int | None) -> None:
+    """0.13 of 900 samples are 117 and not 116, which are a batch less: SCAFFOLD divides by the number."""
+    sizes, settings = (900, 300, 1), Sgd(batch_size=4, epochs=epochs, steps=steps)
+    whole = Samples(torch.zeros(1201, 2), torch.zeros(1201).long(), 4, torch.ones(2), torch.zeros(2), augment=False)
+    index = np.split(np.arange(1201), np.cumsum(sizes)[:-1])
+    block = Block(whole, index, range(3), 0, 1, "train")
+    together = torch.func.vmap(lambda me: BlockFit(VmapClientData(block, me), settings).reach())(torch.arange(3))
+    alone = [LocalFit(ClientData(whole, part), settings).reach() for part in index]
+    torch.testing.assert_close(together, torch.tensor(alone))

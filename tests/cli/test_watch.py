@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -18,9 +19,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fednh.cli.watch import SHOWN, overview
+from fednh.cli.watch import SHOWN, fitted, overview
+from fednh.runs.layout import RunLayout
 from fednh.runs.run_status import RunStates
 from tests.helpers.process import Process, fednh
+from tests.helpers.synthetic import fake_run, record
 
 # A method that fails in its second round as long as a file says so.
 MOODY = """
@@ -269,3 +272,23 @@ def test_nothing_there_and_no_folder(tmp_path: Path) -> None:
     ended = fednh(["watch", str(tmp_path / "none")], tmp_path / "io")
     assert ended.code == 2
     assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 60)])
+def test_fifty_runs_fit_the_screen_and_finished_ones_give_way_first(width: int, height: int, tmp_path: Path) -> None:
+    first = fake_run(tmp_path / "first", {"rounds": 9}, [record(r, gm=50.0, pm_v=60.0) for r in (1, 2)]).path
+    for at in range(60):
+        run = RunLayout(shutil.copytree(first, tmp_path / "runs" / f"run-{at:02}"))
+        if at >= 56:
+            run.summary_file.unlink()
+        for file in (run.metrics_file, run.config_file):
+            os.utime(file, (1000 + at, 1000 + at))
+    console = Console(width=width, height=height, file=StringIO(), force_terminal=True, color_system=None)
+    console.print(fitted(RunStates([tmp_path / "runs"]), console))
+    assert isinstance(console.file, StringIO)
+    text = console.file.getvalue()
+    assert len(text.splitlines()) <= height
+    shown = sorted(set(re.findall(r"run-\d\d", text)))
+    assert shown[-4:] == ["run-56", "run-57", "run-58", "run-59"], "those that are not finished"
+    assert shown[:-4] == [f"run-{at:02}" for at in range(60 - len(shown), 56)], "and the finished ones that ended last"
+    assert f"Not shown: {60 - len(shown)} finished" in text

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fednh.data.published import PublishedImages, cifar, idx
+from fednh.data.published import PublishedImages, cifar, mnist
 from fednh.data.sources import registry
 from fednh.data.sources.builtin import BUILTIN
 from fednh.data.sources.registry import PUBLISHED
@@ -25,7 +25,9 @@ CLASSES = {"cifar10": 10, "cifar100": 100, "fashion_mnist": 10, "mnist": 10}
 
 @pytest.fixture(autouse=True)
 def _no_debian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idx, "DEBIAN_ROOT", tmp_path / "debian")
+    fashion = PUBLISHED["fashion_mnist"]
+    places = [tmp_path / "debian" / "fashion-mnist" if place == mnist.DEBIAN else place for place in fashion.places]
+    monkeypatch.setitem(PUBLISHED, "fashion_mnist", replace(fashion, places=tuple(places)))
 
 
 @pytest.fixture
@@ -185,7 +187,7 @@ def test_missing_data_says_where_what_and_how(folder: Path, name: str) -> None:
 
 def test_the_message_names_every_place_that_is_looked_at(folder: Path) -> None:
     for published in PUBLISHED.values():
-        inside = [place.path for place in published.all_places(folder) if folder in place.path.parents]
+        inside = [path for path in published.paths(folder) if folder in path.parents]
         assert len(inside) >= 3
         for path in inside:
             assert path.relative_to(folder).as_posix() in published.accepts

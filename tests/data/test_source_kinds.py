@@ -156,7 +156,8 @@ def test_a_new_published_set_is_one_description(tmp_path: Path, monkeypatch: pyt
         std=(0.2,),
         classes=("near", "far"),
         accepts="stars.npz",
-        places=lambda folder: [],
+        places=(),
+        read=Path.read_bytes,
         files=(file,),
     )
     monkeypatch.setitem(PUBLISHED, "stars", stars)

@@ -115,6 +115,20 @@ def test_kept_state_goes_on_where_the_last_round_ended(name: str, net: Net, tiny
     assert sorted(personal) == sorted(expected), "the optimiser's state is no part of a model"
 
 
+def test_kept_state_belongs_to_what_a_call_trains(net: Net, tiny: Samples) -> None:
+    """FedAS trains all in a client's first round, and from the second on the body alone before."""
+    settings, loss = Sgd(**{**COMMON, "batch_size": 99}, keep_state=True), cross_entropy(net.logits)
+    first = LocalFit(ClientData(tiny, CLIENTS[0]), settings)
+    model = first(start(net), loss, only=("body", "head"))
+    alone, after_body, fresh = (
+        LocalFit(ClientData(tiny, CLIENTS[0], 0, 2), settings, memory=memory)
+        for memory in (first.memory, first.memory, None)
+    )
+    expected = alone(model, loss, only=("body", "head"))
+    same(after_body(model, loss, only=("body",)), fresh(model, loss, only=("body",)))
+    same(after_body(model, loss, only=("body", "head")), expected)
+
+
 def test_a_method_that_divides_by_the_reach_of_sgd_refuses_others() -> None:
     for setting in ({"train.optimizer": "adam"}, {"train.optimizer_state": "kept"}):
         with pytest.raises(ConfigError, match=r"train\.optimizer.* is not supported by method scaffold"):

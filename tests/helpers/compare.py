@@ -33,13 +33,13 @@ def timeless(value: Any) -> Any:
     return [timeless(v) for v in value] if isinstance(value, list) else value
 
 
-def same_runs(one: Path, other: Path) -> None:
-    """All models to the bit, all figures; sites have names beside their numbers."""
+def same_runs(one: Path, other: Path, *but: str) -> None:
+    """All models to the bit, all figures `but` these; sites have names beside their numbers."""
     models = sorted(path.relative_to(one) for path in (one / "models").rglob("*.safetensors"))
     assert models == sorted(path.relative_to(other) for path in (other / "models").rglob("*.safetensors"))
     for path in models:
         identical(read_tree(one / path), read_tree(other / path))
-    timing = {"seconds", "client_seconds", "eval_seconds", "samples_per_second", "sites", "ray"}
+    timing = {"seconds", "client_seconds", "eval_seconds", "samples_per_second", "sites", "ray", *but}
     for left, right in zip(lines(one), lines(other), strict=True):
         assert {k: v for k, v in left.items() if k not in timing} == {k: v for k, v in right.items() if k not in timing}
 

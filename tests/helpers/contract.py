@@ -63,8 +63,16 @@ CASES = {
         **{"train.optimizer": "adamw", "train.optimizer_state": "kept", "train.steps": 7, "train.lr": 0.003},
         **{"train.schedule": "cosine", "train.warmup": 1},
     },
+    "stop when": {  # goes back five rounds at the end, further than checkpoints do; interrupted, too
+        **{"stop_when.metric": "held_share", "stop_when.patience": 5, "stop_when.gain": 25.0, "rounds": 10},
+        **{"data.holdout": 0.3, "eval.clients": "all", "checkpoint.every": 1},
+    },
 }
+<<<<<<< HEAD
 STOPPED = ("interrupt", "networks", "int8")
+=======
+STOPPED = ("interrupt", "networks", "stop when")
+>>>>>>> main
 
 
 def config_of(case: str) -> Config:

@@ -289,6 +289,25 @@ def test_average_norm_with_other_methods(method: str, tiny: Samples) -> None:
     torch.testing.assert_close({**(alone.results[0].upload or {}), **alone.results[0].keep}[name], expected)
 
 
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [("fedavg", {}), ("scaffold", {"eta_g": 3.0}), ("feddyn", {}), ("fedas", {}), ("mrmtl", {}), ("gpfl", {})],
+)
+def test_statistics_are_averaged_whatever_the_method_does_with_weights(
+    method: str, settings: dict[str, Any], tiny: Samples
+) -> None:
+    """Of clients that move far: FedDyn's h and SCAFFOLD's eta_g would take a variance below zero."""
+    net, rule = build_net(f"{ME}:BatchNormed", (4,), 4, head="fc", norm="average"), METHODS[method](**settings)
+    clients = [ClientData(tiny, index, client=k) for k, index in enumerate(CLIENTS)]
+    played = one_round(rule, net, clients, replace(SGD, lr=0.05, epochs=9))
+    for name in ("body.bn.running_mean", "body.bn.running_var"):
+        sent = torch.stack([(result.upload or {})[name] for result in played.results])
+        weight = torch.stack([(result.upload or {}).get("fisher", torch.ones(())) for result in played.results])
+        torch.testing.assert_close(played.after[name], (weight[:, None] * sent).sum(0) / weight.sum())
+    kept = {name for result in played.results for name in result.keep}
+    assert not any(name.startswith("g.") and "running" in name for name in kept)
+
+
 def test_group_norm_takes_the_place_of_batch_norm() -> None:
     net = build_net(f"{ME}:BatchNormed", (4,), 4, head="fc", norm="group:3")
     params, x = net.init(torch.Generator().manual_seed(1)), torch.randn(5, 4)

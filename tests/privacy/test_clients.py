@@ -77,3 +77,12 @@ def test_clients_are_drawn_by_poisson_sampling() -> None:
     mean = sum(numbers) / 400
     assert mean == pytest.approx(15, abs=0.6)
     assert sum((n - mean) ** 2 for n in numbers) / 400 == pytest.approx(50 * 0.3 * 0.7, rel=0.25)
+
+
+def test_a_move_too_long_for_a_number_counts_nothing() -> None:
+    """The difference of two finite numbers may be infinite: the sum must stay a number."""
+    mean = private_mean(2.0, 1.0)
+    server = {"a": torch.full((2,), -3e38), "b": torch.zeros(1)}
+    mean.server = server
+    mean.add({"a": torch.full((2,), 3e38), "b": torch.zeros(1)})
+    torch.testing.assert_close(mean.uploads().mean(), server)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -22,9 +22,10 @@ from fednh.federated.architectures import initial_state
 from fednh.methods import METHODS
 from fednh.methods.base import Method, unit
 from fednh.methods.fednh import FedNH
-from fednh.methods.fit import Sgd
+from fednh.methods.fit import Fit, Sgd
 from fednh.methods.losses import cross_entropy
 from fednh.models import Net
+from fednh.privacy import plan
 from fednh.privacy.accounting import Release
 from fednh.privacy.noise import SeededNoise, SystemNoise
 from fednh.privacy.plan import make_plan
@@ -32,6 +33,7 @@ from fednh.privacy.private_data import Mechanisms, PrivateData
 from fednh.privacy.private_fit import PrivateFit
 from fednh.privacy.sample_gradients import clipped_sum
 from fednh.testing import tiny_clients
+from fednh.tree import Tree
 
 SGD = Sgd(lr=0.1, momentum=0.5, weight_decay=1e-3, clip=10.0, batch_size=2, epochs=2)
 SOME = Mechanisms(clip=0.7, rate=0.5, gradients=1.3, sums=2.0, counts=3.0)
@@ -57,6 +59,9 @@ class NoNoise:
 
     def chosen(self, samples: int, rate: float) -> Tensor:
         return torch.arange(samples)
+
+    def augmenting(self, seeded: torch.Generator) -> torch.Generator:
+        return seeded
 
 
 def private(method: Method, data: ClientData, net: Net, noise: object = None, mechanisms: Mechanisms = SOME):
@@ -195,15 +200,15 @@ def test_every_method_is_noised_or_refused(name: str) -> None:
         with pytest.raises(ConfigError, match=f"method {name} cannot be used with privacy.level = 'sample'"):
             make_plan(config, method, net, initial, 2)
         return
-    plan = make_plan(config, method, net, initial, 2)
-    assert plan is not None
+    made = make_plan(config, method, net, initial, 2)
+    assert made is not None
     if name == "local":
-        assert plan.spent([1, 2]) == []  # nothing leaves, and nothing needs noise
+        assert made.spent([1, 2]) == []  # nothing leaves, and nothing needs noise
         return
-    assert plan.mechanisms is not None
-    released = private(method, tiny_clients()[1][0], net, mechanisms=plan.mechanisms).released
-    assert set(released) == set(plan.answer(1, True))
-    assert plan.epsilon([1]) < plan.epsilon([1, 2])
+    assert made.mechanisms is not None
+    released = private(method, tiny_clients()[1][0], net, mechanisms=made.mechanisms).released
+    assert set(released) == set(made.answer(1, True))
+    assert made.epsilon([1]) < made.epsilon([1, 2])
 
 
 def test_plain_prototypes_are_refused_with_what_to_do() -> None:
@@ -249,3 +254,37 @@ def test_the_systems_noise_is_normal_and_never_repeats() -> None:
     assert abs(float((one > 1).float().mean()) - 0.1587) < 0.005
     drawn = len(SystemNoise().chosen(100_000, 0.1))
     assert 9_400 < drawn < 10_600
+
+
+def test_a_first_answer_with_more_of_the_same_is_planned_for() -> None:
+    """The answer that is planned for is the larger one, also where all its releases are of one kind."""
+    fit = Release("gradients", 1.0, 0.1, 10)
+    assert plan._most([fit, fit], [fit]) == [fit, fit] == plan._most([fit], [fit, fit])
+    sums = Release("class sums", 1.0)
+    assert plan._most([fit, fit], [fit, sums]) == [fit, fit, fit, sums]  # neither contains the other
+
+
+def test_a_method_that_counts_its_samples_is_refused_in_words() -> None:
+    @dataclass(frozen=True)
+    class Counting(Method):
+        def client_update(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> tuple[Tree, Tree]:
+            return {}, {"number": torch.tensor(float(len(data)))}
+
+    net, _ = tiny_clients()
+    config = load("digits", {"privacy.level": "sample", "privacy.noise": 2.0})
+    with pytest.raises(ConfigError, match=r"it reads len\(data\), which depends on single samples"):
+        make_plan(config, Counting(), net, initial_state(Counting(), net, 0), 2)
+
+
+def test_augmentation_of_a_real_site_is_not_the_seeds() -> None:
+    """Who knows the seed must not know the crops: one sample more moves the draws of all that follow in a step."""
+    net, (data, _) = tiny_clients()
+    seeded = data.rng
+    private(METHODS["fedavg"](), data, net)
+    assert data.rng is seeded
+    states = []
+    for _ in range(2):
+        private(METHODS["fedavg"](), data, net, SystemNoise())
+        states.append(torch.rand(4, generator=data.rng))
+    assert data.rng is not seeded
+    assert not torch.equal(*states)

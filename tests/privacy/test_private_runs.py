@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
 import fednh
+from fednh.backends import tasks
 from fednh.callbacks import Callback
 from fednh.config import load
 from fednh.errors import Interrupted, UserError
@@ -91,6 +94,10 @@ def test_a_run_that_goes_on_past_its_plan_stops_before_the_budget_is_exceeded(tm
         ),
         ({"aggregator": "weighted_mean"}, "numbers of samples would weigh uploads"),
         ({"diagnostics.gradient_norm": True}, "norms of gradients leave without noise"),
+        (
+            {"privacy.level": "client", "method.name": "fedas"},
+            "method fedas cannot be used with privacy.level = 'client': its server works on weights that clients send",
+        ),
         ({"privacy.epsilon": None, "privacy.noise": 0.1, "train.steps": 1000}, "privacy.noise = 0.1 protects nothing"),
     ],
 )
@@ -118,3 +125,52 @@ def test_an_interrupted_run_has_the_same_noise_and_the_same_account(tmp_path: Pa
     assert all(np.array_equal(a[name], b[name]) for name in a)
     spent = [[(row["epsilon"], row["privacy"]) for row in lines(each)] for each in (whole, tmp_path / "halves")]
     assert spent[0] == spent[1]
+
+
+def test_clients_that_send_nothing_spend_nothing(tmp_path: Path) -> None:
+    for level in ("sample", "client"):
+        private = {"privacy.level": level, "privacy.epsilon": 8.0, "method.name": "local"}
+        folder = run(tmp_path / level, **private)
+        assert [row["epsilon"] for row in lines(folder)] == [0.0, 0.0]
+
+
+def test_an_upload_with_more_than_its_account_names_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a method did other than in the plan's trial: nothing of it is used."""
+    honest = tasks.clients.private_update
+
+    def more(*arguments: Any) -> Any:
+        result = honest(*arguments)
+        return replace(result, released=(*result.released, Release("gradients", 1.0, 0.2, 1)))
+
+    monkeypatch.setattr(tasks.clients, "private_update", more)
+    with pytest.raises(UserError, match="more than the account of its privacy names"):
+        run(tmp_path / "run", **{"privacy.level": "sample", "privacy.epsilon": 8.0})
+    assert not lines(tmp_path / "run")
+
+
+class Dropping(nn.Module):
+    """With dropout and batch normalisation, both of which clients' privacy leaves alone."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+        self.head = nn.Linear(8, num_classes)
+
+
+def test_what_only_samples_privacy_refuses_is_allowed_to_clients(tmp_path: Path) -> None:
+    odd = {"model.name": f"{__name__}:Dropping", "model.args": {}, "model.norm": "local", "privacy.epsilon": 8.0}
+    run(tmp_path / "client", **odd, **{"privacy.level": "client"})
+    with pytest.raises(UserError, match=r"level = 'sample' does not go with model\.norm = 'local'"):
+        run(tmp_path / "sample", **odd, **{"privacy.level": "sample"})
+    for level in ("client", "sample"):
+        with pytest.raises(UserError, match=r"does not go with model\.norm = 'average'"):
+            run(tmp_path / "average", **{**odd, "model.norm": "average", "privacy.level": level})
+
+
+def test_a_model_says_what_its_run_has_spent_and_a_personal_one_made_of_it_does_not(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", **{"privacy.level": "sample", "privacy.epsilon": 8.0})
+    spent = lines(folder)[-1]["epsilon"]
+    assert fednh.load_model(folder).info["privacy"] == {"level": "sample", "epsilon": spent, "delta": 1e-5}
+    assert "privacy" not in fednh.personalize(folder, "digits", epochs=1).model.info

@@ -44,6 +44,9 @@ class Loud:
     def once(self, name: str, shape: Sequence[int]) -> Tensor:
         return torch.ones(tuple(shape))
 
+    def augmenting(self, seeded: torch.Generator) -> torch.Generator:
+        return seeded
+
     def chosen(self, samples: int, rate: float) -> Tensor:
         return torch.nonzero(torch.rand(samples, generator=self.drawn) < rate).flatten()
 

@@ -83,7 +83,7 @@ def test_the_explorer_knows_every_clients_classes_and_pm(tmp_path: Path) -> None
     fake_run(tmp_path / "r", {"seed": 3}, counts=[(5, 5), (2, 0)], people=people)
     [group] = Page(render(load_runs([tmp_path]), "t")).data["explorer"]
     assert group["label"].endswith("seed 3")
-    assert group["counts"] == [[5, 5], [2, 0]]
+    assert group["counts"] == {"0": [5, 5], "1": [2, 0]}
     [method] = group["methods"]
     assert (method["label"], method["values"]) == ("FedNH", {"pm_l": {"1": 81.23}, "pm_v": {"1": 44.4}})
 

@@ -306,3 +306,24 @@ def test_held_out_samples_of_all_clients_together(tmp_path: Path) -> None:
     sites = fake_result(tmp_path / "c", "fedavg", 0, None, partition__name="site")
     sites = replace(sites, summary={**sites.summary, **whole, "gm": None, "pm_v": None, "pm_l": None})
     assert [sheet.name for sheet in result_sheets([sites])] == ["held-out"]
+
+
+def test_what_a_run_has_spent_is_beside_it_unless_all_spent_the_same(nine: list[Run]) -> None:
+    """A title must not promise privacy of runs that have none."""
+
+    def private(run: Run, epsilon: float) -> Run:
+        privacy = run.config.privacy.model_copy(update={"level": "sample", "epsilon": 8.0})
+        return replace(
+            run, config=run.config.model_copy(update={"privacy": privacy}), summary={**run.summary, "epsilon": epsilon}
+        )
+
+    said = "epsilon 7.98 a sample, delta 1e-05"
+    mixed = accuracy_sheet([private(run, 7.98) if run.method == "fedavg" else run for run in nine])
+    assert "epsilon" not in mixed.title
+    assert [row[0] for row in texts(mixed) if said in row[0]] == [
+        row[0] for row in texts(mixed) if row[0].startswith("FedAvg")
+    ]
+    assert sum(said in row[0] for row in texts(mixed)) == 1
+    alike = accuracy_sheet([private(run, 7.98) for run in nine])
+    assert alike.title.endswith(f"40 rounds, {said}")
+    assert [row[0] for row in texts(alike)] == ["Local", "FedAvg", "FedNH"]

@@ -213,7 +213,7 @@ def _model(target: Target, upload: Tree) -> Tree | None:
 
 
 def _models(target: Target, simulator: Simulator, parts: list[Indices]) -> list[Tree]:
-    return [model for upload in simulator.trees(parts) if (model := _model(target, upload)) is not None]
+    return [model for upload in simulator.trees(parts, private=True) if (model := _model(target, upload)) is not None]
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ inner products (Charikar, Chen, Farach-Colton, "Finding Frequent Items in Data S
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,13 +17,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fednh.attacks.target import Before, Target, computed
-from fednh.config.schema import ParticipationConfig, PrivacyConfig
+from fednh.config.schema import ParticipationConfig
 from fednh.data.partitions import Indices
+from fednh.methods.optimizers import FitSettings
+from fednh.privacy.private_data import Mechanisms
 from fednh.seeding import numpy_rng
 from fednh.tree import Tree
 
 LONGEST = 1 << 15
+SILENT = 1e-9  # a noise multiplier that changes nothing
 TOGETHER = 128  # clients that are computed in one call
+
+
+@dataclass(frozen=True)
+class Expected(Mechanisms):
+    """A run's mechanisms without their noise: every sample is in every step, of which there are as many."""
+
+    drawn: float  # the chance of a sample to be in a step of the run
+
+    def steps(self, settings: FitSettings, epochs: float | None) -> int:
+        return Mechanisms(self.clip, self.drawn, SILENT, SILENT, SILENT).steps(settings, epochs)
+
+
+def expected(mechanisms: Mechanisms) -> Expected:
+    """What these mechanisms give on average."""
+    return Expected(mechanisms.clip, 1.0, SILENT, SILENT, SILENT, drawn=mechanisms.rate)
 
 
 class Simulator:
@@ -54,19 +72,23 @@ class Simulator:
         return torch.zeros(LONGEST, dtype=whole.dtype).index_add_(0, self.bucket, whole * self.sign)
 
     def uploads(self, parts: Sequence[Indices], private: bool = False) -> Tensor:  # (K, P)
-        """The uploads of clients with these samples; `private`: with the noise that the run's clients add."""
+        """The uploads of clients with these samples; `private`: with the noise that the run's clients add.
+
+        Without it clients clip as those of the run do: it is what their uploads are on average.
+        """
         return torch.stack([self.vector(upload) for upload in self.trees(parts, private)])
 
     def trees(self, parts: Sequence[Indices], private: bool = False) -> Iterator[Tree]:
         """The same as they are sent, one after the other."""
         target = self.target
-        plain = {} if private else {"privacy": PrivacyConfig()}
         self.calls += 1  # draws of its own, never those of a client: a site's noise is not the server's to know
         seed = int(numpy_rng(self.seed, "attack simulated", target.client, self.calls).integers(2**31))
         everybody = ParticipationConfig(rate=1.0)
-        config = target.config.model_copy(update={"participation": everybody, "seed": seed, **plain})
+        config = target.config.model_copy(update={"participation": everybody, "seed": seed})
         # What clients keep the server does not know: made-up ones are newcomers.
-        mechanisms = target.before.mechanisms if private else None
+        mechanisms = target.before.mechanisms
+        if mechanisms is not None and not private:
+            mechanisms = expected(mechanisms)
         start = Before(target.before.round, target.before.initial, target.before.server, mechanisms=mechanisms)
         for first in range(0, len(parts), TOGETHER):
             some = list(parts[first : first + TOGETHER])

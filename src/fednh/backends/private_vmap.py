@@ -42,6 +42,9 @@ class BlockNoise:
     def chosen(self, samples: int, rate: float) -> Tensor:
         raise NotImplementedError("clients of a block differ in size; see `BlockPrivateFit.batches`")
 
+    def augmenting(self, seeded: torch.Generator) -> torch.Generator:
+        raise NotImplementedError("samples of a block are not augmented")
+
     def _mapped(self, rows: list[Tensor]) -> Tensor:
         return outside(lambda me: (torch.stack(rows).to(me.device),), self.me)[0]
 

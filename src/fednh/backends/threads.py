@@ -30,6 +30,7 @@ from fednh.federated.rounds import RoundLoop
 from fednh.federated.setup import Federation, ServerSide
 from fednh.interrupt import Meter
 from fednh.runs.client_states import Store
+from fednh.runs.model_file import after_rounds
 from fednh.runs.run_folder import RunFolder, worker_count
 from fednh.tree import Tree, to_device
 
@@ -91,6 +92,9 @@ class Simulation:
 
     def rollback(self) -> None:
         self.store.rollback()
+
+    def go_back(self, round_: int, store: Store) -> None:
+        store.newcomer, self.store = self.store.newcomer, store
 
     def checkpoint_extras(self) -> dict[str, Any]:
         return {}
@@ -175,7 +179,7 @@ class SimulationReplies:
     def _save(self, measured: Measured) -> None:
         if measured.model is not None:
             folder, client = self.simulation.folder, measured.person.client
-            card = {**self.fed.card(self.config, client), "novelty": measured.novelty}
+            card = {**after_rounds(self.fed.card(self.config, client), self.task.done), "novelty": measured.novelty}
             folder.write_model(folder.personal_model(client), measured.model, card)
 
     def similarity(self) -> None:

@@ -30,7 +30,7 @@ from fednh.errors import ConfigError
 from fednh.federated.client import OPTIMIZER, ClientResult, methods_own
 from fednh.federated.setup import Federation
 from fednh.methods.base import Method
-from fednh.methods.fit import moving_names
+from fednh.methods.fit import Calls, moving_names
 from fednh.methods.losses import BatchLoss, Loss, of_batch
 from fednh.methods.maps import outside
 from fednh.methods.optimizers import FitSettings, Sgd, State, as_tree, dense, like
@@ -148,7 +148,7 @@ class BlockFit:
     ):
         self.data, self.settings, self.frozen = data, settings, frozen
         self.memory: Tree = memory or {}
-        self.calls = 0
+        self.calls = Calls()
         self.samples = np.zeros(len(data.block), np.int64)  # that each client has processed
         self.loss_sum = double(torch.zeros((), device=data.block.index.device))
 
@@ -179,7 +179,7 @@ class BlockFit:
         if not names:
             return params
         fixed = {name: value for name, value in params.items() if name not in names}
-        step, call = BlockStep(settings), str(self.calls)
+        step, call = BlockStep(settings), self.calls.name(only)
         moving = dict(zip(names, outside(step.begin, data.me, *(params[name] for name in names)), strict=True))
         if memory := strip_prefix(self.memory, call):
             outside(partial(step.restore, names, list(memory)), data.me, *memory.values())
@@ -191,7 +191,6 @@ class BlockFit:
             for name, new in carried.items():
                 fixed[name] = new.detach() if step.everyone else torch.where(count > 0, new.detach(), fixed[name])
             self.loss_sum = self.loss_sum + value * count
-        self.calls += 1
         if settings.keep_state:
             state = as_tree(names, step.state)
             mapped = outside(lambda _: list(state.values()), data.me)
@@ -231,15 +230,15 @@ class BlockFit:
         return self.settings.epochs if epochs is None else epochs
 
     def reach(self, epochs: float | None = None) -> Tensor:  # (): a client of fewer batches takes fewer steps
-        size, count = self.settings.batch_size, self.data.real.sum()
-        if epochs is None and self.settings.steps is not None:
-            return self.settings.reach(torch.full_like(count, self.settings.steps))
-        passes = self._epochs(epochs)
-        whole, share = passes // 1, passes % 1
-        taken = whole * (count / size).ceil()
-        if share:
-            taken = taken + ((share * count + 1e-9).floor().clamp(min=1) / size).ceil()
-        return self.settings.reach(taken)
+        sizes, size, steps = self.data.block.sizes, self.settings.batch_size, self.settings.steps
+        if epochs is None and steps is not None:
+            taken = np.full(len(sizes), steps)
+        else:
+            passes = self._epochs(epochs)
+            whole, share = passes // 1, passes % 1
+            rest = np.array([drawn_number(share, int(each)) if share else 0 for each in sizes])
+            taken = whole * -(-sizes // size) + -(-rest // size)
+        return self.settings.reach(torch.from_numpy(taken).to(self.data.real)[self.data.me])
 
 
 class BlockStep:

@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from fednh.cli import (
+from fednh.cli import (  # noqa: F401 (each adds its commands to `app`)
     about,
     attack,
     features,
@@ -30,23 +30,6 @@ from fednh.cli import (
 )
 from fednh.cli.app import app
 from fednh.errors import Ignored, Notice, UserError
-
-__all__ = [
-    "about",
-    "app",
-    "attack",
-    "features",
-    "federation",
-    "figures",
-    "inspect",
-    "main",
-    "models",
-    "recommend",
-    "run",
-    "sweep",
-    "tables",
-    "watch",
-]
 
 
 def main() -> None:

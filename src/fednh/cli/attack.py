@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from fednh.cli.app import app, print_sheets
 from fednh.errors import UserError
-
-
-class AttackFormat(StrEnum):
-    TABLE = "table"
-    JSON = "json"
-    CSV = "csv"
 
 
 @app.command()
@@ -45,7 +38,9 @@ def attack(
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the attacks' own draws.")] = 0,
     minutes: Annotated[float, typer.Option(min=0.01, help="Of computing for each client, roughly.")] = 5.0,
-    form: Annotated[AttackFormat, typer.Option("--format", help="json and csv are for machines.")] = AttackFormat.TABLE,
+    form: Annotated[
+        Literal["table", "json", "csv"], typer.Option("--format", help="json and csv are for machines.")
+    ] = "table",
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="A folder for attack.json, .csv, .html and pictures.")
     ] = None,
@@ -67,7 +62,7 @@ def attack(
     targets = open_run(run, wanted, number, round_, limit, data)
     if audit:
         audits = canaries.audit(targets[0].config, targets[0].before.mechanisms, seed)
-        if form is AttackFormat.TABLE:
+        if form == "table":
             print_sheets(sheet.audit_table(audits))
         else:
             typer.echo(json.dumps([asdict(each) for each in audits], indent=2))
@@ -75,9 +70,9 @@ def attack(
             raise typer.Exit(1)
         return
     outcome = suite.attack(targets, settings, lambda words: typer.echo(f"fednh: {words}", err=True))
-    if form is AttackFormat.JSON:
+    if form == "json":
         typer.echo(json.dumps(outcome.record(), indent=2))
-    elif form is AttackFormat.CSV:
+    elif form == "csv":
         typer.echo(sheet.to_csv(outcome), nl=False)
     else:
         print_sheets(sheet.table(outcome))

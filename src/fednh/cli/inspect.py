@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -15,11 +14,6 @@ if TYPE_CHECKING:
     from fednh.report.sheet import Sheet
 
 ROWS, COLUMNS, SITES = 20, 12, 5  # of a table; more clients, classes or sites are summed up
-
-
-class InspectFormat(StrEnum):
-    TEXT = "text"
-    JSON = "json"
 
 
 @app.command()
@@ -39,12 +33,12 @@ def inspect(
     ],
     settings: Annotated[list[str] | None, set_option("Any setting, e.g. data.label=diagnosis.")] = None,
     form: Annotated[
-        InspectFormat, typer.Option("--format", help="For people, or everything as JSON.")
-    ] = InspectFormat.TEXT,
+        Literal["text", "json"], typer.Option("--format", help="For people, or everything as JSON.")
+    ] = "text",
 ) -> None:
     """Show what data hold and how they would be divided, and warn of problems. Nothing is written."""
     from fednh.config import load
-    from fednh.data.agreement import not_agreed
+    from fednh.data.disclosure import not_agreed
     from fednh.data.inspection import Division
     from fednh.data.inspection import inspect as look
     from fednh.data.sources.registry import find
@@ -66,7 +60,7 @@ def inspect(
     public = find(config.data.name) is None  # a set by name: sites disclose nothing by naming its values
     if dataset.sites and not public and (words := not_agreed(dataset, config.data.classes, config.data.columns)):
         facts["warnings"].append(f"sites of a deployed federation would refuse to take part: {words}")
-    if form is InspectFormat.JSON:
+    if form == "json":
         typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
         return
     _show(facts)

@@ -6,9 +6,8 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -37,29 +36,12 @@ DataOption = Annotated[
         help="A data set by name, or a source of your own, as in `fednh run`.", autocompletion=OFFERED["data"]
     ),
 ]
+FormatOption = Annotated[Literal["table", "json"], typer.Option("--format", help="json is for machines.")]
 Settings = Annotated[list[str] | None, set_option("How to read the data, e.g. data.label=kind.")]
 WeightsOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Of a model with a frozen body: its weights, where they are not found."),
 ]
-
-
-class PredictionFormat(StrEnum):
-    TABLE = "table"
-    CSV = "csv"
-    JSON = "json"
-
-
-class AssessmentFormat(StrEnum):
-    TABLE = "table"
-    JSON = "json"
-
-
-class SampleChoice(StrEnum):
-    HELD = "held"
-    TEST = "test"
-    TRAIN = "train"
-    ALL = "all"
 
 
 SAMPLES = {
@@ -78,8 +60,8 @@ def predict(
     ],
     top: Annotated[int, typer.Option(min=1, help="How many classes to name.")] = 1,
     form: Annotated[
-        PredictionFormat, typer.Option("--format", help="csv and json are for machines.")
-    ] = PredictionFormat.TABLE,
+        Literal["table", "csv", "json"], typer.Option("--format", help="csv and json are for machines.")
+    ] = "table",
     reject: Annotated[
         str | None, typer.Option(metavar="COS", help="Mark inputs less similar than this to any class: 0.6, auto, 1%.")
     ] = None,
@@ -105,9 +87,9 @@ def predict(
 
     done = used.batches(paths, tell, text)
     predictions = (records(batch, scores, used.classes, top, threshold) for batch, scores in done)
-    if form is PredictionFormat.JSON:
+    if form == "json":
         lines = to_json(predictions)
-    elif form is PredictionFormat.CSV:
+    elif form == "csv":
         lines = to_csv(predictions, top, used.method.cosine, threshold is not None)
     else:
         lines = to_lines(predictions)
@@ -128,10 +110,10 @@ def evaluate(
         ),
     ] = None,
     split: Annotated[
-        SampleChoice | None,
+        Literal["held", "test", "train", "all"] | None,
         typer.Option(help="Which of its samples; default: those that the run held out, if it did, else the test set."),
     ] = None,
-    form: Annotated[AssessmentFormat, typer.Option("--format", help="json is for machines.")] = AssessmentFormat.TABLE,
+    form: FormatOption = "table",
     client: ClientOption = None,
     site: SiteOption = None,
     weights: WeightsOption = None,
@@ -149,7 +131,7 @@ def evaluate(
     if out is not None:
         extras.need("report", "a drawn evaluation")
     used = load_model(model, _chosen(model, client, site), weights)
-    chosen = select_eval_samples(used.card, model, data, None if split is None else split.value, set_values(settings))
+    chosen = select_eval_samples(used.card, model, data, split, set_values(settings))
     if chosen.warning:
         typer.echo(f"fednh: warning: {chosen.warning}", err=True)
     result = assess(used, chosen.x, chosen.y, slow_evaluation())
@@ -158,7 +140,7 @@ def evaluate(
     record = {"model": str(model), **owner, **samples, **result.record()}
     if out is not None:
         _write_evaluation(out, record, result)
-    if form is AssessmentFormat.JSON:
+    if form == "json":
         typer.echo(json.dumps(record, indent=2))
         return
     _print_assessment(result, f"{chosen.data}, {SAMPLES[chosen.split]}:")
@@ -183,7 +165,7 @@ def personalize(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The folder to write to; default: RUN-personal.")
     ] = None,
-    form: Annotated[AssessmentFormat, typer.Option("--format", help="json is for machines.")] = AssessmentFormat.TABLE,
+    form: FormatOption = "table",
 ) -> None:
     """Make a personal model for a site that never took part, and compare it with the global and a local one."""
     from fednh.inference.personalize import empty_folder
@@ -197,7 +179,7 @@ def personalize(
         typer.echo(f"fednh: warning: {words}, so the global and the personalised model look too good", err=True)
     sheet, made.comparison["verdict"] = _newcomer_sheet(made, site or data)
     made.write(folder)
-    if form is AssessmentFormat.JSON:
+    if form == "json":
         typer.echo(json.dumps(made.comparison, indent=2))
     else:
         print_sheets(sheet)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -18,19 +17,15 @@ if TYPE_CHECKING:
     from fednh.report.sites import SiteTable
 
 
-class TableFormat(StrEnum):
-    RICH = "rich"
-    MARKDOWN = "markdown"
-    LATEX = "latex"
-    CSV = "csv"
+TableFormat = Literal["rich", "markdown", "latex", "csv"]
 
 
 @app.command()
 def table(
     folders: RunFolders,
-    form: Annotated[TableFormat, typer.Option("--format", help="latex wants booktabs; csv has a line a metric.")] = (
-        TableFormat.RICH
-    ),
+    form: Annotated[
+        TableFormat, typer.Option("--format", help="latex wants booktabs; csv has a line a metric.")
+    ] = "rich",
     paper: Annotated[bool, typer.Option("--paper", help="Set the paper's numbers beside those that match.")] = False,
     short: Annotated[bool, typer.Option("--short", help="One row a run, nothing averaged.")] = False,
     reference: Annotated[
@@ -48,7 +43,7 @@ def table(
     from fednh.report.tables import records, to_csv
 
     runs = load_runs(folders)
-    if form is TableFormat.CSV:
+    if form == "csv":
         typer.echo(to_csv(records(runs, reference, paper), paper), nl=False)
         return
     if short:
@@ -65,10 +60,10 @@ def show(sheets: Sequence[Sheet], form: TableFormat) -> None:
     """Print tables in one of the forms that Sheets have."""
     from fednh.report.sheet import to_latex, to_markdown
 
-    if form is TableFormat.RICH:
+    if form == "rich":
         print_sheets(*sheets)
         return
-    write = to_markdown if form is TableFormat.MARKDOWN else to_latex
+    write = to_markdown if form == "markdown" else to_latex
     typer.echo("\n".join(write(sheet) for sheet in sheets), nl=False)
 
 
@@ -81,9 +76,7 @@ def compare(
     site: Annotated[
         str | None, typer.Option(help="This site alone, by its name or number, and each of its classes.")
     ] = None,
-    form: Annotated[TableFormat, typer.Option("--format", help="csv has a line for every site and model.")] = (
-        TableFormat.RICH
-    ),
+    form: Annotated[TableFormat, typer.Option("--format", help="csv has a line for every site and model.")] = "rich",
 ) -> None:
     """Say for every site which model to use: its personal one, the global one, or one trained there alone.
 
@@ -104,7 +97,7 @@ def compare(
             "--set data.holdout=0.2"
         )
     chosen = tables if site is None else _of(tables, site)
-    if form is TableFormat.CSV:
+    if form == "csv":
         typer.echo(site_sheets.to_csv(chosen), nl=False)
         return
     show([sheet for table in chosen for sheet in site_sheets.sheets(table, classes=site is not None)], form)

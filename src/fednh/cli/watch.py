@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,11 +17,12 @@ from fednh.metric_names import HELD_OUT, TEST_SET
 from fednh.text import duration
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Console, Group
 
     from fednh.runs.run_status import RunState, RunStates
 
 SHOWN = {"train_loss": "loss", **TEST_SET, **HELD_OUT}
+_MOST_TABLES = 3  # that one table of many columns becomes on a narrow terminal
 _STYLES = {"running": "bold cyan", "stopped": "yellow", "failed": "bold red", "finished": "green"}
 
 
@@ -52,9 +54,9 @@ def watch(
         console.print(overview(runs, console.width))
     else:
         stop = _until_stopped()
-        with Live(overview(runs, console.width), console=console, auto_refresh=False) as live:
+        with Live(fitted(runs, console), console=console, auto_refresh=False) as live:
             while not stop.wait(every):
-                live.update(overview(runs, console.width), refresh=True)
+                live.update(fitted(runs, console), refresh=True)
             live.vertical_overflow = "visible"  # longer than the screen: while it is live the end is cut off
             live.update(overview(runs, console.width), refresh=True)
 
@@ -82,10 +84,28 @@ def plain(state: RunState) -> dict[str, Any]:
     }
 
 
-def overview(runs: RunStates, width: int) -> Group:
+def fitted(runs: RunStates, console: Console) -> Group:
+    """The table as long as the terminal allows: finished runs are left out first, those with the oldest end first."""
+    from fednh.runs.run_status import STATES
+
+    states = runs.look()
+    order = sorted(states, key=lambda state: (STATES.index(state.state), state.seconds_since or 0.0))
+    kept = len(states)
+    while True:
+        shown = set(map(id, order[:kept]))
+        table = overview(runs, console.width, [state for state in states if id(state) in shown], states)
+        too_long = len(console.render_lines(table)) - console.height
+        if too_long <= 0 or not kept:
+            return table
+        kept = max(kept - max(too_long // _MOST_TABLES, 1), 0)
+
+
+def overview(
+    runs: RunStates, width: int, shown: Sequence[RunState] | None = None, states: Sequence[RunState] | None = None
+) -> Group:
     """For a terminal of this width: a table of the runs, and below it what is to be said of single ones.
 
-    Metrics that no run has are left out.
+    Metrics that no run has are left out; of `states` only those `shown` have a row.
     """
     from rich.console import Group
     from rich.text import Text
@@ -93,19 +113,23 @@ def overview(runs: RunStates, width: int) -> Group:
     from fednh.report.sheet import Cell, Sheet, number, to_rich, word
     from fednh.runs.run_status import STATES
 
-    states = runs.look()
+    states = runs.look() if states is None else states
+    shown = states if shown is None else shown
     if not states:
         return Group(Text(f"no run below {', '.join(map(str, runs.folders))} yet"))
     counts = Counter(state.state for state in states)
     headline = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
-    metrics = [key for key in SHOWN if any(state.latest(key) is not None for state in states)]
+    metrics = [key for key in SHOWN if any(state.latest(key) is not None for state in shown)]
     sheet = Sheet("runs", headline, ["run", "state", "round", "time", *(SHOWN[key] for key in metrics)])
-    notes = [f"{runs.name(state.path)}: {state.note}" for state in states if state.note]
-    for state in states:
+    notes = [f"{runs.name(state.path)}: {state.note}" for state in shown if state.note]
+    for state in shown:
         rounds = number(state.round, f"{{:.0f}}/{state.rounds}") if state.rounds is not None else number(None)
         values = [number(state.latest(key), "{:.3f}" if key == "train_loss" else "{:.1f}") for key in metrics]
         style = Cell(state.state, STATES.index(state.state), style=_STYLES[state.state])
         sheet.rows.append([word(runs.name(state.path)), style, rounds, Cell(_when(state)), *values])
+    if left_out := Counter(state.state for state in states) - Counter(state.state for state in shown):
+        rest = ", ".join(f"{left_out[state]} {state}" for state in STATES if left_out[state])
+        notes.append(f"Not shown: {rest}; fednh watch --once shows all.")
     if counts["stopped"] or counts["failed"]:
         notes.append("A stopped or failed run goes on with: fednh resume RUN")
     return to_rich(replace(sheet, note="\n".join(notes)), width)

@@ -1,6 +1,7 @@
-"""The settings of a run: what there is (`schema`), where they come from (`loading`), how values are spelled (`values`).
+"""The settings of a run: what there is (`schema`), where they come from (`loading`), how values and short
+options are spelled (`options`).
 
-The names are imported when first used, so that the command line can read `short_options` without loading torch.
+The names are imported when first used, so that the command line can read `SHORT_OPTIONS` without loading torch.
 """
 
 from __future__ import annotations

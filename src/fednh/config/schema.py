@@ -34,6 +34,7 @@ from fednh.methods import METHODS, Method
 from fednh.methods.losses import SMOOTHING
 from fednh.methods.optimizers import Adam, FitSettings, Sgd
 from fednh.methods.registry import find_method, hyper_parameters
+from fednh.metric_names import TEST_SET
 from fednh.models.backbone import ONNX, PINNED
 from fednh.text import name_problem
 
@@ -353,6 +354,24 @@ class EvalConfig(Section):
         return value
 
 
+class StopConfig(Section):
+    """Which round's models a run keeps, chosen on the clients' held-out samples; the rest of its rounds is left out."""
+
+    # the accuracy that is compared at every evaluation; none: all rounds are run and the last one is kept
+    metric: Literal["none", "held_share", "held_macro", "held_gm_share", "held_gm_macro"] = "none"
+    patience: int = Field(5, ge=1, le=MANY)  # evaluations in a row without a better one, after which the run ends
+    gain: float = Field(0.0, ge=0, le=100)  # points by which an accuracy must exceed the best to be better
+
+    @field_validator("metric", mode="before")
+    @classmethod
+    def _not_on_the_test_set(cls, metric: Any) -> Any:
+        if metric in TEST_SET:
+            raise ValueError(
+                "is measured on the test set, which must not choose a round; take 'held_share', on held-out samples"
+            )
+        return metric
+
+
 class CheckpointConfig(Section):
     every: int = Field(5, ge=0, le=MANY)  # rounds between checkpoints; 0: none
 
@@ -471,6 +490,7 @@ class Config(Section):
     server: ServerConfig = ServerConfig()
     personal: PersonalConfig = PersonalConfig()
     eval: EvalConfig = EvalConfig()
+    stop_when: StopConfig = StopConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     store: StoreConfig = StoreConfig()
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
@@ -507,6 +527,7 @@ class Config(Section):
             raise ConfigError(f"device = {self.device!r} lacks double precision, which {name} needs; use 'cpu'")
         full = {"name": self.method.get("name", DEFAULT_METHOD), **dataclasses.asdict(method)}
         object.__setattr__(self, "method", full)
+        self._check_stop_when()
         for key, only in (("optimizer", "sgd"), ("optimizer_state", "fresh")):
             if method.sgd_only and (chosen := getattr(self.train, key)) != only:
                 raise ConfigError(
@@ -514,6 +535,24 @@ class Config(Section):
                     f"moved by how far steps of SGD from a fresh start reach; leave it at {only!r}"
                 )
         return self
+
+    def _check_stop_when(self) -> None:
+        """Refuse a choice of rounds that compares different clients, or uses samples that an account does not cover."""
+        if self.stop_when.metric == "none":
+            return
+        everybody = self.participation.rate == 1 and not self.participation.dropout
+        if not self.eval.every:
+            raise ConfigError("stop_when compares evaluations, and eval.every = 0 makes none; set eval.every")
+        if self.eval.clients != "all" and not (self.eval.clients == "active" and everybody):
+            raise ConfigError(
+                f"stop_when compares rounds, and with eval.clients = {self.eval.clients!r} each would be measured on "
+                f"other clients; set eval.clients = 'all'"
+            )
+        if self.privacy.level != "none":
+            raise ConfigError(
+                "stop_when looks at held-out samples without noise, which privacy.level does not account for; leave it "
+                "out"
+            )
 
     def fit_settings(self, round_: int) -> FitSettings:
         """How clients train in a round, counted from 1."""

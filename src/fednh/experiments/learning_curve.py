@@ -14,7 +14,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -239,18 +240,21 @@ class _Size:
 
     by_seed: Mapping[int, _Measured]
     natural: bool
-    kinds: list[str] = field(init=False)
-    design: Design = field(init=False)
 
-    def __post_init__(self) -> None:
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of models that all seeds have."""
+        return [kind for kind in KINDS if all(kind in one.right for one in self.by_seed.values())]
+
+    @cached_property
+    def design(self) -> Design:
         each = list(self.by_seed.values())
-        object.__setattr__(self, "kinds", [kind for kind in KINDS if all(kind in one.right for one in each)])
         seed = np.repeat(np.arange(len(each)), [len(one.sample) for one in each])
         sample, group, client = (
             np.unique(np.concatenate([getattr(one, name) for one in each]), return_inverse=True)[1]
             for name in ("sample", "group", "client")
         )
-        object.__setattr__(self, "design", Design(sample, group, seed, client if self.natural else 0 * client))
+        return Design(sample, group, seed, client if self.natural else 0 * client)
 
     def right(self, kind: str) -> Floats:  # (M,)
         return np.concatenate([one.right[kind] for one in self.by_seed.values()])

@@ -25,6 +25,7 @@ from fednh.data.dataset import changed as dataset_changed
 from fednh.errors import UserError
 from fednh.experiments.search import MEMORY, Budget, Search, candidates_for
 from fednh.experiments.sweep import locked
+from fednh.extras import data_frame
 from fednh.federated.setup import build_federation, fingerprint_of, load_data
 from fednh.interrupt import Stop
 from fednh.io.files import write_bytes, write_json
@@ -65,11 +66,7 @@ class Recommendation:
 
     def to_frame(self) -> pd.DataFrame:
         """The table as a pandas data frame, a row a site."""
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise UserError("to_frame() needs pandas: pip install pandas; `sites` has the same as a list") from error
-        return pd.DataFrame([_plain(one) for one in self.sites]).set_index("site")
+        return data_frame([_plain(one) for one in self.sites], "site", "sites")
 
     def __repr__(self) -> str:
         return f"<Recommendation: {self.winner}. {self.headline} {self.report}>"

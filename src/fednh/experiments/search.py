@@ -200,17 +200,12 @@ def score(run: Run, kind: Kind) -> float | None:
     return float(np.mean(scores)) if scores else None
 
 
+@dataclass(frozen=True)
 class ChosenRun(Run):
     """A run as a column of the answer: of its models the chosen one, under the settings of the overall choice."""
 
-    kind: Kind = "personal"
+    kind: Kind
     body = "any"  # training alone was tried with every body: the best of it is compared
-
-    @classmethod
-    def of(cls, run: Run, kind: Kind, config: Config) -> ChosenRun:
-        made = cls(run.path, config, run.summary, run.records, run.partition, run.environment)
-        object.__setattr__(made, "kind", kind)
-        return made
 
     def outcomes(self, client: int) -> Outcomes | None:
         recorded = super().outcomes(client)
@@ -483,9 +478,8 @@ class Search:
             overall = self.choice(alone)
             for pair in pairs:
                 name, kind = by_fold[pair[0]]
-                runs.append(
-                    ChosenRun.of(self._loaded[name, pair], kind, self.config(overall[0], pair, **_uses(overall)))
-                )
+                one, config = self._loaded[name, pair], self.config(overall[0], pair, **_uses(overall))
+                runs.append(ChosenRun(one.path, config, one.summary, one.records, one.partition, one.environment, kind))
             used = {fold for fold, _ in pairs}
             if others := [by_fold[fold] for fold in sorted(used) if by_fold[fold] != overall]:
                 what = "the best way to train alone" if alone else "the best federated model"

@@ -267,6 +267,7 @@ def private_update(
 
     It reports neither how many samples it has nor their loss. The class sums that are `left_to_sum` have no noise yet.
     """
+    data.rng = noise.augmenting(data.rng)
     private = PrivateData(data, mechanisms, noise, strip_prefix(kept, PRIVATE), bool(left_to_sum))
     fit = PrivateFit(private, settings, tick, net.unmoved)
     keep, upload = method.client_update(net, methods_own(kept), received, cast(ClientData, private), fit)

@@ -49,6 +49,7 @@ class RoundTask:
     final: bool = False  # the run ends: personal models are saved
     mechanisms: Mechanisms | None = None  # noise in all that simulated clients release; a real site knows its own
     overrides: ClientOverrides = field(default_factory=dict)  # ... and what these clients receive in place of it
+    back_to: int | None = None  # the run may go back to what clients kept after this round
 
 
 class Replies(Protocol):
@@ -88,6 +89,9 @@ class Executor(AbstractContextManager[Any], Protocol):
 
     def rollback(self) -> None:
         """The round was aborted: discard what clients kept in it."""
+
+    def go_back(self, round_: int, store: Store) -> None:
+        """From now on clients have what they kept after this round; `store` has what of it is kept here."""
 
     def checkpoint_extras(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the states in `store`: plain JSON values."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -18,23 +19,26 @@ import torch
 from fednh.callbacks import Callback
 from fednh.config import Config
 from fednh.errors import Interrupted, RunError
-from fednh.federated import checks
-from fednh.federated.aggregate import Accumulator, merge_overrides
+from fednh.federated import checks, stopping
+from fednh.federated.aggregate import Accumulator, merge_overrides, split_overrides
 from fednh.federated.client import ClientResult
 from fednh.federated.executor import Executor, Replies, RoundTask
 from fednh.federated.plan import RoundPlan, evaluated_clients, is_evaluated, plan_round, sampled_clients
 from fednh.federated.results import Progress, RoundBuilder, RoundResult, check_lost
-from fednh.federated.server_optimizer import merge_moments
+from fednh.federated.server_optimizer import merge_moments, split_moments
 from fednh.federated.start import Started, start
+from fednh.federated.stopping import ChosenRound
 from fednh.federated.summary import client_rows, close_round
 from fednh.interrupt import Meter
 from fednh.machine import gc_frozen, one_thread
 from fednh.metric_names import RoundRecord, RunSummary
 from fednh.privacy import clients
 from fednh.privacy.clients import PrivateMean
+from fednh.privacy.ledger import covers
 from fednh.privacy.noise import SeededNoise
 from fednh.privacy.plan import entry, exceeds
 from fednh.runs.checkpoint import Checkpoints
+from fednh.runs.client_states import Store
 from fednh.runs.run_folder import RunFolder
 from fednh.tree import Tree
 
@@ -57,6 +61,7 @@ class RoundLoop:
         self.progress = Progress()
         self.summary: dict[str, Any] = {}
 
+    _back = False  # whether the run has gone back to the round that it keeps
     _clip: float | None = None  # of clients' moves in the next round
     setup: Started  # what the run works on; it does not change
     server: Tree
@@ -71,7 +76,7 @@ class RoundLoop:
             )
             self.callback.on_start(self.config.model_dump(), self.progress.round)
             self._write_line_if_complete()  # of a run that was extended
-            while self.progress.closed < self.config.rounds:
+            while not self._ended:
                 try:
                     with checks.with_context(self.setup.method, f"the server failed in round {self._next_round}"):
                         self._exchange()
@@ -81,12 +86,23 @@ class RoundLoop:
                         self.checkpoints.save(self.progress.round, *self._to_save())
                     raise
             self.checkpoints.wait()
+            self._keep_chosen_round()
             self.summary |= self.executor.finished(self.progress.round)
             self.summary["clients"] = client_rows(self.summary, self.setup.side)
             self.folder.write_summary(self.summary)
         self.callback.on_end(cast(RunSummary, self.summary))
         check_lost(self.summary)
         return self.summary
+
+    @property
+    def _ended(self) -> bool:
+        """Whether all rounds are done, or `stop_when` ends the run before."""
+        chosen = self._choice()
+        return self.progress.closed >= self.config.rounds or (chosen is not None and chosen.ends)
+
+    def _choice(self) -> ChosenRound | None:
+        """Which round's models are kept, as far as is known."""
+        return stopping.choice(self.config, self.progress.records[: self.progress.closed])
 
     @property
     def _next_round(self) -> int:
@@ -109,9 +125,18 @@ class RoundLoop:
 
         mechanisms = None if self.setup.privacy is None else self.setup.privacy.mechanisms
         started = time.perf_counter()
+        final, chosen = pending and not training, self._choice()
         replies = executor.ask(
             RoundTask(
-                self.server, down, progress.round, evaluate, train, pending and not training, mechanisms, overrides
+                self.server,
+                down,
+                progress.round,
+                evaluate,
+                train,
+                final,
+                mechanisms,
+                overrides,
+                back_to=None if chosen is None else chosen.round,
             )
         )
         waited = time.perf_counter() - started
@@ -119,6 +144,10 @@ class RoundLoop:
 
         if pending:
             self._evaluate(replies)
+            self._copy_chosen_round()
+            if training and self._ended:
+                executor.rollback()
+                return
         if training:
             started = time.perf_counter()
             side = self.setup.side
@@ -191,7 +220,7 @@ class RoundLoop:
     def _accumulator(self, plan: RoundPlan) -> Accumulator:
         """What takes the round's uploads; under privacy.level = "client" it adds noise to their sum."""
         config, setup = self.config, self.setup
-        if setup.privacy is None or config.privacy.level != "client":
+        if setup.privacy is None or config.privacy.level != "client" or not setup.privacy.later:
             return setup.side.architectures.accumulator(config.aggregator, self.server, config.trim)
         expected = config.participation.rate * len(setup.side.counts)
         clip = self._clip or next(
@@ -224,6 +253,8 @@ class RoundLoop:
             if result.status == "failed" and self.executor.policy.client_error == "stop":
                 raise RunError(result.problem) from result.error
             return result.problem + ("" if result.status == "refused" else "; going on without it")
+        if (plan := self.setup.privacy) is not None and not covers(plan.answer(round_, True), result.released):
+            raise RunError(f"round {round_}: an upload would hold more than the account of its privacy names")
         if what := checks.not_finite(result):
             return f"round {round_}: {what} of {self.executor.name(result.client)} is not finite and was refused"
         declared = self.setup.upload_specs[self.setup.side.network_of(result.client)]
@@ -238,7 +269,7 @@ class RoundLoop:
     def _weight(self, client: int) -> int:
         """How many training samples a client has, however many its method processed; 0 if only sites know."""
         counts = self.setup.side.counts
-        return sum(counts[client]) if counts else 0
+        return int(counts[client].sum()) if len(counts) else 0
 
     def _within_bound(self, results: list[ClientResult], builder: RoundBuilder) -> Iterator[ClientResult]:
         """The results whose uploads are not far longer than the others or than the client's earlier ones."""
@@ -298,7 +329,7 @@ class RoundLoop:
 
     @property
     def _is_last(self) -> bool:
-        return self.progress.round == self.config.rounds
+        return self._back or self.progress.round == self.config.rounds
 
     def _evaluated(self) -> list[int]:
         """The clients whose personal models give the metrics of the round that is evaluated."""
@@ -313,21 +344,66 @@ class RoundLoop:
 
     def _evaluate(self, replies: Replies) -> None:
         """Add the metrics to the round's record and write its line; after the last round also models and summary."""
-        in_summary = self._in_summary() if self._is_last else None
-        self.summary = close_round(
-            self.config,
-            self.setup,
-            self.server,
-            self.progress,
-            replies,
-            self._evaluated(),
-            in_summary,
-            self.meter,
-            self.folder,
-        )
+        self.summary = self._closed(replies)
         self._write_line()
         if warning := self.summary.get("warning"):
             self.executor.note(warning)
+
+    def _closed(self, replies: Replies) -> dict[str, Any]:
+        """The summary, after the last round."""
+        in_summary = self._in_summary() if self._is_last else None
+        work = self.config, self.setup, self.server, self.progress
+        return close_round(*work, replies, self._evaluated(), in_summary, self.meter, self.folder)
+
+    # --- the round that is kept ------------------------------------------------------------------------------------
+
+    def _copy_chosen_round(self) -> None:
+        """Copy the state after the newest round, if `stop_when` likes it best so far, to go back to it at the end."""
+        chosen, round_ = self._choice(), self.progress.round
+        if chosen is None or chosen.round != round_ or round_ == self.config.rounds:
+            return
+        self.checkpoints.save(round_, *self._to_save())  # its record has the metrics: a resumed run chooses alike
+        copy = self.folder.kept_round(round_)
+        self.checkpoints.copy(round_, copy)
+        self.folder.remove_kept_rounds(but=copy)
+
+    def _keep_chosen_round(self) -> None:
+        """Let the run's models and metrics be those of the round that `stop_when` has chosen."""
+        chosen, whole = self._choice(), self.progress
+        if chosen is None:
+            return
+        if chosen.round != whole.round:
+            copy, executor = self.folder.kept_round(chosen.round), self.executor
+            store = Store(copy.clients, executor.store.budget, executor.store.newcomer, self.config.home)
+            with Checkpoints(copy.checkpoints, store) as checkpoints:
+                saved = checkpoints.latest(executor.note, self.config.home)
+            if saved is None or saved.round != chosen.round:
+                raise RunError(
+                    f"{copy.path} does not hold the state after round {chosen.round}, which stop_when has chosen; "
+                    f"restore it from a copy, or start another run"
+                )
+            executor.go_back(chosen.round, store)
+            state, _ = split_moments(saved.server) if self.setup.optimizer.active else (saved.server, {})
+            recorded = self.setup.method.upload.recorded
+            self.server, self.overrides = split_overrides(state) if recorded else (state, {})
+            records = [dict(record) for record in whole.records[: chosen.round]]
+            self.progress = replace(whole, round=chosen.round, closed=chosen.round - 1, records=records)
+            self._evaluate_chosen()
+            whole.seconds, whole.eval_seconds = self.progress.seconds, self.progress.eval_seconds
+            self.progress = whole
+            lost = [record["round"] for record in whole.records if record.get("lost")]
+            self.summary |= {**whole.totals(), "rounds": whole.round, **({"lost": lost} if lost else {})}
+        self.summary |= stopping.told(self.config, chosen, whole.round)
+        self.executor.note(stopping.sentence(self.config, chosen, whole.round))
+
+    def _evaluate_chosen(self) -> None:
+        """The run's last exchange: the clients evaluate and save the models of the round that is kept."""
+        self._back = True
+        evaluate = self._clients_to_evaluate(self.executor.present())
+        down, done = self.setup.side.architectures.broadcast(self.server), self.progress.round
+        overrides = {client: self.overrides[client] for client in evaluate if client in self.overrides}
+        task = RoundTask(self.server, down, done, evaluate, final=True, overrides=overrides, back_to=done)
+        self.summary = self._closed(self.executor.ask(task))
 
     # --- records -------------------------------------------------------------------------------------------------
 

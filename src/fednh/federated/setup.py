@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fednh.config import Config
 from fednh.data import scaling, splits
@@ -30,6 +31,8 @@ from fednh.models.features import is_features, recipe_of, with_features
 from fednh.runs import fingerprint
 from fednh.runs.model_file import card_of
 from fednh.seeding import numpy_rng
+
+Counts = NDArray[np.int64]  # (K, C): how many samples of each class (columns) every client (rows) has
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Federation:
     def name(self, client: int) -> str:
         return client_name(client, self.sites)
 
-    def class_counts(self) -> list[list[int]]:
+    def class_counts(self) -> Counts:
         """Training samples of each class (columns) on every client (rows)."""
         return class_counts(self.dataset, self.parts)
 
@@ -142,7 +145,7 @@ class ServerSide:
     network_of: Callable[[int], str]  # client -> the name of its network
     test: Samples | None  # the balanced test set, if the server has one
     cards: dict[str, dict[str, Any]]  # architecture -> metadata in the file of its global model
-    counts: list[list[int]] = field(default_factory=list)  # clients by classes; empty: only the sites know
+    counts: Counts = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # no rows: only the sites know
     sites: tuple[str, ...] = ()
     raw_fingerprint: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()  # about the data, for the user
@@ -161,32 +164,33 @@ class ServerSide:
         """The only network, or the first."""
         return self.architectures.net
 
-    @property
+    @cached_property
     def one_class(self) -> list[int]:
         """The natural sites with a single class, which any model can learn to name: means over sites leave them out.
 
         None if all sites are like that, and none where only the sites know their classes.
         """
-        few = [client for client, row in enumerate(self.counts) if self.sites and np.count_nonzero(row) < 2]
+        few = np.flatnonzero((self.counts > 0).sum(axis=1) < 2).tolist() if self.sites else []
         return few if len(few) < len(self.counts) else []
 
-    @property
+    @cached_property
     def few_held(self) -> list[int]:
         """The natural sites with so few held-out samples that one of them would move a mean over sites.
 
         None if all sites are like that.
         """
-        known = {client: len(held) for client, held in enumerate(self.held_out) if len(held) and self.sites}
-        rest = {client: n for client, n in known.items() if client not in self.one_class}
+        if not self.sites:
+            return []
+        known, single = {client: len(held) for client, held in enumerate(self.held_out) if len(held)}, self.one_class
+        rest = {client: n for client, n in known.items() if client not in single}
         few = [client for client, n in rest.items() if n < FEWEST_HELD]
         return few if len(few) < len(rest) else []
 
 
-def class_counts(data: Dataset, parts: list[Indices]) -> list[list[int]]:
+def class_counts(data: Dataset, parts: list[Indices]) -> Counts:
     """Training samples of each class (columns) in every part (rows)."""
     owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    table = class_table(data.y_train[np.concatenate(parts)], owner, len(parts), data.num_classes)
-    return [row.tolist() for row in table]
+    return class_table(data.y_train[np.concatenate(parts)], owner, len(parts), data.num_classes)
 
 
 def network(config: Config, shape: tuple[int, ...], num_classes: int, features: bool = False) -> Net:
@@ -327,11 +331,14 @@ def scaled(
 def divide(data: Dataset, config: Config) -> tuple[list[Indices], list[Indices]]:
     """Each client's samples to train on, and those that it holds out."""
     owned = config.partition.kind.divide(data, numpy_rng(config.seed, "partition"))
+    limit = config.data.limit
+    if limit is None and data.held_train is None and not _share(data, config):
+        return owned, [owned[0][:0]] * len(owned)
     # By name, so that a site holds out the same samples alone as in the simulation of all sites.
     names = client_names(data, config, len(owned))
     both = [_held_out(data, config, part, name) for part, name in zip(owned, names, strict=True)]
     parts = [train for train, _ in both]
-    if (limit := config.data.limit) is not None:  # what is held out does not depend on it
+    if limit is not None:  # what is held out does not depend on it
         streams = [numpy_rng(config.seed, f"limit {name}") for name in names]
         parts = [limited(data.y_train, part, limit, rng) for part, rng in zip(parts, streams, strict=True)]
     return parts, [held for _, held in both]

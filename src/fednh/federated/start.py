@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from fednh.config import Config
 from fednh.errors import ConfigError, UserError
+<<<<<<< HEAD
 from fednh.federated import checks, compress, evaluate
+=======
+from fednh.federated import checks, evaluate, stopping
+>>>>>>> main
 from fednh.federated.aggregate import split_overrides
 from fednh.federated.compress import Compression
 from fednh.federated.executor import Executor
@@ -60,12 +64,16 @@ def start(
             alone = nets.view(initial, name)
             checks.check_personal(config.personal.model, method, config.method["name"], alone)
             checks.check_shared(method, config.method["name"], alone, specs)
+<<<<<<< HEAD
             if (compression := Compression.of(config.federation)) is not None:
                 sent = checks.form_of(method.broadcast(alone))
                 compress.check(compression, method, config.method["name"], specs, sent)
+=======
+        stopping.check(config, any(map(len, side.held_out)), executor.policy.simulated)
+>>>>>>> main
         optimizer = ServerOptimizer(config.server, method)
         optimizer.check(initial, nets.uploaded(upload_specs))
-        privacy = _privacy(config, side, initial, executor.policy.simulated)
+        privacy = _privacy(config, side, initial, executor.policy.simulated, any(upload_specs.values()))
         executor.begin(initial)
     total = None if side.test is None else evaluate.total_per_class(side.test)
     setup = Started(side, checks.form_of(initial), upload_specs, optimizer, total, privacy)
@@ -76,8 +84,8 @@ def start(
     return setup, progress, server, overrides, moments
 
 
-def _privacy(config: Config, side: ServerSide, initial: Tree, simulated: bool) -> PrivacyPlan | None:
-    """What answers will spend; what the level does not allow is refused."""
+def _privacy(config: Config, side: ServerSide, initial: Tree, simulated: bool, sends: bool) -> PrivacyPlan | None:
+    """What answers will spend, if clients send anything; what the level does not allow is refused."""
     level = config.privacy.level
     if level == "none":
         return None
@@ -92,7 +100,8 @@ def _privacy(config: Config, side: ServerSide, initial: Tree, simulated: bool) -
             "they would leave without noise; give data that are scaled already"
         )
     answers = most_answers(config, len(side.counts)) if simulated else config.rounds
-    return make_plan(config, side.method, side.net, initial, answers)
+    plan = make_plan(config, side.method, side.net, initial, answers)
+    return plan if plan is None or sends else replace(plan, first=(), later=(), once=())
 
 
 def _newest_checkpoint(

@@ -21,6 +21,7 @@ from fednh.federated.setup import ServerSide
 from fednh.federated.start import Started
 from fednh.interrupt import Meter
 from fednh.metric_names import HELD_SHARE
+from fednh.runs.model_file import after_rounds
 from fednh.runs.run_folder import RunFolder
 from fednh.tree import Tree
 
@@ -48,7 +49,7 @@ def close_round(
     measured, left_out = [p for p in personal if p.client in evaluated], [*side.one_class, *side.few_held]
     record |= evaluate.metrics(correct, setup.total, measured, left_out)
     if in_summary is not None:
-        _write_models(config, setup, server, replies, meter, folder, spent(config, progress))
+        _write_models(config, setup, server, replies, meter, folder, spent(config, progress), progress.round)
         outcomes = {p.client: p.outcomes for p in personal if p.outcomes is not None}
         folder.write_outcomes({k: each.of_rows(side.held_out[k], side.groups) for k, each in outcomes.items()})
         folder.remove_others(person.client for person in personal)
@@ -96,12 +97,16 @@ def _write_models(
     meter: Meter,
     folder: RunFolder,
     spent: Mapping[str, Any],
+    rounds: int,
 ) -> None:
     """Write the global model, and the Tree that a new client would receive; of each network."""
     method, side, nets = setup.method, setup.side, setup.side.architectures
     models, down = nets.global_models(server), nets.broadcast(server)
     for name, net in nets.nets.items():
-        own, card = folder.shared(name if nets.several else ""), {**side.cards[name], **spent}
+        own = folder.shared(name if nets.several else "")
+        card = after_rounds(side.cards[name], rounds)
+        if spent:
+            card["privacy"] = {"level": config.privacy.level, **spent}
         if name in models:
             about = None if nets.several else replies.similarity()  # sites tell it of all networks together
             if side.train is not None and side.trained_on is not None and not spent:  # no account covers it

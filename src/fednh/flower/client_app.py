@@ -43,9 +43,9 @@ from fednh import extras
 from fednh.config import Config
 from fednh.config.schema import ModelConfig
 from fednh.data import scaling
-from fednh.data.agreement import not_agreed
 from fednh.data.batches import ClientData, Samples, samples_of, subset
 from fednh.data.dataset import Dataset, digest, one_site, select_rows
+from fednh.data.disclosure import not_agreed
 from fednh.data.sources.registry import absolute, file_of
 from fednh.errors import Refused, UserError
 from fednh.federated import checks, evaluate, similarity
@@ -83,7 +83,7 @@ from fednh.privacy.noise import SystemNoise
 from fednh.privacy.plan import PrivacyPlan, make_plan
 from fednh.privacy.private_data import PRIVATE, left_to_sum
 from fednh.runs import fingerprint
-from fednh.runs.model_file import write_model, write_outcomes
+from fednh.runs.model_file import after_rounds, write_model, write_outcomes
 from fednh.text import one_line
 from fednh.tree import Tree, canonical, prefix, strip_prefix
 
@@ -326,7 +326,8 @@ class Site:
     def _save_model(self, model: Tree, order: Order) -> None:
         fed = self.fed
         about = similarity.similarity_quantiles(fed.method, fed.net, model, fed.train, self.index, self.config.seed)
-        card = {**fed.card(self.config, max(self.site_config.part, 0)), "client": order.client, "novelty": about}
+        card = after_rounds(fed.card(self.config, max(self.site_config.part, 0)), order.evaluate)
+        card |= {"client": order.client, "novelty": about}
         if (spent := self._balance) is not None:
             card["privacy"] = {"level": self.config.privacy.level, **spent.told()}
         write_model(self.kept.personal_model, model, card)

@@ -276,12 +276,13 @@ class Sites:
     def _order(self, client: int, asked: RoundTask, trains: bool, evaluates: bool) -> Order:
         member = self.membership.members[client]
         # The server may have to go back to an older checkpoint, if newer ones are incomplete or damaged.
-        since = member.since(asked.done - 3 * self.config.checkpoint.every)
+        horizon = asked.done - 3 * self.config.checkpoint.every
+        since = member.since(horizon if asked.back_to is None else min(horizon, asked.back_to))
         return Order(
             client=client,
             round=asked.done + 1 if trains else 0,
             evaluate=asked.done if evaluates else 0,
-            last=member.last,
+            last=member.last if self._back_to is None else member.since(self._back_to),
             since=since,
             final=evaluates and asked.final,
             sites=max(1, len(asked.train)),
@@ -441,6 +442,11 @@ class Sites:
         for client in clients:
             self.membership.members[client].rounds.append(round_ - self.ages.get(client, 0))
         self.ages = {}
+
+    _back_to: int | None = None  # orders are of the state after this round, not of the latest one
+
+    def go_back(self, round_: int, store: Store) -> None:
+        self._back_to = round_
 
     def rollback(self) -> None:
         """The next order says from which round's state a site starts."""

@@ -90,7 +90,7 @@ def align_to_model(card: Card, data: Dataset, source: str) -> Dataset:
 
 def _as_in(card: Card, source: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings under which a source is read as the model's own data were."""
-    how, named = card.preprocessing.model_extra or {}, find(source)
+    how, named = card.sample_form, find(source)
     if named is None or not named[0].named:
         return {}
     kind, address = named

@@ -125,7 +125,7 @@ def real_samples(model: Model) -> tuple[Inputs, str]:
 
 def _raw(card: Card, name: str) -> Any:
     """Samples of the training data; of a table its columns are enough, whichever one the label was."""
-    how, named = card.preprocessing.model_extra or {}, find(name)
+    how, named = card.sample_form, find(name)
     if named is None:
         data = load(name, data_folder())
         return data.x_test if len(data.x_test) else data.x_train

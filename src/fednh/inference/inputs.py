@@ -38,11 +38,11 @@ def is_image(card: Card) -> bool:
 
 
 def is_table(card: Card) -> bool:
-    return (card.preprocessing.model_extra or {}).get("kind") == "table"
+    return card.sample_form.get("kind") == "table"
 
 
 def is_text(card: Card) -> bool:
-    return (card.preprocessing.model_extra or {}).get("kind") == "text"
+    return card.sample_form.get("kind") == "text"
 
 
 def are_texts(x: Any, card: Card) -> bool:
@@ -105,19 +105,19 @@ def _refused(what: str, card: Card) -> Inputs:
 
 
 def _text_column(card: Card) -> str:
-    return str((card.preprocessing.model_extra or {}).get("column"))
+    return str(card.sample_form.get("column"))
 
 
 def _columns(card: Card) -> list[str]:
     """The columns of the table that a model was trained on."""
-    return [column["name"] for column in (card.preprocessing.model_extra or {})["columns"]]
+    return [column["name"] for column in card.sample_form["columns"]]
 
 
 def _rows(table: Any, card: Card) -> NDArray[np.float32]:
     """Rows as the card says; what is missing or was never seen is told. Of a model of arrays, rows of numbers."""
     if not is_table(card):
         return _vectors(numbers_of(table, card.shape[0], "the table"), card)
-    return _vectors(warn_notes(*encode(table, card.preprocessing.model_extra or {}, "the table")), card)
+    return _vectors(warn_notes(*encode(table, card.sample_form, "the table")), card)
 
 
 def image(source: str | Path | Image.Image, card: Card) -> NDArray[np.uint8]:  # (H, W, C)
@@ -125,7 +125,7 @@ def image(source: str | Path | Image.Image, card: Card) -> NDArray[np.uint8]:  #
     channels, height, width = card.shape
     if channels not in (1, 3):
         raise UserError(f"this model takes images of {channels} channels, which no image file has; give it an array")
-    fit = rule(card.preprocessing.model_extra or {})
+    fit = rule(card.sample_form)
     try:
         if isinstance(source, Image.Image):
             pixels = fitted(source, (height, width), channels, fit)
@@ -156,7 +156,7 @@ def _images(x: NDArray[Any], card: Card) -> NDArray[np.uint8]:
     if x.shape[3] not in CHANNELS or channels not in (1, 3):
         raise UserError(f"{what}, not an array of shape {x.shape}")
     rows = (Image.fromarray(row[..., 0] if x.shape[3] == 1 else row) for row in x)
-    fit = rule(card.preprocessing.model_extra or {})
+    fit = rule(card.sample_form)
     images = [fitted(row, (height, width), channels, fit) for row in rows]
     return np.stack(images) if images else np.empty((0, height, width, channels), np.uint8)
 
@@ -264,7 +264,7 @@ def _source_file(source: Source, path: Path, card: Card) -> Iterator[Batch]:
     """The samples in a file of one of the kinds of sources."""
     first = 0
     backbone = {} if card.features is None else {"backbone": card.features.model_dump(mode="json")}
-    for block in source.unlabelled(path, card.shape, {**(card.preprocessing.model_extra or {}), **backbone}):
+    for block in source.unlabelled(path, card.shape, {**card.sample_form, **backbone}):
         x = samples(block, card)
         yield from _batches(path, x, first)
         first += len(x)

@@ -132,6 +132,7 @@ def personalize(
         **{name: None if guesses is None else _metrics(guesses, held) for name, guesses in guessed.items()},
     }
     about = card.model_dump(mode="json", exclude_none=True)
+    about.pop("privacy", None)  # the run's account knows nothing of these samples
     about["trained_on"] = {**about["trained_on"], "personalised_on": source, "epochs": fitting.epochs}
     about["novelty"] = similarity.similarity_quantiles(method, net, params, train, index, config.seed)
     return Personalised(params, about, comparison, outcomes, by_local, backbone)

@@ -44,8 +44,7 @@ from fednh.methods.losses import (
     unvmap_any,
 )
 from fednh.methods.sums import added, feature_sums, not_gram, sent_once, unsent
-from fednh.models.initial import uniform_weights
-from fednh.models.net import Net
+from fednh.models.net import Net, uniform_weights
 from fednh.models.prototypes import not_unit, projected_simplex, sparse_head, uniform_head
 from fednh.tree import Tree, Uploads, double, is_statistic, mean, prefix, select, strip_prefix
 

@@ -15,9 +15,10 @@ weights in proportion to the trace of the client's Fisher information matrix aft
 
 as the authors' code computes it: not divided by the number of mini-batches, so clients with more samples weigh more.
 Deviations: a client whose first round it is has no body of its own and is not aligned (authors' code: aligned to the
-initial, random one). Alignment has the run's optimiser and batches (authors' code: plain SGD at 0.01, 16 samples). The
-mini-batches of T_k have `fisher_batch` samples (authors' code: as many as a step of training). An aggregator that
-withstands bad clients does not look at the weights, which these could choose.
+initial, random one). Each client aligns a copy of what it received (authors' code: a round's clients align one and the
+same body, each what the one before has left). Alignment has the run's optimiser and batches (authors' code: plain SGD
+at 0.01, 16 samples). The mini-batches of T_k have `fisher_batch` samples (authors' code: as many as a step of
+training). An aggregator that withstands bad clients does not look at the weights, which these could choose.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from fednh.methods.base import (
     UploadSpec,
     class_means,
     cross_entropy,
+    is_statistic,
     select,
-    unvmap_any,
 )
 
 
@@ -64,11 +65,8 @@ class FedAS(Method):
     align_epochs: Annotated[int, Field(ge=0)] = 1  # epochs of parameter alignment
     fisher_batch: Annotated[int, Field(ge=1)] = 64  # samples in a gradient of the Fisher trace
 
-    def init(self, net: Net, rng: torch.Generator) -> Tree:
-        return {**net.init(rng), "joined": torch.zeros(())}
-
     def enroll(self, initial: Tree) -> Tree:
-        return initial  # joined: 0 until the client has trained, then 1
+        return select(initial, "head")  # there is no body of its own until the client has trained
 
     def broadcast(self, server: Tree) -> Tree:
         return select(server, "body")
@@ -77,15 +75,14 @@ class FedAS(Method):
         start = {**self.aligned(net, kept, received, data, fit), **select(kept, "head")}
         model = fit(start, cross_entropy(net.logits), only=MODEL)
         fisher = self.fisher_trace(net, model, data)
-        return {**model, "joined": torch.ones_like(kept["joined"])}, {**select(model, "body"), "fisher": fisher}
+        return model, {**select(model, "body"), "fisher": fisher}
 
     def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
         return {**server, **select(uploads.mean(), "body")}  # a mean by `upload.weight`
 
     def aligned(self, net: Net, kept: Tree, received: Tree, data: ClientData, fit: Fit) -> Tree:
         """The body received, brought near to the client's own of its last round, if it has one."""
-        joined = kept["joined"] > 0
-        if not unvmap_any(joined):
+        if not select(kept, "body"):
             return received
         means = class_means(lambda x: net.features(kept, x), data.batches(), data.counts)  # (C, D)
 
@@ -94,17 +91,19 @@ class FedAS(Method):
             share = (weight[:, None] * F.one_hot(y, len(means))).sum(0)  # (C,), of the mini-batch
             return distance / share[y].clamp(min=1e-12), {}
 
-        body = fit.batchwise(received, align, only=("body",), epochs=self.align_epochs)
-        return {name: torch.where(joined, value, received[name]) for name, value in body.items()}
+        return fit.batchwise(received, align, only=("body",), epochs=self.align_epochs)
 
     def fisher_trace(self, net: Net, model: Tree, data: ClientData) -> Tensor:  # ()
         """T_k, on the client's samples as they are."""
         loss, total = cross_entropy(net.logits), torch.zeros_like(data.counts.sum())
 
-        def surprise(model: Tree, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-            return (loss(model, x, y) * weight).sum() / weight.sum().clamp(min=1)
+        fixed = {name: value for name, value in model.items() if is_statistic(name)}
+        moved = {name: value for name, value in model.items() if name not in fixed}
+
+        def surprise(moved: Tree, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+            return (loss({**fixed, **moved}, x, y) * weight).sum() / weight.sum().clamp(min=1)
 
         for x, y, weight in data.drawn(1.0, self.fisher_batch):
-            slope = grad(surprise)(model, x, y, weight)
+            slope = grad(surprise)(moved, x, y, weight)
             total = total + torch.stack([value.square().sum() for value in slope.values()]).sum()
         return total

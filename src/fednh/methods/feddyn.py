@@ -13,7 +13,8 @@ decay counts as part of L_k.
 Deviation: m counts the clients that have taken part so far, as N does in SCAFFOLD, so that sites may join at any time;
 when all clients take part in every round, this is Algorithm 1. A site that lost its state joins anew, and its old g_k
 stays in h. The authors' code divides alpha by the client's share of all samples, relative to the mean; here alpha is
-the same for all, as in the text. With an optimiser of the server h follows its steps in place of the mean's.
+the same for all, as in the text. With an optimiser of the server h follows its steps in place of the mean's. Running
+statistics of batch normalisation have no gradient: they are averaged.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from fednh.methods.base import (
     Uploads,
     UploadSpec,
     cross_entropy,
+    is_statistic,
     prefix,
     select,
     squared_distance,
@@ -56,7 +58,7 @@ class FedDyn(Method):
 
     def init(self, net: Net, rng: torch.Generator) -> Tree:
         model = net.init(rng)
-        zero = {name: torch.zeros_like(value) for name, value in model.items()}
+        zero = {name: torch.zeros_like(value) for name, value in model.items() if not is_statistic(name)}
         return {**model, **prefix("h", zero), "clients": torch.zeros(())}
 
     def enroll(self, initial: Tree) -> Tree:
@@ -70,11 +72,11 @@ class FedDyn(Method):
         loss = cross_entropy(net.logits)
 
         def dynamic(w: Tree, x: Tensor, y: Tensor) -> Tensor:
-            linear = torch.stack([(g[name] * value).sum() for name, value in w.items()]).sum()
+            linear = torch.stack([(value * w[name]).sum() for name, value in g.items()]).sum()
             return loss(w, x, y) - linear + self.alpha / 2 * squared_distance(w, received)
 
         model = fit(received, dynamic, only=MODEL)
-        g = {name: g[name] - self.alpha * (value - received[name]) for name, value in model.items()}
+        g = {name: value - self.alpha * (model[name] - received[name]) for name, value in g.items()}
         return {**model, **prefix("g", g), "joined": torch.ones_like(joined)}, {**model, "newcomers": 1 - joined}
 
     def aggregate(self, server: Tree, uploads: Uploads) -> Tree:
@@ -82,7 +84,8 @@ class FedDyn(Method):
         m = known + count * average["newcomers"]
         theta = select(server, *MODEL)
         h = {
-            name: (known * server[f"h.{name}"] - self.alpha * count * (average[name] - value)) / m
-            for name, value in theta.items()
+            name: (known * value - self.alpha * count * (average[name] - theta[name])) / m
+            for name, value in strip_prefix(server, "h").items()
         }
-        return {**{name: average[name] - h[name] / self.alpha for name in theta}, **prefix("h", h), "clients": m}
+        moved = {name: average[name] - value / self.alpha for name, value in h.items()}
+        return {**select(average, *MODEL), **moved, **prefix("h", h), "clients": m}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, islice
@@ -65,12 +66,28 @@ class Fit(Protocol):
         ...
 
 
+class Calls:
+    """Names for the calls of one round: by what each trains, and its number among those that train the same.
+
+    A method may leave out a call in some rounds (FedAS aligns nothing in a client's first one): what the optimiser kept
+    of the others must not go to the wrong call.
+    """
+
+    def __init__(self) -> None:
+        self.count = Counter[str]()
+
+    def name(self, only: tuple[str, ...]) -> str:
+        what = "+".join(only)
+        self.count[what] += 1
+        return f"{what}-{self.count[what]}"
+
+
 class LocalFit:
     """`fit` for one client in one round; it also counts the samples processed and sums their loss.
 
     `watch` is called with (params, loss, only) before the first step of every call; `tick` is called before every step,
     and may raise Interrupted. The loss of every step is computed inside of `training()`. Names in `frozen` do not move.
-    `memory` is what the optimiser kept from the client's last round, one entry a call; after the calls it holds what to
+    `memory` is what the optimiser kept from the client's last round, by `Calls`; after the calls it holds what to
     keep from this one.
     """
 
@@ -87,7 +104,7 @@ class LocalFit:
         self.data, self.settings, self.watch, self.tick, self.training = data, settings, watch, tick, training
         self.frozen = frozen
         self.memory: Tree = memory or {}
-        self.calls = 0
+        self.calls = Calls()
         self.samples = 0
         self.loss_sum = 0.0
 
@@ -112,7 +129,7 @@ class LocalFit:
         if self.watch is not None:
             self.watch(params, of_samples(loss), only)
         working = {name: moving[name].requires_grad_() if name in moving else params[name] for name in params}
-        call, names, tensors = str(self.calls), list(moving), list(moving.values())
+        call, names, tensors = self.calls.name(only), list(moving), list(moving.values())
         step = Descent(tensors, settings, kept_state(settings, names, tensors, strip_prefix(self.memory, call)))
         total = double(torch.zeros((), device=tensors[0].device))
         for x, y in batches(self.data, settings, epochs):
@@ -124,7 +141,6 @@ class LocalFit:
             working.update((name, new.detach()) for name, new in carried.items())
             total += value.detach() * len(y)
             self.samples += len(y)
-        self.calls += 1
         if settings.keep_state:
             self.memory = {**self.memory, **prefix(call, as_tree(names, step.state))}
         self.loss_sum += float(total)

@@ -16,8 +16,9 @@ Deviations. In round tau the paper has all clients train. Here those that the ro
 other client gets its place by these when it next takes part, and draws from the whole simplex till then. A draw near
 beta_k goes from it towards a uniform point of the simplex, by a uniform share of rho at most, and so stays in the
 simplex; that of the authors' code may leave it. Endpoints start as the network's head does, each at random (authors'
-code: Xavier); a head's bias is mixed like its weights (authors' code: one bias for all). The averages are uniform. The
-extension Floco+, which trains a personal simplex beside the shared one, is not here.
+code: Xavier). A client that takes more steps than it has samples begins with its first alpha again. A head's bias is
+mixed like its weights (authors' code: one bias for all). The averages are uniform. The extension Floco+, which trains a
+personal simplex beside the shared one, is not here.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Adam(FitSettings):
                 g = g.add(p, alpha=self.weight_decay)
             m.lerp_(g, 1 - self.momentum)
             v.mul_(self.beta2).addcmul_(g, g, value=1 - self.beta2)
-            each = double(t).view(*t.shape, *[1] * (p.ndim - t.ndim))  # (K, 1, ...) or (1, ...)
+            each = double(t).view((*t.shape, *[1] * (p.ndim - t.ndim)))  # (K, 1, ...) or (1, ...)
             root = (1 - self.beta2**each).sqrt()  # of the second moment's correction for its start at zero
             speed = self.lr * root / (1 - self.momentum**each)
             p.sub_(m / (v.sqrt() + self.epsilon * root.to(v.dtype)) * speed.to(p.dtype))

@@ -85,7 +85,10 @@ class Scaffold(Method):
         average, count = uploads.mean(), uploads.count
         known = server["clients"]
         clients = known + count * average["newcomers"]
-        x = {name: value + self.eta_g * (average[name] - value) for name, value in select(server, *MODEL).items()}
+        x = {
+            name: average[name] if is_statistic(name) else value + self.eta_g * (average[name] - value)
+            for name, value in select(server, *MODEL).items()
+        }
         c = {
             name: (known * value + count * average[f"change.{name}"]) / clients
             for name, value in strip_prefix(server, "c").items()

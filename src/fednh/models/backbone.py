@@ -121,13 +121,8 @@ class Backbone:
             stored = stored.expand(*stored.shape[:-1], CHANNELS)
         x = floats(stored, self.scaling.gain, self.scaling.shift)  # (B, 3, H, W)
         if tuple(x.shape[2:]) != (size, size):
-            enlarge = min(x.shape[2:]) <= size
-            x = F.interpolate(x, (size, size), mode="bilinear", align_corners=False) if enlarge else _shrunk(x, size)
+            x = F.interpolate(x, (size, size), mode="bilinear" if min(x.shape[2:]) <= size else "area")
         return x
-
-
-def _shrunk(x: Tensor, size: int) -> Tensor:
-    return F.interpolate(x, (size, size), mode="area")
 
 
 def build_backbone(recipe: Recipe, num_classes: int, weights: Path | None = None, near: Path | None = None) -> Backbone:
@@ -208,7 +203,7 @@ def _lite(recipe: Recipe, given: Path | None) -> Backbone:
     whole = EfficientNet.from_name(recipe.name.replace("_lite", "-lite"))
     whole.load_state_dict(torch.load(file, weights_only=True))
     whole._fc = nn.Identity()
-    module = _frozen(whole).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    module = whole.eval().requires_grad_(False).to(memory_format=torch.channels_last)
 
     def function(x: Tensor) -> Tensor:
         return averaged(module.extract_features(x))
@@ -265,10 +260,3 @@ def _onnx(recipe: Recipe, file: Path) -> Backbone:
     # Its name without folders: another machine may have the file elsewhere, and under another name.
     named = recipe.model_copy(update={"name": plain_name(recipe.name), "sha256": sha256(file), "file": str(file)})
     return Backbone(named, lambda x: averaged(run(x)), onnx=OnnxBody(file, inputs[0], output, run))
-
-
-def _frozen(module: nn.Module) -> nn.Module:
-    module.eval()
-    for value in module.parameters():
-        value.requires_grad_(False)
-    return module

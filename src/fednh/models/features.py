@@ -11,7 +11,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -217,25 +217,18 @@ class FeatureCache:
 
     def append(self, keys: list[bytes], vectors: Vectors) -> None:
         """Add vectors with their keys; what another process has added in the meantime stays."""
-        try:
-            with self._locked():
+        with suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.folder.with_suffix(".lock"), timeout=60):
                 number = self._whole()
                 _put(self.vectors_file, number * 4 * self.dim, np.ascontiguousarray(vectors).tobytes())
                 rows = b"".join(key + _check(vector) for key, vector in zip(keys, vectors, strict=True))
                 _put(self.keys_file, number * (DIGEST + CHECK), rows)
-        except OSError:
-            return
 
     def _whole(self) -> int:
         """How many keys have a vector."""
         sizes = [file.stat().st_size if file.exists() else 0 for file in (self.keys_file, self.vectors_file)]
         return min(sizes[0] // (DIGEST + CHECK), sizes[1] // (4 * self.dim))
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.folder.with_suffix(".lock"), timeout=60):
-            yield
 
 
 def _put(file: Path, at: int, content: bytes) -> None:

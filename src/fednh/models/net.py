@@ -355,3 +355,9 @@ def _norm_names(module: nn.Module) -> list[str]:
         if isinstance(layer, NORMS)
         for name in layer.state_dict()
     ]
+
+
+def uniform_weights(shape: tuple[int, ...], fan_in: int, rng: torch.Generator) -> Tensor:
+    """The usual initial values of a linear layer, for one that a method adds: uniform within 1/sqrt(fan_in)."""
+    values: Tensor = (torch.rand(shape, generator=rng) * 2 - 1) / fan_in**0.5
+    return values

@@ -21,7 +21,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from torch import Tensor
 
 from fednh.errors import ConfigError
-from fednh.models.net import Net
+from fednh.models.net import Net, uniform_weights
 from fednh.tree import Tree, select
 
 Array = NDArray[np.float64]
@@ -222,8 +222,8 @@ def projected_simplex(net: Net, rng: torch.Generator) -> Tree:
     space = max(net.dim, net.num_classes)
     return {
         **select(net.init(rng), "body"),
-        "projection.weight": (torch.rand(space, net.dim, generator=rng) * 2 - 1) / net.dim**0.5,
-        "projection.bias": (torch.rand(space, generator=rng) * 2 - 1) / net.dim**0.5,
+        "projection.weight": uniform_weights((space, net.dim), net.dim, rng),
+        "projection.bias": uniform_weights((space,), net.dim, rng),
         "head.weight": uniform_head(net.num_classes, space, "separated", rng),  # (C, space)
     }
 

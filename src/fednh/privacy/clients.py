@@ -64,9 +64,10 @@ class PrivateMean:
         move = {name: value - self.server[name] if name in self.server else value for name, value in upload.items()}
         norm = torch.stack([value.double().square().sum() for value in move.values()]).sum().sqrt()
         self.short += int(norm <= self.clip)
-        shrink = self.clip / norm.clamp(min=self.clip)
-        self.total = {name: total + (shrink * move[name]).to(total) for name, total in self.total.items()}
         self.count += clients
+        if norm.isfinite():  # a difference of finite numbers may be infinite, and no factor makes it short
+            shrink = self.clip / norm.clamp(min=self.clip)
+            self.total = {name: total + (shrink * move[name]).to(total) for name, total in self.total.items()}
 
     def uploads(self) -> Uploads:
         """The noised mean; its count is the fixed one."""

@@ -1,8 +1,8 @@
 """Where noise and drawn samples come from: seeded streams in a simulation, the operating system in a deployment.
 
-Whoever knows the noise can subtract it, and whoever knows which samples were drawn gains nothing from sampling. So a
-real site draws both from the operating system, whose numbers no seed in a config gives away; a simulation draws both
-from streams with an address, so that its results can be repeated.
+Whoever knows the noise can subtract it, and whoever knows which samples were drawn, or how they were augmented, gains
+nothing from sampling. So a real site draws all from the operating system, whose numbers no seed in a config gives away;
+a simulation draws all from streams with an address, so that its results can be repeated.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ class Noise(Protocol):
     def once(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Standard normal numbers for a value that a client releases once in a run."""
 
+    def augmenting(self, seeded: torch.Generator) -> torch.Generator:
+        """What crops, flips and views of samples are drawn from, in place of the run's stream."""
+
 
 class SeededNoise:
     """A simulated client's: the same for every number of workers, and again after an interruption."""
@@ -46,6 +49,9 @@ class SeededNoise:
     def once(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=torch_rng(self._seed, f"privacy {name}", self._client))
 
+    def augmenting(self, seeded: torch.Generator) -> torch.Generator:
+        return seeded
+
 
 class SystemNoise:
     """A real site's: from the operating system's cryptographic generator, by the normal distribution's inverse."""
@@ -60,6 +66,10 @@ class SystemNoise:
 
     def once(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.gaussian(shape)
+
+    def augmenting(self, seeded: torch.Generator) -> torch.Generator:
+        """A sample more in a step moves the draws of those that follow; unknown ones are the same for neighbours."""
+        return torch.Generator().manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
 
 
 def _uniform(count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

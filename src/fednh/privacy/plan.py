@@ -8,6 +8,7 @@ asks for something that is not noised is refused here.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -184,9 +185,9 @@ def _all(rounds: Rounds, mechanisms: Mechanisms, answers: int) -> list[Release]:
 
 def _most(first: list[Release], later: list[Release]) -> list[Release]:
     """The answer of the two that releases more; both, where neither contains the other."""
-    if all(release in later for release in first):
+    if Counter(first) <= Counter(later):
         return later
-    return first if all(release in first for release in later) else [*first, *later]
+    return first if Counter(later) <= Counter(first) else [*first, *later]
 
 
 def _noised(release: Release, mechanisms: Mechanisms) -> Release:

@@ -26,6 +26,7 @@ from fednh.methods.optimizers import FitSettings
 from fednh.privacy.accounting import Release
 from fednh.privacy.grid import NoisySum
 from fednh.privacy.noise import Noise
+from fednh.privacy.sample_gradients import MappedNorm
 from fednh.tree import Tree
 
 PRIVATE = "privacy"  # the name of noised counts in a client's kept Tree
@@ -114,13 +115,16 @@ class PrivateData:
         return self.kept[key]
 
     def __getattr__(self, name: str) -> Any:
-        refuse_use(name)
+        refuse_use(f"data.{name}")
+
+    def __len__(self) -> NoReturn:
+        refuse_use("len(data)")
 
 
 def refuse_use(name: str) -> NoReturn:
     """Refuse a part of `ClientData` that no account covers."""
     raise ConfigError(
-        f"it reads data.{name}, which depends on single samples and is not noised; under privacy.level = 'sample' a "
+        f"it reads {name}, which depends on single samples and is not noised; under privacy.level = 'sample' a "
         f"method can use data.counts, data.share, data.class_sums and fit"
     )
 
@@ -136,7 +140,8 @@ def short(features: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """The same features, computed from each sample alone; one that is longer than 1 is scaled to length 1."""
 
     def bounded(x: Tensor) -> Tensor:  # (B, ...) -> (B, D)
-        h = vmap(lambda one: features(one[None])[0])(x)
+        with MappedNorm():
+            h = vmap(lambda one: features(one[None])[0])(x)
         h = h / h.norm(dim=1, keepdim=True).clamp(min=1.0)
         return torch.where(h.isfinite().all(1, keepdim=True), h, 0.0)
 

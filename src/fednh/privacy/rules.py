@@ -55,12 +55,17 @@ def _settings(config: Config, net: Net) -> list[tuple[str, bool, str]]:
         ),
         (
             "model.norm = 'local'",
-            net.stateful,
+            config.privacy.level == "sample" and net.stateful,
             "batch statistics let samples look at each other; use a model with group or layer normalisation",
         ),
         (
+            "model.norm = 'average'",
+            bool(net.statistics),
+            "running statistics of batches have no noise of their own; use a model with group or layer normalisation",
+        ),
+        (
             "a model with random layers such as dropout",
-            net.random,
+            config.privacy.level == "sample" and net.random,
             "per-sample gradients of these are not supported; set their rate to 0",
         ),
     ]
@@ -78,8 +83,8 @@ def _check_client_level(config: Config, method: Method) -> None:
             "privacy.level = 'client' does not go with bound: which uploads it refuses depends on all of them, and "
             "every move is clipped; leave it out"
         )
-    if spec.single or spec.recorded or spec.summed:
-        what = "sums over samples" if spec.summed else "single uploads"
+    if spec.single or spec.recorded or spec.summed or spec.weight:
+        what = "sums over samples" if spec.summed else "weights that clients send" if spec.weight else "single uploads"
         raise ConfigError(
             f"method {name} cannot be used with privacy.level = 'client': its server works on {what}, and only the "
             f"noised mean of clipped moves may be used"

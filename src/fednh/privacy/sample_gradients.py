@@ -150,7 +150,20 @@ class Use:
     gradients: Callable[[Tensor], Gradients]
 
 
-class _Watch(TorchFunctionMode):
+class MappedNorm(TorchFunctionMode):
+    """Inside a map: group normalisation of images, for which torch has no rule where channels lie last in memory."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.group_norm and functorch.is_batchedtensor(args[0]) and args[0].ndim > 3:
+            images: Tensor = args[0]
+            out: Tensor = func(images.flatten(2), *args[1:], **(kwargs or {}))
+            return out.reshape(images.shape)
+        return func(*args, **(kwargs or {}))
+
+
+class _Watch(MappedNorm):
     """Inside the map over samples: computes layers on moving parameters for all samples at once, and notes their use.
 
     Only what is certain is done that way: the parameter itself in a linear layer or convolution, of one sample, where
@@ -171,7 +184,7 @@ class _Watch(TorchFunctionMode):
             made = _LAYERS[func](self, *args, **kwargs)
             if made is not None:
                 return made
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
         names = self._names(weight, bias)

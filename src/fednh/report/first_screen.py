@@ -19,12 +19,14 @@ from matplotlib.ticker import MaxNLocator
 from fednh.metric_names import GM, HELD_GM_SHARE, HELD_SHARE, PM_L
 from fednh.report.groups import by_setting, by_variant, seeds
 from fednh.report.load import Run
+from fednh.report.sheet import spread_sample
 from fednh.report.sites import SiteTable, site_tables
 from fednh.report.stats import sd
 from fednh.report.verdicts import SiteVerdict, headline, verdicts
 from fednh.runs.run_folder import display_name
 
 Repeats = Mapping[tuple[int, int], float]  # (seed, fold) -> a metric of that run
+MOST_DOTS = 400  # sites in one plot; of more, a sample from the one that loses most to the one that gains most
 MOST_SETTINGS = 4  # plots on the first screen; the tables have the others
 # The metric that decides, and what it is called: on a test set that all share, or on samples that clients held out.
 _PERSONAL = {
@@ -128,7 +130,8 @@ def _of_sites(runs: Sequence[Run], tables: Sequence[SiteTable]) -> FirstScreen:
         several = len(tables) > 1
         title = "Best federated model minus training alone, in points"
         name = f"{table.title}: {title[:1].lower()}{title[1:]}" if several else title
-        plots.append(Plot(name, [_site_dot(each) for each in advice], headline(advice) if several else ""))
+        shown = spread_sample(sorted(advice, key=_points), MOST_DOTS) if len(advice) > MOST_DOTS else advice
+        plots.append(Plot(name, [_site_dot(each) for each in shown], headline(advice) if several else ""))
     sites = {row.name for table in tables for row in table.rows}
     sentence = " ".join(dict.fromkeys(headline(verdicts(table)) for table in tables))
     note = (
@@ -136,6 +139,10 @@ def _of_sites(runs: Sequence[Run], tables: Sequence[SiteTable]) -> FirstScreen:
         "them; lines: intervals that hold together at 95% for all that is compared at a site."
     )
     return FirstScreen(f"{_data(runs)}: does federating help its {len(sites)} sites?", sentence, plots, note)
+
+
+def _points(advice: SiteVerdict) -> float:
+    return advice.gain.points if advice.gain is not None else 0.0
 
 
 def _site_dot(advice: SiteVerdict) -> Dot:

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fednh.config import flat
-from fednh.data.partitions.kinds import PARTITIONS, LongTail, uses
+from fednh.data.partitions.kinds import PARTITIONS, LongTail
 from fednh.methods import METHODS
 from fednh.report.load import Run
 from fednh.report.sheet import percent
@@ -32,11 +31,6 @@ from fednh.text import plural
 PAPER_METHODS = (
     *("local", "fedavg", "fedper", "ditto", "fedrep", "fedproto"),
     *("creff", "fedbabu", "fedrod", "feduh", "fednh"),
-)
-# How a run was computed, stored and monitored: these change neither the meaning nor the value of a metric.
-_NO_MATTER = (
-    *("seed", "data.fold", "workers", "data.dir", "checkpoint", "store", "eval.every", "diagnostics"),
-    *("federation.name", "federation.folder", "federation.timeout"),
 )
 # Settings that the blocks and columns of a table show; a column shows those that its partition uses.
 _LAID_OUT = (
@@ -162,12 +156,12 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     """One group for each setting; a seed counts once: of its runs the one that recorded most, else the first given."""
     by_setting: dict[str, list[Run]] = {}
     for run in runs:
-        by_setting.setdefault(_key({"data shown": run.summary["data"], **settings_of(run)}), []).append(run)
+        by_setting.setdefault(run.setting, []).append(run)
     groups = []
     for same in by_setting.values():
         keys = sorted({run.repeat for run in same})
         chosen = tuple(max((run for run in same if run.repeat == key), key=_recorded) for key in keys)
-        groups.append(Group(chosen, settings_of(same[0]), len(same) - len(chosen)))
+        groups.append(Group(chosen, same[0].settings, len(same) - len(chosen)))
     return groups
 
 
@@ -209,20 +203,6 @@ def lay_out(runs: Sequence[Run]) -> TableLayout:
     rows = sorted({row for row, _ in places}, key=_row_order)
     columns = sorted({column for _, column in places}, key=lambda c: _column_order(c, groups))
     return TableLayout(rows, columns, places)
-
-
-def settings_of(run: Run) -> dict[str, Any]:
-    """The settings that decide a run's metrics, by dotted name: without the seed and settings that it does not use."""
-    config = run.config
-    kind, settings = config.partition.name, config.partition.model_dump()
-    unused = {f"partition.{setting}" for setting in settings if not uses(kind, setting)}
-    unused |= {"trim"} if config.aggregator != "trimmed_mean" else set()
-    everything = flat(config.model_dump())
-    return {k: v for k, v in everything.items() if k not in unused and not _below(k, _NO_MATTER)}
-
-
-def _below(key: str, parts: Sequence[str]) -> bool:
-    return any(key == part or key.startswith(part + ".") for part in parts)
 
 
 def _recorded(run: Run) -> int:
@@ -314,14 +294,14 @@ MANY, FEW = 100, 20  # above the one, below the other
 
 def long_tailed(run: Run) -> bool:
     """Whether a run has classes to tell apart by size, and accuracies of them."""
-    if not isinstance(run.config.partition.kind, LongTail) or not run.partition["counts"]:
+    if not isinstance(run.config.partition.kind, LongTail) or not len(run.counts):
         return False
     return len(run.summary.get("per_class") or ()) >= len(SIZES)
 
 
 def class_totals(runs: Sequence[Run]) -> NDArray[np.float64]:  # (C,)
     """Training samples of every class over all clients, mean over runs."""
-    totals: NDArray[np.float64] = np.mean([np.sum(run.partition["counts"], axis=0) for run in runs], axis=0)
+    totals: NDArray[np.float64] = np.mean([run.counts.sum(axis=0) for run in runs], axis=0)
     return totals
 
 

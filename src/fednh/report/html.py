@@ -7,7 +7,7 @@ already) are inserted unescaped. The data for the script is JSON in which no tag
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import resources
@@ -21,15 +21,15 @@ import fednh
 from fednh.config import dump
 from fednh.errors import UserError
 from fednh.io.files import write_bytes
-from fednh.metric_names import HELD_GM_SHARE, HELD_MACRO, HELD_OUT, HELD_SHARE, PM_L, PM_V, TEST_SET
+from fednh.metric_names import GM, HELD_GM_SHARE, HELD_MACRO, HELD_OUT, HELD_SHARE, PM_L, PM_V, TEST_SET
 from fednh.report import tables
 from fednh.report.figures import FIGURES, Choice, FigureUnavailable, Kind, scopes, style, to_csv
 from fednh.report.figures.base import variant_looks
 from fednh.report.figures.curves import AXES
 from fednh.report.first_screen import and_words, answer
-from fednh.report.groups import by_setting, by_variant, seeds, settings_of, show
-from fednh.report.load import Run
-from fednh.report.sheet import Sheet, number, word
+from fednh.report.groups import by_setting, by_variant, seeds, show
+from fednh.report.load import Run, rounds_of
+from fednh.report.sheet import Sheet, number, spread_sample, word
 from fednh.report.site_tables import explored, site_sections
 from fednh.runs.run_folder import display_name
 from fednh.text import csv_text, duration, size
@@ -41,6 +41,12 @@ EXPLORED = {
     HELD_MACRO: "The same, classes alike",
     HELD_GM_SHARE: "Global models on its held-out samples",
 }
+MOST_SETTINGS = 6  # with figures on one page; the tables have the others
+MOST_VARIANTS = 12  # in one figure: more cannot be told apart
+MOST_CONFIGS = 48  # shown on one page; every run's folder has its own
+MOST_ROWS = 20_000  # of one CSV file inside the page; `fednh figure` and `table` write longer ones
+MOST_CLIENTS = 5000  # in the explorer, over all settings and seeds
+FEWEST_CLIENTS = 20  # of each of them
 TABS = {"round": "by round", "bytes": "by bytes", "seconds": "by seconds"}
 
 
@@ -80,7 +86,8 @@ def render(
     figures, lacking, files = _figures(runs, Choice(groups=groups))
     files |= {sheet.name: sheet_csv(sheet) for sheet in [*sheets, *(e["classes_file"] for e in sites), listing]}
     files |= {entry["id"]: entry["file"] for entry in sites}
-    files["rounds"] = rounds_csv(runs)
+    if sum(len(run.records) for run in runs) <= MOST_ROWS:
+        files["rounds"] = rounds_csv(runs)
     shared, configs = _settings(runs)
     explorer, where = _explorer(runs)
     template = _environment().get_template("report.html.j2")
@@ -96,11 +103,13 @@ def render(
         sites=[entry | {"classes": _shown(entry["classes"])} for entry in sites],
         sheets=[_shown(sheet) for sheet in sheets],
         figures=figures,
+        more=max(len(by_setting(runs)) - MOST_SETTINGS, 0),
         lacking=lacking,
         environment=_made_with(runs),
         shared=shared,
         configs=configs,
         runs=_shown(listing),
+        every_round="rounds" in files,
         where=where,
         data=_json({"csv": files, "explorer": explorer}),
         css=Markup(_file("report.css")),
@@ -126,15 +135,19 @@ def rounds_csv(runs: Sequence[Run]) -> str:
 
 
 def _figures(runs: Sequence[Run], choice: Choice) -> tuple[list[dict[str, Any]], list[tuple[str, str]], dict[str, str]]:
-    """The figures by setting, those that cannot be drawn with the reason, and the CSV data of each figure."""
+    """The figures by setting, those that cannot be drawn with the reason, and the CSV data of each figure.
+
+    Of many settings the first ones have figures, and of many variants in one of them the best ones are drawn.
+    """
     drawn: dict[str, list[dict[str, Any]]] = {}
     lacking: dict[tuple[str, str], None] = {}
     files: dict[str, str] = {}
     for kind in FIGURES.values():
-        for at, (label, group) in enumerate(scopes(kind, runs).items()):
+        for at, (label, group) in enumerate(list(scopes(kind, runs).items())[:MOST_SETTINGS]):
             name = f"{kind.name}-{at}" if at else kind.name
             try:
-                panes = _panes(kind, name, group, choice, files)
+                chosen, words = (group, "") if kind.whole else _best_variants(group)
+                panes = _panes(kind, name, chosen, choice, files, words)
             except FigureUnavailable as error:
                 lacking[kind.title, str(error)] = None
                 continue
@@ -143,7 +156,26 @@ def _figures(runs: Sequence[Run], choice: Choice) -> tuple[list[dict[str, Any]],
     return [{"label": label, "drawn": entries} for label, entries in drawn.items()], list(lacking), files
 
 
-def _panes(kind: Kind, name: str, runs: Sequence[Run], choice: Choice, files: dict[str, str]) -> list[dict[str, Any]]:
+def _best_variants(runs: Sequence[Run]) -> tuple[Sequence[Run], str]:
+    """The runs of the variants that can be told apart in one figure, and a sentence if there are more."""
+    variants = by_variant(runs)
+    if len(variants) <= MOST_VARIANTS:
+        return runs, ""
+
+    def quality(label: str) -> float:
+        same = variants[label]
+        metric = next((key for key in (PM_L, HELD_SHARE, GM) if any(run.has(key) for run in same)), GM)
+        known = [float(run.summary[metric]) for run in same if run.has(metric)]
+        return sum(known) / len(known) if known else -1.0
+
+    best = set(sorted(variants, key=quality, reverse=True)[:MOST_VARIANTS])
+    words = f" Drawn are the best {MOST_VARIANTS} of {len(variants)} in their personal models; the tables have all."
+    return [run for label, same in variants.items() if label in best for run in same], words
+
+
+def _panes(
+    kind: Kind, name: str, runs: Sequence[Run], choice: Choice, files: dict[str, str], more: str = ""
+) -> list[dict[str, Any]]:
     """The panes of a figure; curves have three: over rounds, bytes and seconds."""
     panes = []
     for x in AXES if kind.name == "curves" else [choice.x]:
@@ -151,9 +183,12 @@ def _panes(kind: Kind, name: str, runs: Sequence[Run], choice: Choice, files: di
         with style.theme(web=True):
             drawing = kind.draw(runs, replace(choice, x=x))
             svg = style.inline_svg(drawing.figure, pane)
-        files[pane] = to_csv(drawing)
-        words = {"caption": drawing.caption, "explanation": drawing.explanation or kind.explanation}
-        panes.append({"id": pane, "tab": TABS[x], "svg": Markup(svg), **words})
+        if whole := len(drawing.rows) <= MOST_ROWS:
+            files[pane] = to_csv(drawing)
+        caption = drawing.caption + more
+        caption += "" if whole else f" `fednh figure {kind.name}` writes its {len(drawing.rows):,} numbers."
+        words = {"caption": caption, "explanation": drawing.explanation or kind.explanation}
+        panes.append({"id": pane, "tab": TABS[x], "svg": Markup(svg), "csv": whole, **words})
     return panes
 
 
@@ -210,13 +245,14 @@ def _made_with(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 def _settings(runs: Sequence[Run]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """The settings that all runs share, and one complete config for each setting and method (of its lowest seed)."""
-    every = [settings_of(run) for run in runs]
+    every = [run.settings for run in runs]
     keys = dict.fromkeys(key for one in every for key in one)
     shared = [(key, show(every[0].get(key))) for key in keys if len({repr(one.get(key)) for one in every}) == 1]
-    configs = []
+    configs = list[tuple[str, str]]()
     for label, group in by_setting(runs).items():
         for variant, same in by_variant(group).items():
-            configs.append((f"config.toml of {variant} ({label})", dump(same[0].config)))
+            if len(configs) < MOST_CONFIGS:
+                configs.append((f"config.toml of {variant} ({label})", dump(same[0].config)))
     return shared, configs
 
 
@@ -226,7 +262,7 @@ def _runs_sheet(runs: Sequence[Run]) -> Sheet:
     rows = []
     for run in runs:
         names = (run.path.name, display_name(run.method), display_name(run.summary["data"]))
-        cells = [*map(word, names), word(run.config.seed), word(run.summary["rounds"])]
+        cells = [*map(word, names), word(run.config.seed), word(rounds_of(run))]
         cells += [*(number(run.summary.get(key)) for key in metrics), number(run.summary["seconds"], "{:.1f}")]
         rows.append([*cells, word(str(run.environment.get("commit") or "unknown")[:10])])
     note = "The name is that of the run's folder; its config can be run again."
@@ -238,34 +274,53 @@ def _explorer(runs: Sequence[Run]) -> tuple[list[dict[str, Any]], dict[Path, int
 
     Sites are the same with every seed, so their metrics are means over seeds; other clients are new ones with each.
     """
-    entries, where = list[dict[str, Any]](), dict[Path, int]()
+    by_label = dict[str, list[Run]]()
     for label, group in by_setting(runs).items():
         parts = {f"{label}, seed {seed}": [run for run in group if run.config.seed == seed] for seed in seeds(group)}
-        for name, same in ({label: group} if group[0].natural else parts).items():
-            where |= {run.path: len(entries) for run in same}
-            entries.append({"label": name, **_explored(same)})
-    return entries, where
+        by_label |= {label: group} if group[0].natural else parts
+    most = max(MOST_CLIENTS // max(len(by_label), 1), FEWEST_CLIENTS)
+    entries = [{"label": label, **_explored(same, most)} for label, same in by_label.items()]
+    return entries, {run.path: at for at, same in enumerate(by_label.values()) for run in same}
 
 
-def _explored(runs: Sequence[Run]) -> dict[str, Any]:
+def _explored(runs: Sequence[Run], most: int) -> dict[str, Any]:
+    """At most so many clients of runs that share their clients."""
     variants = by_variant(runs)
     look = variant_looks(variants)
     shown = [key for key in EXPLORED if any(run.by_client(key) for run in runs)]
-    methods = [
-        {"label": label, "colour": look[label].colour, "values": {key: _means(same, key) for key in shown}}
-        for label, same in variants.items()
-    ]
-    counts = runs[0].partition["counts"]  # empty: only the sites of a federation know
-    measured = (person["client"] for run in runs for person in run.summary["clients"])
+    values = {label: {key: _means(same, key) for key in shown} for label, same in variants.items()}
+    counts = runs[0].counts  # no rows: only the sites of a federation know
+    clients = sorted({*range(len(counts)), *(person["client"] for run in runs for person in run.summary["clients"])})
+    here = clients if len(clients) <= most else _sample(clients, values.values(), most)
     return {
         "classes": runs[0].partition["classes"],
-        "counts": counts,
-        "clients": sorted({*range(len(counts)), *measured}),
-        "sites": runs[0].names,
+        "counts": {client: counts[client].tolist() for client in here if client < len(counts)},
+        "clients": here,
+        "all": len(clients),
+        "sites": {client: runs[0].names[client] for client in here if client in runs[0].names},
         "figures": {key: EXPLORED[key] for key in shown},
-        "methods": methods,
-        "held": explored(runs),
+        "methods": [
+            {
+                "label": label,
+                "colour": look[label].colour,
+                "values": {key: {k: of[k] for k in here if k in of} for key, of in by_metric.items()},
+            }
+            for label, by_metric in values.items()
+        ],
+        "held": explored(runs, here),
     }
+
+
+def _sample(clients: Sequence[int], values: Iterable[Mapping[str, Mapping[int, float]]], most: int) -> list[int]:
+    """So many of the clients, from the worst to the best served; those that no run measured come last."""
+    means: dict[int, list[float]] = {}
+    for by_metric in values:
+        for client, value in next(iter(by_metric.values()), {}).items():
+            means.setdefault(client, []).append(value)
+    order = sorted(means, key=lambda client: (sum(means[client]) / len(means[client]), client))
+    others = [client for client in clients if client not in means]
+    measured = spread_sample(order, most)
+    return sorted([*measured, *spread_sample(others, most - len(measured))])
 
 
 def _means(runs: Sequence[Run], metric: str) -> dict[int, float]:

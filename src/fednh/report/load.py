@@ -9,7 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fednh.config import Config
+import numpy as np
+from numpy.typing import NDArray
+
+from fednh.config import Config, flat
+from fednh.data.partitions.kinds import uses
 from fednh.data.splits import FEWEST_HELD
 from fednh.errors import UserError
 from fednh.metric_names import HELD
@@ -17,6 +21,12 @@ from fednh.runs.layout import RunLayout
 from fednh.runs.model_file import Outcomes, read_outcomes
 from fednh.runs.run_folder import names_of, read_config, read_metrics, read_summary
 from fednh.text import some
+
+# How a run was computed, stored and monitored: these change neither the meaning nor the value of a metric.
+_NO_MATTER = (
+    *("seed", "data.fold", "workers", "data.dir", "checkpoint", "store", "eval.every", "diagnostics"),
+    *("federation.name", "federation.folder", "federation.timeout"),
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,26 @@ class Run:
         """Its seed and the fold that it holds out: what tells runs of one setting apart."""
         return self.config.seed, self.config.data.fold
 
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings that decide its metrics, by dotted name: without the seed and those that it does not use."""
+        config = self.config
+        kind, settings = config.partition.name, config.partition.model_dump()
+        unused = {f"partition.{setting}" for setting in settings if not uses(kind, setting)}
+        unused |= {"trim"} if config.aggregator != "trimmed_mean" else set()
+        everything = flat(config.model_dump())
+        return {k: v for k, v in everything.items() if k not in unused and not _below(k, _NO_MATTER)}
+
+    @cached_property
+    def setting(self) -> str:
+        """A key of these settings: runs that share it differ in seed and fold alone."""
+        return json.dumps({"data shown": self.summary["data"], **self.settings}, sort_keys=True, default=str)
+
+    @cached_property
+    def counts(self) -> NDArray[np.int64]:  # (K, C); no rows where only the sites know
+        """Training samples of each class on every client."""
+        return np.array(self.partition["counts"], np.int64).reshape(-1, max(len(self.partition["classes"]), 1))
+
     @property
     def clients(self) -> int:
         """The number of clients; of sites it is not in the config."""
@@ -78,7 +108,14 @@ class Run:
 
     def by_client(self, metric: str) -> dict[int, float]:
         """The clients that have a metric of the summary, each with its value."""
-        return {row["client"]: row[metric] for row in self.summary["clients"] if row.get(metric) is not None}
+        if metric not in self._by_client:
+            rows = self.summary["clients"]
+            self._by_client[metric] = {row["client"]: row[metric] for row in rows if row.get(metric) is not None}
+        return self._by_client[metric]
+
+    @cached_property
+    def _by_client(self) -> dict[str, dict[int, float]]:
+        return {}
 
     @property
     def one_class(self) -> list[int]:
@@ -92,8 +129,12 @@ class Run:
 
     def counted(self, metric: str) -> dict[int, float]:
         """The clients that count in a metric's mean, each with its value."""
-        left_out = (*self.one_class, *self.few_held) if metric in HELD else ()
+        left_out = {*self.one_class, *self.few_held} if metric in HELD else set()
         return {client: value for client, value in self.by_client(metric).items() if client not in left_out}
+
+
+def _below(key: str, parts: Sequence[str]) -> bool:
+    return any(key == part or key.startswith(part + ".") for part in parts)
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
@@ -129,11 +170,19 @@ def load_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def left_out(runs: Sequence[Run]) -> str:
-    """Who is left out of held-out means, as a sentence that may follow another one."""
+    """Who is left out of held-out means, and which are flattered, as sentences that may follow another one."""
     single, few = (
         list(dict.fromkeys(run.client_name(client) for run in runs for client in getattr(run, which)))
         for which in ("one_class", "few_held")
     )
     words = f" A site with one class, which any model can name, is left out: {some(single)}." if single else ""
     scarce = f" A site with fewer than {FEWEST_HELD} held-out samples is left out: {some(few)}." if few else ""
-    return words + scarce
+    chosen = any("kept_round" in run.summary for run in runs)
+    biased = " With stop_when the round was chosen on these samples, which flatters the accuracy on them."
+    return words + scarce + biased * chosen
+
+
+def rounds_of(run: Run) -> int | str:
+    """How many rounds a run had, and whose models it kept, if not the last one's."""
+    kept, rounds = run.summary.get("kept_round"), run.summary["rounds"]
+    return rounds if kept in (None, rounds) else f"{kept} of {rounds}"

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 from rich.console import Group, JustifyMethod, RenderableType
 from rich.markup import escape
@@ -19,6 +20,7 @@ from fednh.report.stats import Spread
 from fednh.text import size as bytes_text
 
 DASH = "–"
+T = TypeVar("T")
 _PLACES = {0: "", 1: "bold", 2: "underline"}  # on a terminal
 _NARROWEST = 8  # characters of a column of words that makes room for others
 
@@ -54,6 +56,13 @@ def word(value: object) -> Cell:
 
 def number(value: float | None, form: str = "{:.2f}") -> Cell:
     return Cell(DASH) if value is None else Cell(form.format(value), float(value))
+
+
+def spread_sample(ordered: Sequence[T], most: int) -> list[T]:
+    """At most so many of these, evenly spaced, the first and the last among them."""
+    if len(ordered) <= most:
+        return list(ordered)
+    return [ordered[at] for at in np.linspace(0, len(ordered) - 1, most).astype(int)]
 
 
 def percent(share: float) -> str:

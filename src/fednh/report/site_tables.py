@@ -6,13 +6,14 @@ numbers; this decides which of them are shown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from fednh.report.load import Run
-from fednh.report.sheet import DASH, Cell, Sheet, number, word
+from fednh.report.sheet import DASH, Cell, Sheet, number, spread_sample, word
 from fednh.report.sites import FEW, ClassRow, SiteModel, SiteRow, SiteTable, class_table, confusion, site_tables
 from fednh.report.verdicts import SiteVerdict, verdicts
 from fednh.text import csv_text
@@ -117,6 +118,8 @@ def _interval(model: SiteModel) -> str:
 
 # --- the HTML report -----------------------------------------------------------------------------------------------
 
+MOST_SITES = 1000  # with a row on the page; of more, a sample has one
+MOST_LINES = 20_000  # of the CSV file inside the page; `fednh compare --format csv` writes all
 MOST_ROWS = 1500  # a longer table by class is left to the explorer and the CSV file
 _RATES = ("recall", "precision")
 
@@ -126,22 +129,33 @@ def site_sections(runs: Sequence[Run]) -> list[dict[str, Any]]:
     sections: list[dict[str, Any]] = []
     for table in site_tables([run for run in runs if run.names]):
         name = f"sites-{len(sections)}" if sections else "sites"
-        by_class = class_page_sheet(table, f"{name}-classes")
+        pairs = sorted(zip(table.rows, verdicts(table), strict=True), key=lambda pair: _first_accuracy(pair[0]))
+        here = {row.client for row, _ in spread_sample(pairs, MOST_SITES)}
+        shown = [(row, advice) for row, advice in zip(table.rows, verdicts(table), strict=True) if row.client in here]
+        some = replace(table, rows=tuple(row for row, _ in shown))
+        whole = len(table.rows) * len(table.columns) <= MOST_LINES
+        by_class = class_page_sheet(some, f"{name}-classes")
         entry = {
             "id": name,
             "title": table.title,
             "sure": any(row.n is not None for row in table.rows),
             "table": table,
-            "rows": [_row(row, table, advice) for row, advice in zip(table.rows, verdicts(table), strict=True)],
+            "rows": [_row(row, table, advice) for row, advice in shown],
+            "all": len(table.rows),
             "means": [table.mean(column) for column in table.columns],
             "left_out": len(table.rows) - len(table.measured),
-            "file": to_csv([table]),
+            "file": to_csv([table if whole else some]),
+            "whole_file": whole,
             "classes": by_class,
-            "classes_file": class_page_sheet(table, f"{name}-classes", apart=True),
+            "classes_file": class_page_sheet(some, f"{name}-classes", apart=True),
             "too_long": len(by_class.rows) > MOST_ROWS,
         }
         sections.append(entry)
     return sections
+
+
+def _first_accuracy(row: SiteRow) -> float:
+    return row.models[0].accuracy if row.models else -1.0
 
 
 def class_page_sheet(table: SiteTable, name: str, apart: bool = False) -> Sheet:
@@ -167,18 +181,19 @@ def class_page_sheet(table: SiteTable, name: str, apart: bool = False) -> Sheet:
     return Sheet(name, f"Class by class; {table.title}", columns, rows, note)
 
 
-def explored(runs: Sequence[Run]) -> dict[str, Any] | None:
-    """For runs of one setting and seed: every client's held-out samples by class, and what is taken for what."""
+def explored(runs: Sequence[Run], clients: Collection[int]) -> dict[str, Any] | None:
+    """For runs of one setting and seed: these clients' held-out samples by class, and what is taken for what."""
     tables = site_tables(runs)
     if not tables:
         return None
     table = tables[0]
-    return {"models": list(table.columns), "clients": dict(_clients(table))}
+    return {"models": list(table.columns), "clients": dict(_clients(table, set(clients)))}
 
 
-def _clients(table: SiteTable) -> Iterator[tuple[int, dict[str, Any]]]:
+def _clients(table: SiteTable, clients: Collection[int]) -> Iterator[tuple[int, dict[str, Any]]]:
     for row, verdict in zip(table.rows, verdicts(table), strict=True):
-        yield row.client, _client(row, table, verdict)
+        if row.client in clients:
+            yield row.client, _client(row, table, verdict)
 
 
 def _client(row: SiteRow, table: SiteTable, verdict: SiteVerdict) -> dict[str, Any]:

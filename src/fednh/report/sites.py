@@ -26,7 +26,7 @@ from fednh.data.partitions.kinds import uses
 from fednh.data.splits import FEWEST_HELD
 from fednh.errors import UserError, nearest
 from fednh.metric_names import HELD_GM_SHARE, HELD_SHARE
-from fednh.report.groups import by_variant, settings_of, varying
+from fednh.report.groups import by_variant, varying
 from fednh.report.load import Run
 from fednh.report.stats import Design, accuracy_interval
 from fednh.runs import fingerprint
@@ -453,15 +453,13 @@ def _held(by_run: Mapping[RunKey, Outcomes]) -> Held:
 
 def _accuracy(run: Run, client: int, kind: ModelKind) -> float | None:
     """The accuracy that the summary has."""
-    key = HELD_GM_SHARE if kind == "global" else HELD_SHARE
-    values: list[float | None] = [row.get(key) for row in run.summary["clients"] if row["client"] == client]
-    return values[0] if values else None
+    return run.by_client(HELD_GM_SHARE if kind == "global" else HELD_SHARE).get(client)
 
 
 def _lacking(runs: Sequence[Run]) -> list[str]:
     """What is missing, and what to do about it."""
     notes = [_without_outcomes(run) for run in runs if not run.layout.clients_with_outcomes()]
-    first, apart = runs[0], varying([settings_of(run) for run in runs])
+    first, apart = runs[0], varying([run.settings for run in runs])
     if others := [key for key in apart if not key.startswith("method.") and key not in _NO_SPLIT]:
         notes.append(f"The runs differ in more than the method: {some(others)}.")
     if all(run.method != "local" for run in runs) and first.partition["counts"]:

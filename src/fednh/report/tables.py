@@ -23,7 +23,7 @@ from fednh.errors import UserError, did_you_mean
 from fednh.metric_names import GM, HELD_OUT, HELD_SHARE, PM_L, POOLED, TEST_SET, best_of, std_of
 from fednh.report import groups
 from fednh.report.groups import PAPER_METHODS, Group, Row, TableLayout, lay_out, show
-from fednh.report.load import Run, left_out
+from fednh.report.load import Run, left_out, rounds_of
 from fednh.report.sheet import (
     DASH,
     Cell,
@@ -359,7 +359,7 @@ def comparison_sheet(runs: Sequence[Run]) -> Sheet:
     rows = [
         [
             *(word(display_name(name)) for name in (run.method, run.summary["data"])),
-            *(word(value) for value in (run.config.seed, run.summary["rounds"])),
+            *(word(value) for value in (run.config.seed, rounds_of(run))),
             *(_with_interval(run) if key == HELD_SHARE else number(run.summary.get(key)) for key in keys),
             *[number(run.summary.get("epsilon"))] * private,
             number(run.summary["samples_per_second"] or None, "{:,.0f}"),  # earlier runs: 0 where nothing was trained
@@ -540,7 +540,14 @@ def _lead_cells(layout: TableLayout, row: Row, column: str = "") -> list[Cell]:
         "participation": Cell(percent(row.rate), row.rate),
         "partition": word(column),
     }
-    return [cells[name] for name in _lead(layout, bool(column))] + [word(row.label)]
+    return [cells[name] for name in _lead(layout, bool(column))] + [word(_label(layout, row))]
+
+
+def _label(layout: TableLayout, row: Row) -> str:
+    """The row's name, with what its runs have spent where that is not in the title."""
+    said = dict.fromkeys(_spent(group) for (place, _), group in layout.places.items() if place == row)
+    shared = len({_spent(group) for group in layout.groups}) == 1
+    return "; ".join([row.label, *(words for words in said if words and not shared)])
 
 
 def _common(layout: TableLayout, data: bool = True) -> str:
@@ -553,9 +560,9 @@ def _common(layout: TableLayout, data: bool = True) -> str:
         {plural(group.clients, "site" if group.natural else "client") for group in layout.groups},
         {f"{percent(group.rate)} a round" for group in layout.groups},
         {plural(group.settings["rounds"], "round") for group in layout.groups} if data else set(),
-        {said for group in layout.groups if (said := _spent(group))},
+        {_spent(group) for group in layout.groups},
     ]
-    words = [fact.pop() for fact in facts if len(fact) == 1]
+    words = [word for fact in facts if len(fact) == 1 and (word := fact.pop())]
     return f"; {', '.join(words)}" if words else ""
 
 

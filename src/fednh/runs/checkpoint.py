@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -21,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 
 from fednh.errors import UserError
-from fednh.io.files import make_folder, read_tree, sha256, sync_path, write_json, write_tree
+from fednh.io.files import make_folder, read_tree, sha256, sync_path, write_bytes, write_json, write_tree
 from fednh.runs.client_states import Changes, Saved, Store
 from fednh.runs.layout import CheckpointLayout, RunLayout, client_state
 from fednh.tree import Tree
@@ -67,14 +68,15 @@ class Journal:
 
     def read(self, mark: Mark) -> list[dict[str, Any]]:
         """The lines up to a mark; ValueError if their checksum does not match."""
-        content = self._read(mark)
+        content = self.read_bytes(mark)
         return [json.loads(line) for line in content.splitlines()]
 
     def truncate_to(self, mark: Mark) -> None:
         """Let the next `append` write behind this mark."""
-        self._end, self._sum = mark.bytes, hashlib.sha256(self._read(mark))
+        self._end, self._sum = mark.bytes, hashlib.sha256(self.read_bytes(mark))
 
-    def _read(self, mark: Mark) -> bytes:
+    def read_bytes(self, mark: Mark) -> bytes:
+        """The same as they lie in the file."""
         if mark.bytes == 0:
             return b""
         with self.path.open("rb") as file:
@@ -171,6 +173,30 @@ class Checkpoints(CheckpointLayout):
             self._outdated = []
         self._outdated += [self.store.path(s.client, s.replaces) for s in saved if s.replaces is not None]
 
+    def copy(self, round_: int, to: RunLayout) -> None:
+        """Copy the checkpoint of a round, with what clients had kept by then, into a folder that `latest` reads.
+
+        Its manifest comes last, so a copy that has one is whole. Files are linked where the disk can: none of them is
+        ever changed.
+        """
+        body = _body(self.manifest(round_))
+        content = self.journal.read_bytes(Mark(**body["journal"]))
+        there, server = CheckpointLayout(to.checkpoints), self.path / body["server"]["file"]
+        there.manifest(round_).unlink(missing_ok=True)
+        files = [(server, there.path / server.name)]
+        for state in _newest(map(json.loads, content.splitlines())):
+            file = self.store.path(state.client, state.round)
+            files.append((file, to.clients / file.name))
+        for folder in (to.checkpoints, to.clients):
+            make_folder(folder)
+        for file, copy in files:
+            copy.unlink(missing_ok=True)
+            _link(file, copy)
+        write_bytes(there.journal_file, content)
+        for folder in (to.clients, to.checkpoints):
+            sync_path(folder)
+        write_bytes(there.manifest(round_), self.manifest(round_).read_bytes())
+
     def latest(self, say: Callable[[str], None], device: str = "cpu") -> Checkpoint | None:
         """Restore the newest intact checkpoint and report damaged ones; None if there never was a checkpoint."""
         manifests = self.manifests()
@@ -261,6 +287,14 @@ def _body(manifest: Path) -> dict[str, Any]:
     if body["format"] != FORMAT:
         raise ValueError(f"format {body['format']} is not {FORMAT}")
     return body
+
+
+def _link(file: Path, copy: Path) -> None:
+    try:
+        os.link(file, copy)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(file, copy)
+        sync_path(copy)
 
 
 def _newest(lines: Iterable[dict[str, Any]]) -> list[Saved]:

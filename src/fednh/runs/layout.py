@@ -5,6 +5,7 @@ environment.json   versions, commit, CPU, threads      summary.json    the final
 partition.json     how many samples of each class every client holds
 fingerprint.json   what the run depends on             weights.safetensors   those that it started from, or weights.onnx
 models/            global and personal, safetensors    checkpoints/, clients/   to go on from
+kept/              a copy of the checkpoint of the best round so far, with stop_when
 outcomes/          what the models make of every held-out sample, a file a client
 failure.json       why the last attempt ended, if an error ended it            .lock   who works in it
 federation.log, audit.jsonl   of a federation: what the server had to say, and who was sent what
@@ -77,6 +78,7 @@ class RunLayout(FolderLayout):
     outcomes = Inside("outcomes")
     checkpoints = Inside("checkpoints")
     clients = Inside("clients")
+    kept_rounds = Inside("kept")
     tensorboard = Inside("tensorboard")
     wandb = Inside("wandb")
 
@@ -88,6 +90,10 @@ class RunLayout(FolderLayout):
     def finished(self) -> bool:
         """The summary is the last thing that a run writes."""
         return self.summary_file.exists()
+
+    def kept_round(self, round_: int) -> RunLayout:
+        """Where a copy of the checkpoint of a round lies, to which the run may go back."""
+        return RunLayout(self.kept_rounds / _ROUND.format(round_))
 
     def shared(self, network: str = "") -> SharedModels:
         """Where the models that clients share lie; those of one network, where clients have different ones."""

@@ -138,6 +138,11 @@ class Card(BaseModel):
     client: int | None = None  # of a personal model: its client
     site: str | None = None  # the client's name, where it is a natural site
 
+    @property
+    def sample_form(self) -> dict[str, Any]:
+        """What a sample is and how it is made of a raw input, as `Dataset.preprocessing` had it in training."""
+        return self.preprocessing.model_extra or {}
+
 
 def write_model(path: Path, tree: Tree, card: dict[str, Any], sync: bool = True) -> None:
     """A model with its card."""
@@ -213,6 +218,11 @@ def card_of(
             **(reading or {}),
         },
     }
+
+
+def after_rounds(card: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """The card of a model that has had so many rounds, which may be fewer than were planned."""
+    return {**card, "trained_on": {**card["trained_on"], "rounds": rounds}}
 
 
 def architecture(card: Card, weights: Path | None = None) -> tuple[Net, Method]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import tomllib
 from collections import Counter
@@ -22,6 +23,9 @@ from operator import index
 from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, SupportsIndex
+
+import numpy as np
+from numpy.typing import NDArray
 
 import fednh
 from fednh.config import Config, dump, validate
@@ -132,7 +136,7 @@ class RunFolder(RunLayout):
         self,
         config: Config,
         classes: Sequence[str],
-        counts: Sequence[Sequence[int]],
+        counts: Sequence[Sequence[int]] | NDArray[np.int64],
         sites: Sequence[str] = (),
         backend: str = "simulator",
         data: Mapping[str, Any] | None = None,
@@ -146,10 +150,10 @@ class RunFolder(RunLayout):
             self.failure_file.unlink(missing_ok=True)
             self._plan(config.rounds)
             return
-        partition = {"classes": list(classes), "counts": [list(row) for row in counts]}
+        partition = {"classes": list(classes), "counts": np.asarray(counts).tolist()}
         partition |= {"sites": list(sites)} if sites else {}
         write_json(self.environment_file, {**environment(config), "backend": backend})
-        write_bytes(self.partition_file, json.dumps(partition).encode())
+        write_bytes(self.partition_file, json.dumps(partition, separators=(",", ":")).encode())
         fingerprint.write(self.path, config, data)
         write_bytes(self.config_file, dump(config).encode())
         self.failure_file.unlink(missing_ok=True)
@@ -182,6 +186,12 @@ class RunFolder(RunLayout):
             sync_path(file)
         sync_path(self.path)
         write_json(self.summary_file, summary)
+
+    def remove_kept_rounds(self, but: RunLayout) -> None:
+        """Delete the copies of checkpoints to which the run will not go back."""
+        for path in self.kept_rounds.iterdir():
+            if path != but.path:
+                shutil.rmtree(path, ignore_errors=True)
 
     def remove_others(self, clients: Iterable[int]) -> None:
         """Delete models and outcomes of clients other than these: an earlier end of the run may have saved more."""

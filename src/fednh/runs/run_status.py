@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fednh.errors import UserError
 from fednh.io.files import at_work, holder
@@ -22,6 +22,7 @@ from fednh.text import one_line
 
 STATES = ("running", "stopped", "failed", "finished")
 Record = dict[str, Any]
+T = TypeVar("T")
 _DEEPEST = 4  # folders between the one that is watched and a run
 
 
@@ -55,7 +56,7 @@ class RunStates:
             if not folder.is_dir():
                 raise UserError(f"{folder} is not a folder; give the folder of a run, a sweep or a federation")
         self.folders = folders
-        self._read: dict[Path, tuple[tuple[int, int], list[Record]]] = {}
+        self._read: dict[Path, tuple[tuple[int, int], Any]] = {}
 
     def look(self) -> list[RunState]:
         """All of them, in a stable order."""
@@ -80,14 +81,14 @@ class RunStates:
             yield from self._below(path, depth - 1)
 
     def _state(self, run: RunLayout) -> RunState:
-        records, now = self._records(run.metrics_file), time.time()
-        facts: dict[str, Any] = {"rounds": _rounds(run), "records": records}
+        records, now = self._fresh(run.metrics_file, _records) or [], time.time()
+        facts: dict[str, Any] = {"rounds": self._fresh(run.config_file, _rounds), "records": records}
         changed = max((moment for moment in map(_changed, (run.metrics_file, run.config_file)) if moment), default=None)
         if changed is not None:
             facts["seconds_since"] = max(now - changed, 0.0)
         failure = _json(run.failure_file).get("error")
         if run.finished:
-            taken = _json(run.summary_file).get("seconds")
+            taken = self._fresh(run.summary_file, _seconds)
             return RunState(run.path, "finished", **facts, seconds_taken=taken, note=one_line(failure or ""))
         if at_work(run.lock_file):
             note = "" if run.started else "it has not begun its first round"
@@ -97,15 +98,17 @@ class RunStates:
             return RunState(run.path, "failed", **facts, note=one_line(failure))
         return RunState(run.path, "stopped", **facts, note="it was killed" if holder(run.lock_file) else "")
 
-    def _records(self, file: Path) -> list[Record]:
+    def _fresh(self, file: Path, read: Callable[[Path], T]) -> T | None:
+        """What `read` makes of a file, as of its last change; None where there is none."""
         try:
             about = file.stat()
             mark = (about.st_mtime_ns, about.st_size)
             if file not in self._read or self._read[file][0] != mark:
-                self._read[file] = mark, [line for line in map(_record, file.read_bytes().splitlines()) if line]
+                self._read[file] = mark, read(file)
         except OSError:
-            return []
-        return self._read[file][1]
+            return None
+        value: T = self._read[file][1]
+        return value
 
 
 def _is_run(folder: Path) -> bool:
@@ -136,10 +139,18 @@ def _left(rounds: int | None, records: Sequence[Record], since: float) -> float 
     return max(mean * (rounds - int(records[-1]["round"])) - min(since, mean), 0.0)
 
 
-def _rounds(run: RunLayout) -> int | None:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return int(tomllib.loads(run.config_file.read_text(encoding="utf-8"))["rounds"])
+def _rounds(config: Path) -> int | None:
+    with suppress(ValueError, KeyError, TypeError):
+        return int(tomllib.loads(config.read_text(encoding="utf-8"))["rounds"])
     return None
+
+
+def _seconds(summary: Path) -> float | None:
+    return _json(summary).get("seconds")
+
+
+def _records(metrics: Path) -> list[Record]:
+    return [line for line in map(_record, metrics.read_bytes().splitlines()) if line]
 
 
 def _record(line: bytes) -> Record | None:

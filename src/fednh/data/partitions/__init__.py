@@ -30,6 +30,9 @@ class Partition(ABC):
     help: ClassVar[str]  # one line for people
     natural: ClassVar[bool] = False  # the clients are the sites that the data names, not drawn
     shown: ClassVar[tuple[str, ...]] = ()  # the settings that `column` shows
+    at_head: ClassVar[str] = ""  # what people call it, with its settings in braces: see `column`; empty: its name ...
+    in_words: ClassVar[str] = ""  # ... as `words` has it ...
+    in_path: ClassVar[str] = ""  # ... and as `slug` has it
 
     min_samples: Count = 10  # of every client
 
@@ -39,15 +42,15 @@ class Partition(ABC):
 
     def column(self) -> str:
         """At the head of a table's column."""
-        return self.name
+        return (self.at_head or self.name).format(**vars(self))
 
     def words(self) -> str:
         """In a sentence."""
-        return self.name
+        return (self.in_words or self.name).format(**vars(self))
 
     def slug(self) -> str:
         """In the name of a run folder."""
-        return self.name
+        return (self.in_path or self.name).format(**vars(self))
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,8 @@ def left_out(kind: Partition, data: Dataset, parts: Sequence[Indices], held_out:
 def by_owner(owner: Indices, clients: int) -> list[Indices]:
     """Sample -> client turned round: client -> its samples, in their order."""
     order = np.argsort(owner, kind="stable")
-    return list(np.split(order, np.cumsum(np.bincount(owner, minlength=clients))[:-1]))
+    ends = np.cumsum(np.bincount(owner, minlength=clients)).tolist()
+    return [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def class_table(labels: Indices, owner: Indices, clients: int, width: int | None = None) -> NDArray[np.int64]:  # (K, C)

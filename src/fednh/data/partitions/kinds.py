@@ -36,18 +36,10 @@ class Dirichlet(Drawn):
     name = "dirichlet"
     help = "every class dealt by a Dirichlet(beta) draw; smaller beta is more uneven"
     shown: ClassVar[tuple[str, ...]] = ("beta",)
+    at_head, in_words, in_path = "Dir({beta:g})", "Dirichlet({beta:g})", "dirichlet{beta:g}"
 
     beta: Beta = 0.3
     min_classes: Count = 2  # of every client
-
-    def column(self) -> str:
-        return f"Dir({self.beta:g})"
-
-    def words(self) -> str:
-        return f"Dirichlet({self.beta:g})"
-
-    def slug(self) -> str:
-        return f"{self.name}{self.beta:g}"
 
     def _draw(self, labels: Indices, rng: np.random.Generator) -> list[Indices]:
         present, clients, least = np.unique(labels), self.clients, self.min_samples
@@ -103,17 +95,11 @@ class LongTail(Dirichlet):
     name = "longtail"
     help = "class sizes that fall exponentially (imbalance = largest / smallest), then dealt as dirichlet does"
     shown = ("beta", "imbalance")
+    at_head = "Dir({beta:g}), IF {imbalance:g}"
+    in_words = "long tail (IF {imbalance:g}), Dirichlet({beta:g})"
+    in_path = "longtail{imbalance:g}-dir{beta:g}"
 
     imbalance: Annotated[float, Field(ge=1)] = 100.0  # IF: the largest class over the smallest
-
-    def column(self) -> str:
-        return f"Dir({self.beta:g}), IF {self.imbalance:g}"
-
-    def words(self) -> str:
-        return f"long tail (IF {self.imbalance:g}), Dirichlet({self.beta:g})"
-
-    def slug(self) -> str:
-        return f"{self.name}{self.imbalance:g}-dir{self.beta:g}"
 
     def draw(self, labels: Indices, rng: np.random.Generator, groups: Indices | None = None) -> list[Indices]:
         kept = self.subset(labels, rng)
@@ -154,15 +140,13 @@ class Iid(Drawn):
 
     name = "iid"
     help = "equal parts at random"
-
-    def column(self) -> str:
-        return "IID"
+    at_head = "IID"
 
     def _draw(self, labels: Indices, rng: np.random.Generator) -> list[Indices]:
         order = rng.permutation(len(labels))
-        owner = np.empty(len(labels), np.int64)
-        sizes = [len(part) for part in np.array_split(order, self.clients)]
-        owner[order] = np.repeat(np.arange(self.clients), sizes)
+        owner, each = np.empty(len(labels), np.int64), len(labels) // self.clients
+        more = np.arange(self.clients) < len(labels) % self.clients  # these have one sample more
+        owner[order] = np.repeat(np.arange(self.clients), each + more)
         return by_owner(owner, self.clients)
 
 
@@ -173,11 +157,9 @@ class ClassesPerClient(Drawn):
     name = "classes"
     help = "the same number of classes for every client (classes_per_client)"
     shown = ("classes_per_client",)
+    at_head = "{classes_per_client} classes"
 
     classes_per_client: Count = 2  # of how many classes a client has samples
-
-    def column(self) -> str:
-        return f"{self.classes_per_client} classes"
 
     def _draw(self, labels: Indices, rng: np.random.Generator) -> list[Indices]:
         present, clients, each = np.unique(labels), self.clients, self.classes_per_client
@@ -209,11 +191,9 @@ class Shards(Drawn):
     name = "shards"
     help = "samples sorted by label, cut into shards, the same number for every client (shards_per_client)"
     shown = ("shards_per_client",)
+    at_head = "{shards_per_client} shards"
 
     shards_per_client: Count = 2  # pieces of the samples sorted by class
-
-    def column(self) -> str:
-        return f"{self.shards_per_client} shards"
 
     def _draw(self, labels: Indices, rng: np.random.Generator) -> list[Indices]:
         count = self.clients * self.shards_per_client
@@ -235,17 +215,9 @@ class Quantity(Drawn):
     name = "quantity"
     help = "sizes by a Dirichlet(beta) draw, labels at random"
     shown = ("beta",)
+    at_head, in_words, in_path = "Dir sizes({beta:g})", "Dirichlet sizes({beta:g})", "quantity{beta:g}"
 
     beta: Beta = 0.3
-
-    def column(self) -> str:
-        return f"Dir sizes({self.beta:g})"
-
-    def words(self) -> str:
-        return f"Dirichlet sizes({self.beta:g})"
-
-    def slug(self) -> str:
-        return f"{self.name}{self.beta:g}"
 
     def _draw(self, labels: Indices, rng: np.random.Generator) -> list[Indices]:
         for _ in range(self.tries):
@@ -265,12 +237,7 @@ class BySite(Partition):
     name = "site"
     help = "the sites that the data names: a column, or a folder a site"
     natural = True
-
-    def column(self) -> str:
-        return "sites"
-
-    def words(self) -> str:
-        return "natural sites"
+    at_head, in_words = "sites", "natural sites"
 
     def divide(self, data: Dataset, rng: np.random.Generator) -> list[Indices]:
         if data.site_train is None:

@@ -14,7 +14,6 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -39,15 +38,6 @@ class RemoteFile:
     addresses: tuple[str, ...]  # tried in this order
 
 
-@dataclass(frozen=True)
-class DataPath:
-    """One path at which a set may lie, and how to read it there: as `Arrays`, or a table."""
-
-    path: Path
-    read: Callable[[], Any]
-    present: Callable[[], bool]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Published:
     """All that is known about a set before its files are opened."""
@@ -55,38 +45,47 @@ class Published:
     name: str
     description: str
     accepts: str  # the accepted files, for people
-    places: Callable[[Path], list[DataPath]]  # in a data folder, in the order in which they are tried
+    places: tuple[str | Path, ...]  # in the data folder (or absolute), in the order in which they are tried
+    read: Callable[[Path], Any]  # what lies at one of these paths: `Arrays`, or what `load` makes a data set of
+    present: Callable[[Path], bool] = Path.exists  # whether the set lies at one of these paths
     files: tuple[RemoteFile, ...]  # to download; none where nobody publishes a checksum
     by_hand: str = ""  # where the files come from, if they cannot be downloaded
     sites: str = ""  # the natural sites that its samples come from, for people
 
-    def find(self, folder: Path) -> DataPath | None:
+    def find(self, folder: Path) -> Path | None:
         """Where the set lies, in the data folder or in a place that all users share."""
         try:
             if folder.exists() and not folder.is_dir():
                 raise DataError(f"{folder} is a file, but the data folder must be a folder; set FEDNH_DATA to one")
-            return next((place for place in self.all_places(folder) if place.present()), None)
+            return next(filter(self.is_at, self.paths(folder)), None)
         except OSError as error:
             raise DataError(
                 f"the data folder {folder} cannot be read ({error.strerror}); check its permissions"
             ) from error
 
-    def all_places(self, folder: Path) -> list[DataPath]:
-        return self.places(folder)
+    def paths(self, folder: Path) -> list[Path]:
+        """Where the set may lie."""
+        return [folder / place for place in self.places]
+
+    def is_at(self, path: Path) -> bool:
+        return self.present(path)
+
+    def content(self, path: Path) -> Any:
+        return self.read(path)
 
     def opened(self, folder: Path) -> tuple[Path, Any]:
         """What the set's files hold, and where they lie."""
-        place = self.find(folder)
-        if place is None:
+        path = self.find(folder)
+        if path is None:
             raise DataError(self._not_found(folder))
         try:
-            return place.path, place.read()
+            return path, self.content(path)
         except UserError:
             raise
         except PermissionError as error:
             raise DataError(f"{error.filename} cannot be read ({error.strerror}); check its permissions") from error
         except Exception as error:  # damage shows in almost any exception
-            raise DataError(self._damaged(place.path, error)) from error
+            raise DataError(self._damaged(path, error)) from error
 
     def _damaged(self, path: Path, error: Exception) -> str:
         """What is wrong with the files at `path` that could not be read, and what to do."""
@@ -116,10 +115,15 @@ class PublishedImages(Published):
     classes: tuple[str, ...] | None  # None: the files name them
     augment: str = "none"  # what the literature does to training images
 
-    def all_places(self, folder: Path) -> list[DataPath]:
+    def paths(self, folder: Path) -> list[Path]:
         """NAME.npz comes first."""
-        single = folder / f"{self.name}.npz"
-        return [DataPath(single, partial(npz.read, single), single.is_file), *self.places(folder)]
+        return [folder / f"{self.name}.npz", *super().paths(folder)]
+
+    def is_at(self, path: Path) -> bool:
+        return path.is_file() if path.name == f"{self.name}.npz" else self.present(path)
+
+    def content(self, path: Path) -> Any:
+        return npz.read(path) if path.name == f"{self.name}.npz" else self.read(path)
 
     def load(self, folder: Path) -> Dataset:
         """The set, from wherever it lies."""

@@ -12,11 +12,10 @@ such as patient). Images are brought to 32x32 unless data.size says otherwise: a
 from __future__ import annotations
 
 import csv
-from functools import partial
 from pathlib import Path
 
 from fednh.data.dataset import Dataset
-from fednh.data.published import DataPath, PublishedSites
+from fednh.data.published import PublishedSites
 from fednh.data.sources.folder import Folder, Listed, decoded_images
 from fednh.errors import DataError
 
@@ -59,16 +58,13 @@ def _listed(root: Path, row: dict[str, str]) -> Listed:
     return Listed(root / file, file, CLASSES[int(row["tumor"])], row["center"], False)
 
 
-def _places(folder: Path) -> list[DataPath]:
-    paths = [folder / name for name in FOLDERS]
-    return [DataPath(path, partial(read, path), (path / TABLE).is_file) for path in paths]
-
-
 CAMELYON17 = PublishedSites(
     name="camelyon17",
     description="patches of lymph nodes from five hospitals, 96x96 colour, tumour or not, 455,954 images",
     accepts=f"the unpacked archive of WILDS ({TABLE} and patches/) in {', '.join(FOLDERS)}",
-    places=_places,
+    places=FOLDERS,
+    read=read,
+    present=lambda folder: (folder / TABLE).is_file(),
     files=(),
     by_hand="WILDS publishes its archive of 10.7 GB without a checksum: `pip install wilds` and `wilds.get_dataset("
     "'camelyon17', root_dir=..., download=True)` fetch and unpack it",

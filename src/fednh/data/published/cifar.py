@@ -11,14 +11,13 @@ import pickle
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays
-from fednh.data.published import DataPath, PublishedImages, RemoteFile
+from fednh.data.published import PublishedImages, RemoteFile
 from fednh.errors import DataError
 
 PIXELS = 3 * 32 * 32  # an image is a row: all red, then all green, then all blue values
@@ -90,16 +89,19 @@ HOSTS = ("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/
 Part = tuple[NDArray[np.uint8], NDArray[np.int64]]  # images (N, 32, 32, 3) and labels (N,)
 
 
-def places(classes: int, folder: Path) -> list[DataPath]:
-    """The places of the set with this many classes."""
-    layouts = [layout for layout in LAYOUTS if layout.classes == classes]
-    paths = [(folder / name, layout) for layout in layouts for name in (layout.archive, layout.folder)]
-    return [DataPath(path, partial(read, path, layout), path.exists) for path, layout in paths]
+def places(classes: int) -> tuple[str, ...]:
+    """The archives and folders of the set with this many classes."""
+    return tuple(name for each in LAYOUTS if each.classes == classes for name in (each.archive, each.folder))
 
 
 def remote(archive: str, sha256: str) -> tuple[RemoteFile, ...]:
     """The archive to download."""
     return (RemoteFile(archive, sha256, tuple(host + archive for host in HOSTS)),)
+
+
+def read_place(path: Path) -> Arrays:
+    """The set at one of its places."""
+    return read(path, next(layout for layout in LAYOUTS if path.name in (layout.archive, layout.folder)))
 
 
 def read(path: Path, layout: Layout) -> Arrays:
@@ -155,7 +157,8 @@ CIFAR10 = PublishedImages(
     classes=CIFAR10_CLASSES,
     accepts="cifar10.npz, cifar-10-binary.tar.gz, cifar-10-python.tar.gz, cifar-10-batches-bin/ or "
     "cifar-10-batches-py/",
-    places=partial(places, 10),
+    places=places(10),
+    read=read_place,
     files=remote("cifar-10-python.tar.gz", "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"),
     augment="crop_flip",
 )
@@ -181,7 +184,8 @@ CIFAR100 = PublishedImages(
     std=(0.267, 0.256, 0.276),
     classes=CIFAR100_CLASSES,
     accepts="cifar100.npz, cifar-100-binary.tar.gz, cifar-100-python.tar.gz, cifar-100-binary/ or cifar-100-python/",
-    places=partial(places, 100),
+    places=places(100),
+    read=read_place,
     files=remote("cifar-100-python.tar.gz", "85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7"),
     augment="crop_flip",
 )

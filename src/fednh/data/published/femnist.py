@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase, digits
 from typing import Any
@@ -21,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Dataset
-from fednh.data.published import DataPath, PublishedSites
+from fednh.data.published import PublishedSites
 from fednh.data.sources.images import MEAN, STD
 from fednh.data.sources.npz import Npz
 from fednh.data.splits import from_rows, held_by_sites
@@ -38,11 +37,14 @@ Samples = dict[
 ]  # x (N, 28, 28) uint8, y (N,), site (N,) numbers into writers, writers, test (N,) marks
 
 
-def read(folder: Path, keep: Path) -> Samples:
-    """The JSON files of a folder, kept as arrays for the next time."""
-    files = [(file, part == "test") for part in _parts(folder) for file in sorted((folder / part).glob("*.json"))]
+def read(path: Path) -> Samples:
+    """The arrays that were kept, or the JSON files of a folder, kept as arrays for the next time."""
+    if path.name == SINGLE:
+        with np.load(path, allow_pickle=False) as stored:
+            return {name: stored[name] for name in ("x", "y", "site", "test", "writers")}
+    files = [(file, part == "test") for part in _parts(path) for file in sorted((path / part).glob("*.json"))]
     if not files:
-        raise DataError(f"{folder} holds no .json file; run LEAF's preprocess.sh once more")
+        raise DataError(f"{path} holds no .json file; run LEAF's preprocess.sh once more")
     blocks = [block for file, test in files for block in _writers(file, test)]
     writers = sorted({writer for writer, *_ in blocks})
     number = {writer: k for k, writer in enumerate(writers)}
@@ -53,7 +55,8 @@ def read(folder: Path, keep: Path) -> Samples:
         "test": np.concatenate([np.full(len(y), test) for _, _, y, test in blocks]),
         "writers": np.array(writers, str),
     }
-    cache.keep_arrays(keep, **samples)
+    place = max(filter(path.match, FOLDERS), key=len)  # "femnist/data" matches the longest one, too
+    cache.keep_arrays(path.parents[place.count("/")] / SINGLE, **samples)
     return samples
 
 
@@ -80,11 +83,6 @@ def _pixels(file: Path, writer: str, x: Any) -> NDArray[np.uint8]:
     return np.rint(values * 255).astype(np.uint8).reshape(-1, SIDE, SIDE)
 
 
-def _kept(file: Path) -> Samples:
-    with np.load(file, allow_pickle=False) as stored:
-        return {name: stored[name] for name in ("x", "y", "site", "test", "writers")}
-
-
 def dataset(name: str, where: str, samples: Samples, options: Npz) -> Dataset:
     """The samples as a data set, each writer a site."""
     if options.group:
@@ -105,24 +103,20 @@ def dataset(name: str, where: str, samples: Samples, options: Npz) -> Dataset:
     return held_by_sites(data) if len(data.y_test) else data
 
 
-def _places(folder: Path) -> list[DataPath]:
-    single = folder / SINGLE
-    folders = [folder / name for name in FOLDERS]
-    return [
-        DataPath(single, partial(_kept, single), single.is_file),
-        *(DataPath(path, partial(read, path, single), partial(_holds_json, path)) for path in folders),
-    ]
-
-
-def _holds_json(folder: Path) -> bool:
-    return folder.is_dir() and any(any((folder / part).glob("*.json")) for part in _parts(folder))
+def present(path: Path) -> bool:
+    """Whether it is the file with the arrays, or a folder with JSON files."""
+    if path.name == SINGLE:
+        return path.is_file()
+    return path.is_dir() and any(any((path / part).glob("*.json")) for part in _parts(path))
 
 
 FEMNIST = PublishedSites(
     name="femnist",
     description="handwriting of some 3,550 people, 28x28 grey, 62 classes, some 800,000 images",
     accepts=f"{SINGLE}, or LEAF's JSON files in train/ and test/, all_data/ or ./ of {', '.join(FOLDERS)}",
-    places=_places,
+    places=(SINGLE, *FOLDERS),
+    read=read,
+    present=present,
     files=(),
     by_hand="LEAF publishes a script that makes them, not files: run data/femnist/preprocess.sh of "
     "github.com/TalwalkarLab/leaf, with `-s niid --sf 1.0 -k 0 -t sample` for all writers",

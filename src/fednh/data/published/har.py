@@ -13,7 +13,6 @@ leaks between. `data.folds = 2` then holds out about every second bout of each a
 from __future__ import annotations
 
 import zipfile
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fednh.data.dataset import Dataset, Inputs, Labels
-from fednh.data.published import DataPath, PublishedSites, RemoteFile
+from fednh.data.published import PublishedSites, RemoteFile
 from fednh.data.scaling import measure
 from fednh.data.sources.npz import Npz
 from fednh.data.splits import from_rows
@@ -101,17 +100,13 @@ def _bouts(windows: Windows) -> list[str]:
     return [str(number) for number, (_, run) in enumerate(runs) for _ in run]
 
 
-def _places(folder: Path) -> list[DataPath]:
-    names = (f"har/{FOLDER}", FOLDER, f"har/{FOLDER}.zip", f"{FOLDER}.zip", f"har/{OUTER}", OUTER)
-    paths = [folder / name for name in names]
-    return [DataPath(path, partial(read, path), path.is_file if path.suffix else path.is_dir) for path in paths]
-
-
 HAR = PublishedSites(
     name="har",
     description="activities of 30 people from a smartphone's sensors, 561 numbers, 6 classes, 10,299 windows",
     accepts=f"'{FOLDER}.zip' or the folder '{FOLDER}' in har/ or ./ (har/{FOLDER}.zip, har/{OUTER}, {OUTER})",
-    places=_places,
+    places=(f"har/{FOLDER}", FOLDER, f"har/{FOLDER}.zip", f"{FOLDER}.zip", f"har/{OUTER}", OUTER),
+    read=read,
+    present=lambda path: path.is_file() if path.suffix else path.is_dir(),
     files=(
         RemoteFile(
             f"har/{FOLDER}.zip",

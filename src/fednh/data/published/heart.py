@@ -14,15 +14,14 @@ numbers; here all sites have one scaling (data/scaling.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fednh import extras
-from fednh.data.published import DataPath, PublishedTable, RemoteFile
+from fednh.data.published import PublishedTable, RemoteFile
 from fednh.data.sources.csv import EXTRA, FROM_CSV
 from fednh.errors import DataError
 
@@ -54,11 +53,6 @@ COLUMNS: dict[str, str | list[str]] = {
 FOLDERS = ("heart", "heart-disease", "heart+disease", "")  # below the data folder
 FLAMBY_WITHOUT = ("slope", "ca", "thal")
 FLAMBY_TEST, FLAMBY_SEED = 0.34, 43
-
-
-def places(read: Callable[[Path], Any], folder: Path) -> list[DataPath]:
-    """The four files in one of FOLDERS."""
-    return [DataPath(path, partial(read, path), partial(present, path)) for path in map(folder.joinpath, FOLDERS)]
 
 
 def present(folder: Path) -> bool:
@@ -127,6 +121,8 @@ def _table(columns: dict[str, list[str]]) -> pa.Table:
 
 
 FACTS: dict[str, Any] = {
+    "places": FOLDERS,
+    "present": present,
     "accepts": "the four files processed.*.data of the UCI repository in heart/, heart-disease/, heart+disease/ or ./",
     "files": tuple(RemoteFile(f"heart/{file}", sha256, (HOST + file,)) for file, sha256 in SITES.values()),
     "sites": ", ".join(SITES),
@@ -135,7 +131,7 @@ FACTS: dict[str, Any] = {
 HEART = PublishedTable(
     name="heart",
     description="heart disease of 920 patients, a table of 13 features, 5 grades",
-    places=partial(places, read),
+    read=read,
     settings={
         "label": "num",
         "classes": list("01234"),
@@ -148,7 +144,7 @@ HEART = PublishedTable(
 HEART_FLAMBY = PublishedTable(
     name="heart_flamby",
     description="the same as FLamby has it: 740 patients, 10 features, ill or not, its train and test records",
-    places=partial(places, read_flamby),
+    read=read_flamby,
     settings={
         "label": "disease",
         "classes": list("01"),

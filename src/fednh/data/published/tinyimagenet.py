@@ -9,14 +9,13 @@ from __future__ import annotations
 import zipfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays
-from fednh.data.published import DataPath, PublishedImages, RemoteFile
+from fednh.data.published import PublishedImages, RemoteFile
 from fednh.data.sources.images import BROKEN, decode
 from fednh.errors import DataError
 from fednh.io import cache
@@ -95,19 +94,11 @@ def _decode(root: Root, names: list[str]) -> NDArray[np.uint8]:
     return images
 
 
-def _kept(path: Path, single: Path) -> Arrays:
-    """The set at `path`, decoded and kept in `single` for the next time."""
+def _kept(path: Path) -> Arrays:
+    """The set at `path`, decoded and kept beside it for the next time."""
     arrays = read(path)
-    save(arrays, single)
+    save(arrays, path.with_name("tinyimagenet.npz"))
     return arrays
-
-
-def _places(folder: Path) -> list[DataPath]:
-    single, unpacked, archive = (folder / name for name in ("tinyimagenet.npz", FOLDER, f"{FOLDER}.zip"))
-    return [
-        DataPath(unpacked, partial(_kept, unpacked, single), unpacked.is_dir),
-        DataPath(archive, partial(_kept, archive, single), archive.is_file),
-    ]
 
 
 TINYIMAGENET = PublishedImages(
@@ -118,7 +109,8 @@ TINYIMAGENET = PublishedImages(
     std=(0.229, 0.224, 0.225),
     classes=None,
     accepts="tinyimagenet.npz, tiny-imagenet-200.zip or tiny-imagenet-200/",
-    places=_places,
+    places=(FOLDER, f"{FOLDER}.zip"),
+    read=_kept,
     files=(
         RemoteFile(
             "tiny-imagenet-200.zip",

@@ -74,7 +74,16 @@ class Folder(Pictures):
     layout: Layout = None
 
     def read(self, name: str, address: str) -> Dataset:
-        return _dataset(name, expanded(address), self)
+        root = expanded(address)
+        listed, notes = _listing(root, self)
+        listed = _of_chosen_sites(root, listed, self)
+        agreed, labels = self.classes or (), [image.label for image in listed]
+        numbered(labels, agreed, str(root))  # wrong classes are refused before anything is decoded
+        images = decoded_images(root, listed, self)
+        sites, test = [image.site for image in listed], [image.test for image in listed]
+        images = images._replace(notes=(*notes, *images.notes))
+        groups = _image_groups([image.name for image in listed], self.group, str(root)) if self.group else []
+        return self.labelled(name, str(root), images, labels, sites, test, agreed, groups)
 
     @classmethod
     def applicable(cls, address: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,19 +92,6 @@ class Folder(Pictures):
         if layout and root.is_dir() and _fits_layout(str(layout), _files(root, [])[0]):
             return dict(known)
         return {key: value for key, value in known.items() if key != "layout"}
-
-
-def _dataset(name: str, root: Path, options: Folder) -> Dataset:
-    """The folder at `root` as a data set."""
-    listed, notes = _listing(root, options)
-    listed = _of_chosen_sites(root, listed, options)
-    agreed, labels = options.classes or (), [image.label for image in listed]
-    numbered(labels, agreed, str(root))  # wrong classes are refused before anything is decoded
-    images = decoded_images(root, listed, options)
-    sites, test = [image.site for image in listed], [image.test for image in listed]
-    images = images._replace(notes=(*notes, *images.notes))
-    groups = _image_groups([image.name for image in listed], options.group, str(root)) if options.group else []
-    return options.labelled(name, str(root), images, labels, sites, test, agreed, groups)
 
 
 def _listing(root: Path, options: Folder) -> tuple[list[Listed], list[str]]:

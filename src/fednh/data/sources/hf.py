@@ -32,7 +32,29 @@ class HuggingFace(Tabular, Pictures):
     extra = "hf"
 
     def read(self, name: str, address: str) -> Dataset:
-        return dataset(name, address, self)
+        """The samples, of an image column or of columns of numbers and text; the splits train and test are used."""
+        path = expanded(address)
+        local = path.exists()
+        if not local and address.startswith(("/", ".", "~")):
+            raise DataError(
+                f"{path} does not exist; give a folder written by save_to_disk, a folder of Parquet, or a name"
+            )
+        if local:
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the library is imported
+            os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+        extras.need("hf", "hf:")
+        import datasets
+
+        datasets.disable_progress_bars()
+        with TemporaryDirectory() as scratch:
+            try:
+                splits = _local(datasets, path, scratch) if local else datasets.load_dataset(address)
+                return _assembled(datasets, name, splits, address, self)
+            except UserError:
+                raise
+            except Exception as error:  # the library raises many kinds, also for what is not there
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                raise DataError(f"{name} cannot be loaded: {reason}") from error
 
     @classmethod
     def file(cls, address: str) -> Path | None:
@@ -42,30 +64,6 @@ class HuggingFace(Tabular, Pictures):
     def absolute(cls, address: str) -> str:
         path = expanded(address)
         return str(path.absolute()) if path.exists() else address
-
-
-def dataset(name: str, source: str, options: HuggingFace) -> Dataset:
-    """A data set with an image column, or with columns of numbers and text; its splits train and test are used."""
-    path = expanded(source)
-    local = path.exists()
-    if not local and source.startswith(("/", ".", "~")):
-        raise DataError(f"{path} does not exist; give a folder written by save_to_disk, a folder of Parquet, or a name")
-    if local:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the library is imported
-        os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-    extras.need("hf", "hf:")
-    import datasets
-
-    datasets.disable_progress_bars()
-    with TemporaryDirectory() as scratch:
-        try:
-            splits = _local(datasets, path, scratch) if local else datasets.load_dataset(source)
-            return _assembled(datasets, name, splits, source, options)
-        except UserError:
-            raise
-        except Exception as error:  # the library raises many kinds, also for what is not there
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise DataError(f"{name} cannot be loaded: {reason}") from error
 
 
 def _local(datasets: Any, path: Path, scratch: str) -> dict[str, Any]:
@@ -84,16 +82,12 @@ def _local(datasets: Any, path: Path, scratch: str) -> dict[str, Any]:
 
 
 def _assembled(datasets: Any, name: str, splits: Any, where: str, options: HuggingFace) -> Dataset:
-    if not isinstance(splits, dict):
-        splits = {"train": splits}
     if "train" not in splits:
         raise DataError(f"{where} has the splits {', '.join(splits)}, but no train")
     used = {split: splits[split] for split in ("train", "test") if split in splits}
     features = used["train"].features
     pictures = [column for column, kind in features.items() if isinstance(kind, datasets.Image)]
-    label = options.label or "label"
-    if label not in features:
-        find_column(where, list(features), options.label, "label", needed=True)
+    label = find_column(where, list(features), options.label, "label", needed=True)
     names = features[label].names if isinstance(features[label], datasets.ClassLabel) else None
     if not pictures:
         return _tabular(name, used, label, names, where, options)

@@ -25,7 +25,7 @@ from fednh.data.published.cifar import CIFAR10, CIFAR100
 from fednh.data.published.femnist import FEMNIST
 from fednh.data.published.har import HAR
 from fednh.data.published.heart import HEART, HEART_FLAMBY
-from fednh.data.published.idx import FASHION_MNIST, MNIST
+from fednh.data.published.mnist import FASHION_MNIST, MNIST
 from fednh.data.published.tinyimagenet import TINYIMAGENET
 from fednh.data.sources import AGREED, Source
 from fednh.data.sources.builtin import BUILTIN
@@ -65,28 +65,29 @@ class Available(NamedTuple):
 
 def load(name: str, folder: Path, settings: Mapping[str, Any] | None = None) -> Dataset:
     """The data set of that name; `folder` is where published ones are looked for, `settings` are those below [data]."""
-    published = PUBLISHED.get(name)
+    given, published, source_kind = settings or {}, PUBLISHED.get(name), find(name)
+    source: Source
     if isinstance(published, PublishedTable):
-        usual = {key: value for key, value in published.settings.items() if (settings or {}).get(key) is None}
-        options = build(Csv, {**(settings or {}), **usual})
-        return _divided(_complete(published.load(folder, options), options, name), options, settings)
-    if isinstance(published, PublishedSites):
-        source = build(published.source, settings or {})
+        usual = {key: value for key, value in published.settings.items() if given.get(key) is None}
+        source = table = build(Csv, {**given, **usual})
+        data = published.load(folder, table)
+    elif isinstance(published, PublishedSites):
+        source = build(published.source, given)
         data = published.load(folder, source)
         source = replace(source, classes=list(data.classes))  # the published ones, however alike: A and a are two
-        return _divided(_complete(data, source, name), source, settings)
-    if name in BUILTIN or published is not None:
-        _names_no_sites(name, settings or {})
+    elif name in BUILTIN or published is not None:
+        _names_no_sites(name, given)
         data = BUILTIN[name].make() if published is None else published.load(folder)
-        return merged(data) if (settings or {}).get("merge_test") else data
-    source_kind = find(name)
-    if source_kind is None:
+        return merged(data) if given.get("merge_test") else data
+    elif source_kind is not None:
+        kind, address = source_kind
+        source = build(kind, given)
+        data = source.read(name, address)
+        data = data if kind.chooses else source.restricted(data, name)
+    else:
         known = (*BUILTIN, *PUBLISHED, *(kind.form() for kind in SOURCES.values()))
         raise DataError(f"there is no data set {name!r}{did_you_mean(name, known)}")
-    kind, address = source_kind
-    source = build(kind, settings or {})
-    data = source.read(name, address)
-    return _divided(_complete(data if kind.chooses else source.restricted(data, name), source, name), source, settings)
+    return _finished(data, source, name, given)
 
 
 def load_texts(name: str, column: str, settings: Mapping[str, Any]) -> tuple[Dataset, list[str]]:
@@ -96,30 +97,25 @@ def load_texts(name: str, column: str, settings: Mapping[str, Any]) -> tuple[Dat
         raise DataError(f"{name}: texts are read from tables: csv:FILE or parquet:FILE")
     source = build(source_kind[0], settings)
     rows, texts = source.texts(name, source_kind[1], column)
-    rows = _complete(rows, source, name)
-    return (merged(rows, source.test_share) if settings.get("merge_test") else rows), texts
+    return _finished(rows, source, name, settings), texts
 
 
 def taken(data: Any, settings: Mapping[str, Any]) -> Dataset:
     """What a program gives instead of a name, read by the settings below [data]."""
     source = build(Memory, settings)
-    return _divided(_complete(source.taken(data), source, "data"), source, settings)
+    return _finished(source.taken(data), source, "data", settings)
 
 
-def _divided(data: Dataset, source: Source, settings: Mapping[str, Any] | None) -> Dataset:
-    """The data with the test part that the settings leave it."""
-    return merged(data, source.test_share) if (settings or {}).get("merge_test") else data
-
-
-def _complete(data: Dataset, source: Source, where: str) -> Dataset:
-    """What was read, with a test set if one is to be cut off, and with warnings of what no kind of source can want."""
+def _finished(data: Dataset, source: Source, where: str, settings: Mapping[str, Any]) -> Dataset:
+    """What was read, with the test part that the settings leave it, and with warnings of what nobody can want."""
     if source.group and data.group_train is None:
         raise DataError(f"data.group = {source.group!r}, but {where} does not say which samples belong together")
     same_names = [*([] if source.classes else alike(data.classes, "classes")), *alike(data.sites, "sites")]
     warnings = [f"{where}: {words}" for words in same_names]
     if data.preprocessing["kind"] == "vector":
         warnings += vector_identifiers(data.x_train, where, data.site_train)
-    return with_test_set(replace(data, warnings=(*data.warnings, *warnings)), source.test_share)
+    data = with_test_set(replace(data, warnings=(*data.warnings, *warnings)), source.test_share)
+    return merged(data, source.test_share) if settings.get("merge_test") else data
 
 
 def _names_no_sites(name: str, settings: Mapping[str, Any]) -> None:
@@ -183,8 +179,7 @@ def absolute(name: str) -> str:
 def file_of(name: str, folder: Path) -> Path | None:
     """The file or folder that a data set is read from, where there is one."""
     if name in PUBLISHED:
-        place = PUBLISHED[name].find(folder)
-        return place.path if place else None
+        return PUBLISHED[name].find(folder)
     source_kind = find(name)
     return None if source_kind is None else source_kind[0].file(source_kind[1])
 
@@ -194,7 +189,7 @@ def available(folder: Path) -> list[Available]:
     lines = [Available(name, each.description, True, "built in") for name, each in BUILTIN.items()]
     for name, published in PUBLISHED.items():
         place = published.find(folder)
-        where = str(place.path) if place else f"{folder}: {published.accepts}"
+        where = str(place) if place else f"{folder}: {published.accepts}"
         lines.append(Available(name, published.description, place is not None, where, published.sites))
     return lines
 

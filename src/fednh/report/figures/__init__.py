@@ -56,7 +56,7 @@ __all__ = [
 
 def scopes(kind: Kind, runs: Sequence[Run]) -> dict[str, Sequence[Run]]:
     """What one drawing of this kind may show: runs of one setting, but a sweep may have swept any setting."""
-    return {"all runs": runs} if kind.name in ("sensitivity", "privacy") else dict(by_setting(runs))
+    return {"all runs": runs} if kind.whole else dict(by_setting(runs))
 
 
 def to_csv(drawing: Drawing) -> str:

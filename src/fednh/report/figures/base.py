@@ -84,3 +84,4 @@ class Kind:
     title: str
     explanation: str
     draw: Callable[[Sequence[Run], Choice], Drawing]
+    whole: bool = False  # it compares settings, so that one drawing may show runs of several

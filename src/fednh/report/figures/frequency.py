@@ -29,9 +29,9 @@ def shot_group(samples: int, bounds: tuple[int, int]) -> str:
 
 def personal_groups(run: Run, bounds: tuple[int, int]) -> dict[str, tuple[float, int]]:
     """For the personal models: mean accuracy over all (client, class) pairs of a shot group, and how many pairs."""
-    counts = run.partition["counts"]
+    counts = run.counts
     rows = ((counts[row["client"]], row["per_class"]) for row in run.summary["clients"])
-    return _shot_means((pair for samples, right in rows for pair in zip(samples, right, strict=True)), bounds)
+    return _shot_means((pair for samples, right in rows for pair in zip(samples.tolist(), right, strict=True)), bounds)
 
 
 def global_groups(run: Run, bounds: tuple[int, int]) -> dict[str, tuple[float, int]]:
@@ -120,7 +120,7 @@ def _personal(
 
 
 def _totals(run: Run) -> NDArray[np.int64]:
-    return np.asarray(np.sum(run.partition["counts"], axis=0), np.int64)
+    return np.asarray(run.counts.sum(axis=0), np.int64)
 
 
 FREQUENCY = Kind(

@@ -61,4 +61,5 @@ PRIVACY = Kind(
     "What privacy costs",
     "To the left promises are stronger. A line that is flat loses nothing by them.",
     draw,
+    whole=True,
 )

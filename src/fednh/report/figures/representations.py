@@ -60,7 +60,7 @@ def draw(runs: Sequence[Run], choice: Choice) -> Drawing:
     first = next(iter(variants.values()))
     pair = _chosen_pair(first, choice) if choice.clients else _saved_pair(list(variants.values()))
     names: list[str] = first.partition["classes"]
-    chosen = _classes(choice, names, np.array(first.partition["counts"]), pair)
+    chosen = _classes(choice, names, first.counts, pair)
     data = _load(first)
     rows = np.concatenate([np.flatnonzero(data.y_test == c)[:PER_CLASS] for c in chosen])
     labels = data.y_test[rows]
@@ -158,7 +158,7 @@ def _load(run: Run) -> Dataset:
         data = load_data(run.config)
         if not len(data.y_test):
             raise FigureUnavailable("there is no test set that all clients share")
-        return scaled(data, run.config, *divide(data, run.config))[0]
+        return scaled(data, run.config, *divide(data, run.config))[0] if data.fitted else data
     except FigureUnavailable:
         raise
     except UserError as error:

@@ -10,7 +10,7 @@ import numpy as np
 from fednh.errors import UserError
 from fednh.report.figures.base import Choice, Drawing, FigureUnavailable, Kind, metrics_of, stated_n
 from fednh.report.figures.style import grid, legend_below, line, numbered, side_by_side
-from fednh.report.groups import Group, apart, group_runs
+from fednh.report.groups import Group, apart, group_runs, varying
 from fednh.report.load import Run
 from fednh.report.stats import sd
 from fednh.runs.run_folder import display_names
@@ -30,7 +30,7 @@ def swept(runs: Sequence[Run]) -> list[str]:
     """Numeric settings in which runs differ that are otherwise the same, hyper-parameters of the method first."""
     keys = []
     settings = [group.settings for group in group_runs(runs)]
-    for key in dict.fromkeys(k for s in settings for k in s):
+    for key in varying(settings):  # a setting that is the same everywhere was not swept
         values: dict[str, set[float]] = {}
         for s in settings:
             if _number(s.get(key)):
@@ -127,4 +127,5 @@ SENSITIVITY = Kind(
     "What a hyper-parameter does",
     "Zero is the base value; above it the value is better. Where the whiskers reach zero, the seeds do not agree.",
     draw,
+    whole=True,
 )

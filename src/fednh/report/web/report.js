@@ -191,11 +191,17 @@
     }));
     showHeld(group, client);
   };
+  const sampleSays = (group, more) => {
+    const place = explorer.querySelector("#client-sample"), here = group.clients.length;
+    place.hidden = here === group.all;
+    place.textContent = `${here.toLocaleString("en")} of ${group.all.toLocaleString("en")} are in this page, from the worst to the best served.${more}`;
+  };
   const showGroup = () => {
     const group = data.explorer[pick.group.value];
     const many = group.clients.length > 12;
     for (const node of [find, explorer.querySelector("label[for=find-client]")]) node.hidden = !many;
     find.value = "";
+    sampleSays(group, "");
     fill(pick.client, group.clients.map((i) => [i, name(group, i)]));
     showClient();
   };
@@ -204,6 +210,7 @@
     const all = group.clients.map((i) => [i, name(group, i)]);
     const some = all.filter(([, text]) => text.toLowerCase().includes(sought));
     fill(pick.client, some.length ? some : all);
+    sampleSays(group, some.length ? "" : ` None of them is called “${sought}”.`);
     if (some.some(([i]) => String(i) === now)) pick.client.value = now;
     showClient();
   });

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from fednh.config import load
-from fednh.data.agreement import not_agreed
 from fednh.data.dataset import Dataset
+from fednh.data.disclosure import not_agreed
 from fednh.errors import Notice
 from fednh.federated.setup import build_federation, load_data
 from tests.helpers.process import fednh

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fednh.data.published import idx
+from fednh.data.published import mnist
 from fednh.data.sources import registry
 from fednh.errors import UserError
 
@@ -40,7 +40,7 @@ def write_set(folder: Path, zipped: bool = False, classes: int = 10) -> dict[str
 @pytest.mark.parametrize("zipped", [False, True])
 def test_a_set_is_read(tmp_path: Path, zipped: bool) -> None:
     arrays = write_set(tmp_path, zipped)
-    found = idx.read(tmp_path)
+    found = mnist.read(tmp_path)
     np.testing.assert_array_equal(found.x_train[..., 0], arrays["train-images-idx3-ubyte"])
     np.testing.assert_array_equal(found.y_train, arrays["train-labels-idx1-ubyte"])
     np.testing.assert_array_equal(found.x_test[..., 0], arrays["t10k-images-idx3-ubyte"])
@@ -50,14 +50,14 @@ def test_a_set_is_read(tmp_path: Path, zipped: bool) -> None:
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     write_set(tmp_path)
-    assert idx.present(tmp_path)
+    assert mnist.present(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
     with pytest.raises(UserError, match="lacks t10k-labels-idx1-ubyte"):
-        idx.read(tmp_path)
+        mnist.read(tmp_path)
 
 
 def test_an_empty_folder_is_not_a_set(tmp_path: Path) -> None:
-    assert not idx.present(tmp_path)
+    assert not mnist.present(tmp_path)
 
 
 def refusal(folder: Path) -> str:

@@ -8,25 +8,17 @@ from __future__ import annotations
 
 import gzip
 import struct
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fednh.data.dataset import Arrays
-from fednh.data.published import DataPath, PublishedImages, RemoteFile
+from fednh.data.published import PublishedImages, RemoteFile
 from fednh.errors import DataError
 
-DEBIAN_ROOT = Path("/usr/share/datasets")  # where Debian's dataset-* packages put their files
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts its files
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
-
-
-def places(folders: Sequence[str | Path], folder: Path) -> list[DataPath]:
-    """The four files in one of these folders, which lie below the data folder or are absolute."""
-    paths = [folder / each for each in folders]
-    return [DataPath(path, partial(read, path), partial(present, path)) for path in paths]
 
 
 def remote(folder: str, hosts: tuple[str, ...], sums: tuple[str, str, str, str]) -> tuple[RemoteFile, ...]:
@@ -72,7 +64,9 @@ MNIST = PublishedImages(
     std=(0.3081,),
     classes=tuple("0123456789"),
     accepts="mnist.npz, or the four IDX files (plain or .gz) in mnist/, MNIST/raw/ or directly",
-    places=partial(places, ("mnist", "MNIST/raw", "")),
+    places=("mnist", "MNIST/raw", ""),
+    read=read,
+    present=present,
     files=remote(
         "mnist",
         ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
@@ -86,10 +80,6 @@ MNIST = PublishedImages(
 )
 
 
-def _fashion_places(folder: Path) -> list[DataPath]:
-    return places(("fashion_mnist", "fashion-mnist", "FashionMNIST/raw", DEBIAN_ROOT / "fashion-mnist"), folder)
-
-
 FASHION_MNIST = PublishedImages(
     name="fashion_mnist",
     description="clothes, 28x28 grey, 10 classes, 60,000 + 10,000 images",
@@ -99,7 +89,9 @@ FASHION_MNIST = PublishedImages(
     classes=("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
     accepts="fashion_mnist.npz, or the four IDX files (plain or .gz) in fashion_mnist/, fashion-mnist/ or "
     "FashionMNIST/raw/",
-    places=_fashion_places,
+    places=("fashion_mnist", "fashion-mnist", "FashionMNIST/raw", DEBIAN),
+    read=read,
+    present=present,
     files=remote(
         "fashion_mnist",
         ("https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",),
