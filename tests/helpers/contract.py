@@ -68,11 +68,7 @@ CASES = {
         **{"data.holdout": 0.3, "eval.clients": "all", "checkpoint.every": 1},
     },
 }
-<<<<<<< HEAD
-STOPPED = ("interrupt", "networks", "int8")
-=======
-STOPPED = ("interrupt", "networks", "stop when")
->>>>>>> main
+STOPPED = ("interrupt", "networks", "int8", "stop when")
 
 
 def config_of(case: str) -> Config:

@@ -8,11 +8,7 @@ from torch import Tensor
 
 from fednh.config import Config
 from fednh.errors import ConfigError, UserError
-<<<<<<< HEAD
-from fednh.federated import checks, compress, evaluate
-=======
-from fednh.federated import checks, evaluate, stopping
->>>>>>> main
+from fednh.federated import checks, compress, evaluate, stopping
 from fednh.federated.aggregate import split_overrides
 from fednh.federated.compress import Compression
 from fednh.federated.executor import Executor
@@ -64,13 +60,10 @@ def start(
             alone = nets.view(initial, name)
             checks.check_personal(config.personal.model, method, config.method["name"], alone)
             checks.check_shared(method, config.method["name"], alone, specs)
-<<<<<<< HEAD
             if (compression := Compression.of(config.federation)) is not None:
                 sent = checks.form_of(method.broadcast(alone))
                 compress.check(compression, method, config.method["name"], specs, sent)
-=======
         stopping.check(config, any(map(len, side.held_out)), executor.policy.simulated)
->>>>>>> main
         optimizer = ServerOptimizer(config.server, method)
         optimizer.check(initial, nets.uploaded(upload_specs))
         privacy = _privacy(config, side, initial, executor.policy.simulated, any(upload_specs.values()))
