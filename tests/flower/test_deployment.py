@@ -16,9 +16,13 @@ import psutil
 import pytest
 import torch
 
+from fednh.config.schema import PrivacyConfig
+from fednh.federated.architectures import initial_state
+from fednh.federated.setup import network
 from fednh.flower.deploy import scaffold
 from fednh.flower.deploy.processes import marked
 from fednh.io.files import read_tree
+from fednh.privacy.plan import make_plan
 from fednh.runs.run_status import RunStates
 from tests.helpers.deployment import Trial, assert_same_as_simulated, trial
 from tests.helpers.process import Process
@@ -173,6 +177,45 @@ def test_a_finished_federation_goes_on_with_more_rounds(fed: Trial, tmp_path: Pa
     assert fed.up().wait(240).code == 0, fed.said()
     assert fed.summary()["rounds"] == 4
     assert_same_as_simulated(fed, tmp_path / "simulated")
+
+
+PRIVATE = {  # little noise, and steps too small to move the body: then prototypes differ by their noise alone
+    **{"federation.secure": True, "privacy.level": "sample", "privacy.epsilon": 90.0},
+    **{"method.head_init": "means", "train.lr": 1e-9},
+}
+
+
+@pytest.mark.soak
+def test_four_processes_sum_in_secret_under_privacy(fed: Trial, tmp_path: Path) -> None:
+    """The plain federation's prototypes up to the noise; a site whose budget is spent is out, and the others go on."""
+    config, sites = scaffold.read(fed.init(4, rounds=2, **PRIVATE).folder)
+    net, method = network(config, (1, 8, 8), 10), config.build_method()
+    plan = make_plan(config, method, net, initial_state(method, net, config.seed), config.rounds)
+    assert plan is not None
+    replace_in(sites[1].node_config, r"^epsilon = 90.0", f"epsilon = {plan.epsilon([1]) + 0.1}")
+    assert fed.up().wait(600).code == 0, fed.said()
+    assert [row["clients"] for row in fed.lines()] == [[0, 1, 2, 3], [0, 2, 3]]
+    assert "site-2 (client 1) failed: refused: its privacy budget is spent" in fed.notes()
+    simulate(config.model_copy(update={"privacy": PrivacyConfig()}), tmp_path / "simulated")
+    ours, exact = (read_tree(run / "models/global.safetensors") for run in (fed.run, tmp_path / "simulated"))
+    cosines = torch.nn.functional.cosine_similarity(ours["head.weight"], exact["head.weight"], dim=1)
+    assert 0.99 < float(cosines.min()) < 1 - 1e-7
+    spent = [row["epsilon"] for row in fed.summary()["sites"]]
+    assert [spent[k] for k in (0, 2, 3)] == [pytest.approx(plan.epsilon([1, 2]))] * 3
+    assert 0 < spent[1] < plan.epsilon([1])
+    log = (fed.run / "audit.jsonl").read_text()
+    assert '"record": "masked"' in log
+    assert '"record": "upload"' not in log
+    assert Process(["federation", "audit", str(fed.folder)], fed.io).wait(60).code == 0, fed.said()
+    attack = ["attack", str(fed.folder), "--data", "digits", "--number", "1", "--minutes", "0.1", "--public", "60"]
+    assert Process(attack, fed.io).wait(300).code == 0, fed.said()
+    assert "no upload of one" in " ".join(fed.said().split())
+
+
+def replace_in(file: Path, old: str, new: str) -> None:
+    text, count = re.subn(old, new, file.read_text(), flags=re.M)
+    assert count == 1, (file, old)
+    file.write_text(text)
 
 
 @pytest.mark.soak

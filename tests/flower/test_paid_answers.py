@@ -218,8 +218,8 @@ def test_a_kill_at_any_moment_spends_once_and_lets_out_one_answer(
     count("kills survived")
 
 
-def agreed(place: Scene) -> Any:
-    hello = place.deliver(place.signed(question(dump(private()))))
+def agreed(place: Scene, config: Config | None = None) -> Any:
+    hello = place.deliver(place.signed(question(dump(config or private()))))
     return client_app.Hello.read(without_signature(hello.content)).task
 
 
@@ -279,6 +279,68 @@ def test_two_folders_with_one_ledger_share_the_budget(tmp_path: Path) -> None:
         np.savez(tmp_path / name / f"{name}.npz", **arrays)
         own = {"data": f"npz:{tmp_path}/{name}/{name}.npz", "ledger": str(shared)}
         places.append(scene(tmp_path / name, times=1, **own))
-    wanted = private(**{"data.name": "own", "model.name": "mlp"})
-    upload(places[0].ordered(wanted, FIRST))
-    assert "privacy budget is spent" in places[1].asked(wanted)
+    upload(places[0].ordered(OWN, FIRST))
+    assert "privacy budget is spent" in places[1].asked(OWN)
+
+
+OWN = private(**{"data.name": "own", "model.name": "mlp", "data.classes": ["0", "1"]})
+
+
+def test_two_folders_of_one_site_do_not_use_one_payment_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same order of two servers while the first answer is computed: each has noise of its own, so each is paid."""
+    rows, shared, places = np.random.default_rng(3).integers(0, 256, (40, 4, 4, 1), np.uint8), tmp_path / "l.jsonl", []
+    np.savez(tmp_path / "x.npz", x_train=rows, y_train=np.arange(40) % 2, site_train=np.array(["a"] * 40))
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        places.append(scene(tmp_path / name, data=f"npz:{tmp_path}/x.npz", ledger=str(shared)))
+        places[-1].agreed = agreed(places[-1], OWN)
+    work = client_app.clients.private_update
+
+    def answer_other() -> None:
+        client_app.clients.private_update = work  # in the fork alone
+        upload(places[1].ordered(OWN, FIRST))
+
+    other = get_context("fork").Process(target=answer_other)
+
+    def slow(*args: Any, **more: Any) -> Any:
+        other.start()
+        other.join(3)  # it waits for the payment that is in use
+        return work(*args, **more)
+
+    monkeypatch.setattr(client_app.clients, "private_update", slow)
+    upload(places[0].ordered(OWN, FIRST))
+    other.join(120)
+    assert other.exitcode == 0
+    assert [row["event"] for row in chain.read(shared).lines] == ["data", "paid", "stored", "paid", "stored"]
+
+
+def test_classes_that_the_config_does_not_list_are_refused(tmp_path: Path) -> None:
+    """A single sample may have the highest label: how many classes there are depends on it."""
+    rows = np.random.default_rng(3).integers(0, 256, (40, 4, 4, 1), np.uint8)
+    np.savez(tmp_path / "x.npz", x_train=rows, y_train=np.arange(40) % 2, site_train=np.array(["a"] * 40))
+    place = scene(tmp_path, data=f"npz:{tmp_path}/x.npz")
+    assert "list all classes in data.classes" in place.asked(private(**{"data.name": "own", "model.name": "mlp"}))
+    assert place.asked(OWN) == ""
+
+
+def test_a_state_that_was_made_without_noise_is_not_used_under_privacy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SCAFFOLD's upload has the control variate in it that the client has kept."""
+    place, seen, work = Scene(tmp_path), list[Any](), client_app.clients.private_update
+
+    def look(method: Any, net: Any, kept: Any, *args: Any, **more: Any) -> Any:
+        seen.append(kept)
+        return work(method, net, kept, *args, **more)
+
+    monkeypatch.setattr(client_app.clients, "private_update", look)
+    upload(place.ordered(config_of(**{"method.name": "scaffold"}), FIRST))
+    place.nodes[11] |= {**BUDGET, "allow.epsilon": 1e6}
+    wanted = private(**{"method.name": "scaffold"})
+    for round_ in (2, 3):
+        upload(place.ordered(wanted, Order(client=0, round=round_, last=round_ - 1)))
+    control = [sum(float(value.abs().sum()) for name, value in kept.items() if "c_i" in name) for kept in seen]
+    assert control[0] == 0, "as of a newcomer"
+    assert control[1] > 0, "of the private round before"

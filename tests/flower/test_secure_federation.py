@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 
 from fednh.config import Config, load
 from fednh.errors import ConfigError, RunError
 from fednh.federated.checks import check_secure
+from fednh.flower import server_app, signing
 from fednh.flower.deploy import scaffold
+from fednh.flower.protocol import to_arrays, to_tree
 from fednh.flower.site_config import read_site_config
+from fednh.flower.transport import Request
 from fednh.io.files import read_tree
 from fednh.methods import METHODS
 from tests.helpers.callbacks import Recorder
@@ -95,6 +100,41 @@ def test_a_round_goes_on_without_a_site_and_is_given_up_without_two(tmp_path: Pa
     assert "train.reveal" not in kinds
 
 
+@pytest.mark.parametrize("lies", [False, True])
+def test_a_server_that_gives_one_site_another_model_gets_no_sum_with_it(
+    lies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of weights of its choice it would know what the other sites send, and so that one's upload."""
+    sign = signing.Identity.sign
+
+    def changed(self: Any, request: Request, content: RecordDict) -> Any:
+        if request.client == 0 and request.kind == "train":
+            down = {name: value * 2 for name, value in to_tree(content["down"]).items()}  # type: ignore[arg-type]
+            content = RecordDict({**content, "down": to_arrays(down)})
+        return sign(self, request, content)
+
+    monkeypatch.setattr(signing.Identity, "sign", changed)
+    if lies:
+        monkeypatch.setattr(server_app.Stages, "verify", lambda *_: True)
+    config = small("fedavg", **{**SECURE, "rounds": 1})
+    wire, told = divided(config, tmp_path), Recorder()
+    with suppress(RunError):
+        serve(config, wire, tmp_path, identity=server_identity(tmp_path / "fed"), recorder=told)
+    (row,) = lines(tmp_path)
+    assert row["clients"] == ([] if lies else [1, 2])
+    kinds = [request.metadata.message_type for request, _ in wire.seen]
+    assert ("train.reveal" in kinds) is not lies
+    if lies:
+        said = [
+            json.loads(line)["why"]
+            for line in (tmp_path / "fed/state/audit").glob("*.jsonl")
+            for line in line.open()
+            if '"refused"' in line
+        ]
+        assert said
+        assert all("has not signed that it was asked the same as this one" in why for why in said)
+
+
 def test_a_site_that_trains_in_secure_sums_only_refuses_others(tmp_path: Path) -> None:
     scene = Scene(tmp_path, **{"allow.secure": True})
     assert "trains in secure sums only (allow.secure)" in scene.asked(config_of())
@@ -134,14 +174,16 @@ def test_what_looks_at_single_uploads_is_refused_before_a_folder_is_written(
 
 
 def test_a_new_federation_says_so_at_every_site(tmp_path: Path) -> None:
-    sites = scaffold.write(tmp_path / "fed", 3, [], {"federation.secure": True})
+    sites = scaffold.write(tmp_path / "fed", 5, [], {"federation.secure": True})
     import tomllib
 
     for site in sites:
         text = tomllib.loads(site.node_config.read_text())
         assert text["allow"]["secure"] is True
+        assert text["allow"]["sites"] == 3, "more than half"
     config: Config = scaffold.read(tmp_path / "fed")[0]
     assert config.federation.secure
+    assert config.federation.min_clients == 3
     assert read_site_config({"site": "a", "state": "s", "partition-id": 0, "num-partitions": 1}).peers.name == "peers"
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +28,12 @@ from fednh.flower.secure_messages import (
     read_words,
 )
 from fednh.flower.secure_round import GivenUp
+from fednh.io import chain
+from fednh.privacy import ledger
 from fednh.privacy.grid import STEP, NoisySum
+from tests.helpers.counts import count
 from tests.helpers.federation import write_site_key
-from tests.helpers.secure import Cohorts, without_sender
+from tests.helpers.secure import ALIKE, Cohorts, without_sender
 
 
 @pytest.fixture
@@ -176,7 +183,7 @@ def test_different_lists_of_survivors_for_different_sites_reveal_nothing(tmp_pat
     orders = exchange.open(range(5))
     replies = made.replies("masked", {made.names[client]: order for client, order in orders.items()})
     with pytest.raises(GivenUp):  # the honest part of the server notices first
-        exchange.close({made.names.index(name): _masked(reply) for name, reply in replies.items()})
+        exchange.close({made.names.index(name): _masked(reply) for name, reply in replies.items()}, ALIKE)
     signatures = {
         name: bytes(reply[RECORD]["signature"])  # type: ignore[index,arg-type]
         for stage, name, reply in made.said
@@ -201,6 +208,30 @@ def test_both_kinds_of_shares_of_one_site_are_not_told(three: Cohorts) -> None:
         three.ask("a", "reveal", asked.write())
     with pytest.raises(Refused, match="was asked before, and differently"):
         three.ask("a", "survivors", SurvivorsSent(session=1, sites=["a", "b"], signatures=[b"", b""]).write())
+
+
+def test_sites_that_are_asked_different_things_end_in_no_sum(three: Cohorts) -> None:
+    """With a model of the server's choice, or a learning rate of 0, it would know what the others send."""
+    three.alike = {"a": b"another model"}
+    assert three.total().clients == (1, 2), "an honest server leaves that site out"
+    three.lies = True  # this one takes every signature
+    with pytest.raises(GivenUp, match="agreed to the list"):
+        three.total(2, 2)
+    assert all("has not signed that it was asked the same" in three.refused[name] for name in "abc")
+    assert not any(stage == "reveal" for stage, _, _ in three.said[-3:])
+
+
+def test_a_key_that_is_two_sites_or_a_name_with_two_keys_is_an_error(three: Cohorts, tmp_path: Path) -> None:
+    peers, own = tmp_path / "sites/a/peers", (tmp_path / "sites/a/key.pub").read_text()
+    good = peers.read_text()
+    b, c = good.splitlines()
+    for lines in ([b, c, b.replace("b ", "d ", 1)], [b, c, c.replace(c.split(None, 1)[1], b.split(None, 1)[1])]):
+        peers.write_text("\n".join(lines))
+        with pytest.raises(UserError, match="a name or a key twice"):
+            three.site("a")
+    peers.write_text(f"{good}d {own}")
+    with pytest.raises(UserError, match="this site's own key is that of site d"):
+        three.site("a")
 
 
 def test_a_site_that_is_shown_fewer_senders_does_not_end_in_the_sum(three: Cohorts) -> None:
@@ -272,7 +303,7 @@ def test_an_older_session_is_refused_and_a_newer_one_ends_the_other(three: Cohor
 
 def test_an_order_that_is_asked_for_again_is_masked_anew_with_the_same_noise(three: Cohorts) -> None:
     """As after a crash of the server: the sum is the same to the bit, and nothing is computed again."""
-    three.once, three.noisy = True, [NoisySum(("a",), 3.0, 1.0)]
+    three.paid, three.noisy = True, [NoisySum(("a",), 3.0, 1.0)]
     first, words = three.total(1), three.masked_words()
     again, others = three.total(2), three.masked_words()
     assert torch.equal(first.upload["a"], again.upload["a"])
@@ -282,7 +313,7 @@ def test_an_order_that_is_asked_for_again_is_masked_anew_with_the_same_noise(thr
 
 
 def test_the_noise_of_an_order_that_is_no_longer_kept_is_not_drawn_again(three: Cohorts, tmp_path: Path) -> None:
-    three.once = True
+    three.paid = True
     three.total(1)
     for file in (tmp_path / "sites/a/state").glob("secure-*/summand.*"):
         file.unlink()
@@ -290,6 +321,59 @@ def test_the_noise_of_an_order_that_is_no_longer_kept_is_not_drawn_again(three: 
         three.total(2)
     assert "leaves no more" in three.refused["a"]
     assert "over other sites before" in three.refused["b"]
+
+
+def test_noise_for_one_threshold_is_in_no_sum_with_another(tmp_path: Path) -> None:
+    """A fifth of the noise each in a round that is given up, then three of five sites: 3/5 of the variance."""
+    made = Cohorts(tmp_path, list("abcde"), least=5)
+    made.paid, made.noisy = True, [NoisySum(("a",), 3.0, 1.0)]
+    for name, order in opened(made).items():
+        made.ask(name, "masked", order)
+    made.least, made.lost = 3, {"d": "masked", "e": "masked"}
+    with pytest.raises(GivenUp):
+        made.total(2)
+    assert all("ends with another number" in made.refused[name] for name in "abc")
+    made.least, made.lost = 5, {}
+    same({"b": made.total(3).upload["b"]}, {"b": made.of(*"abcde")["b"]}, 5)
+
+
+@pytest.mark.parametrize("gone", ["secure-*", "secure-*/given.json"])
+def test_what_is_lost_beside_the_ledger_brings_no_other_noise_and_no_other_sum(
+    gone: str, three: Cohorts, tmp_path: Path
+) -> None:
+    """A folder from a backup, or a key of the server that is new: the ledger knows with which noise, in which sum."""
+    three.paid, three.noisy = True, [NoisySum(("a",), 3.0, 1.0)]
+    first = three.total(1)
+    for path in (tmp_path / "sites").glob(f"*/state/{gone}"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    three.lost = {"c": "masked"}
+    with pytest.raises(GivenUp):
+        three.total(2)
+    why = "left with other noise" if gone == "secure-*" else "summed up over other sites before"
+    assert all(why in three.refused[name] for name in "ab")
+    three.lost = {}
+    if gone != "secure-*":
+        assert torch.equal(three.total(3).upload["a"], first.upload["a"])
+
+
+def test_the_ledger_names_the_noise_before_anything_leaves(three: Cohorts, monkeypatch: pytest.MonkeyPatch) -> None:
+    three.paid, three.noisy = True, [NoisySum(("a",), 3.0, 1.0)]
+    orders, done = opened(three), ledger.append
+
+    def torn(*args: Any, **more: Any) -> Any:
+        raise OSError("the power is gone")
+
+    monkeypatch.setattr(ledger, "append", torn)
+    with pytest.raises(OSError, match="power"):
+        three.ask("a", "masked", orders["a"])
+    monkeypatch.setattr(ledger, "append", done)
+    said = three.ask("a", "masked", orders["a"])
+    (row,) = chain.read(three.folder / "sites/a/state/ledger.jsonl").lines
+    assert (row["event"], row["work"]) == ("summed", "order-1")
+    assert said["said"]["ledger"] == f"1:{row['hash']}"  # type: ignore[index]
+    three.total(2)
+    events = [row["event"] for row in chain.read(three.folder / "sites/a/state/ledger.jsonl").lines]
+    assert events == ["summed", "agreed"]
 
 
 def test_one_order_is_summed_up_over_one_set_of_sites_only(three: Cohorts) -> None:
@@ -318,7 +402,7 @@ def test_a_crash_before_any_file_is_complete_loses_nothing(
     call: int, three: Cohorts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a masked upload is made four files are written: whichever is lost, the same words come out afterwards."""
-    three.once, three.noisy = True, [NoisySum(("a",), 3.0, 1.0)]
+    three.paid, three.noisy = True, [NoisySum(("a",), 3.0, 1.0)]
     orders, written, write = opened(three), [0], secure_site.write_bytes
 
     def torn(*args: Any, **more: Any) -> str:
@@ -334,6 +418,48 @@ def test_a_crash_before_any_file_is_complete_loses_nothing(
     first = read_words(three.ask("a", "masked", orders["a"]))
     assert np.array_equal(first, read_words(three.ask("a", "masked", orders["a"])))
     assert three.computed == (2 if call == 0 else 1)
+
+
+MOMENTS = {
+    "when the summand is there": (secure_site.SecureSite, "_keep"),
+    "when the ledger has its line": (ledger.Ledger, "settle"),
+    "when the order is remembered": (secure_site.SecureSite, "_remember"),
+    "when the reply is stored": (secure_site.SecureSite, "_done"),
+}
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["same session", "new session"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_kill_while_an_upload_is_masked_lets_out_one_noise(
+    moment: str, anew: bool, three: Cohorts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    three.paid, three.noisy = True, [NoisySum(("a",), 3.0, 1.0)]
+    orders, (kind, name) = opened(three), MOMENTS[moment]
+    work = getattr(kind, name)
+
+    def killed() -> None:
+        def done(*args: Any, **more: Any) -> None:
+            work(*args, **more)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        monkeypatch.setattr(kind, name, done)  # in the fork alone
+        three.ask("a", "masked", orders["a"])
+
+    child = get_context("fork").Process(target=killed)
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    (file,) = three.folder.glob("sites/a/state/secure-*/summand.*")
+    noised = file.read_bytes()
+    if anew:
+        three.total(2)
+    else:
+        first = read_words(three.ask("a", "masked", orders["a"]))
+        assert np.array_equal(first, read_words(three.ask("a", "masked", orders["a"])))
+    assert file.read_bytes() == noised
+    events = [row["event"] for row in chain.read(three.folder / "sites/a/state/ledger.jsonl").lines]
+    assert events == ["summed", "agreed"][: 1 + anew]
+    count("kills survived")
 
 
 def test_a_training_that_is_not_finite_adds_nothing(three: Cohorts) -> None:

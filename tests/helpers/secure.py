@@ -15,7 +15,7 @@ from fednh.flower.deploy import certificates as certs
 from fednh.flower.protocol import Answer
 from fednh.flower.secure_messages import RECORD, STAGES, SharesSent, SignatureReply, listed, named, read_words
 from fednh.flower.secure_round import SecureRound, Total
-from fednh.flower.secure_site import SecureSite
+from fednh.flower.secure_site import MaskedOrder, SecureSite
 from fednh.flower.signing import Envelope
 from fednh.flower.site_config import SiteConfig, read_site_config
 from fednh.flower.transport import Limit
@@ -25,6 +25,7 @@ from fednh.tree import Tree
 from tests.helpers.federation import write_site_key
 
 FORM = form_of({"a": torch.zeros(3), "b": torch.zeros(())})
+ALIKE = b"what all are asked"
 Change = Callable[[str, ConfigRecord], ConfigRecord]  # (site, order) -> what this site is asked
 
 
@@ -48,7 +49,9 @@ class Cohorts:
         self.changes: dict[str, Change] = {}  # by stage
         self.refused: dict[str, str] = {}  # site -> why
         self.computed = 0
-        self.once, self.noisy = False, list[NoisySum]()
+        self.lies = False  # the server takes every signature
+        self.paid, self.noisy = False, list[NoisySum]()
+        self.alike: dict[str, bytes] = {}  # site -> what it is asked like all others, where it is asked something else
 
     def _config(self, name: str, **node: Any) -> SiteConfig:
         own = self.folder / "sites" / name
@@ -65,9 +68,9 @@ class Cohorts:
         content, site = RecordDict({RECORD: order}), self.site(name, round_)
         if stage != "masked":
             return site.stage(stage, content)
-        return site.masked(
-            content, digest or f"order-{round_}", self.least, lambda: self._answer(name), self.noisy, self.once
-        )
+        alike = self.alike.get(name, ALIKE)
+        training = MaskedOrder(digest or f"order-{round_}", alike, self.least, self.noisy, self.paid)
+        return site.masked(content, training, lambda: self._answer(name))
 
     def _answer(self, name: str) -> Answer:
         self.computed += 1
@@ -84,7 +87,7 @@ class Cohorts:
         return SecureRound(terms, names, FORM, self.noisy, self.least, exchange, out, self.verify)
 
     def verify(self, site: str, statement: bytes, signature: bytes) -> bool:
-        return signing.is_signed(self.keys[site], statement, signature)
+        return self.lies or signing.is_signed(self.keys[site], statement, signature)
 
     def replies(
         self, stage: str, orders: Mapping[str, ConfigRecord], round_: int = 1, digest: str = ""
@@ -110,7 +113,7 @@ class Cohorts:
         orders = exchange.open(range(len(self.names)))
         asked = {self.names[client]: order for client, order in orders.items()}
         replies = self.replies("masked", asked, round_, digest)
-        return exchange.close({self.names.index(name): masked(reply) for name, reply in replies.items()})
+        return exchange.close({self.names.index(name): masked(reply) for name, reply in replies.items()}, ALIKE)
 
     def of(self, *names: str) -> Tree:
         """The plain sum of these sites' uploads."""

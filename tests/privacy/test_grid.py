@@ -9,10 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from fednh.federated.checks import form_of
 from fednh.privacy.discrete_gaussian import LARGEST
-from fednh.privacy.grid import FINE, STEP, Grid, NoisySum, share_of_noise
+from fednh.privacy.grid import FINE, LONGER, STEP, Grid, NoisySum, share_of_noise
+from fednh.privacy.private_data import short
 
 RANDOM = np.random.default_rng(0).bytes
 
@@ -45,7 +47,7 @@ def test_any_t_shares_reach_the_deviation_that_the_account_names(
 ) -> None:
     """Together at least noise * (sensitivity + rounding), and not much more than noise * sensitivity."""
     step, sigma = share_of_noise(NoisySum(("a",), noise, sensitivity), numbers, needed)
-    moved = sensitivity / step + math.sqrt(numbers)  # the largest change of rounded numbers, in steps
+    moved = sensitivity * (1 + LONGER) / step + math.sqrt(numbers)  # the largest change of rounded numbers, in steps
     together = math.sqrt(needed) * sigma
     assert together >= noise * moved
     assert math.log2(step).is_integer()
@@ -89,3 +91,26 @@ def test_every_site_adds_its_share() -> None:
     for _ in range(30):
         told = grid.tree(grid.words(zeros, RANDOM))["sums"].double()
         assert abs(float(told.std()) * math.sqrt(2) - 1) < 0.2
+
+
+@pytest.mark.parametrize("sites", [1, 3])
+@pytest.mark.parametrize("sigma", [4, 16])
+def test_sums_of_discrete_noise_are_nearly_rounded_gaussian_noise(sigma: int, sites: int) -> None:
+    """Total variation and Hellinger distance, exactly; both fall with sigma^2, to 3e-14 at the grid's 2^20 steps."""
+    x = np.arange(-14 * sigma, 14 * sigma + 1)
+    one = np.exp(-(x**2) / (2 * sigma**2))
+    total = one = one / one.sum()
+    for _ in range(sites - 1):
+        total = np.convolve(total, one)
+    ends, together = np.arange(-(len(total) // 2), len(total) // 2 + 1), sigma * math.sqrt(sites)
+    rounded = stats.norm.cdf((ends + 0.5) / together) - stats.norm.cdf((ends - 0.5) / together)
+    assert np.abs(total - rounded).sum() / 2 < 0.03 / together**2
+    assert math.sqrt(2 * (1 - np.sqrt(total * rounded).sum())) < 0.03 / together**2, "of d numbers: sqrt(d) times this"
+
+
+@pytest.mark.parametrize("size", [2, 64, 4096])
+def test_features_of_length_one_are_no_longer_than_is_accounted_for(size: int) -> None:
+    x = torch.randn(2000, size, generator=torch.Generator().manual_seed(size)) * 3
+    for features in (lambda z: z, lambda z: z / z.norm(dim=1, keepdim=True)):
+        longest = float(short(features)(x).double().norm(dim=1).max())
+        assert 1 - 1e-6 < longest <= 1 + LONGER

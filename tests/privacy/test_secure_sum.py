@@ -18,6 +18,7 @@ from fednh.privacy.grid import Words
 from fednh.privacy.secure_sum import Cohort, Keys, Participant, Secrets, Terms, threshold, unmasked
 
 TERMS = Terms("fed", 1, 1, 7)
+ASKED = b"what all are asked"
 
 
 def sign(site: str, statement: bytes) -> bytes:
@@ -61,11 +62,13 @@ class Sum:
     def mask(self) -> dict[str, Words]:
         sealed, senders = self.share(), self.here("shares")
         for site in senders:
-            self.sites[site] = self.sites[site].receive({each: sealed[each][site] for each in senders if each != site})
+            self.sites[site] = self.sites[site].receive(
+                {each: sealed[each][site] for each in senders if each != site}, ASKED
+            )
         return {site: self.sites[site].masked(self.words[site]) for site in self.here("shares", "masked")}
 
     def confirm(self, survivors: Sequence[str]) -> dict[str, bytes]:
-        masked = [sign(site, self.cohort.masked_with(self.sites[site].senders)) for site in survivors]
+        masked = [sign(site, self.cohort.masked_with(self.sites[site].senders, ASKED)) for site in survivors]
         for site in self.here("shares", "masked", "survivors"):
             self.sites[site] = self.sites[site].confirm(survivors, masked, verify)
         return {site: sign(site, self.cohort.agreed(survivors)) for site in self.here("shares", "masked", "survivors")}
@@ -173,23 +176,23 @@ def test_shares_for_somebody_else_or_changed_ones_cannot_be_opened() -> None:
     made = three()
     sealed, site = made.share(), made.sites["site-00"]
     with pytest.raises(Refused, match="cannot be opened"):
-        site.receive({"site-01": sealed["site-01"]["site-02"]})
+        site.receive({"site-01": sealed["site-01"]["site-02"]}, ASKED)
     content = sealed["site-01"]["site-00"]
     with pytest.raises(Refused, match="cannot be opened"):
-        site.receive({"site-01": content[:-1] + bytes([content[-1] ^ 1])})
+        site.receive({"site-01": content[:-1] + bytes([content[-1] ^ 1])}, ASKED)
     with pytest.raises(Refused, match="cannot be opened"):
-        site.receive({"site-02": content})
+        site.receive({"site-02": content}, ASKED)
 
 
 def test_below_the_threshold_nothing_is_masked() -> None:
     made = three()
     made.share()
     with pytest.raises(Refused, match="1 sites are left in the secure sum, and it needs 2"):
-        made.sites["site-00"].receive({})
+        made.sites["site-00"].receive({}, ASKED)
 
 
 def masked_by(made: Sum, survivors: Sequence[str]) -> list[bytes]:
-    return [sign(site, made.cohort.masked_with(made.sites[site].senders)) for site in survivors]
+    return [sign(site, made.cohort.masked_with(made.sites[site].senders, ASKED)) for site in survivors]
 
 
 def test_a_server_that_says_that_a_site_was_lost_is_refused_by_it() -> None:
@@ -223,16 +226,16 @@ def test_survivors_that_masked_with_other_sites_are_refused() -> None:
     sealed = made.share()
     names = sorted(made.secrets)
     everybody = {each: sealed[each]["site-00"] for each in names if each != "site-00"}
-    site = made.sites["site-00"].receive(everybody)
-    made.sites["site-01"] = made.sites["site-01"].receive({each: sealed[each]["site-01"] for each in names[2:]})
+    site = made.sites["site-00"].receive(everybody, ASKED)
+    made.sites["site-01"] = made.sites["site-01"].receive({each: sealed[each]["site-01"] for each in names[2:]}, ASKED)
     three_left = ["site-00", "site-01", "site-02"]
     made.sites["site-02"] = made.sites["site-02"].receive(
-        {each: sealed[each]["site-02"] for each in names if each != "site-02"}
+        {each: sealed[each]["site-02"] for each in names if each != "site-02"}, ASKED
     )
     signatures = [
-        sign("site-00", made.cohort.masked_with(site.senders)),
-        sign("site-01", made.cohort.masked_with(made.sites["site-01"].senders)),
-        sign("site-02", made.cohort.masked_with(made.sites["site-02"].senders)),
+        sign("site-00", made.cohort.masked_with(site.senders, ASKED)),
+        sign("site-01", made.cohort.masked_with(made.sites["site-01"].senders, ASKED)),
+        sign("site-02", made.cohort.masked_with(made.sites["site-02"].senders, ASKED)),
     ]
     with pytest.raises(Refused, match="site site-01 has not signed"):
         site.confirm(three_left, signatures, verify)

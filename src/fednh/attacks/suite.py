@@ -140,6 +140,11 @@ def _one(target: Target, settings: Settings) -> Learnt:
     if not target.upload:
         result.notes.append("its clients upload nothing, so a server learns nothing from them")
         return result
+    if target.config.federation.secure:
+        result.notes.append(
+            "federation.secure: the server gets the sum over all sites and no upload of one; the numbers are those of "
+            "the upload that it would get without"
+        )
     end = time.monotonic() + 120 * settings.minutes
 
     def in_time(what: str) -> bool:

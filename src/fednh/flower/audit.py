@@ -146,6 +146,12 @@ class SiteEvents:
         if balance is not None:
             self.facts |= {**balance.told(), LEDGER: str(balance.head or "")}
 
+    def settled(self, head: Head) -> None:
+        """The ledger has a new line beside payments: the lines about this message name it, and there are some."""
+        self.facts[LEDGER] = str(head)
+        if not self.times:
+            self.new()
+
     def left(self, content: RecordDict) -> RecordDict:
         """Log an answer; returns it with the hash of its line."""
         if not self.times:

@@ -227,7 +227,7 @@ def _ledger_lines(ledger: Log, lines: Sequence[dict[str, Any]]) -> Iterator[str]
 
 
 def _has_upload(row: dict[str, Any]) -> bool:
-    return any(record["record"] == "upload" for record in row.get("sent", []))
+    return any(record["record"] in ("upload", "masked") for record in row.get("sent", []))
 
 
 def _server_lines(lines: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -67,7 +67,7 @@ from fednh.flower.audit import SiteEvents
 from fednh.flower.layout import StateFolder
 from fednh.flower.paid_answers import PaidAnswers
 from fednh.flower.protocol import Answer, Hello, Number, Order, Task
-from fednh.flower.secure_site import SecureSite
+from fednh.flower.secure_site import MaskedOrder, SecureSite
 from fednh.flower.signing import ssh_fingerprint
 from fednh.flower.site_config import METRICS, Agreement, SiteConfig, read_site_config
 from fednh.io.files import atomic_write, keep_private, read_tree, sha256, write_bytes, write_tree
@@ -105,6 +105,7 @@ def finalize_reply(
 log = logging.getLogger("flwr")
 NEWEST = 2  # states that stay, whatever the server says
 STATES = 100  # states that are kept at most, whatever it says
+NOISED = "privacy"  # in the metadata of a state that was made under privacy: the level
 
 
 class Site:
@@ -212,7 +213,8 @@ class Site:
             return ()
         if self.config.privacy.level != "sample":
             raise Refused("privacy.level = 'client' leaves the noise to the server; a site adds its own: use 'sample'")
-        return self.privacy.answer(order.round, is_first=not strip_prefix(self._load_state(order.last), PRIVATE))
+        held = strip_prefix(self._load_state(order.last), PRIVATE)
+        return self.privacy.due(order.round, [name.replace("_", " ") for name in held])
 
     @property
     def paid(self) -> PaidAnswers:
@@ -344,6 +346,9 @@ class Site:
                 if round_ > last:
                     continue
                 try:
+                    if self.private and not _was_noised(path):  # an upload would be made from it that no account covers
+                        log.warning("%s was made without noise, so it is not used under privacy", path)
+                        continue
                     tree = read_tree(path, self.config.home)
                 except (OSError, SafetensorError) as error:
                     log.warning("%s is damaged (%s); looking for an older one", path, error)
@@ -384,13 +389,19 @@ class Site:
         """
         path, aside = self.kept.state(round_), self.kept.replaced(round_)
         before = path.read_bytes() if path.exists() else b""
-        write_tree(path, tree)
+        write_tree(path, tree, {NOISED: self.config.privacy.level} if self.private else None)
         if before and before != path.read_bytes() and not aside.exists():
             write_bytes(aside, before)
         oldest, *others = self.kept.states()
         if (oldest < since and len(others) >= NEWEST) or len(others) >= STATES:
             self.kept.state(oldest).unlink()
             self.kept.replaced(oldest).unlink(missing_ok=True)
+
+
+def _was_noised(state: Path) -> bool:
+    """Whether a state was made under privacy."""
+    with safe_open(state, "pt") as file:
+        return NOISED in (file.metadata() or {})
 
 
 def _shared(site_config: SiteConfig) -> SiteConfig:
@@ -443,6 +454,11 @@ def _own_data(toml: str, site_config: SiteConfig) -> OwnData:
         data = one_site(_loaded(config), site_config.site)
     if problem := not_agreed(data, config.data.classes, config.data.columns):
         raise Refused(f"this site discloses nothing about its data that is not agreed: {problem}")
+    if config.privacy.level != "none" and config.data.classes is None:
+        raise Refused(
+            "how many classes its samples have would leave without noise: list all classes in data.classes of the "
+            "federation's config"
+        )
     with _hide_data_errors():
         marks = None if config.privacy.level == "none" else _marks_of(config, data)
         return OwnData(_prepared(config, site_config, data), marks)
@@ -687,10 +703,15 @@ def _answer(message: VerifiedMessage) -> RecordDict:
     if not summed:
         return answer().write(packed=site.compression is not None)
     secure = SecureSite(message.site_config, message.envelope)
-    least, once = site.config.federation.min_clients, site.private
     mechanisms = None if site.privacy is None else site.privacy.mechanisms
-    noisy = left_to_sum(site.fed.method.upload.class_sums, mechanisms)
-    return secure.masked(message.content, work.digest, least, answer, noisy, once)
+    training = MaskedOrder(
+        work.digest,
+        signing.asked_alike(asked),
+        site.config.federation.min_clients,
+        left_to_sum(site.fed.method.upload.class_sums, mechanisms),
+        paid=site.private,
+    )
+    return _settled(message, secure, secure.masked(message.content, training, answer))
 
 
 def _paid(
@@ -705,7 +726,15 @@ def _paid(
 
 
 def _secure(stage: str, message: VerifiedMessage) -> RecordDict:
-    return SecureSite(message.site_config, message.envelope).stage(stage, message.content)
+    secure = SecureSite(message.site_config, message.envelope)
+    return _settled(message, secure, secure.stage(stage, message.content))
+
+
+def _settled(message: VerifiedMessage, secure: SecureSite, reply: RecordDict) -> RecordDict:
+    """The reply, of whose line in the ledger the audit log knows."""
+    if secure.settled is not None:
+        message.events.settled(secure.settled)
+    return reply
 
 
 def _handle(work: Handler, message: Message, context: Context) -> Message:

@@ -180,10 +180,6 @@ class StateFolder(FolderLayout):
     ledger_file = Inside("ledger.jsonl")
     weights_lock = Inside(".weights.lock")
 
-    def answering_lock(self, site: str) -> Path:
-        """Held while an answer under privacy is paid, computed and stored."""
-        return self.path / f".answering-{_short(site)}.lock"
-
     def weights(self, sha256: str) -> Path:
         """The file of the weights with this checksum, received from a server."""
         return self.path / f"weights.{sha256}.safetensors"
@@ -250,9 +246,9 @@ class SecureState(FolderLayout):
         """The reply that was given to a stage of the session."""
         return self.path / f"reply.{stage}"
 
-    def summand(self, order: str) -> Path:
-        """What an order's masked upload is made of."""
-        return self.path / f"summand.{order}"
+    def summand(self, order: str, cohort: str) -> Path:
+        """What an order's masked upload is made of, in a sum over the cohort with this digest."""
+        return self.path / f"summand.{order}.{cohort}"
 
     def summands(self) -> list[Path]:
         """All of them, the oldest first."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from filelock import FileLock
 from safetensors import safe_open
 
 from fednh.errors import Refused
@@ -47,13 +46,13 @@ class PaidAnswers:
 
         `compute` gets what the samples' account has come to with it.
         """
-        delta, ledger = self.site_config.policy.allow.delta, self._ledger(order.ledger)
+        delta, ledger = self.site_config.policy.allow.delta, ledger_of(self.site_config, order.ledger)
         if not releases:
             balance = ledger.balance(self.marks, delta)
             if (answer := compute(balance)).upload:
                 raise Refused("its answer would hold what no account names")
             return replace(answer, balance=balance), True
-        with FileLock(StateFolder(self.site_config.home).answering_lock(self.site_config.site)):
+        with ledger.answering:
             path = self.kept.answer(order.round, work)
             if path.is_file() and sha256(path) == ledger.answer_to(work):
                 return replace(_read(path), balance=ledger.balance(self.marks, delta)), False
@@ -66,20 +65,20 @@ class PaidAnswers:
 
     def check(self, releases: Sequence[Release]) -> None:
         """Refuse what the account could not pay."""
-        self._ledger().check(releases, self.marks, self.site_config.policy.allow.budget)
-
-    def _ledger(self, heard: str = "") -> Ledger:
-        """The site's ledger, which must have the lines that the audit log and the server (`heard`) know of."""
-        site, home = self.site_config.site, StateFolder(self.site_config.home)
-        said = Head.read(heard)
-        known = [*_recorded(home.audit_file(site)), *([said] if said else [])]
-        return Ledger(self.site_config.ledger or home.ledger_file, site, known)
+        ledger_of(self.site_config).check(releases, self.marks, self.site_config.policy.allow.budget)
 
     def _discard(self, since: int) -> None:
         """Delete the oldest answer if there are too many, or if the server no longer needs it."""
         stored = self.kept.answers()
         if len(stored) > ANSWERS or (len(stored) > KEPT and self.kept.round_of(stored[0]) < since):
             stored[0].unlink()
+
+
+def ledger_of(site_config: SiteConfig, heard: str = "") -> Ledger:
+    """The site's ledger, which must have the lines that the audit log and the server (`heard`) know of."""
+    home, said = StateFolder(site_config.home), Head.read(heard)
+    known = [*_recorded(home.audit_file(site_config.site)), *([said] if said else [])]
+    return Ledger(site_config.ledger or home.ledger_file, site_config.site, known)
 
 
 def _recorded(audit_file: Path) -> Iterator[Head]:

@@ -138,16 +138,19 @@ class SecureRound:
     def _grid(self) -> Grid:
         return grid_of(self.form, len(self.cohort.keys), self.cohort.threshold, self.noisy)
 
-    def close(self, masked: Mapping[int, tuple[Words, bytes]]) -> Total:
-        """The sum of the clients' masked uploads, each with the site's signature of whom it masked with."""
-        statement = self.cohort.masked_with(self.senders)
+    def close(self, masked: Mapping[int, tuple[Words, bytes]], asked: bytes) -> Total:
+        """The sum of the clients' masked uploads, each with the site's signature of whom it masked with.
+
+        `asked` is a digest of what their orders asked of all of them (signing.asked_alike).
+        """
+        statement = self.cohort.masked_with(self.senders, asked)
         rows = dict[str, tuple[Words, bytes]]()
         for client, (words, signature) in masked.items():
             self.sent += words.nbytes
             if self.verify(self.names[client], statement, signature):
                 rows[self.names[client]] = words, signature
             else:
-                self.leave_out(client, "it has not signed with whom its upload is masked")
+                self.leave_out(client, "it has not signed with whom its upload is masked, and what it was asked")
         self._check_left(len(rows), "sent a masked upload")
         survivors = tuple(sorted(rows))
         confirmed = self._confirmed(survivors, {site: signature for site, (_, signature) in rows.items()})

@@ -9,7 +9,8 @@ After a crash the server asks for a round again, in a new session. The site then
 first time, with the noise that is in it, and only if the same sites are asked. And it agrees to the same survivors
 only: because more than half of the sites must agree, no order is ever summed over two different sets of sites, whose
 sums could be subtracted from each other. An order whose summand is no longer kept is refused where there is noise in
-it: it would leave with fresh noise.
+it: it would leave with fresh noise. The site's ledger says, too, with which noise an order has left and for which sum:
+what lies here can be lost, or set back.
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cryptography.hazmat.primitives.asymmetric import ec
 from filelock import FileLock
-from flwr.app import RecordDict
+from flwr.app import ConfigRecord, RecordDict
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fednh.errors import Refused, UserError
 from fednh.federated.checks import form_of
 from fednh.flower import compat, protocol, signing
 from fednh.flower.layout import SecureState, StateFolder
+from fednh.flower.paid_answers import ledger_of
 from fednh.flower.secure_messages import (
     MASKED,
     RECORD,
@@ -52,6 +56,7 @@ from fednh.flower.secure_messages import (
     write_words,
 )
 from fednh.flower.signing import Envelope
+from fednh.io.chain import Head
 from fednh.io.files import write_bytes
 from fednh.privacy.grid import NoisySum, Words
 from fednh.privacy.secure_sum import Cohort, Keys, Participant, Secrets, Terms
@@ -66,6 +71,17 @@ REMEMBERED = 1000  # orders whose survivors are remembered
 Summand = tuple[RecordDict, Words]  # what leaves beside the masked upload, and the upload on the grid with its noise
 
 
+@dataclass(frozen=True)
+class MaskedOrder:
+    """An order to train, as far as a secure sum looks at it."""
+
+    digest: str  # of all that the answer depends on
+    alike: bytes  # a digest of what all sites are asked alike
+    least: int  # sites that the config asks for
+    noisy: Sequence[NoisySum] = ()
+    paid: bool = False  # under privacy: it is paid in the ledger, and leaves with one noise only
+
+
 class _File(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex")
 
@@ -78,6 +94,7 @@ class Session(_File):
     secrets: Secrets | None  # None: the site has revealed its shares, and needs them no more
     participant: Participant | None = None  # from the stage `shares` on
     order: str = ""  # digest of the order whose upload is masked
+    paid: bool = False  # under privacy
     asked: dict[str, str] = {}  # stage -> digest of what was asked
 
 
@@ -86,6 +103,7 @@ class Given(_File):
 
     order: str
     sites: tuple[str, ...]
+    threshold: int
     survivors: tuple[str, ...] = ()  # that the site has agreed to; none: to no list yet
 
 
@@ -100,11 +118,13 @@ class SecureSite:
         self.site, self.fewest = site_config.site, site_config.policy.allow.sites
         self.terms = Terms(envelope.federation, envelope.run, int(envelope.round), 0)
         self.key = signing.read_site_private(site_config.key)
-        self.peers = {**signing.read_peers(site_config.peers), self.site: signing.public_text(self.key.public_key())}
+        self.peers = _with_own(signing.read_peers(site_config.peers), self.site, self.key)
         fingerprint = signing.key_fingerprint(signing.read_orders_public(site_config.orders))
         self.folder: SecureState = StateFolder(site_config.home).secure(self.site, fingerprint)
         self.folder.path.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(self.folder.lock)
+        self.ledger = ledger_of(site_config)
+        self.settled: Head | None = None  # the line that this message has added to the ledger
 
     # --- stages ------------------------------------------------------------------------------------------------
 
@@ -153,57 +173,61 @@ class SecureSite:
         sites, shares = listed(sealed)
         return session.model_copy(update={"participant": participant}), SharesReply(sites=sites, shares=shares)
 
-    def masked(
-        self,
-        content: RecordDict,
-        order: str,
-        least: int,
-        answer: Callable[[], Answer],
-        noisy: Sequence[NoisySum] = (),
-        once: bool = False,
-    ) -> RecordDict:
-        """The masked answer to an order to train, whose digest is `order`; `answer` computes the plain one.
-
-        `least` is how many sites the order's config asks for. `once`: there is noise in the answer, so that it is made
-        once for an order.
-        """
+    def masked(self, content: RecordDict, order: MaskedOrder, answer: Callable[[], Answer]) -> RecordDict:
+        """The masked answer to an order to train; `answer` computes the plain one."""
         asked = SharesSent.read(content)
-        digest = hashlib.sha256(f"{_digest(asked)} {order}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{_digest(asked)} {order.digest}".encode()).hexdigest()
         with self.lock:
             session = self._session(asked)
             if (stored := self._repeated(session, "masked", digest)) is not None:
                 return stored
-            participant = self._received(session, asked, order, least)
-            summand = self._kept(order)
-            if summand is None and once and self._given(order) is not None:
+            participant = self._received(session, asked, order)
+            summand = self._kept(order.digest, participant.cohort)
+            if summand is None and order.paid and self._given(order.digest) is not None:
                 raise Refused("the upload of this order has left with noise and is no longer kept: it leaves no more")
         if summand is None:  # without the lock: this takes long, and another process of this site may look
-            summand = _summand(answer(), participant.cohort, noisy)
+            summand = _summand(answer(), participant.cohort, order.noisy)
         with self.lock:
             session = self._session(asked)  # refused if a newer session has begun
             if (stored := self._repeated(session, "masked", digest)) is not None:
                 return stored
-            participant = self._received(session, asked, order, least)
-            beside, words = self._kept(order) or self._keep(order, summand)
-            self._remember(Given(order=order, sites=participant.cohort.names))
-            signature = signing.sign_statement(self.key, participant.cohort.masked_with(participant.senders))
+            participant = self._received(session, asked, order)
+            beside, words = self._kept(order.digest, participant.cohort) or self._keep(
+                order.digest, participant.cohort, summand
+            )
+            if order.paid:  # before anything leaves
+                beside = self._settle(beside, "summed", order.digest, hashlib.sha256(words.tobytes()).hexdigest())
+            cohort = participant.cohort
+            self._remember(Given(order=order.digest, sites=cohort.names, threshold=cohort.threshold))
+            signature = signing.sign_statement(self.key, cohort.masked_with(participant.senders, participant.asked))
             reply = {
                 **beside,
                 MASKED: write_words(participant.masked(words)),
                 RECORD: SignatureReply(signature=signature).write(),
             }
-            session = session.model_copy(update={"participant": participant, "order": order})
-            return self._done(session, "masked", digest, RecordDict(reply))
+            what = {"participant": participant, "order": order.digest, "paid": order.paid}
+            return self._done(session.model_copy(update=what), "masked", digest, RecordDict(reply))
 
-    def _received(self, session: Session, asked: SharesSent, order: str, least: int) -> Participant:
+    def _received(self, session: Session, asked: SharesSent, order: MaskedOrder) -> Participant:
         assert session.participant is not None
-        participant = session.participant.receive(named(asked.senders, asked.shares))
-        if (needed := participant.cohort.threshold) < least:
-            raise Refused(f"the secure sum ends with {needed} sites, and the config asks for {least}")
-        given = self._given(order)
-        if given is not None and given.sites != participant.cohort.names:
-            raise Refused("the upload of this order has left for a sum over other sites: the two could be subtracted")
+        participant = session.participant.receive(named(asked.senders, asked.shares), order.alike)
+        cohort, given = participant.cohort, self._given(order.digest)
+        if cohort.threshold < order.least:
+            raise Refused(f"the secure sum ends with {cohort.threshold} sites, and the config asks for {order.least}")
+        if given is not None and (given.sites, given.threshold) != (cohort.names, cohort.threshold):
+            raise Refused(
+                "the upload of this order has left for a sum over other sites, or one that ends with another number of "
+                "them: the two could be subtracted, and the noise be too small"
+            )
         return participant
+
+    def _settle(self, beside: RecordDict, event: str, order: str, what: str) -> RecordDict:
+        """Record in the ledger what becomes of an order; returns what leaves, with the ledger's new line."""
+        self.settled = self.ledger.settle(event, order, what)
+        said = beside["said"]
+        assert isinstance(said, ConfigRecord)
+        newest = {} if self.settled is None else {"ledger": str(self.settled)}
+        return RecordDict({**beside, "said": ConfigRecord({**said, **newest})})
 
     def _confirm(self, session: Session, asked: SurvivorsSent) -> tuple[Session, SecureRecord]:
         assert session.participant is not None
@@ -211,8 +235,10 @@ class SecureSite:
         if given is not None and given.survivors not in ((), tuple(asked.sites)):
             raise Refused("this order was summed up over other sites before: the two sums could be subtracted")
         participant = session.participant.confirm(asked.sites, asked.signatures, self._verify)
-        names = participant.cohort.names
-        self._remember(Given(order=session.order, sites=names, survivors=participant.survivors))
+        cohort, survivors = participant.cohort, participant.survivors
+        if session.paid:
+            self.settled = self.ledger.settle("agreed", session.order, _key(*survivors))
+        self._remember(Given(order=session.order, sites=cohort.names, threshold=cohort.threshold, survivors=survivors))
         signature = signing.sign_statement(self.key, participant.cohort.agreed(participant.survivors))
         return session.model_copy(update={"participant": participant}), SignatureReply(signature=signature)
 
@@ -282,15 +308,19 @@ class SecureSite:
         rows = (*others, given.model_copy(update={"survivors": survivors}))[-REMEMBERED:]
         write_bytes(self.folder.given_file, GivenFile(orders=rows).model_dump_json().encode())
 
-    def _kept(self, order: str) -> Summand | None:
-        if not (file := self.folder.summand(order)).exists():
+    def _kept(self, order: str, cohort: Cohort) -> Summand | None:
+        if not (file := self._summand_file(order, cohort)).exists():
             return None
         content = compat.unpack(file.read_bytes())
         return RecordDict({name: record for name, record in content.items() if name != MASKED}), read_words(content)
 
-    def _keep(self, order: str, summand: Summand) -> Summand:
+    def _summand_file(self, order: str, cohort: Cohort) -> Path:
+        """Its noise depends on the cohort, so in another one it is another file."""
+        return self.folder.summand(order, _key(cohort.threshold, *cohort.names))
+
+    def _keep(self, order: str, cohort: Cohort, summand: Summand) -> Summand:
         beside, words = summand
-        write_bytes(self.folder.summand(order), compat.pack(RecordDict({**beside, MASKED: write_words(words)})))
+        write_bytes(self._summand_file(order, cohort), compat.pack(RecordDict({**beside, MASKED: write_words(words)})))
         for file in self.folder.summands()[:-KEPT]:
             file.unlink()
         return summand
@@ -307,6 +337,18 @@ def _summand(answer: Answer, cohort: Cohort, noisy: Sequence[NoisySum]) -> Summa
     except ValueError as error:
         raise Refused(f"its upload cannot be added to the secure sum: {error}") from None
     return replace(answer, upload=None, samples=None, loss_sum=None, gradient_norm=None).write(), words
+
+
+def _with_own(peers: dict[str, str], site: str, key: ec.EllipticCurvePrivateKey) -> dict[str, str]:
+    """The keys of all sites: the peers', and its own, which is no other site's."""
+    own = signing.public_text(key.public_key())
+    if others := [name for name, theirs in peers.items() if theirs == own and name != site]:
+        raise UserError(f"the list of peers says that this site's own key is that of site {others[0]}; delete the line")
+    return {**peers, site: own}
+
+
+def _key(*parts: str | int) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def _content(reply: SecureRecord) -> RecordDict:

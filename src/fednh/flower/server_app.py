@@ -60,9 +60,10 @@ from fednh.flower.protocol import (
 )
 from fednh.flower.secure_messages import RECORD, message_kind
 from fednh.flower.secure_round import GivenUp, SecureRound, Total
-from fednh.flower.signing import Identity, is_signed, server_identity
+from fednh.flower.signing import Identity, asked_alike, is_signed, server_identity
 from fednh.flower.site_config import for_sites
 from fednh.flower.transport import FetchError, Limit, Mailbox, Reply, Request
+from fednh.io.chain import Head
 from fednh.io.files import keep_private
 from fednh.machine import check_machine
 from fednh.metric_names import HELD, RoundRecord
@@ -293,12 +294,13 @@ class Sites:
     def _ask(self, orders: list[Order], asked: RoundTask, secure: SumOrders | None = None) -> SiteAnswers:
         """Send the orders; those to train ask for masked uploads if `secure` has their other half."""
         common = {name: self._broadcast_records(asked, name) for name in self.nets.nets}
-        requests = []
+        requests, alike = [], b""
         for order in orders:
             name, own = self.network_of(order.client), asked.overrides.get(order.client)
             arrays, more = common[name] if own is None else self._broadcast_records(asked, name, own)
             content = order.write(self.toml, self.task, arrays, more)
             if secure is not None and order.round:
+                alike = asked_alike(content)
                 content[RECORD] = secure.records[order.client]
             requests.append((self._request(order, secure), content))
         if requests:
@@ -328,7 +330,8 @@ class Sites:
             self._record_missing(order, ClientResult(client=client, status="silent", problem=problem), missing)
             if order.round and secure is None and self._lets_sites_be_late:
                 self.overdue[client] = Overdue(order, self._received(asked, client), start)
-        return SiteAnswers(self, answers, missing, late=self._late_results(asked) if asked.train else ())
+        late = self._late_results(asked) if asked.train else ()
+        return SiteAnswers(self, answers, missing, alike=alike, late=late)
 
     def _request(self, order: Order, secure: SumOrders | None = None) -> Request:
         trains, membership = bool(order.round), self.membership
@@ -368,7 +371,8 @@ class Sites:
             ready = [order for order in orders if not order.round or order.client in records]
             answers = self._ask(ready, asked, SumOrders(records, exchange.numbers, exchange.limit))
             missing |= answers.missing
-            total = exchange.close({each.client: each.masked for each in answers.answers if each.masked is not None})
+            masked = {each.client: each.masked for each in answers.answers if each.masked is not None}
+            total = exchange.close(masked, answers.alike)
         except GivenUp as error:
             self.note(f"round {round_}: the secure sum is given up: {error}; the server has learned nothing of it")
             if not answers.answers:  # no site was asked to evaluate either
@@ -426,7 +430,11 @@ class Sites:
         if balance is None:
             return {}
         member = self.membership.members[client]
-        member.ledger = str(balance.head) if balance.head else member.ledger
+        known = Head.read(member.ledger)
+        if balance.head is not None and (
+            known is None or balance.head.line > known.line
+        ):  # a stored answer has an old one
+            member.ledger = str(balance.head)
         member.spent = balance
         return dict(balance.told())
 
@@ -618,6 +626,7 @@ class SiteAnswers:
     answers: list[Answer]
     missing: dict[int, ClientResult]  # clients that were asked to train and sent no usable upload
     total: Total | None = None  # the sum of the others' uploads, where the server has no single one
+    alike: bytes = b""  # a digest of what the orders of a secure sum asked of all sites
     late: Sequence[ClientResult] = ()  # of earlier rounds
 
     def results(self) -> Iterator[ClientResult]:

@@ -157,11 +157,27 @@ class Work:
         """The work of an order; `basis` is what its answer depends on at the site: the samples and the state."""
         order = content.get("order")
         record = order if isinstance(order, ConfigRecord) else ConfigRecord()
-        asked = {key: value for key, value in record.items() if key not in ("since", "sites", "ledger")}
-        total = hashlib.sha256(hashlib.sha256(basis).digest())
-        for part in _parts(RecordDict({**content, "order": ConfigRecord(asked)})):
-            total.update(struct.pack(">Q", len(part)) + part)
-        return cls(bool(asked.get("round")), bool(asked.get("evaluate")), total.hexdigest()[:32])
+        digest = _digest_of(content, lambda key: key not in ("since", "sites", "ledger"), basis)
+        return cls(bool(record.get("round")), bool(record.get("evaluate")), digest.hex()[:32])
+
+
+def _digest_of(content: RecordDict, counts: Callable[[str], bool], basis: bytes | None = None) -> bytes:
+    """A hash of an order's records, of the record `order` only the keys that count, and of `basis`."""
+    order = content.get("order")
+    record = order if isinstance(order, ConfigRecord) else ConfigRecord()
+    total = hashlib.sha256() if basis is None else hashlib.sha256(hashlib.sha256(basis).digest())
+    asked = ConfigRecord({key: value for key, value in record.items() if counts(key)})
+    for part in _parts(RecordDict({**content, "order": asked})):
+        total.update(struct.pack(">Q", len(part)) + part)
+    return total.digest()
+
+
+def asked_alike(content: RecordDict) -> bytes:
+    """A digest of what an order to train asks of every site of a round: the config, the task, the round, the model.
+
+    All but the order's words to one site, such as its number and the state that it starts from.
+    """
+    return _digest_of(content, lambda key: key in ("round", "network"))
 
 
 class GuardState(StrictModel):
@@ -384,9 +400,12 @@ def read_peers(path: Path) -> dict[str, str]:
         raise UserError(f"{path} cannot be read: {error}") from error
     rows = [line.split(None, 1) for line in lines if line.strip() and not line.startswith("#")]
     try:
-        return {name: public_text(_site_public(key)) for name, key in rows}
+        peers = {name: public_text(_site_public(key)) for name, key in rows}
     except ValueError as error:
         raise UserError(f"{path} has a line that is not NAME and a public key: {error}") from error
+    if len({*peers.values()}) < len(rows):  # one site would count as two
+        raise UserError(f"{path} has a name or a key twice; delete the line that is wrong")
+    return peers
 
 
 def _site_public(text: str) -> ec.EllipticCurvePublicKey:

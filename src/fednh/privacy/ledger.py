@@ -5,6 +5,8 @@ It is a file of chained lines (io/chain.py):
     data     by what the samples of an account are recognised (marks.py)
     paid     for the answer to one order: which releases, and what the account has come to with them
     stored   the answer is on disk, with its SHA-256: only now may it leave, and only it
+    summed   of a secure sum: the answer has its noise, and may leave under masks; with the SHA-256 of both
+    agreed   of a secure sum: in which sum of which sites; the same noise in another sum could be subtracted
 
 So an answer is paid, computed, stored and sent, in this order. A crash before `stored` has let nothing out: the same
 order is answered with the same payment. After `stored` the answer of the disk is sent again; if it is lost, another
@@ -19,6 +21,7 @@ that must be in it: those that the site's audit log has recorded, and those that
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,6 +36,11 @@ from fednh.errors import Refused
 from fednh.io.chain import Head, Log, append, read
 from fednh.privacy.accounting import LARGEST, Release, epsilon
 from fednh.privacy.marks import Marks
+
+SETTLED = {
+    "summed": "the upload of this order has left with other noise: it leaves no more",
+    "agreed": "this order was summed up over other sites before: the two sums could be subtracted",
+}
 
 
 class Allowance(NamedTuple):
@@ -60,6 +68,15 @@ class Ledger:
     def __init__(self, file: Path, site: str, known: Iterable[Head] = ()):
         self.file, self.site, self.known = file, site, tuple(known)
         self._lock = FileLock(file.with_name(f".{file.name}.lock"))
+
+    @property
+    def answering(self) -> FileLock:
+        """Held while an answer is paid, computed and stored: else two processes would use one payment.
+
+        Folders of one site that share a ledger have it in common.
+        """
+        digest = hashlib.sha256(self.site.encode()).hexdigest()[:8]
+        return FileLock(self.file.with_name(f".{self.file.name}.{digest}.lock"))
 
     def pay(self, work: str, releases: Sequence[Release], marks: Marks, budget: Allowance, **facts: Any) -> Balance:
         """Pay for the answer to an order, whose digest is `work`; Refused if it costs more than is left.
@@ -91,6 +108,16 @@ class Ledger:
         with self._opened() as log:
             rows = [row for row in log.lines if _of(row, "stored", work, self.site)]
             return str(rows[-1]["sha256"]) if rows else None
+
+    def settle(self, event: str, work: str, what: str) -> Head | None:
+        """Record what becomes of the answer to an order; None if it is recorded, Refused if it was something else."""
+        with self._opened() as log:
+            before = [row["what"] for row in log.lines if _of(row, event, work, self.site)]
+            if not before:
+                return append(self.file, event, site=self.site, work=work, what=what)
+            if before[-1] != what:
+                raise Refused(SETTLED[event])
+            return None
 
     def balance(self, marks: Marks, delta: float) -> Balance:
         """What the account of these data has come to."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -44,12 +44,21 @@ class PrivacyPlan:
     mechanisms: Mechanisms | None  # of level "sample"; None: of clients
     first: tuple[Release, ...]  # of a client's answer in round 1, less those of `once`
     later: tuple[Release, ...]  # in any other round
-    once: tuple[Release, ...] = ()  # with a client's first answer
+    once: tuple[Release, ...] = ()  # with a client's first answer, or as soon as it is asked for
+    early: frozenset[str] = frozenset()  # the names of those that an answer in round 1 asks for
 
     def answer(self, round_: int, is_first: bool) -> tuple[Release, ...]:
         """What a client's answer in this round spends; `is_first`: it has not answered in this run before."""
         spent = self.first if round_ == 1 else self.later
         return (*spent, *self.once) if is_first else spent
+
+    def due(self, round_: int, held: Collection[str]) -> tuple[Release, ...]:
+        """What a client's answer in this round releases that keeps what it has released once under the names `held`.
+
+        All that a client is due comes to what `answer` says of it, and not to more.
+        """
+        now = [each for each in self.once if each.name not in held and (round_ > 1 or each.name in self.early)]
+        return (*self.answer(round_, False), *now)
 
     def spent(self, rounds: Iterable[int]) -> list[Release]:
         """What a client has spent that answered in these rounds."""
@@ -82,7 +91,8 @@ def make_plan(config: Config, method: Method, net: Net, initial: Tree, answers: 
     mechanisms = make(_found(privacy, lambda noise: _all(rounds, make(noise), answers)))
     first, later = ([_noised(r, mechanisms) for r in each if r.name not in ONCE] for each in rounds)
     once = {r.name: _noised(r, mechanisms) for each in rounds for r in each if r.name in ONCE}
-    return PrivacyPlan(privacy, mechanisms, tuple(first), tuple(later), tuple(once.values()))
+    early = frozenset(r.name for r in rounds[0] if r.name in once)
+    return PrivacyPlan(privacy, mechanisms, tuple(first), tuple(later), tuple(once.values()), early)
 
 
 def _found(privacy: PrivacyConfig, plan: Callable[[float], Sequence[Release]]) -> float:

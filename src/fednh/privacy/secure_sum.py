@@ -6,9 +6,10 @@ withstands a server that lies. n sites, of which any t (`threshold`, more than h
   keys        every site makes keys for this round and signs them with its registered key
   shares      it checks everybody's signatures, and gives each site a share of its two seeds, under seal
   masked      it sends  y_u = x_u + PRG(b_u) + sum_{v > u} PRG(s_uv) - sum_{v < u} PRG(s_uv)  (mod 2^64)
-              over the sites v whose shares it has, and signs which these are
+              over the sites v whose shares it has, and signs which these are and what it was asked: a server that
+              gives the others a model or settings of which it knows what they send would get one x_u
   survivors   the server says whose y_u it has; a site signs one such list a round, if it has t sites or more, itself
-              included, and all of them masked with the same sites
+              included, and all of them masked with the same sites and were asked the same
   reveal      with t signatures of the same list, a site gives its share of b_u of every survivor u, and of the mask
               seed of every site that was lost before: of no site both
 
@@ -19,14 +20,14 @@ server has says nothing: every y_u still wears a mask of its own.
 Not prevented: a site that sends a false upload or false shares (the round is then given up or its sum is wrong), and
 t - 1 other sites that collude with the server once t sites remain (n - 2 with all remaining).
 
-Everything here is pure; flower/secure.py sends, stores and signs.
+Everything here is pure; flower/secure_site.py sends, stores and signs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -99,9 +100,9 @@ class Cohort:
     def place(self, site: str) -> int:
         return self.names.index(site)
 
-    def masked_with(self, senders: Sequence[str]) -> bytes:
-        """What a site signs beside its masked upload: with whom it is masked."""
-        return b"fednh masked 1" + _digest(self.context.hex(), *senders)
+    def masked_with(self, senders: Sequence[str], asked: bytes) -> bytes:
+        """What a site signs beside its masked upload: with whom it is masked, and what all of them were asked."""
+        return b"fednh masked 2" + _digest(self.context.hex(), asked.hex(), *senders)
 
     def agreed(self, survivors: Sequence[str]) -> bytes:
         """What a site signs before it reveals shares: whose uploads are in the sum."""
@@ -159,6 +160,7 @@ class Participant:
     secrets: Secrets
     own: Pair | None = None  # its shares of its own seeds
     received: Mapping[str, Pair] = field(default_factory=dict)  # by sender, itself included
+    asked: bytes = b""  # a digest of what all sites are asked alike
     survivors: tuple[str, ...] = ()  # that it has signed
 
     def share(self) -> tuple[Participant, dict[str, bytes]]:
@@ -176,8 +178,11 @@ class Participant:
         k = cohort.place(self.site)
         return replace(self, own=(selves[k], seeds[k])), sealed
 
-    def receive(self, sealed: Mapping[str, bytes]) -> Participant:
-        """Open the shares of the other sites that sent them; these are the sites that it masks its upload with."""
+    def receive(self, sealed: Mapping[str, bytes], asked: bytes) -> Participant:
+        """Open the shares of the other sites that sent them; these are the sites that it masks its upload with.
+
+        `asked` is a digest of what the order asks of all of them.
+        """
         if self.own is None:
             raise Refused("this site has not shared its seeds in this round yet")
         received = {self.site: self.own}
@@ -188,7 +193,7 @@ class Participant:
             received[sender] = pair[: shares.SECRET], pair[shares.SECRET :]
         if len(received) < self.cohort.threshold:
             raise Refused(f"{len(received)} sites are left in the secure sum, and it needs {self.cohort.threshold}")
-        return replace(self, received=received)
+        return replace(self, received=received, asked=asked)
 
     def _opened(self, sender: str, content: bytes) -> bytes:
         keys, context = self.cohort.of(sender), self.cohort.context
@@ -217,9 +222,9 @@ class Participant:
         return total
 
     def confirm(self, survivors: Sequence[str], signatures: Sequence[bytes], verify: Verify) -> Participant:
-        """Agree that these sites are in the sum: once, and only if all of them masked with the same sites as this one.
+        """Agree that these sites are in the sum: once, and only if all masked with the same sites, asked the same.
 
-        `signatures` are the survivors' own, of with whom they are masked.
+        `signatures` are the survivors' own, of with whom they are masked and what they were asked.
         """
         chosen = tuple(survivors)
         if self.survivors not in ((), chosen):
@@ -230,10 +235,13 @@ class Participant:
             raise Refused("the server says that this site was lost, though it has sent its masked upload")
         if len(chosen) < self.cohort.threshold:
             raise Refused(f"{len(chosen)} sites are left in the secure sum, and it needs {self.cohort.threshold}")
-        statement = self.cohort.masked_with(self.senders)
+        statement = self.cohort.masked_with(self.senders, self.asked)
         for site, signature in zip(chosen, signatures, strict=True):
             if not verify(site, statement, signature):
-                raise Refused(f"site {site} has not signed that it masked its upload with the same sites as this one")
+                raise Refused(
+                    f"site {site} has not signed that it was asked the same as this one, and masked its upload with "
+                    f"the same sites"
+                )
         return replace(self, survivors=chosen)
 
     def reveal(self, signatures: Mapping[str, bytes], verify: Verify) -> dict[str, bytes]:
@@ -291,12 +299,3 @@ def unmasked(
             mask = masks.pair_mask(private, cohort.of(survivor).mask, context, size)
             total = total - mask if survivor < site else total + mask
     return total
-
-
-def check_keys(keys: Iterable[Keys], terms: Terms, verify: Verify) -> dict[str, str]:
-    """Why the keys of sites cannot be used, by site: the others would refuse them."""
-    return {
-        each.site: "its keys are not signed with its registered key"
-        for each in keys
-        if not verify(each.site, each.statement(terms), each.signature)
-    }

@@ -142,7 +142,8 @@ def write(
     name = project_name(folder.name)
     federation: dict[str, Any] = {"federation.name": name, "federation.folder": str(fed.run)}
     if "federation.min_clients" not in overrides:  # a user's min_clients also applies to the first round
-        federation |= {"federation.start": count, "federation.min_clients": min(2, count)}
+        fewest = count // 2 + 1 if overrides.get("federation.secure") else 2  # a secure sum ends with as many anyway
+        federation |= {"federation.start": count, "federation.min_clients": min(fewest, count)}
     federation["federation.key"] = str(fed.orders_key)
     chosen = _absolute_weights(
         settings.load(None, {**_defaults(overrides), **_data(sources, count), **federation, **overrides})
