@@ -72,6 +72,7 @@ class RoundRecord(_RoundRecord, MetricValues, total=False):
     epsilon: float  # under [privacy]: of all rounds so far, of the client (or of the clients) that spent most
     privacy: dict[str, Any]  # who was asked, and what an answer released
     lost: str  # why a deployed round changed nothing
+    late: dict[str, int]  # of the round's clients, those whose uploads came late: by how many rounds
 
 
 class ClientSummary(MetricValues, total=False):

@@ -55,6 +55,9 @@ CASES = {
         "model.args": {"mlp": {"hidden": [8]}},
         "model.dim": 12,
     },
+    "int8": {"federation.compress": "int8", "checkpoint.every": 1},
+    "top-k": {"federation.compress": "top-k", "federation.compress_share": 0.1, "participation.dropout": 0.3},
+    "lossless": {"federation.compress": "lossless"},
     "norm": {"model.name": f"{__name__}:BatchNormed", "model.args": {}, "model.norm": "average"},
     "local work": {
         **{"train.optimizer": "adamw", "train.optimizer_state": "kept", "train.steps": 7, "train.lr": 0.003},
@@ -65,7 +68,7 @@ CASES = {
         **{"data.holdout": 0.3, "eval.clients": "all", "checkpoint.every": 1},
     },
 }
-STOPPED = ("interrupt", "networks", "stop when")
+STOPPED = ("interrupt", "networks", "int8", "stop when")
 
 
 def config_of(case: str) -> Config:

@@ -26,6 +26,7 @@ from fednh.federated import client as clients
 from fednh.federated.aggregate import ClientOverrides, SumRule, received
 from fednh.federated.architectures import Architectures
 from fednh.federated.client import ClientResult
+from fednh.federated.compress import Compression
 from fednh.federated.evaluate import Personal
 from fednh.federated.setup import Federation, client_name
 from fednh.interrupt import no_progress
@@ -35,7 +36,7 @@ from fednh.models.net import Net
 from fednh.privacy.noise import SeededNoise
 from fednh.privacy.private_data import Mechanisms
 from fednh.text import one_line
-from fednh.tree import Tree, canonical
+from fednh.tree import Tree, canonical, has_prefix
 
 ClientBatch = Sequence[int]  # the clients that are computed together
 Tick = Callable[[int], None]
@@ -109,10 +110,23 @@ class TrainTask(ClientTask):
     together: bool = False  # a batch is a block for vmap
     mechanisms: Mechanisms | None = None  # noise in all that a client releases; None: there is none
     sums: SumRule | None = None  # only the sum of uploads is needed, by this rule; None: each of them is
+    compression: Compression | None = None  # of uploads
 
     def __call__(
         self, on: SimulatedData, batch: ClientBatch, kept: Sequence[Tree], tick: Tick = no_progress
     ) -> list[ClientResult]:
+        if (how := self.compression) is None:
+            return self._trained(on, batch, kept)
+        bare = [
+            {name: value for name, value in mine.items() if not has_prefix(name, (clients.UNSENT,))} for mine in kept
+        ]
+        made, spec = self._trained(on, batch, bare), on.method.upload
+        return [
+            how.applied(result, mine, self.received(on, client), spec)
+            for client, mine, result in zip(batch, kept, made, strict=True)
+        ]
+
+    def _trained(self, on: SimulatedData, batch: ClientBatch, kept: Sequence[Tree]) -> list[ClientResult]:
         why = ""
         if self.together:
             try:

@@ -22,6 +22,7 @@ from fednh.config import Config, parse_bytes
 from fednh.errors import Interrupted
 from fednh.federated import checks
 from fednh.federated.client import ClientResult
+from fednh.federated.compress import Compression
 from fednh.federated.evaluate import Personal
 from fednh.federated.executor import RoundPolicy, RoundTask
 from fednh.federated.plan import result_order
@@ -140,6 +141,7 @@ class SimulationReplies:
             together,
             asked.mechanisms,
             asked.sums,
+            Compression.of(config.federation),
             records=asked.overrides,
         )
         done = 0

@@ -391,7 +391,7 @@ class DiagnosticsConfig(Section):
 
 
 class FederationConfig(Section):
-    """Of federations on Flower; the in-process simulator needs none of it."""
+    """Of federations on Flower; of these the in-process simulator needs how uploads are compressed alone."""
 
     name: str = Field("fednh", min_length=1)  # sites keep their personal state by it
     folder: str | None = None  # the server's run folder
@@ -399,9 +399,16 @@ class FederationConfig(Section):
     min_clients: int = Field(2, ge=1, le=MANY)  # usable uploads that a round needs, or it is given up
     start: int | None = Field(None, ge=1, le=MANY)  # sites needed before the first round; None: min_clients
     timeout: float = Field(600.0, gt=0)  # seconds in which a site must answer
+    # a round waits for a site no longer than so many times what its usual site takes; None: timeout alone
+    slack: float | None = Field(None, gt=1)
+    late: Literal["drop", "use"] = "drop"  # an upload that arrives in a later round: it counts less, the older it is
     wait: float = Field(86400.0, gt=0)  # seconds to wait for enough sites before the first round; then the run ends
     # the server sees sums of uploads only, of more than half of a round's sites and of min_clients or more
     secure: bool = False
+    # smaller uploads, in a simulation too: lossless changes no bit, int8 has 255 levels a row, top-k sends the largest
+    # numbers; what these two lose is sent later
+    compress: Literal["none", "lossless", "int8", "top-k"] = "none"
+    compress_share: float = Field(0.05, gt=0, le=0.5)  # of top-k: the share of every tensor's numbers that is sent
     site_bytes: int = Field(64 << 20, ge=1)  # of a site's replies that wait at the server; more for large models
     test: str | None = None  # a data source whose test part is a balanced test set at the server
 
@@ -505,6 +512,17 @@ class Config(Section):
             )
         if self.model.differs and self.privacy.level != "none":
             raise ConfigError("privacy.level is accounted for one network, and model.name has several; give one")
+        compress = self.federation.compress
+        if compress != "none" and self.federation.secure:
+            raise ConfigError(
+                f"federation.compress = {compress!r} makes single uploads smaller, and federation.secure masks "
+                f"them in full size; leave one of them out"
+            )
+        if compress in ("int8", "top-k") and self.privacy.level == "client":
+            raise ConfigError(
+                f"federation.compress = {compress!r} sends later what a round has lost, and privacy.level = 'client' "
+                f"accounts for what a client moves in the rounds that it is in; use 'lossless' or 'none'"
+            )
         if method.doubles and any(device.partition(":")[0] == "mps" for device in self.devices):
             raise ConfigError(f"device = {self.device!r} lacks double precision, which {name} needs; use 'cpu'")
         full = {"name": self.method.get("name", DEFAULT_METHOD), **dataclasses.asdict(method)}

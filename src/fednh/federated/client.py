@@ -132,11 +132,12 @@ class LocalNorm:
 
 
 OPTIMIZER = "optimizer"  # the name of the optimiser's state in a client's kept Tree, where it is kept
+UNSENT = "unsent"  # ... and of what compression has lost so far of its uploads (compress.py)
 
 
 def methods_own(kept: Tree) -> Tree:
     """The method's own part of what the client kept."""
-    return select(kept, *{name.partition(".")[0] for name in kept} - {NORM, OPTIMIZER, PRIVATE})
+    return select(kept, *{name.partition(".")[0] for name in kept} - {NORM, OPTIMIZER, PRIVATE, UNSENT})
 
 
 class _NormFit:
@@ -219,6 +220,7 @@ class ClientResult:
     status: Literal["trained", "silent", "failed", "refused"] = "trained"
     problem: str = ""  # a sentence, for a client that has not trained
     error: Exception | None = field(default=None, compare=False)  # in the process in which it was raised
+    age: int = 0  # rounds that have passed since the one it was trained in
     released: tuple[Release, ...] = ()  # what the upload has cost in privacy; does not depend on the samples
     fallback_reason: str = ""  # why this client's block was computed one client at a time, if its block is to blame
 

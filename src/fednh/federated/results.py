@@ -31,6 +31,7 @@ class RoundResult:
     gradient_norms: Mapping[int, float]  # by client, with diagnostics.gradient_norm
     norms: Mapping[int, checks.Norms]  # of the used uploads, where they are bounded
     lost: str = ""  # why the round changed nothing, where a bad round is skipped
+    late: Mapping[int, int] = field(default_factory=dict)  # those of `clients` that were late: by how many rounds
 
     def record(self, seconds: float) -> dict[str, Any]:
         """The round's line of metrics.jsonl."""
@@ -47,6 +48,7 @@ class RoundResult:
             "refused": sorted(self.refused),
             "failed": sorted(self.failed),
             **measured,
+            **({"late": {str(client): age for client, age in sorted(self.late.items())}} if self.late else {}),
             **({"lost": self.lost} if self.lost else {}),
         }
 
@@ -63,11 +65,14 @@ class RoundBuilder:
         self.processed, self.samples, self.loss_sum = 0, 0, 0.0
         self.gradient_norms: dict[int, float] = {}
         self.norms: dict[int, checks.Norms] = {}
+        self.late: dict[int, int] = {}
 
     def use(self, result: ClientResult) -> None:
         """Count a client whose upload is used, or those of whose uploads it is the sum. The upload is not kept here."""
         upload = result.upload or {}
         self.clients += result.together or (result.client,)
+        if result.age:
+            self.late[result.client] = result.age
         self.bytes_up += size(upload) if result.bytes_up is None else result.bytes_up
         if self.parts:
             self.recorded.append(select(upload, *self.parts))
@@ -98,6 +103,7 @@ class RoundBuilder:
             gradient_norms={} if given_up else self.gradient_norms,
             norms=self.norms,
             lost=lost,
+            late={} if given_up else self.late,
         )
 
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from fednh.config import Config
 from fednh.errors import ConfigError, UserError
-from fednh.federated import checks, evaluate, stopping
+from fednh.federated import checks, compress, evaluate, stopping
 from fednh.federated.aggregate import split_overrides
+from fednh.federated.compress import Compression
 from fednh.federated.executor import Executor
 from fednh.federated.plan import most_answers
 from fednh.federated.results import Progress
@@ -59,6 +60,9 @@ def start(
             alone = nets.view(initial, name)
             checks.check_personal(config.personal.model, method, config.method["name"], alone)
             checks.check_shared(method, config.method["name"], alone, specs)
+            if (compression := Compression.of(config.federation)) is not None:
+                sent = checks.form_of(method.broadcast(alone))
+                compress.check(compression, method, config.method["name"], specs, sent)
         stopping.check(config, any(map(len, side.held_out)), executor.policy.simulated)
         optimizer = ServerOptimizer(config.server, method)
         optimizer.check(initial, nets.uploaded(upload_specs))

@@ -47,7 +47,7 @@ class Member:
 
     number: int
     site: str
-    rounds: list[int] = field(default_factory=list)  # in which its upload was taken
+    rounds: list[int] = field(default_factory=list)  # in which it trained what was taken
     key: str = ""  # its public key
     network: str = ""  # that it has chosen; empty: it has the one that it is dealt
     ledger: str = ""  # the newest line of its ledger of privacy that it has told
@@ -82,7 +82,7 @@ class Membership:
         }
         for record in records:
             for client in record["clients"]:
-                self.members[client].rounds.append(record["round"])
+                self.members[client].rounds.append(record["round"] - record.get("late", {}).get(str(client), 0))
         self._node: dict[int, int] = {}  # client -> node
         self._client: dict[int, int] = {}  # node -> client
 

@@ -51,6 +51,7 @@ from fednh.errors import Refused, UserError
 from fednh.federated import checks, evaluate, similarity
 from fednh.federated import client as clients
 from fednh.federated.architectures import initial_state
+from fednh.federated.compress import Compression
 from fednh.federated.setup import (
     Federation,
     build_federation,
@@ -84,7 +85,7 @@ from fednh.privacy.private_data import PRIVATE, left_to_sum
 from fednh.runs import fingerprint
 from fednh.runs.model_file import after_rounds, write_model, write_outcomes
 from fednh.text import one_line
-from fednh.tree import Tree, canonical, strip_prefix
+from fednh.tree import Tree, canonical, prefix, strip_prefix
 
 RECORDS = ("said", "facts", "upload", "figures", secure_messages.RECORD, secure_messages.MASKED)
 Seal = Callable[[RecordDict], RecordDict]
@@ -239,7 +240,7 @@ class Site:
             metrics = self._evaluate(order, kept, down, more)
         if not order.round:
             return Answer(order.client, 0, metrics=metrics)
-        update = self._update(order.client, order.round, kept, down)
+        update = self._packed(self._update(order.client, order.round, kept, down), kept, down)
         if not covers(self.releases(order), update.released):
             raise Refused("its answer would hold more than it has paid for")
         samples = update.samples or None  # a round may train nothing: then there is no loss either
@@ -260,6 +261,19 @@ class Site:
             left = fed.method.upload.class_sums if self.config.federation.secure else ()
             return clients.private_update(fed.method, fed.net, kept, down, data, settings, *noised, left_to_sum=left)
         return clients.update(fed.method, fed.net, kept, down, data, settings, look)
+
+    @cached_property
+    def compression(self) -> Compression | None:
+        """How uploads leave; None: as they are."""
+        return Compression.of(self.config.federation)
+
+    def _packed(self, update: clients.ClientResult, kept: Tree, down: Tree) -> clients.ClientResult:
+        """The result with a packed upload; what of it is not sent yet is part of the state that the site keeps."""
+        if self.compression is None or update.upload is None:
+            return update
+        owed, spec = strip_prefix(kept, clients.UNSENT), self.fed.method.upload
+        packed, left = self.compression.pack(update.upload, down, owed, spec)
+        return replace(update, upload=packed, keep={**update.keep, **prefix(clients.UNSENT, left)})
 
     def _data(self, client: int, round_: int, purpose: str) -> ClientData:
         return ClientData(self.fed.train, self.index, self.config.seed, round_, client, purpose, self.fewest)
@@ -687,7 +701,7 @@ def _answer(message: VerifiedMessage) -> RecordDict:
     if site.private:
         answer()
     if not summed:
-        return answer().write()
+        return answer().write(packed=site.compression is not None)
     secure = SecureSite(message.site_config, message.envelope)
     mechanisms = None if site.privacy is None else site.privacy.mechanisms
     training = MaskedOrder(

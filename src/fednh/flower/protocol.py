@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -40,13 +40,13 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from fednh.federated import checks
+from fednh.federated import checks, compress
 from fednh.federated.checks import TensorSpecs
 from fednh.federated.setup import Federation
 from fednh.flower import secure_messages as secure
 from fednh.flower import transport
 from fednh.flower.signing import Identity
-from fednh.flower.transport import FetchError, Reply, Request, StrictModel, quoted
+from fednh.flower.transport import FetchError, Limit, Reply, Request, StrictModel, quoted
 from fednh.io.chain import Head
 from fednh.models.backbone import Recipe
 from fednh.models.features import is_features
@@ -60,6 +60,7 @@ from fednh.tree import Tree, canonical
 
 TREE = "tree"  # the name of the one array
 KIND = "safetensors"  # its serialisation type
+PACKED = "safetensors+zlib"  # that of a packed upload (federated/compress.py)
 TYPES = {
     "F16": torch.float16,
     "F32": torch.float32,
@@ -81,6 +82,22 @@ def to_arrays(tree: Tree) -> ArrayRecord:
         return ArrayRecord()
     data = safetensors.numpy.save({name: value.detach().cpu().contiguous().numpy() for name, value in tree.items()})
     return ArrayRecord({TREE: Array(dtype="uint8", shape=(len(data),), stype=KIND, data=data)})
+
+
+def to_packed(packed: Tree) -> ArrayRecord:
+    """A packed upload as the record that a message carries."""
+    data = compress.written(packed)
+    return ArrayRecord({TREE: Array(dtype="uint8", shape=(len(data),), stype=PACKED, data=data)})
+
+
+def from_packed(record: ArrayRecord, form: TensorSpecs, device: str = "cpu") -> tuple[Tree, int]:
+    """A packed upload of this form, and the bytes that travelled; nothing larger than the form needs is allocated."""
+    if list(record) != [TREE] or record[TREE].stype != PACKED:
+        raise ValueError("its arrays cannot be read: they are not packed as federation.compress asks")
+    sent = record[TREE].data
+    data = compress.read(sent, Limit.of(form).bytes)
+    plain = ArrayRecord({TREE: Array(dtype="uint8", shape=(len(data),), stype=KIND, data=data)})
+    return to_tree(plain, device, form), len(sent)
 
 
 def to_tree(record: ArrayRecord, device: str = "cpu", form: TensorSpecs | None = None) -> Tree:
@@ -400,6 +417,7 @@ class Answer:
     metrics: dict[str, Number] = field(default_factory=dict)  # accuracies; empty: it was not asked to evaluate
     balance: Balance | None = None  # of the site's ledger, under privacy
     masked: tuple[Words, bytes] | None = None  # in a secure sum, in place of the upload: see secure_messages.py
+    sent: int | None = None  # bytes of a packed upload that travelled; None: those of its tensors
 
     def without_metrics(self, names: Set[str]) -> Answer:
         """The same answer without the metrics of these names, of training or of evaluation."""
@@ -422,34 +440,41 @@ class Answer:
         """Whether the server would use it; an empty upload cannot spoil anything."""
         return not self.upload or math.isfinite(self.loss_sum or 0.0)
 
-    def write(self) -> RecordDict:
+    def write(self, packed: bool = False) -> RecordDict:
+        """The records of the answer; `packed`: its upload is (federated/compress.py)."""
         numbers = {"samples": self.samples, "loss_sum": self.loss_sum, "gradient_norm": self.gradient_norm}
         facts = {"client": self.client, "round": self.round, **numbers}
         known: dict[str, Any] = {key: value for key, value in facts.items() if value is not None}
         said = ConfigRecord({"format": FORMAT, **_said_of(self.balance)})
         content = RecordDict({"said": said, "facts": MetricRecord(known)})
         if self.upload is not None:
-            content["upload"] = to_arrays(self.upload)
+            content["upload"] = to_packed(self.upload) if packed else to_arrays(self.upload)
         if self.metrics:
             content["figures"] = MetricRecord(dict(self.metrics))
         return content
 
     @classmethod
-    def read(cls, content: RecordDict, form: TensorSpecs | None, device: str = "cpu", masked: int = 0) -> Answer:
+    def read(
+        cls, content: RecordDict, form: TensorSpecs | None, device: str = "cpu", masked: int = 0, packed: bool = False
+    ) -> Answer:
         """Read an answer whose upload has this form; with None, it must not have an upload.
 
-        With `masked` it has a masked upload of so many numbers in place of it.
+        With `masked` it has a masked upload of so many numbers in place of it. A `packed` upload has the packed form.
         """
         balance = balance_of(content)
         uploads = [secure.RECORD, secure.MASKED] if masked else ["upload"] if form is not None else []
         _only(content, "said", "facts", "figures", *uploads)
         facts = Facts.parse(_record(content, "facts", MetricRecord))
-        upload = to_tree(_record(content, "upload", ArrayRecord), device, form) if "upload" in content else None
+        upload, sent = None, None
+        if "upload" in content and packed and form is not None:
+            upload, sent = from_packed(_record(content, "upload", ArrayRecord), form, device)
+        elif "upload" in content:
+            upload = to_tree(_record(content, "upload", ArrayRecord), device, form)
         metrics = Metrics.parse(_record(content, "figures", MetricRecord)) if "figures" in content else Metrics()
         signed = secure.SignatureReply.read(content).signature if masked else b""
         hidden = (secure.read_words(content, masked), signed) if masked else None
         numbers = metrics.model_dump(exclude_none=True)
-        return cls(**facts.model_dump(), upload=upload, metrics=numbers, masked=hidden, balance=balance)
+        return cls(**facts.model_dump(), upload=upload, metrics=numbers, masked=hidden, balance=balance, sent=sent)
 
 
 def _said_of(balance: Balance | None) -> dict[str, Any]:
@@ -612,19 +637,23 @@ def read_answer(
     device: str,
     identity: Identity,
     masked: int = 0,
+    unpack: Callable[[Tree], Tree] | None = None,
 ) -> tuple[Answer, RecordDict]:
     """The answer to this order, and the records that it came in; `masked`: how many numbers a masked upload has.
 
-    A wrong answer raises; `SiteProblem` if the site itself reports a problem.
+    A packed upload, of the packed `form`, is unpacked by `unpack`. A wrong answer raises; `SiteProblem` if the site
+    itself reports a problem.
     """
     content = verified(request, reply, identity)
     trains = bool(order.round)
     hidden = masked if trains else 0
-    answer = Answer.read(content, form if trains and not hidden else None, device, hidden)
+    answer = Answer.read(content, form if trains and not hidden else None, device, hidden, unpack is not None)
     if (answer.client, answer.round) != (order.client, order.round):
         raise ValueError(f"it is for client {answer.client} and round {answer.round}")
     if trains and not hidden and answer.upload is None:
         raise ValueError("it has no upload")
+    if unpack is not None and answer.upload is not None:
+        answer = replace(answer, upload=unpack(answer.upload))
     return answer, content
 
 

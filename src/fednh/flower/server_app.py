@@ -30,7 +30,10 @@ from fednh.callbacks.screen import metric_words
 from fednh.config import Config, dump
 from fednh.errors import ConfigError, UserError
 from fednh.federated import similarity
+from fednh.federated.aggregate import received
+from fednh.federated.checks import TensorSpecs, form_of
 from fednh.federated.client import ClientResult
+from fednh.federated.compress import Compression
 from fednh.federated.evaluate import Personal
 from fednh.federated.executor import RoundPolicy, RoundTask
 from fednh.federated.plan import result_order
@@ -41,6 +44,7 @@ from fednh.flower.admission import Admission, Member, MemberRow, Membership
 from fednh.flower.audit import head_of
 from fednh.flower.client_app import load_test_set
 from fednh.flower.deploy.scaffold import read_config
+from fednh.flower.pace import Pace, aged, check_late, weight_of
 from fednh.flower.protocol import (
     NOTICE,
     Answer,
@@ -71,7 +75,7 @@ from fednh.runs.client_states import Store
 from fednh.runs.model_file import card_of
 from fednh.runs.run_folder import RunFolder
 from fednh.text import one_line
-from fednh.tree import Tree
+from fednh.tree import Tree, canonical
 
 T = TypeVar("T")
 
@@ -130,6 +134,13 @@ class Sites:
         )
         self.toml = dump(for_sites(config))
         self.method = config.build_method()
+        self.compression = Compression.of(config.federation)
+        check_late(config.federation.late, config.federation.secure, self.method, config.method["name"])
+        self.pace = Pace(config.federation.slack)
+        self.overdue: dict[int, Overdue] = {}  # by client
+        self.late: dict[int, LateAnswer] = {}  # by client: what the next round uses
+        self.ages: dict[int, int] = {}  # of late uploads in this round
+        self.dropped_late = 0
         self.mailbox = Mailbox(grid, stop, self._on_unexpected, transport.pause, identity.sign)
         # Sites keep their personal states; a checkpoint records only the round of each.
         self.store = Store(folder.checkpoints / folder.clients.name, 0, lambda client: {})
@@ -164,6 +175,7 @@ class Sites:
         try:
             self.admission.membership = Membership([MemberRow.parse(row) for row in extras["sites"]], records)
             self.admission.task = Task.read(extras["task"])
+            self.dropped_late = int(extras.get("late_dropped", 0))
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"the checkpoint in {self.folder.path} does not hold the sites of a federation of this version "
@@ -210,6 +222,14 @@ class Sites:
         self.initial = initial
         self.nets = networks(self.config, self.task.shape, len(self.task.classes), self.task.body is not None)
         self.upload_forms = self.nets.declared_uploads(initial)
+        self.sent_forms = {name: self._sent_form(name) for name in self.upload_forms}
+
+    def _sent_form(self, name: str) -> TensorSpecs:
+        """The form in which uploads of a network travel."""
+        if self.compression is None:
+            return self.upload_forms[name]
+        down = form_of(self.method.broadcast(self.nets.view(self.initial, name)))
+        return self.compression.packed_form(self.upload_forms[name], down, self.method.upload)
 
     # --- one exchange ------------------------------------------------------------------------------------------
 
@@ -218,7 +238,11 @@ class Sites:
         deadline = time.monotonic() + self.transport.timeout
         while True:
             online = set(self.grid.get_node_ids())
-            here = self.membership.present(online)
+            # A site that still works on an earlier order, or sends, gets no other one: its line would never be free.
+            busy = self.mailbox.busy(self.keep) if self._lets_sites_be_late else set()
+            here = self.membership.present(online - busy)
+            if len(rested := [client for client in here if client not in self.late]) >= self.least:
+                here = rested
             if len(here) >= self.least or time.monotonic() > deadline:
                 break
             note = f"{len(here)} of {self.least} sites are online; waiting"
@@ -229,6 +253,15 @@ class Sites:
         # Newcomers introduce themselves while others work, and join in the next round.
         self.admission.query_new_nodes(online)
         return here
+
+    @property
+    def keep(self) -> float:
+        """Seconds for which an order and its answer are valid."""
+        return 2 * self.transport.timeout
+
+    @property
+    def _lets_sites_be_late(self) -> bool:
+        return self.pace.slack is not None or self.config.federation.late == "use"
 
     done = 0  # completed rounds
 
@@ -274,24 +307,35 @@ class Sites:
             sites = {request.site: request.kind for request, _ in requests}
             round_ = asked.done + 1 if asked.train else 0
             self.events("asked", kind="train", round=round_, sites=sites, sent=requests[0][1])
-        sent = self.mailbox.send(requests, keep=2 * self.transport.timeout)
-        waiting = {order.client: order for order in orders}
+        sent, start = self.mailbox.send(requests, keep=self.keep), time.monotonic()
+        waiting, took = {order.client: order for order in orders}, dict[int, float]()
         answers, missing = list[Answer](), dict[int, ClientResult]()
-        for request, reply in self.mailbox.replies(sent, self.transport.timeout):
+        limit = partial(self.pace.limit, list(waiting), took, self.least) if self._lets_sites_be_late else None
+        for request, reply in self.mailbox.replies(sent, self.transport.timeout, limit if secure is None else None):
             order = waiting.pop(request.client)
-            answer = self._read(request, order, reply, 0 if secure is None else secure.numbers)
+            took[order.client] = time.monotonic() - start
+            self.pace.heard(order.client, took[order.client])
+            down = self._received(asked, order.client)
+            answer = self._read(request, order, reply, down, 0 if secure is None else secure.numbers)
             if isinstance(answer, Answer):
                 answers.append(answer)
             else:
                 self._record_missing(order, answer, missing)
+        waited = time.monotonic() - start
         for client, order in sorted(waiting.items()):
-            problem = f"round {_when(order)}: {self.name(client)} did not answer in {self.transport.timeout:g} s"
+            limited = waited < self.transport.timeout
+            seconds = f"{waited:.1f} s, which is {self.pace.slack:g} times what the usual site takes" if limited else ""
+            seconds = seconds or f"{self.transport.timeout:g} s"
+            problem = f"round {_when(order)}: {self.name(client)} did not answer in {seconds}"
             self._record_missing(order, ClientResult(client=client, status="silent", problem=problem), missing)
-        return SiteAnswers(self, answers, missing, alike=alike)
+            if order.round and secure is None and self._lets_sites_be_late:
+                self.overdue[client] = Overdue(order, self._received(asked, client), start)
+        late = self._late_results(asked) if asked.train else ()
+        return SiteAnswers(self, answers, missing, alike=alike, late=late)
 
     def _request(self, order: Order, secure: SumOrders | None = None) -> Request:
         trains, membership = bool(order.round), self.membership
-        hidden, form = trains and secure is not None, self.upload_forms[self.network_of(order.client)]
+        hidden, form = trains and secure is not None, self.sent_forms[self.network_of(order.client)]
         return Request(
             membership.node(order.client),
             MessageType.TRAIN if trains else MessageType.EVALUATE,
@@ -350,9 +394,17 @@ class Sites:
         more = {n: v for n, v in model.items() if n not in theirs or not torch.equal(v, theirs[n])}
         return to_arrays(down), to_arrays(more)
 
-    def _read(self, request: Request, order: Order, reply: Reply, masked: int = 0) -> Answer | ClientResult:
-        """The answer, or the reason why there is none that can be used."""
-        more = self.upload_forms[self.network_of(order.client)], self.config.home, self.identity, masked
+    def _received(self, asked: RoundTask, client: int) -> Tree:
+        """What a site was sent."""
+        return received(self.nets.view(asked.down, self.network_of(client)), asked.overrides, client)
+
+    def _read(self, request: Request, order: Order, reply: Reply, down: Tree, masked: int = 0) -> Answer | ClientResult:
+        """The answer of a site that received `down`, or the reason why there is none that can be used."""
+        name, unpack = self.network_of(order.client), None
+        if (compression := self.compression) is not None:
+            form, spec = self.upload_forms[name], self.method.upload
+            unpack = partial(compression.unpack, form=form, received=canonical(down), spec=spec)
+        more = self.sent_forms[name], self.config.home, self.identity, masked, unpack
         read = self.read_reply(request, lambda: read_answer(request, order, reply, *more))
         return read if isinstance(read, ClientResult) else read[0]
 
@@ -396,7 +448,8 @@ class Sites:
     def commit(self, round_: int, clients: Sequence[int]) -> None:
         self.done = round_
         for client in clients:
-            self.membership.members[client].rounds.append(round_)
+            self.membership.members[client].rounds.append(round_ - self.ages.get(client, 0))
+        self.ages = {}
 
     _back_to: int | None = None  # orders are of the state after this round, not of the latest one
 
@@ -404,16 +457,62 @@ class Sites:
         self._back_to = round_
 
     def rollback(self) -> None:
-        """Nothing to do: the next order says from which round's state a site starts."""
+        """The next order says from which round's state a site starts."""
+        self.ages = {}
+
+    # --- late answers ------------------------------------------------------------------------------------------
+
+    def _keep_late(self, request: Request, reply: Reply, overdue: Overdue) -> None:
+        """An upload has arrived after its round: the next one uses it, or nobody."""
+        client, round_ = request.client, request.round
+        self.pace.heard(client, time.monotonic() - overdue.start)
+        if self.config.federation.late == "drop":
+            self._drop_late(request.site, client, round_)
+            return
+        answer = self._read(request, overdue.order, reply, overdue.down)
+        if isinstance(answer, ClientResult):
+            self.note(answer.problem, client, round_)
+        elif answer.upload is not None:
+            self.late[client] = LateAnswer(answer, overdue)
+
+    def _drop_late(self, site: str, client: int, round_: int) -> None:
+        self.dropped_late += 1
+        self._tell(f"round {round_}: {self.name(client)} answered too late; refused", site=site, round=round_)
+
+    def _late_results(self, asked: RoundTask) -> list[ClientResult]:
+        """Late uploads as this round uses them; one of a site that trains in it again is not."""
+        late, self.late = self.late, {}
+        made = []
+        for client, each in sorted(late.items()):
+            order, answer = each.overdue.order, each.answer
+            if client in asked.train or answer.upload is None:
+                self._drop_late(self.membership.site(client), client, order.round)
+                continue
+            age = asked.done + 1 - order.round
+            now = canonical(self.nets.view(asked.server, self.network_of(client)))
+            upload = aged(answer.upload, canonical(each.overdue.down), now, age, self.method.upload)
+            self.ages[client] = age
+            self._tell(
+                f"round {order.round}: the upload of {self.name(client)} came late; round {asked.done + 1} uses it "
+                f"with the weight {weight_of(age):.2f}"
+            )
+            numbers = (answer.samples, answer.loss_sum)
+            result = ClientResult({}, upload, *numbers, kept_finite=True, client=client, bytes_up=answer.sent)
+            made.append(replace(result, age=age))
+        return made
 
     # --- checkpoints and reports -------------------------------------------------------------------------------
 
     def checkpoint_extras(self) -> dict[str, Any]:
-        return {"sites": self.membership.rows(), "task": self.task.text()}
+        late = {"late_dropped": self.dropped_late} if self.dropped_late else {}
+        return {"sites": self.membership.rows(), "task": self.task.text(), **late}
 
     def finished(self, rounds: int) -> dict[str, Any]:
         self.events("finished", rounds=rounds)
-        return {"sites": [_told(member) for member in self.membership]}
+        for client, each in sorted(self.late.items()):
+            self._drop_late(self.membership.site(client), client, each.overdue.order.round)
+        late = {"late": {"dropped": self.dropped_late}} if self.dropped_late else {}
+        return {"sites": [_told(member) for member in self.membership], **late}
 
     def name(self, client: int) -> str:
         return f"site {self.membership.site(client)} (client {client})"
@@ -434,11 +533,35 @@ class Sites:
             return
         if request.kind != MessageType.QUERY:
             # An error is Flower's own: the request has expired.
-            if isinstance(reply, FetchError) or not reply.has_error():
+            overdue = self.overdue.pop(request.client, None)
+            if overdue is not None and overdue.order.round == request.round and not _is_error(reply):
+                self._keep_late(request, reply, overdue)
+            elif isinstance(reply, FetchError) or not reply.has_error():
                 note = f"round {request.round}: {self.name(request.client)} answered too late; refused"
                 self._tell(note, site=request.site, node=request.node, round=request.round)
             return
         self.admission.on_hello(request, reply)
+
+
+def _is_error(reply: Reply) -> bool:
+    return isinstance(reply, FetchError) or reply.has_error()
+
+
+@dataclass(frozen=True)
+class Overdue:
+    """An order whose round has ended without its answer."""
+
+    order: Order
+    down: Tree  # what its site has received
+    start: float  # when it was sent
+
+
+@dataclass(frozen=True)
+class LateAnswer:
+    """What has arrived after its round."""
+
+    answer: Answer
+    overdue: Overdue
 
 
 @dataclass(frozen=True)
@@ -467,7 +590,7 @@ class Stages:
             requests.append((Request(node, kind, limit, client, self.round, site), RecordDict({RECORD: record})))
         asked = {request.site: request.kind for request, _ in requests}
         sites.events("asked", kind=kind, round=self.round, sites=asked, sent=requests[0][1])
-        sent = sites.mailbox.send(requests, keep=2 * sites.transport.timeout)
+        sent = sites.mailbox.send(requests, keep=sites.keep)
         waiting, replies = set(orders), dict[int, RecordDict]()
         for request, reply in sites.mailbox.replies(sent, sites.transport.timeout):
             waiting.discard(request.client)
@@ -504,6 +627,7 @@ class SiteAnswers:
     missing: dict[int, ClientResult]  # clients that were asked to train and sent no usable upload
     total: Total | None = None  # the sum of the others' uploads, where the server has no single one
     alike: bytes = b""  # a digest of what the orders of a secure sum asked of all sites
+    late: Sequence[ClientResult] = ()  # of earlier rounds
 
     def results(self) -> Iterator[ClientResult]:
         if (total := self.total) is not None:
@@ -513,7 +637,9 @@ class SiteAnswers:
         for client in result_order(self.sites.config, trained, lambda client: trained[client].samples or 0):
             a = trained[client]
             assert a.upload is not None
-            yield ClientResult({}, a.upload, a.samples, a.loss_sum, a.gradient_norm, kept_finite=True, client=a.client)
+            numbers = a.samples, a.loss_sum, a.gradient_norm
+            yield ClientResult({}, a.upload, *numbers, kept_finite=True, client=a.client, bytes_up=a.sent)
+        yield from self.late
         yield from (result for _, result in sorted(self.missing.items()))
 
     def personal_metrics(self) -> list[Personal]:

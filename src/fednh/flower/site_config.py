@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 METRICS = ("samples", "loss", "gradient_norm", *(name for name in Metrics.model_fields if name != "samples"))
 PARAMETERS = 100_000_000  # the most that a model has, unless site.toml says otherwise
 SAFE_DATA = ("augment", "holdout", *agreed())  # the server's data.*: how samples are made, not what is read
+FEDERATION = ("name", "min_clients", "secure", "compress", "compress_share")  # what a site uses of that section
 ARGUMENTS = 10_000  # characters of model.args: even layers without parameters take memory
 QUESTIONS = 10  # different settings about a site's samples that it looks at until it agrees to one
 
@@ -200,7 +201,7 @@ class Policy(StrictModel):
         if source is not None and (type(batch) is not int or batch < fewest):
             raise Refused(f"train.batch_size = {batch!r} is less than the {fewest} of this site (allow.samples)")
         data = self._data(_section(tree, "data"), source)
-        ours = {key: federation[key] for key in ("name", "min_clients", "secure") if key in federation}
+        ours = {key: federation[key] for key in FEDERATION if key in federation}
         return {**tree, "method": method, "model": model, "data": data, "federation": ours}
 
     def _candidates(self, asked: object) -> list[object]:

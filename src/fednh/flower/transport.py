@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 WORDS = 1 << 20  # bytes of a message without its arrays
 TEXT = 4 << 20  # characters of one text: a greeting may name many classes and columns
 TENSOR = 1 << 12  # bytes of the description of one tensor in a tree
-CHUNK = 1 << 20  # bytes; Flower cuts arrays into chunks of 5 MB
+CHUNK = 128 << 10  # bytes; arrays are cut into chunks of at least this: 256 KiB (deploy/processes.py)
 SAMPLE = 1 << 28  # numbers in one sample
 NAMES = 1 << 16  # classes, features or names of any kind
 PARTS = 10  # of a dotted key in TOML: reading one takes the square of their number, 5 s for 16,000
@@ -356,11 +356,17 @@ class Mailbox:
     ):
         self.grid, self.stop, self.on_unexpected, self.pause, self.sign = grid, stop, on_unexpected, pause, sign
         self._open: dict[str, Request] = {}
+        self._sent: dict[str, float] = {}  # when, of the open ones
         self._fetch = BoundedFetch(grid)
 
     def asked(self) -> set[int]:
         """Nodes that owe an answer to a query."""
         return {request.node for request in self._open.values() if request.kind == MessageType.QUERY}
+
+    def busy(self, seconds: float) -> set[int]:
+        """Nodes that owe an answer to an order of the last `seconds`."""
+        work, since = (MessageType.TRAIN, MessageType.EVALUATE), time.monotonic() - seconds
+        return {row.node for name, row in self._open.items() if row.kind in work and self._sent[name] > since}
 
     def send(self, requests: Sequence[tuple[Request, RecordDict]], keep: float) -> dict[str, Request]:
         """Send requests, whose replies are valid for `keep` seconds; returns those that were sent, by message id."""
@@ -372,12 +378,19 @@ class Mailbox:
         sent = {m.metadata.message_id: row for m, (row, _) in zip(messages, requests, strict=True)}
         sent = {name: row for name, row in sent.items() if name in posted}
         self._open |= sent
+        self._sent |= dict.fromkeys(sent, time.monotonic())
         return sent
 
-    def replies(self, sent: dict[str, Request], timeout: float) -> Iterator[tuple[Request, Reply]]:
-        """Replies to what was `sent`, as they arrive, until all are in or the timeout has passed."""
-        waiting, deadline = set(sent), time.monotonic() + timeout
-        while waiting and time.monotonic() < deadline:
+    def replies(
+        self, sent: dict[str, Request], timeout: float, limit: Callable[[], float] | None = None
+    ) -> Iterator[tuple[Request, Reply]]:
+        """Replies to what was `sent`, as they arrive, until all are in or the timeout has passed.
+
+        With a `limit`, of seconds that may change with every reply, it may end sooner; then late replies are still
+        fetched, for `on_unexpected`.
+        """
+        waiting, start = set(sent), time.monotonic()
+        while waiting and time.monotonic() - start < (timeout if limit is None else min(timeout, limit())):
             for name, request, reply in self._pull():
                 if name in waiting:
                     waiting.remove(name)
@@ -386,8 +399,9 @@ class Mailbox:
                     self.on_unexpected(request, reply)
             if waiting:
                 self._wait()
-        for name in waiting:
-            self._fetch.drop(name)
+        if limit is None:
+            for name in waiting:
+                self._fetch.drop(name)
 
     def poll(self) -> None:
         """Handle the replies that have arrived, waiting for none in particular, then pause."""
@@ -400,6 +414,8 @@ class Mailbox:
             return []
         limits = {name: request.limit for name, request in self._open.items()}
         replies = [(name, reply) for name, reply in self._fetch.pull(limits) if name in self._open]
+        for name, _ in replies:
+            self._sent.pop(name, None)
         return [(name, self._open.pop(name), reply) for name, reply in replies if name in self._open]
 
     def _wait(self) -> None:

@@ -25,7 +25,7 @@ NOT_COMPARED = {  # settings that say where things lie, how the work is done or 
     "rounds",
     *("workers", "store.memory", "checkpoint.every", "on_error"),
     *("data.name", "data.dir", "model.weights"),  # files may move: their contents are compared
-    *("federation.folder", "federation.timeout"),
+    *("federation.folder", "federation.timeout", "federation.slack", "federation.late"),
     "ray",  # the whole section
 }
 

@@ -41,6 +41,9 @@ ENVIRONMENT = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+    # A part that a broken line has cut is sent again. Flower's 5 MB, two at a time, take 343 s over 256 kbit/s,
+    # and its SuperLink forgets an upload of which nothing has arrived for 180 s
+    "FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE": str(256 << 10),
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
 }
