@@ -126,7 +126,7 @@ def test_a_rule_of_another_version_is_refused(photos: tuple[Path, list[Path], Pa
     _, files, run = photos
     model = fednh.load_model(run)
     how = {"resize": {"rule": "swirl"}, "size": [24, 32], "channels": 3}
-    other = SimpleNamespace(shape=model.card.shape, preprocessing=SimpleNamespace(scale=255.0, model_extra=how))
+    other = SimpleNamespace(shape=model.card.shape, preprocessing=SimpleNamespace(scale=255.0), sample_form=how)
     with pytest.raises(UserError, match="resizes images by 'swirl', which this version does not know"):
         inputs.samples(files, other)
     how.pop("resize")  # a card of an older version: stretched
@@ -144,7 +144,7 @@ def test_sixteen_bits_grey_and_other_ranges_by_the_recipe(tmp_path: Path) -> Non
             "scale": scale,
             "resize": {"mode": "L", "filter": "BILINEAR", "rule": "stretch"},
         }
-        card = SimpleNamespace(shape=(1, 8, 8), preprocessing=SimpleNamespace(scale=scale, model_extra=how))
+        card = SimpleNamespace(shape=(1, 8, 8), preprocessing=SimpleNamespace(scale=scale), sample_form=how)
         for name in ("deep.png", "colour.jpg"):
             assert np.array_equal(inputs.image(tmp_path / name, card), documented()(tmp_path / name, how))
 

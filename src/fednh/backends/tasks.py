@@ -110,23 +110,10 @@ class TrainTask(ClientTask):
     together: bool = False  # a batch is a block for vmap
     mechanisms: Mechanisms | None = None  # noise in all that a client releases; None: there is none
     sums: SumRule | None = None  # only the sum of uploads is needed, by this rule; None: each of them is
-    compression: Compression | None = None  # of uploads
 
     def __call__(
         self, on: SimulatedData, batch: ClientBatch, kept: Sequence[Tree], tick: Tick = no_progress
     ) -> list[ClientResult]:
-        if (how := self.compression) is None:
-            return self._trained(on, batch, kept)
-        bare = [
-            {name: value for name, value in mine.items() if not has_prefix(name, (clients.UNSENT,))} for mine in kept
-        ]
-        made, spec = self._trained(on, batch, bare), on.method.upload
-        return [
-            how.applied(result, mine, self.received(on, client), spec)
-            for client, mine, result in zip(batch, kept, made, strict=True)
-        ]
-
-    def _trained(self, on: SimulatedData, batch: ClientBatch, kept: Sequence[Tree]) -> list[ClientResult]:
         why = ""
         if self.together:
             try:
@@ -174,6 +161,25 @@ class TrainTask(ClientTask):
                 on.method, net, block, states, down, self.settings, own, self.mechanisms, noises
             )
         return dict(zip(members, made, strict=True))
+
+
+@dataclass(frozen=True)
+class CompressedTrainTask(TrainTask):
+    """One round of training whose uploads are what is left of them after compression (federated/compress.py)."""
+
+    compression: Compression = field(kw_only=True)
+
+    def __call__(
+        self, on: SimulatedData, batch: ClientBatch, kept: Sequence[Tree], tick: Tick = no_progress
+    ) -> list[ClientResult]:
+        bare = [
+            {name: value for name, value in mine.items() if not has_prefix(name, (clients.UNSENT,))} for mine in kept
+        ]
+        made, spec = super().__call__(on, batch, bare, tick), on.method.upload
+        return [
+            self.compression.applied(result, mine, self.received(on, client), spec)
+            for client, mine, result in zip(batch, kept, made, strict=True)
+        ]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,15 @@ from typing import Any, TypeVar
 import torch
 
 from fednh import machine
-from fednh.backends.tasks import ClientBatch, ClientTask, EvaluateTask, Measured, SimulatedData, TrainTask
+from fednh.backends.tasks import (
+    ClientBatch,
+    ClientTask,
+    CompressedTrainTask,
+    EvaluateTask,
+    Measured,
+    SimulatedData,
+    TrainTask,
+)
 from fednh.backends.vmap import blocks, choose_engine
 from fednh.callbacks import Callback
 from fednh.config import Config, parse_bytes
@@ -132,7 +140,9 @@ class SimulationReplies:
         together = simulation.engine == "vmap"
         batches: list[ClientBatch] = list(blocks(self.fed, order)) if together else [[client] for client in order]
         settings, gradient_norm = config.fit_settings(round_), config.diagnostics.gradient_norm
-        task = TrainTask(
+        compression = Compression.of(config.federation)
+        make = TrainTask if compression is None else partial(CompressedTrainTask, compression=compression)
+        task = make(
             asked.down,
             settings,
             config.seed,
@@ -141,7 +151,6 @@ class SimulationReplies:
             together,
             asked.mechanisms,
             asked.sums,
-            Compression.of(config.federation),
             records=asked.overrides,
         )
         done = 0

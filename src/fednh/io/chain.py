@@ -13,7 +13,6 @@ who knows its hash could try out what the line might say.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
@@ -74,13 +73,19 @@ class Log:
         return None
 
 
+def _lock(file: int, shared: bool = False) -> None:
+    import fcntl  # which Windows lacks: a run that writes no log does not need it
+
+    fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+
+
 def append(path: Path, event: str, **facts: Any) -> Head:
     """Add a line; it is on disk when this returns. Safe with several processes at once, and against a crash."""
     if new := not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     file = os.open(path, _OPEN, 0o600)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        _lock(file)
         if os.fstat(file).st_mode & 0o077:
             with suppress(PermissionError):  # the mode of an append-only file cannot be changed
                 os.fchmod(file, 0o600)
@@ -100,7 +105,7 @@ def newest_head(path: Path) -> Head | None:
     if not path.exists():
         return None
     with path.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
+        _lock(file.fileno(), shared=True)
         head, _ = _end(file.fileno())
     return head if head.line else None
 
@@ -158,7 +163,7 @@ def _end(file: int) -> tuple[Head, bytes]:
 def read(path: Path) -> Log:
     """Read a log and check its chain line by line; lines after a break are left out."""
     with path.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)  # waits until a line that is being written is complete
+        _lock(file.fileno(), shared=True)  # waits until a line that is being written is complete
         *raw, torn = file.read().split(b"\n")
     lines: list[dict[str, Any]] = []
     last, pieces = START, list[bytes]()  # the last good hash; text after it that is not a log line
