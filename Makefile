@@ -5,6 +5,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start hundreds of processes: none should have to compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup demo test lint types unit soak bench bench-peers results docs dist clean
 help:
@@ -47,8 +49,9 @@ lint: setup
 types: setup
 	@$(BIN)/python -m mypy
 
+# One worker more than cores, because many tests wait for processes of their own.
 unit: setup
-	@$(BIN)/python -m pytest -n 2 --dist worksteal
+	@$(BIN)/python -m pytest -n 3 --dist worksteal
 
 soak: setup
 	@$(BIN)/python -m pytest -m soak -n 2 --dist worksteal

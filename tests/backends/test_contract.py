@@ -26,7 +26,7 @@ from tests.helpers.ray_nodes import Nodes, ended, nodes, rounds_of, start, until
 from tests.helpers.simulator import simulate
 
 Run = Callable[[Config, Path, bool], None]  # runs a config in a folder from where it stands; True: stop after a round
-LONG = {("ray", case) for case in CASES if case not in ("bits", "interrupt", "int8")}
+LONG = {("ray", case) for case in CASES if case not in ("bits", "interrupt")}
 POOLED_BY_SIMULATIONS = [name for key in POOLED for name in (key, best_of(key))]
 PAIRS = [
     pytest.param(executor, case, marks=[pytest.mark.soak] * ((executor, case) in LONG), id=f"{executor}-{case}")

@@ -50,6 +50,7 @@ def test_it_applies(patch: dict[str, Any], sources: Any) -> None:
     assert patch["tests"]
 
 
+@pytest.mark.soak  # `make soak` tries the mutations themselves
 def test_every_named_test_exists_and_is_none_of_the_long_ones() -> None:
     named = mutations.named_tests(mutations.patches())
     code, printed = mutations.pytest(ROOT, ["--collect-only", *named], mutations.SECONDS)

@@ -192,7 +192,8 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     assert len(list((tmp_path / "both/native").iterdir())) == 1
 
 
-@pytest.mark.parametrize("capability", ["AVX2", pytest.param("DEFAULT", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("capability", ["AVX2", "DEFAULT"])
 def test_narrower_instructions_give_the_same(capability: str, tmp_path: Path) -> None:
     """The tests of kernels pass with what is compiled for an older processor, which a newer one can run, too."""
     script = (
