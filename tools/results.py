@@ -56,8 +56,8 @@ The paper's Table 1 on real data, ours beside the published numbers: CIFAR-10 an
 which 10% train in a round, 200 rounds. `make results` writes this page from the folder `results/` and continues the
 campaign (`results/campaign.toml`). Other settings and ablations have [their own page](results-settings.md).
 
-Not run: TinyImageNet. With ResNet-18 two cores train about 24 images of 64x64 a second, and 200 rounds of 10 clients with
-1,000 images and 5 epochs are 10 million: 116 hours a run, 12 hours for 20 rounds.
+Not run: TinyImageNet. With ResNet-18 two cores train about 24 images of 64x64 a second, and 200 rounds of 10 clients
+with 1,000 images and 5 epochs are 10 million: 116 hours a run, 12 hours for 20 rounds.
 """
 SETTINGS_INTRO = f"""{WIDE}# Results: settings and ablations
 
