@@ -58,7 +58,8 @@ def test_a_gradient_step_is_at_most_eleven_calls_below_run(tmp_path: Path) -> No
     Looking.stacks.clear()
     config = load("digits", {**SMALL, "engine": "loop", "rounds": 1})
     run_config(tmp_path, config, build_federation(config).with_method(Looking()))
-    loop, step = max(Looking.stacks, key=lambda pair: len(pair[0]))
+    waits = [pair for pair in Looking.stacks if pair[0][0] == "in_order"]  # else the loop adds up an upload meanwhile
+    loop, step = max(waits, key=lambda pair: len(pair[0]))
     assert step[-6:] == ["batchwise", "__call__", "client_update", "update", "__call__", "work"]
     assert loop == ["in_order", "results", "_train", "_exchange", "run"]
     assert len(loop) + len(step[-6:]) == 11  # inside of `batchwise` the step is taken

@@ -98,7 +98,16 @@ def test_every_setting_comes_back(tree: dict[str, Any]) -> None:
     except UserError:
         assume(False)
     assume(config.data.folds is None)
-    assert through_flower(config) == config
+    try:
+        found = through_flower(config)
+    except UserError as refused:  # what a deployment alone refuses; tests of these settings look at it
+        assume(
+            not any(
+                name in str(refused) for name in ("federation.secure", "privacy.", "stop_when", "is for simulations")
+            )
+        )
+        raise
+    assert found == config
 
 
 def test_folds_are_refused_in_a_deployment() -> None:
